@@ -1,0 +1,44 @@
+# Needs Python 3.11, pip, make and a C compiler; everything else comes from pip, as your own pip configuration says.
+PYTHON ?= python3.11
+ARGS ?=
+
+# The installed set is named by its contents, not by file times: a checkout changes those.
+REQUIREMENTS := requirements/cpu.txt requirements/dev.txt
+STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@echo '  ARGS="..." is handed on: make demo ARGS="--dry-run", make test ARGS="tests/unit -k packing"'
+
+install: $(STAMP) ## make .venv; does nothing when requirements/ has not changed since
+
+demo: $(STAMP) ## train a tiny model by GRPO on this machine's CPU, in a few minutes
+	.venv/bin/python -m torchtitan.experiments.rl.grpo --config rl_grpo_qwen3_debug $(ARGS)
+
+test: $(STAMP) ## all tests
+	.venv/bin/python -m pytest -q $(ARGS)
+
+lint: $(STAMP) ## what ruff finds, and whether it would format anything anew
+	.venv/bin/ruff check $(ARGS) .
+	.venv/bin/ruff format --check $(ARGS) .
+
+format: $(STAMP) ## format the code, and fix what ruff can fix
+	.venv/bin/ruff check --fix $(ARGS) .
+	.venv/bin/ruff format $(ARGS) .
+
+clean: ## remove caches and build leftovers; .venv and outputs/ stay
+	rm -rf .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# torch first and with its dependencies: where pip has only the CUDA build, that brings the libraries without which it can't be
+# imported; where pip has a CPU build, it brings none. The pins then follow without dependencies (requirements/cpu.txt says why).
+$(STAMP):
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	rm -f .venv/installed-*
+	.venv/bin/python -m pip install $$(grep '^torch==' requirements/cpu.txt)
+	.venv/bin/python -m pip install --no-deps -r requirements/cpu.txt
+	.venv/bin/python -m pip install --no-deps -r requirements/dev.txt
+	touch $@
