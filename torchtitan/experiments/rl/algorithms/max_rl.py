@@ -1,0 +1,32 @@
+"""MaxRL: reinforcement learning that climbs the log of the success rate."""
+
+from typing import ClassVar
+
+import numpy as np
+
+from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.algorithms.grpo import centered
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+
+
+class MaxRL(Algorithm):
+    """Maximum-likelihood reinforcement learning (Tajwar et al., arXiv:2602.02710, algorithm 1).
+
+        m = mean(r),   A = (r - m) / m,   and 0 where m <= 0
+
+    over the group's scored rollouts. Dividing by the mean turns the gradient of the success rate into, nearly, that of its
+    logarithm: rare successes weigh more. Made for rewards of 0 and 1.
+    """
+
+    group_relative: ClassVar[bool] = True
+
+    def score_group(self, group: RolloutGroup) -> None:
+        if not group.scored:
+            return
+        rewards = np.array([rollout.reward for rollout in group.scored])
+        mean = rewards.mean()
+        # Rewards of both signs can cancel but for rounding: such a mean is 0, not a divisor of 1e-17.
+        positive = mean > 1e-9 * np.abs(rewards).max()
+        advantages = centered(rewards) / mean if positive else np.zeros_like(rewards)
+        for rollout, advantage in zip(group.scored, advantages, strict=True):
+            rollout.assign_advantages(float(advantage))

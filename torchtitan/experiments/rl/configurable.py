@@ -1,0 +1,23 @@
+"""Base of the classes users subclass: rubrics, tasks, datasets, samplers, filters."""
+
+from dataclasses import dataclass
+
+from torchtitan.config import Configurable
+
+
+class UserConfigurable(Configurable):
+    """A Configurable whose every subclass has a Config that builds that subclass.
+
+    A Configurable that defines no Config inherits its parent's, and ``Sub.Config().build()`` makes the parent without a word.
+    Here such a subclass gets an empty Config of its own, so a subclass that only overrides a method is complete.
+    """
+
+    def __init_subclass__(cls, **kwargs):
+        if "Config" not in cls.__dict__:
+            namespace = {
+                "__module__": cls.__module__,
+                "__qualname__": f"{cls.__qualname__}.Config",
+                "__doc__": cls.Config.__doc__,
+            }
+            cls.Config = dataclass(kw_only=True, slots=True)(type("Config", (cls.Config,), namespace))
+        super().__init_subclass__(**kwargs)

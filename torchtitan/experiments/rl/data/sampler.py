@@ -1,0 +1,74 @@
+"""Which example of a task's dataset is next."""
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
+
+
+class SampleStrategy(UserConfigurable, abc.ABC):
+    """Hands out the examples of one dataset, without end. Deterministic: the same seed and observations, the same examples."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+    def __init__(self, config: Config, *, dataset: Sequence[DataSample], seed: int):
+        if len(dataset) == 0:
+            raise ConfigError("dataset", dataset, "has no examples to sample from")
+        self.config = config
+        self.dataset = dataset
+        self.seed = seed
+
+    @abc.abstractmethod
+    def next(self) -> DataSample:
+        """The next example."""
+
+    def observe(self, group: RolloutGroup) -> None:
+        """See how an example went; strategies that pick by difficulty learn from it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on with the example that would have been next: plain JSON values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state_dict.
+
+        Raises:
+            ConfigError: the state is of another dataset or seed.
+        """
+
+
+class ShuffledCursor(SampleStrategy):
+    """Every example once per epoch, in an order drawn anew for each epoch from the seed."""
+
+    def __init__(self, config: SampleStrategy.Config, *, dataset: Sequence[DataSample], seed: int):
+        super().__init__(config, dataset=dataset, seed=seed)
+        self._start(epoch=0, cursor=0)
+
+    def next(self) -> DataSample:
+        if self._cursor == len(self._order):
+            self._start(epoch=self._epoch + 1, cursor=0)
+        index = self._order[self._cursor]
+        self._cursor += 1
+        return self.dataset[int(index)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "cursor": self._cursor, "seed": self.seed, "examples": len(self.dataset)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in (("seed", self.seed), ("examples", len(self.dataset))):
+            if state[name] != value:
+                raise ConfigError(f"sampler.{name}", value, f"the checkpoint has {state[name]}: resume with that")
+        self._start(epoch=state["epoch"], cursor=state["cursor"])
+
+    def _start(self, *, epoch: int, cursor: int) -> None:
+        self._epoch, self._cursor = epoch, cursor
+        self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset))

@@ -1,0 +1,65 @@
+"""Which task gives the next group."""
+
+import abc
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.user_code import is_finite_number
+
+
+class TaskMix(UserConfigurable, abc.ABC):
+    """Names tasks, without end, in proportion to their weights. Deterministic."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        pass
+
+    def __init__(self, config: Config, *, weights: dict[str, float]):
+        if not weights:
+            raise ConfigError("tasks", weights, "a run needs at least one task")
+        for name, weight in weights.items():
+            if not is_finite_number(weight) or weight <= 0:
+                raise ConfigError(f"tasks.{name}.weight", weight, "must be above 0; to leave a task out, remove it")
+        self.config = config
+        self.weights = dict(weights)
+
+    @abc.abstractmethod
+    def next(self) -> str:
+        """Name of the next task."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on where this one is: plain JSON values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state_dict."""
+
+
+class WeightedRoundRobin(TaskMix):
+    """Smooth weighted round robin, nginx's upstream rule: each turn every task gains its weight in credit, and the one with the
+    most (the first named, of equals) is picked and pays the sum of the weights.
+
+    After any number of picks a task has had its share to within one pick per other task, so no stretch of a run belongs to one
+    task, as with random draws it might.
+    """
+
+    def __init__(self, config: TaskMix.Config, *, weights: dict[str, float]):
+        super().__init__(config, weights=weights)
+        self._credit = dict.fromkeys(weights, 0.0)
+
+    def next(self) -> str:
+        for name, weight in self.weights.items():
+            self._credit[name] += weight
+        picked = max(self._credit, key=self._credit.__getitem__)
+        self._credit[picked] -= sum(self.weights.values())
+        return picked
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"credit": dict(self._credit)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Tasks that are new since the checkpoint start without credit; credit of tasks that are gone is dropped."""
+        self._credit = {name: state["credit"].get(name, 0.0) for name in self.weights}

@@ -1,0 +1,38 @@
+"""What a user writes: an environment that speaks messages and knows nothing of tokens."""
+
+import abc
+from dataclasses import dataclass, field
+
+from renderers.base import Message, ToolSpec
+
+
+@dataclass(kw_only=True, slots=True)
+class ResetOutput:
+    messages: list[Message]
+    """The opening conversation: system and user messages."""
+    tools: list[ToolSpec] = field(default_factory=list)
+    """Tools the model may call, OpenAI function format."""
+
+
+@dataclass(kw_only=True, slots=True)
+class StepOutput:
+    env_messages: list[Message]
+    """The env's answer: user or tool messages; may be empty when done."""
+    done: bool
+    reward_components: dict[str, float] = field(default_factory=dict)
+    """What this step earned, by name; summed over the rollout and left to the rubric to weigh."""
+
+
+class MessageEnv(abc.ABC):
+    """One conversation, used once: reset, then a step per assistant message until done."""
+
+    @abc.abstractmethod
+    async def reset(self) -> ResetOutput:
+        """Start the conversation. Called exactly once, first."""
+
+    @abc.abstractmethod
+    async def step_message(self, message: Message) -> StepOutput:
+        """Answer one assistant message (content, reasoning_content and tool_calls as the renderer parsed them)."""
+
+    async def close(self) -> None:
+        """Release what the env holds. Called exactly once, also after an error."""

@@ -1,0 +1,65 @@
+"""Builds the renderer: the one place that knows a model's chat template."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import renderers
+from renderers import Renderer
+from transformers import AutoTokenizer
+
+from torchtitan.experiments.rl.errors import ConfigError
+
+
+@dataclass(kw_only=True, slots=True)
+class RendererConfig:
+    name: str = "qwen3"
+    """A model family the renderers package knows: qwen3, qwen3.5, llama-3, gpt-oss, ... or "default" for the tokenizer's own
+    chat template, which is rendered anew each turn and gives no role attribution."""
+    enable_thinking: bool = False
+    """Let the model think before it answers. Families without the switch follow their template."""
+    thinking_retention: Literal["tool_cycle", "all"] | None = "all"
+    """Whether earlier turns' thinking stays in the prompt. "all" keeps every token, so a conversation is one training sample;
+    "tool_cycle" drops it at each new user message, which starts a new sample there; None follows the template."""
+
+
+def renderer_names() -> list[str]:
+    """Names RendererConfig.name may have."""
+    return sorted(_config_classes())
+
+
+def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Renderer:
+    """Make the renderer from a local tokenizer folder, without asking the hub.
+
+    Raises:
+        ConfigError: no such folder or renderer name, or the renderer and the tokenizer don't fit.
+    """
+    classes = _config_classes()
+    if config.name not in classes:
+        raise ConfigError("renderer.name", config.name, f"not a renderer; known: {', '.join(sorted(classes))}")
+    fields = classes[config.name].model_fields
+    knobs = {"thinking_retention": config.thinking_retention}
+    if "enable_thinking" in fields:
+        knobs["enable_thinking"] = config.enable_thinking
+    elif config.enable_thinking:
+        raise ConfigError("renderer.enable_thinking", True, f"{config.name} has no such switch; leave it False")
+    if not Path(tokenizer_path).is_dir():
+        raise ConfigError("tokenizer_path", str(tokenizer_path), "not a local folder; download the tokenizer first")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_path), local_files_only=True)
+    except (OSError, ValueError) as error:
+        cause = str(error).partition("\n")[0]
+        raise ConfigError("tokenizer_path", str(tokenizer_path), f"holds no tokenizer: {cause}") from error
+    try:
+        return renderers.create_renderer(tokenizer, classes[config.name](**knobs))
+    # The package asserts that the tokenizer has the template's special tokens.
+    except (AssertionError, ValueError) as error:
+        cause = " ".join(str(error).split())
+        raise ConfigError("renderer.name", config.name, f"does not fit the tokenizer in {tokenizer_path}: {cause}") from error
+
+
+def _config_classes() -> dict[str, type]:
+    """The package's typed configs by name. "auto" is left out because it may ask the hub, "custom" because it needs a path."""
+    union, *_ = get_args(renderers.RendererConfig)
+    by_name = {config.model_fields["name"].default: config for config in get_args(union)}
+    return {name: config for name, config in by_name.items() if name not in ("auto", "custom")}

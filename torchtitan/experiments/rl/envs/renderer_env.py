@@ -1,0 +1,239 @@
+"""Between tokens and messages: a RendererEnv makes a MessageEnv look like a stream of prompts and completions."""
+
+import asyncio
+import copy
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from renderers import Message, RenderedTokens, Renderer
+
+from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
+from torchtitan.experiments.rl.envs.messages import assistant_message, check_all_rendered, checked_messages, checked_rewards
+from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
+from torchtitan.experiments.rl.user_code import UserCodeError, UserCodeTimeout, call_bounded, cause_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class RendererEnvConfig:
+    max_turns: int = 8
+    """Completions a rollout may have."""
+    max_rollout_tokens: int = 1024
+    """Tokens the conversation may have: a prompt and its completion together never exceed it, so no training sample does."""
+    step_timeout_s: float = 60.0
+    """For each reset, step_message and close."""
+    rollout_timeout_s: float = 600.0
+    """From reset to the terminal status, sampling included. Enforced by the task that runs the rollout."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenizedStepOutput:
+    """Where the conversation stands after a reset or a completion."""
+
+    next_prompt_token_ids: list[int] | None
+    """[P]. What to sample from next; None on a terminal status."""
+    next_prompt_messages: list[Message]
+    """The whole conversation so far."""
+    status: RolloutStatus
+    env_messages: list[Message] = field(default_factory=list)
+    """The env's answer to the completion; empty after initial_prompt."""
+    env_reward_components: dict[str, float] = field(default_factory=dict)
+    """What the env rewarded in this step."""
+    assistant_message: Message | None = None
+    """The completion, parsed; None after initial_prompt."""
+    error: str | None = None
+    """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
+
+
+class RendererEnv:
+    """One conversation in tokens. Single use: initial_prompt once, then step_completion until the status is terminal.
+
+    Nothing the MessageEnv does is raised here: exceptions, SystemExit, wrong return types and hangs become a status with its
+    cause. The MessageEnv is closed as soon as the status is terminal; a caller that stops earlier calls close().
+
+    An env whose async methods block without awaiting (``time.sleep``, a sync HTTP client) stalls every rollout of the process,
+    and no timeout can interrupt it: such envs wrap the call in ``asyncio.to_thread``.
+    """
+
+    def __init__(self, *, message_env: MessageEnv, renderer: Renderer, config: RendererEnvConfig):
+        self._env = message_env
+        self._renderer = renderer
+        self._config = config
+        self._messages: list[Message] = []
+        self._tools: list | None = None
+        self._prompt: RenderedTokens | None = None
+        self._turns: list[RolloutTurn] = []
+        self._status = RolloutStatus.ONGOING
+        self._error: str | None = None
+        self._started = self._closed = False
+
+    @property
+    def turns(self) -> list[RolloutTurn]:
+        """One per completion so far, also where the env then failed."""
+        return self._turns
+
+    @property
+    def status(self) -> RolloutStatus:
+        return self._status
+
+    @property
+    def error(self) -> str | None:
+        """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
+        return self._error
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """Tokens the next completion may have within max_rollout_tokens; 0 when there is no next prompt."""
+        return self._config.max_rollout_tokens - len(self._prompt.token_ids) if self._prompt else 0
+
+    async def initial_prompt(self) -> TokenizedStepOutput:
+        """Reset the env and render its opening conversation.
+
+        Raises:
+            RuntimeError: called a second time.
+        """
+        if self._started:
+            raise RuntimeError("this RendererEnv was used already: make a new one for each rollout")
+        self._started = True
+        await self._until_settled(self._reset)
+        return self._output(None)
+
+    async def step_completion(self, completion: Completion) -> TokenizedStepOutput:
+        """Parse a completion, step the env with it and render the next prompt.
+
+        The completion is recorded as a turn first: its tokens are kept whatever the env does then. A completion cut off at its
+        token limit ("length") ends the rollout without stepping the env: half a message is not what the model meant to say, and
+        an env acting on it (half a tool call, half a number) would reward or punish the cut.
+
+        Raises:
+            RuntimeError: there was no prompt to complete: before initial_prompt or after a terminal status.
+        """
+        if self._prompt is None:
+            raise RuntimeError(f"no prompt to complete: the rollout is {'over' if self._started else 'not started'}")
+        turn = RolloutTurn(
+            prompt_messages=list(self._messages),
+            prompt_token_ids=np.asarray(self._prompt.token_ids, np.int32),
+            prompt_roles=_roles(self._prompt),
+            prompt_is_content=np.asarray(self._prompt.is_content or [False] * len(self._prompt.token_ids), bool),
+            completion=completion,
+            assistant_message={"role": "assistant", "content": ""},
+        )
+        await self._until_settled(lambda: self._step(turn))
+        return self._output(turn)
+
+    def finish(self, status: RolloutStatus, error: str | None = None) -> None:
+        """End the rollout from outside, as a turn loop of one's own may; the first terminal status stays."""
+        if not self._status.is_terminal():
+            self._status, self._error = status, error
+        if self._status.is_terminal():
+            self._prompt = None
+
+    async def close(self) -> None:
+        """Close the MessageEnv unless that was done. What goes wrong in it is logged: it can't undo the rollout."""
+        if self._closed:
+            return
+        self._closed = True
+        if type(self._env).close is MessageEnv.close:
+            return
+        try:
+            await call_bounded(self._env.close, timeout_s=self._config.step_timeout_s)
+        except UserCodeError as error:
+            logger.warning("%s.close failed: %s", type(self._env).__name__, error)
+
+    async def _until_settled(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do the work; turn what goes wrong into a status; close the env when the status is terminal."""
+        try:
+            await work()
+        except asyncio.CancelledError:
+            self.finish(RolloutStatus.ABORTED, "cancelled")
+            await self.close()
+            raise
+        except UserCodeTimeout as error:
+            self.finish(RolloutStatus.TIMEOUT, str(error))
+        except Exception as error:
+            self.finish(RolloutStatus.ERROR, cause_of(error))
+        if self._status.is_terminal():
+            await self.close()
+
+    async def _reset(self) -> None:
+        reset = await self._call_env("reset", self._env.reset, ResetOutput)
+        self._messages = checked_messages(reset.messages, "ResetOutput.messages")
+        if not self._messages:
+            raise ValueError("ResetOutput.messages is empty: a conversation starts with a message")
+        self._tools = list(reset.tools) or None
+        self._set_prompt(self._rendered_anew())
+
+    async def _step(self, turn: RolloutTurn) -> None:
+        completion = turn.completion
+        lengths = {len(completion.token_ids), len(completion.logprobs), len(completion.policy_versions)}
+        if len(lengths) > 1 or completion.finish_reason not in ("stop", "length", "abort"):
+            raise ValueError(f"bad completion: stream lengths {sorted(lengths)}, finish_reason {completion.finish_reason!r}")
+        self._turns.append(turn)
+        prompt_ids, sampled_ids = self._prompt.token_ids, np.asarray(completion.token_ids).tolist()
+        parsed = self._renderer.parse_response(sampled_ids, tools=self._tools, prompt_ids=prompt_ids)
+        turn.assistant_message = assistant_message(parsed, turn=len(self._turns) - 1)
+        self._messages.append(turn.assistant_message)
+        if completion.finish_reason == "abort":
+            return self.finish(RolloutStatus.ABORTED, "the generator aborted the completion")
+        if completion.finish_reason == "length":
+            return self.finish(RolloutStatus.TRUNCATED_LENGTH)
+
+        # A copy: an env may edit the message it is given, and the record must not follow.
+        message = copy.deepcopy(turn.assistant_message)
+        step = await self._call_env("step_message", lambda: self._env.step_message(message), StepOutput)
+        if not isinstance(step.done, bool | np.bool_):
+            raise TypeError(f"StepOutput.done is {step.done!r}, want True or False")
+        turn.reward_components = checked_rewards(step.reward_components, "StepOutput.reward_components")
+        turn.env_messages = checked_messages(step.env_messages, "StepOutput.env_messages")
+        self._messages.extend(turn.env_messages)
+        if step.done:
+            return self.finish(RolloutStatus.COMPLETED)
+        if len(self._turns) >= self._config.max_turns:
+            return self.finish(RolloutStatus.TRUNCATED_MAX_TURNS)
+        if not turn.env_messages:
+            raise ValueError("StepOutput.env_messages is empty though done is False: the model would answer itself")
+        bridged = self._renderer.bridge_to_next_turn(prompt_ids, sampled_ids, turn.env_messages, tools=self._tools)
+        if bridged is not None:
+            check_all_rendered(bridged, turn.env_messages)
+        self._set_prompt(bridged or self._rendered_anew())
+
+    async def _call_env(self, method: str, call: Callable[[], Awaitable[Any]], wanted: type) -> Any:
+        name = f"{type(self._env).__name__}.{method}"
+        try:
+            output = await call_bounded(call, timeout_s=self._config.step_timeout_s)
+        except UserCodeError as error:
+            raise type(error)(f"{name}: {error}") from error
+        if not isinstance(output, wanted):
+            raise TypeError(f"{name} returned {type(output).__name__}, want {wanted.__name__}")
+        return output
+
+    def _rendered_anew(self) -> RenderedTokens:
+        rendered = self._renderer.render(self._messages, tools=self._tools, add_generation_prompt=True)
+        check_all_rendered(rendered, self._messages)
+        return rendered
+
+    def _set_prompt(self, rendered: RenderedTokens) -> None:
+        if rendered.multi_modal_data is not None and not rendered.multi_modal_data.is_empty():
+            raise ValueError("the env sent an image or a video: only text reaches the model")
+        self._prompt = rendered
+        if self.max_completion_tokens < 1:
+            self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
+
+    def _output(self, turn: RolloutTurn | None) -> TokenizedStepOutput:
+        return TokenizedStepOutput(
+            next_prompt_token_ids=list(self._prompt.token_ids) if self._prompt else None,
+            next_prompt_messages=list(self._messages),
+            status=self._status,
+            env_messages=turn.env_messages if turn else [],
+            env_reward_components=turn.reward_components if turn else {},
+            assistant_message=turn.assistant_message if turn else None,
+            error=self._error,
+        )
+
+
+def _roles(rendered: RenderedTokens) -> list[str | None]:
+    return [rendered.message_roles[index] if index >= 0 else None for index in rendered.message_indices]

@@ -1,0 +1,89 @@
+"""Filters: which rollouts of a scored group take a place in the batch."""
+
+import abc
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
+
+
+class Filter(UserConfigurable, abc.ABC):
+    """Says which rollouts of a group match; whether a match drops them is the config's mode."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        mode: Literal["enforce", "monitor"] = "enforce"
+        """enforce: matching rollouts are dropped. monitor: they are only counted."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    @property
+    def name(self) -> str:
+        """The class's name in snake case: what metrics and the ledger call it."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    @abc.abstractmethod
+    def matches(self, group: RolloutGroup) -> list[bool]:
+        """One entry per rollout of ``group.scored``."""
+
+
+class ZeroAdvantage(Filter):
+    """Matches the whole group when it teaches nothing: every advantage is 0 and no token feeds ce or ref_kl."""
+
+    def matches(self, group: RolloutGroup) -> list[bool]:
+        samples = [sample for rollout in group.scored for sample in rollout.samples]
+        nothing = all(
+            sample.advantages is not None
+            and not np.any(sample.advantages)
+            and not any(weights is not None and np.any(weights) for weights in (sample.ce_weights, sample.ref_kl_weights))
+            for sample in samples
+        )
+        return [nothing] * len(group.scored)
+
+
+@dataclass(kw_only=True, slots=True)
+class FilterResult:
+    kept: list[Rollout] = field(default_factory=list)
+    """Scored rollouts no enforcing filter matched."""
+    dropped: list[tuple[Rollout, str]] = field(default_factory=list)
+    """The others, each with the first enforcing filter that matched: a rollout is in one column of the ledger."""
+    matched: Counter[str] = field(default_factory=Counter)
+    """Matching rollouts by filter, monitors included; one rollout counts for every filter it matches."""
+
+
+def apply_filters(filters: Sequence[Filter], group: RolloutGroup) -> FilterResult:
+    """Run every filter on every scored rollout, so that no filter hides another's matches.
+
+    Raises:
+        RunError: a filter raised or answered for another number of rollouts. That is a fault of the run, not of a rollout.
+    """
+    result = FilterResult()
+    enforced: list[tuple[str, list[bool]]] = []
+    for entry in filters:
+        try:
+            matches = [bool(match) for match in entry.matches(group)]
+        except Exception as error:
+            raise RunError(f"filter {entry.name} failed on group {group.group_id}: {type(error).__name__}: {error}") from error
+        if len(matches) != len(group.scored):
+            raise RunError(
+                f"filter {entry.name} answered for {len(matches)} rollouts, group {group.group_id} has {len(group.scored)}"
+            )
+        result.matched[entry.name] += sum(matches)
+        if entry.config.mode == "enforce":
+            enforced.append((entry.name, matches))
+    for index, rollout in enumerate(group.scored):
+        by = next((name for name, matches in enforced if matches[index]), None)
+        if by is None:
+            result.kept.append(rollout)
+        else:
+            result.dropped.append((rollout, by))
+    return result

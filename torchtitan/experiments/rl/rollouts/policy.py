@@ -1,0 +1,41 @@
+"""The policy as tasks and algorithms see it: something that samples and scores tokens. Implemented by actors/generator_client.py."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from torchtitan.experiments.rl.rollouts.types import Completion
+
+
+@dataclass(kw_only=True, slots=True)
+class SamplingConfig:
+    """How completions are sampled. Truncated sampling (top_p, top_k) is for validation only: it biases the importance ratio."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    max_tokens: int = 256
+    """Per turn."""
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+class PolicySession(Protocol):
+    """The policy for the length of one rollout: knows its seed, its sampling settings and which replica holds its prefix."""
+
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+        """Sample one completion of at most ``max_tokens`` tokens (and at most SamplingConfig.max_tokens)."""
+
+    def close(self) -> None: ...
+
+
+class PolicyClient(Protocol):
+    @property
+    def version(self) -> int:
+        """Policy version the generators hold now."""
+
+    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> PolicySession:
+        """Open a session for one rollout. The same seed and prompts give the same tokens, whatever else is in flight."""
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """Log-probabilities at temperature 1 of given tokens: float32 [L], entry t of token t, entry 0 is 0."""

@@ -1,0 +1,87 @@
+"""From turns to training samples: the ids that were sampled are the ids that are trained; nothing is rendered again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtitan.experiments.rl.rollouts.types import RolloutTurn
+from torchtitan.experiments.rl.types import TrainingSample
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TurnSpan:
+    """Where one turn lies in its rollout's samples.
+
+    Tokens ``[new, completion)`` of the sample are what the turn's prompt added to the turn before, tokens ``[completion, end)``
+    its completion. A position in the turn's prompt is the same position in the sample.
+    """
+
+    sample: int
+    """Index into the rollout's samples."""
+    new: int
+    completion: int
+    end: int
+
+
+def turn_spans(turns: Sequence[RolloutTurn]) -> list[TurnSpan | None]:
+    """Lay turns out in samples by the extension property: a turn joins the sample before it while its prompt starts with that
+    sample's tokens exactly; where it doesn't (the prompt was rendered anew, history was cut), a new sample starts.
+
+    None for a turn that sampled nothing (aborted before its first token): there is nothing to train.
+    """
+    spans: list[TurnSpan | None] = []
+    sample, tokens = -1, np.empty(0, np.int32)
+    for turn in turns:
+        if len(turn.completion.token_ids) == 0:
+            spans.append(None)
+            continue
+        prompt = turn.prompt_token_ids
+        if sample >= 0 and np.array_equal(prompt[: len(tokens)], tokens):
+            new = len(tokens)
+        else:
+            sample, new = sample + 1, 0
+        tokens = np.concatenate([prompt, turn.completion.token_ids])
+        spans.append(TurnSpan(sample=sample, new=new, completion=len(prompt), end=len(tokens)))
+    return spans
+
+
+def samples_from_turns(
+    turns: Sequence[RolloutTurn], *, task_name: str, rollout_id: str, temperature: float
+) -> list[TrainingSample]:
+    """One sample per run of turns that extend each other.
+
+    Every sampled token is in exactly one sample's loss mask: where a later prompt repeats it in a new sample, it is context.
+
+    Raises:
+        ValueError: a completion whose streams differ in length.
+    """
+    for index, turn in enumerate(turns):
+        streams = (turn.completion.token_ids, turn.completion.logprobs, turn.completion.policy_versions)
+        if len({len(stream) for stream in streams}) > 1:
+            raise ValueError(f"rollout {rollout_id}, turn {index}: completion streams of lengths {[len(s) for s in streams]}")
+
+    runs: dict[int, list[tuple[RolloutTurn, TurnSpan]]] = {}
+    for turn, span in zip(turns, turn_spans(turns), strict=True):
+        if span is not None:
+            runs.setdefault(span.sample, []).append((turn, span))
+
+    samples = []
+    for run in runs.values():
+        last, last_span = run[-1]
+        sample = TrainingSample(
+            token_ids=np.concatenate([last.prompt_token_ids, last.completion.token_ids]).astype(np.int32),
+            loss_mask=np.zeros(last_span.end, bool),
+            generator_logprobs=np.zeros(last_span.end, np.float32),
+            policy_versions=np.full(last_span.end, -1, np.int32),
+            temperature=temperature,
+            task_name=task_name,
+            rollout_id=rollout_id,
+        )
+        for turn, span in run:
+            sampled = slice(span.completion, span.end)
+            sample.loss_mask[sampled] = True
+            sample.generator_logprobs[sampled] = turn.completion.logprobs
+            sample.policy_versions[sampled] = turn.completion.policy_versions
+        samples.append(sample)
+    return samples

@@ -1,0 +1,153 @@
+"""What a rollout is made of: turns, statuses, groups. Plain records, filled by the turn loop and read by everything after it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from renderers.base import Message
+
+from torchtitan.experiments.rl.types import TrainingSample
+
+
+class RolloutStatus(StrEnum):
+    ONGOING = "ongoing"
+    """Another turn may follow."""
+    COMPLETED = "completed"
+    """The env said done."""
+    TRUNCATED_LENGTH = "truncated_length"
+    """A completion hit its token limit."""
+    TRUNCATED_PROMPT_OVERFLOW = "truncated_prompt_overflow"
+    """The next prompt leaves no room to sample within max_rollout_tokens."""
+    TRUNCATED_MAX_TURNS = "truncated_max_turns"
+    """max_turns turns were taken and the env was not done."""
+    ABORTED = "aborted"
+    """The run was stopped while the rollout was open."""
+    TIMEOUT = "timeout"
+    """An env step, or the rollout, took longer than its limit."""
+    ERROR = "error"
+    """Env, reward or algorithm code raised or returned rubbish; Rollout.error says what."""
+
+    def is_terminal(self) -> bool:
+        return self is not RolloutStatus.ONGOING
+
+    def is_truncated(self) -> bool:
+        """Ended by a limit of ours: its tokens are real and may be scored."""
+        return self.value.startswith("truncated")
+
+    def is_error(self) -> bool:
+        """Ended by a failure: excluded from its group's statistics unless the rubric names an error_reward."""
+        return self in (RolloutStatus.ABORTED, RolloutStatus.TIMEOUT, RolloutStatus.ERROR)
+
+
+@dataclass(kw_only=True, slots=True)
+class DataSample:
+    """One row of a task's dataset: what an env is made from."""
+
+    sample_id: str
+    """Unique within its dataset."""
+    env_input: Any
+    """Handed to Task.make_envs and to every reward function."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Anything else worth logging: source, difficulty."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Completion:
+    """What the generator sampled for one prompt."""
+
+    token_ids: np.ndarray
+    """int32 [T]. Includes the stop token, when there was one."""
+    logprobs: np.ndarray
+    """float32 [T]. Of the logits divided by the sampling temperature."""
+    policy_versions: np.ndarray
+    """int32 [T]. Version of the weights each token was sampled with."""
+    finish_reason: str
+    """"stop", "length" or "abort"."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutTurn:
+    """One prompt to the generator, its completion, and the env's answer."""
+
+    prompt_messages: list[Message]
+    """The whole conversation before this turn's completion."""
+    prompt_token_ids: np.ndarray
+    """int32 [P]. What the generator was given."""
+    prompt_roles: list[str | None]
+    """[P]. Role of the message each prompt token belongs to; None on scaffold outside any message and on tokens the previous
+    turn already described (a bridged prompt repeats them verbatim)."""
+    prompt_is_content: np.ndarray
+    """bool [P]. True where the token comes from a message's body, not from the template around it."""
+    completion: Completion
+    assistant_message: Message
+    """The completion, parsed."""
+    env_messages: list[Message] = field(default_factory=list)
+    """The env's answer."""
+    reward_components: dict[str, float] = field(default_factory=dict)
+    """What the env itself rewarded in this turn."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Rollout:
+    """One env from reset to a terminal status."""
+
+    group_id: str
+    sample_idx: int
+    """Index within the group."""
+    task_name: str
+    turns: list[RolloutTurn] = field(default_factory=list)
+    status: RolloutStatus = RolloutStatus.ONGOING
+    reward: float | None = None
+    """None until scored, and for good on a rollout excluded from its group."""
+    reward_components: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
+    samples: list[TrainingSample] = field(default_factory=list)
+
+    @property
+    def rollout_id(self) -> str:
+        return f"{self.group_id}/{self.sample_idx}"
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(turn.completion.token_ids) for turn in self.turns)
+
+    def assign_advantages(self, value: float | Sequence[float]) -> None:
+        """Give every sampled token its advantage.
+
+        A scalar broadcasts over the sampled tokens; a sequence holds one value per sampled token, in the order sampled.
+
+        Raises:
+            ValueError: a sequence of another length than the number of sampled tokens.
+        """
+        sampled = sum(int(sample.loss_mask.sum()) for sample in self.samples)
+        per_token = np.full(sampled, value, np.float32) if np.ndim(value) == 0 else np.asarray(value, np.float32)
+        if per_token.shape != (sampled,):
+            raise ValueError(
+                f"rollout {self.rollout_id}: {len(per_token)} advantages for {sampled} sampled tokens; give one each, or a scalar"
+            )
+        start = 0
+        for sample in self.samples:
+            count = int(sample.loss_mask.sum())
+            sample.advantages = np.zeros(len(sample), np.float32)
+            sample.advantages[sample.loss_mask] = per_token[start : start + count]
+            start += count
+
+
+@dataclass(kw_only=True, slots=True)
+class RolloutGroup:
+    """The rollouts of one data sample, scored against each other."""
+
+    group_id: str
+    task_name: str
+    data_sample: DataSample
+    rollouts: list[Rollout]
+    admitted_version: int = 0
+    """Policy version the generators held when the group was admitted."""
+
+    @property
+    def scored(self) -> list[Rollout]:
+        """Rollouts with a reward: the group's statistics are of these alone."""
+        return [rollout for rollout in self.rollouts if rollout.reward is not None]

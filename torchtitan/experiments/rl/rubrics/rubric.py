@@ -1,0 +1,220 @@
+"""Rubrics: how rollouts become rewards.
+
+A rubric weighs reward functions. A function gets ``(rollout, env_input)`` and returns a number, or, group-level, gets
+``(rollouts, env_input)`` and returns one number per rollout; either may be async. What an env itself rewarded counts only where
+a rubric says so, with ``env_component(name)``.
+
+A function that raises, hangs or returns anything but finite numbers makes its rollout an ERROR that names the function.
+It never counts as a 0: a bug in the scoring must not look like a bad answer.
+"""
+
+import asyncio
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
+from torchtitan.experiments.rl.rubrics.isolated import IsolatedCalls
+from torchtitan.experiments.rl.user_code import UserCodeError, call_bounded, call_in_thread, is_finite_number
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Reward:
+    """What a rubric says of one rollout."""
+
+    reward: float | None
+    """Weighted mean of the functions; None on a rollout excluded from its group."""
+    components: dict[str, float] = field(default_factory=dict)
+    """Each function's own value by name, unweighted, and env components nobody weighed as ``env/<name>``."""
+
+
+@dataclass(slots=True)
+class RewardFn:
+    """A reward function and how a rubric uses it."""
+
+    fn: Callable[..., Any]
+    weight: float = 1.0
+    """0 or more; a rubric's weights are normalised to sum to 1. With weight 0 a function is only logged."""
+    name: str | None = None
+    """None: the function's own name."""
+    group_level: bool = False
+    """Called once per group with the list of rollouts that are to be scored; returns a number for each."""
+    timeout_s: float | None = None
+    """Per call; None: the rubric's."""
+    isolate: bool = False
+    """Call it in a child process that is killed when late: for code that may hang or crash. A late sync function that is not
+    isolated keeps its thread for as long as it runs."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the config that is saved with a run: the function by its path."""
+        target = getattr(self.fn, "func", self.fn)
+        path = f"{target.__module__}.{getattr(target, '__qualname__', type(target).__qualname__)}"
+        return {"fn": path} | {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "fn"}
+
+
+class Rubric(UserConfigurable):
+    """Scores the rollouts of a group with weighted reward functions: the config's, or a subclass's ``register_funcs``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        reward_fns: list[RewardFn] = field(default_factory=list)
+        """With none, every reward is 0: for algorithms that take no credit from rewards."""
+        truncation_reward: float | None = None
+        """Reward of truncated rollouts; None has the functions score them as far as they got. No number is a safe default:
+        among rewards of -1 and 1, a 0 would make rambling on better than a wrong answer."""
+        error_reward: float | None = None
+        """Reward of rollouts that failed; None excludes them. Never given for a failed reward function."""
+        timeout_s: float = 30.0
+        """For each call of a reward function that names no limit of its own."""
+        isolated_workers: int = 2
+        """Child processes for functions with isolate=True."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        fns = [replace(entry, name=entry.name or _name_of(entry.fn)) for entry in self.register_funcs()]
+        _check(fns, config)
+        total = math.fsum(entry.weight for entry in fns)
+        self._fns = [replace(entry, weight=entry.weight / total) for entry in fns]
+        self._isolated = IsolatedCalls(config.isolated_workers)
+        self._warned_unweighed = False
+
+    def register_funcs(self) -> list[RewardFn]:
+        """The reward functions; a subclass returns its own, and may add ``super().register_funcs()`` for the config's."""
+        return self.config.reward_fns
+
+    async def score_group(self, rollouts: Sequence[Rollout], env_input: Any) -> list[Reward]:
+        """One Reward per rollout, in order. Sets status and error of a rollout whose reward function failed."""
+        rewards = [Reward(self._fixed_reward(rollout), {}) for rollout in rollouts]
+        pending = [index for index, rollout in enumerate(rollouts) if self._needs_scoring(rollout)]
+        scored = [rollouts[index] for index in pending]
+        columns = await asyncio.gather(*(self._column(entry, scored, env_input) for entry in self._fns)) if scored else []
+        for position, index in enumerate(pending):
+            values = {entry.name: column[position] for entry, column in zip(self._fns, columns, strict=True)}
+            failures = [f"reward function {name!r}: {value}" for name, value in values.items() if isinstance(value, str)]
+            rewards[index].components = {name: value for name, value in values.items() if not isinstance(value, str)}
+            if failures:
+                rollouts[index].status, rollouts[index].error = RolloutStatus.ERROR, "; ".join(failures)
+            else:
+                rewards[index].reward = math.fsum(entry.weight * values[entry.name] for entry in self._fns)
+        self._log_env_components(rollouts, rewards)
+        return rewards
+
+    def _needs_scoring(self, rollout: Rollout) -> bool:
+        if rollout.status.is_truncated():
+            return self.config.truncation_reward is None
+        return not rollout.status.is_error()
+
+    def _fixed_reward(self, rollout: Rollout) -> float | None:
+        if rollout.status.is_error():
+            return self.config.error_reward
+        return self.config.truncation_reward if rollout.status.is_truncated() else None
+
+    async def _column(self, entry: RewardFn, rollouts: list[Rollout], env_input: Any) -> list[float | str]:
+        """One function's value for each rollout, or the cause, a string, where there is none."""
+        if not entry.group_level:
+            return await asyncio.gather(*(self._value(entry, rollout, env_input) for rollout in rollouts))
+        try:
+            values = await self._call(entry, rollouts, env_input)
+        except UserCodeError as error:
+            return [str(error)] * len(rollouts)
+        if not hasattr(values, "__len__") or isinstance(values, str | dict) or len(values) != len(rollouts):
+            size = f" of {len(values)}" if hasattr(values, "__len__") else ""
+            return [f"returned a {type(values).__name__}{size}, want a list of {len(rollouts)} numbers"] * len(rollouts)
+        return [_number(value) for value in values]
+
+    async def _value(self, entry: RewardFn, rollout: Rollout, env_input: Any) -> float | str:
+        try:
+            return _number(await self._call(entry, rollout, env_input))
+        except UserCodeError as error:
+            return str(error)
+
+    async def _call(self, entry: RewardFn, subject: Rollout | list[Rollout], env_input: Any) -> Any:
+        timeout_s = self.config.timeout_s if entry.timeout_s is None else entry.timeout_s
+        if entry.isolate:  # the child has the time limit; waiting for a free one doesn't count
+            call = functools.partial(self._isolated.call, entry.fn, (subject, env_input), timeout_s=timeout_s)
+            return await call_bounded(lambda: call_in_thread(call), timeout_s=None)
+        if inspect.iscoroutinefunction(entry.fn):
+            return await call_bounded(lambda: entry.fn(subject, env_input), timeout_s=timeout_s)
+        return await call_bounded(lambda: call_in_thread(entry.fn, subject, env_input), timeout_s=timeout_s)
+
+    def _log_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:
+        named = {entry.name for entry in self._fns}
+        for rollout, reward in zip(rollouts, rewards, strict=True):
+            unweighed = {name: value for name, value in env_components(rollout).items() if name not in named}
+            reward.components.update({f"env/{name}": value for name, value in unweighed.items()})
+            if unweighed and not self._fns and not self._warned_unweighed:
+                self._warned_unweighed = True
+                logger.warning(
+                    "task %s: the env rewards %s but the rubric has no function, so every reward is 0; add env_component(%r)",
+                    rollout.task_name, sorted(unweighed), min(unweighed),
+                )  # fmt: skip
+
+
+def env_components(rollout: Rollout) -> dict[str, float]:
+    """What the env rewarded, by name, summed over the turns."""
+    sums: dict[str, float] = {}
+    for turn in rollout.turns:
+        for name, value in turn.reward_components.items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums
+
+
+def env_component(name: str, *, weight: float = 1.0, default: float | None = None) -> RewardFn:
+    """A reward function that takes what the env itself rewarded under ``name``, summed over the turns.
+
+    ``default`` stands for a component the env never gave. Without one, a rollout that ended early has earned 0 and a completed
+    rollout is an error, which is how a misspelt name shows.
+    """
+    return RewardFn(functools.partial(_env_component, component=name, default=default), weight=weight, name=name)
+
+
+async def _env_component(rollout: Rollout, env_input: Any, *, component: str, default: float | None) -> float:
+    earned = env_components(rollout)
+    if component in earned:
+        return earned[component]
+    if default is None and rollout.status is RolloutStatus.COMPLETED:
+        raise KeyError(f"the env gave no reward component {component!r}; it gave {sorted(earned) or 'none'}")
+    return default or 0.0
+
+
+def last_assistant_text(rollout: Rollout) -> str:
+    """Content of the rollout's last assistant message, without its reasoning; "" if there is none."""
+    return rollout.turns[-1].assistant_message["content"] if rollout.turns else ""
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__name__", None) or type(fn).__name__
+
+
+def _number(value: Any) -> float | str:
+    """The value as a float, or what is wrong with it."""
+    if is_finite_number(value):
+        return float(value)
+    return f"returned {str(value)[:60]} ({type(value).__name__}), want a finite number"
+
+
+def _check(fns: list[RewardFn], config: Rubric.Config) -> None:
+    names = [entry.name for entry in fns]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError("rubric.reward_fns", names, f"two functions named {name!r}: give one RewardFn(..., name=...)")
+    for entry in fns:
+        if not is_finite_number(entry.weight) or entry.weight < 0:
+            raise ConfigError(f"weight of {entry.name!r}", entry.weight, "must be 0 or more; a penalty returns less than 0")
+    if fns and not any(entry.weight for entry in fns):
+        raise ConfigError("rubric.reward_fns", names, "every weight is 0: give at least one a weight")
+    for field_name in ("truncation_reward", "error_reward"):
+        value = getattr(config, field_name)
+        if value is not None and not is_finite_number(value):
+            raise ConfigError(f"rubric.{field_name}", value, "must be a finite number or None")
+    if config.isolated_workers < 1:
+        raise ConfigError("rubric.isolated_workers", config.isolated_workers, "must be at least 1")

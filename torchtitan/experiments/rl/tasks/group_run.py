@@ -1,0 +1,145 @@
+"""Runs one group's rollouts to their statuses. Whatever user code does, every env and every session is closed exactly once."""
+
+import asyncio
+import hashlib
+import logging
+from typing import TYPE_CHECKING
+
+from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.envs.message_env import MessageEnv
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
+from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.user_code import UserCodeError, UserCodeTimeout, call_bounded
+
+if TYPE_CHECKING:
+    from torchtitan.experiments.rl.tasks.task import Task
+
+logger = logging.getLogger(__name__)
+
+RETRIED = (RolloutStatus.ERROR, RolloutStatus.TIMEOUT)
+
+
+def derive_seed(seed: int, group_id: str, sample_idx: int, attempt: int) -> int:
+    """Seed of one attempt at one rollout: 63 bits, the same in every process (``hash`` of a string is not)."""
+    key = f"{seed}/{group_id}/{sample_idx}/{attempt}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+class GroupRun:
+    """One run of the rollouts of a group. Construction opens a session for each; ``run`` does the rest."""
+
+    def __init__(
+        self, task: "Task", group: RolloutGroup, policy: PolicyClient, *, seed: int, sampling: SamplingConfig, credit: bool
+    ):
+        self._task = task
+        self._group = group
+        self._policy = policy
+        self._seed = seed
+        self._sampling = sampling
+        self._credit = credit
+        self._open_sessions: list[PolicySession] = []
+        self._envs: list[RendererEnv] = []
+        self._first_sessions = [self._open_session(rollout, attempt=0) for rollout in group.rollouts]
+
+    async def run(self) -> None:
+        """Give every rollout of the group a terminal status, its turns and its samples. Raises nothing but CancelledError."""
+        try:
+            envs = await self._make_envs(len(self._group.rollouts))
+            triples = zip(self._group.rollouts, envs, self._first_sessions, strict=True)
+            await asyncio.gather(*(self._run_to_status(*triple) for triple in triples))
+        finally:
+            # Rollouts close their own; what is left belongs to rollouts that never began.
+            for session in list(self._open_sessions):
+                self._close_session(session)
+            for env in self._envs:
+                await env.close()
+
+    async def _run_to_status(self, rollout: Rollout, env: RendererEnv | UserCodeError, session: PolicySession) -> None:
+        for attempt in range(self._task.config.max_retries + 1):
+            if attempt:
+                logger.info("rollout %s: %s; running it again", rollout.rollout_id, rollout.error)
+                session = self._open_session(rollout, attempt=attempt)
+                (env,) = await self._make_envs(1)
+            await self._attempt(rollout, env, session)
+            if rollout.status not in RETRIED:
+                break
+        rollout.samples = samples_from_turns(
+            rollout.turns,
+            task_name=rollout.task_name,
+            rollout_id=rollout.rollout_id,
+            temperature=self._sampling.temperature,
+        )
+        await self._score_rollout(rollout)
+
+    async def _attempt(self, rollout: Rollout, env: RendererEnv | UserCodeError, session: PolicySession) -> None:
+        limit_s = self._task.config.env.rollout_timeout_s
+        try:
+            if isinstance(env, UserCodeError):
+                raise env
+            await call_bounded(lambda: self._task.run_rollout(env, session), timeout_s=limit_s)
+            rollout.status, rollout.error = env.status, env.error
+            if not rollout.status.is_terminal():
+                rollout.status = RolloutStatus.ERROR
+                rollout.error = "run_rollout returned while the rollout was ongoing; to stop early call env.finish(status)"
+        except UserCodeTimeout as error:
+            rollout.status = RolloutStatus.TIMEOUT
+            rollout.error = str(error) if error is env else f"the rollout took longer than {limit_s:g} s"
+        except UserCodeError as error:
+            rollout.status, rollout.error = RolloutStatus.ERROR, str(error)
+            if error is not env and env.status.is_error():  # the loop failed over what the env had ended in before
+                rollout.status, rollout.error = env.status, env.error
+        finally:
+            self._close_session(session)
+            if isinstance(env, RendererEnv):
+                await env.close()
+        rollout.turns = env.turns if isinstance(env, RendererEnv) else []
+
+    async def _score_rollout(self, rollout: Rollout) -> None:
+        algorithm = self._task.algorithm
+        if not self._credit or rollout.status.is_error() or type(algorithm).score_rollout is Algorithm.score_rollout:
+            return
+        try:
+            await call_bounded(lambda: algorithm.score_rollout(rollout), timeout_s=self._task.config.env.rollout_timeout_s)
+        except UserCodeError as error:
+            rollout.status, rollout.error = RolloutStatus.ERROR, f"{type(algorithm).__name__}.score_rollout: {error}"
+
+    async def _make_envs(self, n: int) -> list[RendererEnv | UserCodeError]:
+        """``n`` envs, or ``n`` times the reason there are none."""
+        task, name = self._task, f"{type(self._task).__name__}.make_envs"
+
+        async def make() -> tuple[list[RendererEnv], list]:
+            made = await task.make_envs(self._group.data_sample, n)
+            made = list(made) if isinstance(made, list | tuple) else [made]
+            envs = [
+                RendererEnv(message_env=env, renderer=task.renderer, config=task.config.env)
+                for env in made
+                if isinstance(env, MessageEnv)
+            ]
+            self._envs += envs  # here, so that envs that come too late, or after a cancellation, are closed too
+            return envs, made
+
+        try:
+            envs, made = await call_bounded(make, timeout_s=task.config.env.rollout_timeout_s)
+        except UserCodeError as error:
+            return [type(error)(f"{name}: {error}")] * n
+        if len(envs) == len(made) == n:
+            return list(envs)
+        kinds = ", ".join(sorted({type(env).__name__ for env in made})) or "nothing"
+        return [UserCodeError(f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv")] * n
+
+    def _open_session(self, rollout: Rollout, *, attempt: int) -> PolicySession:
+        session = self._policy.session(
+            rollout_id=f"{rollout.rollout_id}~{attempt}" if attempt else rollout.rollout_id,
+            seed=derive_seed(self._seed, rollout.group_id, rollout.sample_idx, attempt),
+            sampling=self._sampling,
+            stop_token_ids=self._task.renderer.get_stop_token_ids(),
+        )
+        self._open_sessions.append(session)
+        return session
+
+    def _close_session(self, session: PolicySession) -> None:
+        if any(session is known for known in self._open_sessions):
+            self._open_sessions = [known for known in self._open_sessions if known is not session]
+            session.close()

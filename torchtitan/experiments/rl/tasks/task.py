@@ -1,0 +1,212 @@
+"""A task: a dataset, an env for each example, a rubric and an algorithm. The controller asks tasks for groups and nothing else.
+
+What becomes of a group, in order:
+
+1. ``run_group`` opens a session with the policy for each rollout, makes the envs, and runs the rollouts side by side. A rollout
+   that ends in ERROR or TIMEOUT is run again, with a new env and seed, up to ``max_retries`` times.
+2. Each rollout that arrives becomes training samples, and ``Algorithm.score_rollout`` sees it.
+3. ``score_group`` has the rubric give rewards, then ``Algorithm.score_group`` credit.
+
+User code that fails on the way ends in a rollout's status; nothing but cancellation is raised.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from renderers import Renderer
+
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
+from torchtitan.experiments.rl.envs.message_env import MessageEnv
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.tasks.group_run import GroupRun
+from torchtitan.experiments.rl.user_code import UserCodeError, call_bounded, cause_of
+
+
+class Task(UserConfigurable):
+    """Subclass it and define ``make_env`` (or ``make_envs``)."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        algorithm: Algorithm.Config
+        dataset: Dataset.Config
+        validation: Dataset.Config | None = None
+        """Examples the policy is measured on and never trained on."""
+        rubric: Rubric.Config = field(default_factory=Rubric.Config)
+        sampler: SampleStrategy.Config = field(default_factory=ShuffledCursor.Config)
+        env: RendererEnvConfig = field(default_factory=RendererEnvConfig)
+        sampling: SamplingConfig = field(default_factory=SamplingConfig)
+        group_size: int = 8
+        """Rollouts per data sample."""
+        max_retries: int = 1
+        """Times a rollout that failed is run again."""
+        min_group_size: int = 2
+        """A group with fewer scored rollouts is dropped."""
+        weight: float = 1.0
+        """Share of the groups, relative to the other tasks."""
+
+        def validate(self, *, field: str, frozen_source: bool = False) -> None:
+            """Refuse what can't work, before any process starts.
+
+            Args:
+                field: path of this config, such as "tasks.sum_digits".
+                frozen_source: rollouts are sampled from a frozen model instead of the policy.
+
+            Raises:
+                ConfigError: naming the field at fault, its value and the cure.
+            """
+            env, sampling = self.env, self.sampling
+            for name, value, least in (
+                ("group_size", self.group_size, 1),
+                ("max_retries", self.max_retries, 0),
+                ("min_group_size", self.min_group_size, 1),
+                ("env.max_turns", env.max_turns, 1),
+                ("env.max_rollout_tokens", env.max_rollout_tokens, 2),
+                ("sampling.max_tokens", sampling.max_tokens, 1),
+            ):
+                if value < least:
+                    raise ConfigError(f"{field}.{name}", value, f"must be at least {least}")
+            for name, value in (
+                ("weight", self.weight),
+                ("env.step_timeout_s", env.step_timeout_s),
+                ("env.rollout_timeout_s", env.rollout_timeout_s),
+            ):
+                if not value > 0:
+                    raise ConfigError(f"{field}.{name}", value, "must be above 0")
+            if self.group_size > 1 and self.min_group_size > self.group_size:
+                raise ConfigError(f"{field}.min_group_size", self.min_group_size, f"groups have {self.group_size}: lower it")
+            if not sampling.temperature > 0:
+                raise ConfigError(f"{field}.sampling.temperature", sampling.temperature, "training needs one above 0")
+            for name, value, off in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, -1)):
+                if value != off:
+                    raise ConfigError(f"{field}.sampling.{name}", value, f"it biases the ratio: train with {off}")
+            self.algorithm.validate(
+                field=f"{field}.algorithm",
+                group_size=self.group_size,
+                temperature=sampling.temperature,
+                frozen_source=frozen_source,
+            )
+
+    def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
+        if type(self).make_env is Task.make_env and type(self).make_envs is Task.make_envs:
+            raise TypeError(f"{type(self).__name__} makes no env: define make_env(sample) or make_envs(sample, n)")
+        self.config = config
+        self.name = name
+        self.renderer = renderer
+        self.dataset: Dataset = config.dataset.build()
+        self.validation: Dataset | None = config.validation.build() if config.validation else None
+        self.sampler: SampleStrategy = config.sampler.build(dataset=self.dataset, seed=seed)
+        self.rubric: Rubric = config.rubric.build()
+        self.algorithm: Algorithm = config.algorithm.build()
+
+    # ---- what a user overrides
+
+    def make_env(self, sample: DataSample) -> MessageEnv:
+        """A fresh env for one rollout of ``sample``."""
+        raise NotImplementedError(f"{type(self).__name__}.make_env")
+
+    async def make_envs(self, sample: DataSample, n: int) -> list[MessageEnv]:
+        """One env for each of ``n`` rollouts of ``sample``, fresh or from a pool. Each is closed once, by its rollout.
+
+        May take ``env.rollout_timeout_s``.
+        """
+        return [self.make_env(sample) for _ in range(n)]
+
+    async def run_rollout(self, env: RendererEnv, policy: PolicySession) -> None:
+        """The turn loop: sample and step until the status is terminal. May take ``env.rollout_timeout_s``.
+
+        An override that stops earlier calls ``env.finish(status)``.
+        """
+        step = await env.initial_prompt()
+        while not step.status.is_terminal():
+            prompt = np.asarray(step.next_prompt_token_ids, np.int32)
+            step = await env.step_completion(await policy.generate(prompt, max_tokens=env.max_completion_tokens))
+
+    async def setup(self, policy: PolicyClient) -> None:
+        """Before the first group. An override calls ``super().setup(policy)``."""
+        await self.algorithm.setup(policy)
+
+    async def close(self) -> None:
+        """After the last group: release what make_envs draws from."""
+
+    # ---- what the controller calls
+
+    async def run_group(
+        self,
+        sample: DataSample,
+        policy: PolicyClient,
+        *,
+        group_id: str,
+        seed: int,
+        sampling: SamplingConfig | None = None,
+        group_size: int | None = None,
+        credit: bool = True,
+    ) -> RolloutGroup:
+        """Run the rollouts of one data sample; every one has a terminal status then.
+
+        Its sessions are open before it first awaits: the deterministic mode depends on the order in which sessions are opened.
+
+        Args:
+            seed: of the run; each rollout derives its own from it, the group, its index and the attempt.
+            sampling: the task's when None.
+            group_size: the task's when None.
+            credit: False for validation: the algorithm doesn't see the rollouts; call ``score_rewards`` next.
+        """
+        size = group_size or self.config.group_size
+        group = RolloutGroup(
+            group_id=group_id,
+            task_name=self.name,
+            data_sample=sample,
+            rollouts=[Rollout(group_id=group_id, sample_idx=index, task_name=self.name) for index in range(size)],
+            admitted_version=policy.version,
+        )
+        run = GroupRun(self, group, policy, seed=seed, sampling=sampling or self.config.sampling, credit=credit)
+        await run.run()
+        return group
+
+    async def score_rewards(self, group: RolloutGroup) -> None:
+        """Have the rubric give each rollout its reward and components; without credit, as validation wants it.
+
+        A rollout that failed, or whose reward function failed, keeps the reward None.
+        """
+        rubric, env_input = self.rubric, group.data_sample.env_input
+        # Each of its functions has a limit; only a rubric that scores in its own way needs one here.
+        limit_s = None if type(rubric).score_group is Rubric.score_group else self.config.env.rollout_timeout_s
+        try:
+            rewards = await call_bounded(lambda: rubric.score_group(group.rollouts, env_input), timeout_s=limit_s)
+            for rollout, reward in zip(group.rollouts, rewards, strict=True):
+                rollout.reward, rollout.reward_components = reward.reward, reward.components
+        except (UserCodeError, TypeError, ValueError, AttributeError) as error:
+            _fail(group.rollouts, f"{type(rubric).__name__}.score_group: {cause_of(error)}")
+
+    async def score_group(self, group: RolloutGroup) -> str | None:
+        """Rewards, then credit. Returns None, or why the group can't be trained on: too few rollouts got a reward, or the
+        algorithm failed. Nobody trains on a rollout without a reward."""
+        await self.score_rewards(group)
+        # A group of one is meant to have one.
+        needed = min(self.config.min_group_size, len(group.rollouts))
+        if len(group.scored) < needed:
+            causes = [rollout.error for rollout in group.rollouts if rollout.error]
+            first = f": {causes[0]}" if causes else ""
+            return f"{len(group.scored)} of {len(group.rollouts)} rollouts scored, {needed} needed{first}"
+        try:
+            self.algorithm.score_group(group)
+        except (Exception, SystemExit) as error:
+            cause = f"{type(self.algorithm).__name__}.score_group: {cause_of(error)}"
+            _fail(group.rollouts, cause)
+            return cause
+        return None
+
+
+def _fail(rollouts: list[Rollout], cause: str) -> None:
+    for rollout in rollouts:
+        rollout.reward = None
+        if not rollout.status.is_error():
+            rollout.status, rollout.error = RolloutStatus.ERROR, cause
