@@ -1,0 +1,170 @@
+"""A step's training samples to every data-parallel rank's microbatches."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.batching.packing import balance_rows, pack_rows, row_cost, spread_rows
+from torchtitan.experiments.rl.types import TrainingBatch, TrainingSample
+
+LENGTH_MULTIPLE = 8
+"""Rows are cut after the longest of their microbatch, rounded up to this: what tensor cores and sequence shards like."""
+
+STREAMS = {
+    "token_ids": (np.int32, 0),
+    "loss_mask": (np.bool_, False),
+    "generator_logprobs": (np.float32, 0),
+    "policy_versions": (np.int32, -1),
+    "advantages": (np.float32, 0),
+    "rl_weights": (np.float32, 0),
+    "ce_weights": (np.float32, 0),
+    "ref_kl_weights": (np.float32, 0),
+    "ref_logprobs": (np.float32, 0),
+}
+"""Streams a sample and a batch share: dtype, and the value on padding and where the sample has none."""
+
+Row = list[TrainingSample]
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchPlan:
+    """One optimizer step's batches."""
+
+    microbatches: list[list[TrainingBatch]]
+    """[rank][microbatch]. Every rank has the same number, at least 1, since sharded ranks must run forward together."""
+    efficiency: float
+    """Share of the B * L slots that hold a sample's token, over all ranks."""
+    rows: int
+    """Rows that hold a sample."""
+    tokens: int
+    """Tokens of all samples."""
+
+
+class Batcher(Configurable):
+    """Packs whole samples into rows, rows into microbatches. Never truncates and never drops: ask ``fits`` first.
+
+    The same samples in the same order give the same plan.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        row_length: int = 2048
+        """L, in tokens: the longest sample that can be trained on."""
+        rows_per_microbatch: int = 8
+        """B at most. What fits in memory: B * L tokens are in flight at once."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def fits(self, sample: TrainingSample) -> bool:
+        return len(sample) <= self.config.row_length
+
+    def oversized(self, samples: Sequence[TrainingSample]) -> bool:
+        """Whether any of a rollout's samples doesn't fit, so that the rollout can't be trained on whole."""
+        return not all(self.fits(sample) for sample in samples)
+
+    def plan(self, samples: Sequence[TrainingSample], ranks: int) -> BatchPlan:
+        """Pack one step's samples for ``ranks`` data-parallel ranks.
+
+        Rows are shared out so that ranks have nearly equal work, and where a rank would otherwise wait, samples are spread
+        over more and shorter rows. A rank with no row left gets one short row of padding.
+
+        Raises:
+            ValueError: a sample that doesn't fit or is empty, streams of unequal length, a token with an rl weight in a sample
+                without advantages, one with a ref_kl weight in a sample without ref_logprobs, or a first token with a weight
+                (it has no log-probability). The message names the rollout.
+        """
+        for sample in samples:
+            self._check(sample)
+        lengths = [len(sample) for sample in samples]
+        packed = self._rows(lengths, ranks)
+        costs = [row_cost([lengths[index] for index in row]) for row in packed]
+        shares = [[[samples[index] for index in packed[row]] for row in share] for share in balance_rows(costs, ranks)]
+
+        count = max(1, -(-max(map(len, shares)) // self.config.rows_per_microbatch))
+        task_names = tuple(sorted({sample.task_name for sample in samples}))
+        microbatches = [[self._fill(rows, task_names) for rows in _split(share, count)] for share in shares]
+        tokens = sum(lengths)
+        slots = sum(batch.token_ids.numel() for rank in microbatches for batch in rank)
+        return BatchPlan(microbatches=microbatches, efficiency=tokens / slots, rows=len(packed), tokens=tokens)
+
+    def _rows(self, lengths: list[int], ranks: int) -> list[list[int]]:
+        """Sample indices of each row: as few rows as fit, evened out to a whole number for each rank where there is room."""
+        packed = pack_rows(lengths, self.config.row_length)
+        even = -(-len(packed) // ranks) * ranks
+        return spread_rows(lengths, even, self.config.row_length) or packed
+
+    def _check(self, sample: TrainingSample) -> None:
+        length, name = len(sample), f"a sample of rollout {sample.rollout_id!r}"
+        if not length:
+            raise ValueError(f"{name} has no tokens")
+        if not self.fits(sample):
+            raise ValueError(
+                f"{name} has {length} tokens and a row holds {self.config.row_length}: drop the rollout (Batcher.fits), lower "
+                "max_rollout_tokens or raise row_length"
+            )
+        for stream in STREAMS:
+            values = getattr(sample, stream)
+            if values is not None and len(values) != length:
+                raise ValueError(f"{name} has {length} token_ids and {len(values)} {stream}: they must be aligned")
+        if sample.advantages is None:
+            weights = 1 if sample.rl_weights is None else sample.rl_weights
+            if np.any(sample.loss_mask & (np.asarray(weights) != 0)):
+                raise ValueError(f"{name} has tokens with an rl weight and no advantages: its algorithm must assign them")
+        if sample.ref_kl_weights is not None and sample.ref_logprobs is None and np.any(sample.ref_kl_weights):
+            raise ValueError(f"{name} has tokens with a ref_kl weight and no ref_logprobs: its algorithm must set them")
+        first_rl = sample.loss_mask[0] and (sample.rl_weights is None or sample.rl_weights[0] != 0)
+        others = (sample.ce_weights, sample.ref_kl_weights)
+        if first_rl or any(weights is not None and weights[0] != 0 for weights in others):
+            raise ValueError(f"{name} trains its first token, which has no log-probability: nothing comes before it")
+
+    def _fill(self, rows: list[Row], task_names: tuple[str, ...]) -> TrainingBatch:
+        rows = rows or [[]]
+        longest = max(max(sum(map(len, row)) for row in rows), 1)
+        length = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, self.config.row_length)
+        # The row by row sequence of samples and paddings (None): one concatenation of it gives a whole [B, L] stream.
+        pieces: list[TrainingSample | None] = []
+        sizes: list[int] = []
+        for row in rows:
+            pieces += row
+            sizes += map(len, row)
+            if padding := length - sum(map(len, row)):
+                pieces.append(None)
+                sizes.append(padding)
+
+        def shaped(flat: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(flat.reshape(len(rows), length))
+
+        def stream(name: str) -> torch.Tensor:
+            dtype, default = STREAMS[name]
+            absent = np.full(length, default, dtype)
+            parts = []
+            for sample, size in zip(pieces, sizes, strict=True):
+                values = None if sample is None else getattr(sample, name)
+                if values is None and sample is not None and name == "rl_weights":
+                    values = sample.loss_mask
+                parts.append(absent[:size] if values is None else values)
+            return shaped(np.concatenate(parts, out=np.empty(len(rows) * length, dtype)))
+
+        def constant(values: list[float] | list[int], dtype: type) -> torch.Tensor:
+            return shaped(np.repeat(np.array(values, dtype), sizes))
+
+        ramp = np.arange(length, dtype=np.int32)
+        task_ids = {name: index for index, name in enumerate(task_names)}
+        return TrainingBatch(
+            positions=shaped(np.concatenate([ramp[:size] for size in sizes])),
+            temperatures=constant([1.0 if sample is None else sample.temperature for sample in pieces], np.float32),
+            task_ids=constant([-1 if sample is None else task_ids[sample.task_name] for sample in pieces], np.int32),
+            task_names=task_names,
+            **{name: stream(name) for name in STREAMS},
+        )
+
+
+def _split(rows: list[Row], count: int) -> list[list[Row]]:
+    """Cut into ``count`` consecutive parts whose sizes differ by at most 1, longer parts first; some may be empty."""
+    size, extra = divmod(len(rows), count)
+    ends = [size * part + min(part, extra) for part in range(count + 1)]
+    return [rows[start:end] for start, end in zip(ends, ends[1:], strict=False)]

@@ -1,0 +1,92 @@
+"""Metrics that are right over a whole optimizer step: sums and weights travel, and are divided once, at the end."""
+
+import math
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+Kind = Literal["sum", "mean", "max"]
+
+
+class MetricSums:
+    """Named metrics of some tokens, to be merged over microbatches, reduced over ranks and turned into floats.
+
+    A mean is kept as (sum, weight), so a merged mean is over tokens, never an average of averages. Values are float64 and stay
+    on the device they came from until ``all_reduce`` or ``compute``.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[Kind, torch.Tensor]] = {}
+
+    def add_sum(self, name: str, value: torch.Tensor | float) -> None:
+        """A part of a sum, such as a microbatch's loss already divided by the step's denominator."""
+        self._add(name, "sum", torch.as_tensor(value).detach().double().reshape(1))
+
+    @torch.no_grad()
+    def add_mean(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """Values of the tokens where ``mask`` is True, each with weight 1. What lies elsewhere may be anything.
+
+        Args:
+            values: any shape and dtype.
+            mask: bool, of the same shape.
+        """
+        self._add(name, "mean", torch.stack([torch.where(mask, values.double(), 0).sum(), mask.sum().double()]))
+
+    @torch.no_grad()
+    def add_max(self, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
+        """As add_mean, but the largest is kept. A nan is kept too: it is what one looks for."""
+        nothing = values.new_full((1,), -math.inf, dtype=torch.float64)
+        self._add(name, "max", torch.cat([torch.where(mask, values.double(), -math.inf).flatten(), nothing]).max().reshape(1))
+
+    def merge(self, other: "MetricSums") -> None:
+        """Take in the metrics of another microbatch or rank. Names may differ.
+
+        Raises:
+            ValueError: a name is a metric of another kind there.
+        """
+        for name, (kind, value) in other._entries.items():
+            self._add(name, kind, value)
+
+    def all_reduce(self, group: dist.ProcessGroup | None = None) -> None:
+        """Merge over the ranks of ``group``: afterwards each holds the same, on the CPU. Nothing to do in a single process.
+
+        A rank that saw no token of a task lacks its name, so names travel with the values: one gather of a few kilobytes a
+        rank, merged in rank order, which gives every rank the same bits.
+        """
+        if not dist.is_initialized():
+            return
+        mine = {name: (kind, value.tolist()) for name, (kind, value) in self._entries.items()}
+        ranks: list[dict[str, tuple[Kind, list[float]]]] = [{}] * dist.get_world_size(group)
+        dist.all_gather_object(ranks, mine, group=group)
+        self._entries = {}
+        for entries in ranks:
+            for name, (kind, value) in entries.items():
+                self._add(name, kind, torch.tensor(value, dtype=torch.float64))
+
+    def compute(self) -> dict[str, float]:
+        """Floats by name, sorted. A mean or maximum of no token is left out: there is no number to report."""
+        if not self._entries:
+            return {}
+        names = sorted(self._entries)
+        # One transfer for all of them: each would wait for the device.
+        numbers = iter(torch.cat([self._entries[name][1] for name in names]).tolist())
+        floats = {}
+        for name in names:
+            kind, value = self._entries[name][0], next(numbers)
+            if kind == "mean":
+                weight = next(numbers)
+                value = value / weight if weight else None
+            if value is not None and not (kind == "max" and value == -math.inf):
+                floats[name] = value
+        return floats
+
+    def _add(self, name: str, kind: Kind, value: torch.Tensor) -> None:
+        if name not in self._entries:
+            self._entries[name] = (kind, value)
+            return
+        held_kind, held = self._entries[name]
+        if held_kind != kind:
+            raise ValueError(f"metric {name!r} is a {held_kind} and can't also be a {kind}: give one of them another name")
+        value = value.to(held.device)
+        self._entries[name] = (kind, torch.maximum(held, value) if kind == "max" else held + value)

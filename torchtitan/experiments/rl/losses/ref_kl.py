@@ -1,0 +1,41 @@
+"""The ref_kl component: on-policy distillation towards a reference model's log-probabilities."""
+
+from dataclasses import dataclass
+
+import torch
+
+from torchtitan.config import Configurable
+
+
+class RefKL(Configurable):
+    """Policy gradient of the reverse KL to a reference model, one sampled token at a time.
+
+    The gain of token t is ``g = stopgrad(ref_logp - logp)``: sampled from the policy, -g has the expectation KL(policy ‖ ref),
+    so g takes the advantage's place (on-policy distillation, Agarwal et al., arXiv:2306.13649; per-token form as in
+    Thinking Machines, "On-Policy Distillation", 2025).
+
+        lr = logp - generator_logp,  ρ = exp(lr),  d = exp(logp) - exp(generator_logp)
+        drop = d < -mask_low
+        ℓ = -keep·g·ρ + kl_tau·lr²
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        mask_low: float = 0.2
+        """A token whose probability fell by more than this since it was sampled has no gain."""
+        kl_tau: float = 1e-3
+        """Weight of the squared log ratio, which holds the policy near the generator's."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def per_token(
+        self, logprobs: torch.Tensor, generator_logprobs: torch.Tensor, ref_logprobs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses [B, L], before the token's weight, and bool [B, L]: the dropped tokens. The inputs are [B, L]."""
+        c = self.config
+        lr = logprobs - generator_logprobs
+        d = logprobs.detach().exp() - generator_logprobs.exp()
+        g = (ref_logprobs - logprobs).detach()
+        drop = d < -c.mask_low
+        return -torch.where(drop, 0, g) * lr.exp() + c.kl_tau * lr**2, drop
