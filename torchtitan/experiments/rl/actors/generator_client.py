@@ -1,0 +1,243 @@
+"""The controller's side of the Generator mesh: routes requests to replicas and answers to whoever waits for them.
+
+Requests made in one event-loop tick leave in one message per replica: a message costs what hundreds of requests cost.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from monarch.actor import Channel
+
+from torchtitan.experiments.rl.actors.messages import (
+    GenerateRequest,
+    GeneratorFailed,
+    Request,
+    RequestFailed,
+    Result,
+    ScoreRequest,
+    WeightReceipt,
+)
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import Completion
+
+logger = logging.getLogger(__name__)
+
+
+class Router:
+    """Which replica a request goes to: the one that holds its conversation, else the least loaded (lowest index on a tie)."""
+
+    def __init__(self, replicas: int):
+        self.load = [0] * replicas
+        """Tokens in flight: prompt and the most that may be sampled."""
+
+    def choose(self, held_by: int | None) -> int:
+        return held_by if held_by is not None else min(range(len(self.load)), key=self.load.__getitem__)
+
+    def add(self, replica: int, tokens: int) -> None:
+        self.load[replica] += tokens
+
+    def remove(self, replica: int, tokens: int) -> None:
+        self.load[replica] -= tokens
+
+
+@dataclass(kw_only=True, slots=True)
+class _Waiting:
+    """An open request: who waits for it, and what it weighs on its replica."""
+
+    request: Request
+    held_by: int | None
+    answer: asyncio.Future
+    replica: int = -1
+    tokens: int
+
+
+class GeneratorClient:
+    """Implements rollouts.policy.PolicyClient over a mesh of replicas.
+
+    With ``lockstep`` requests leave only when every open session waits for one, sorted, so that which requests share an engine
+    step does not depend on timing: the same seed then gives the same bits on CPU, where a batch's composition moves the last ones.
+    """
+
+    def __init__(self, *, lockstep: bool = False, on_failure: Callable[[RunError], None] = lambda failure: None):
+        """``on_failure`` hears of a replica that can't go on."""
+        self._on_failure = on_failure
+        self.version = 0
+        self._lockstep = lockstep
+        self._sessions = 0
+        self._ids = itertools.count()
+        self._outbox: list[_Waiting] = []
+        self._open: dict[int, _Waiting] = {}
+        self._flush_scheduled = False
+        self._failure: RunError | None = None
+        self._readers: list[asyncio.Task] = []
+        self._mesh: Any = None
+        self._replicas: list[Any] = []
+        self.generated_tokens = 0
+        """Sampled since the start."""
+
+    async def connect(self, mesh: Any, replicas: int) -> None:
+        """Attach to a mesh whose replicas are set up."""
+        self._mesh = mesh
+        self._replicas = [mesh.slice(procs=i) for i in range(replicas)]
+        self._router = Router(replicas)
+        for replica in self._replicas:
+            port, receiver = Channel.open()
+            await replica.attach.call_one(port)
+            self._readers.append(asyncio.create_task(self._read(receiver)))
+
+    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "GeneratorSession":
+        self._sessions += 1
+        return GeneratorSession(self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        request = ScoreRequest(request_id=next(self._ids), token_ids=token_ids)
+        answer, _ = await self.send(request, tokens=len(token_ids), held_by=None)
+        return answer.logprobs
+
+    async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> list[WeightReceipt]:
+        """Have every replica load a published version; requests keep running meanwhile."""
+        receipts = await self._mesh.update_weights.call(version, canary_token_ids)
+        self.version = version
+        return list(receipts.values())
+
+    async def canary(self, token_ids: np.ndarray) -> list[np.ndarray]:
+        """Every replica's log-probabilities of ``token_ids``."""
+        return list((await self._mesh.canary.call(token_ids)).values())
+
+    async def send(self, request: Request, *, tokens: int, held_by: int | None) -> tuple[Any, int]:
+        """Queue a request and wait; returns its result and the replica that gave it.
+
+        Raises:
+            RunError: the request can't run, or its replica failed.
+        """
+        if self._failure is not None:
+            raise self._failure
+        waiting = _Waiting(request=request, held_by=held_by, answer=asyncio.get_running_loop().create_future(), tokens=tokens)
+        self._open[request.request_id] = waiting
+        self._outbox.append(waiting)
+        self._schedule_flush()
+        try:
+            return await waiting.answer, waiting.replica
+        except asyncio.CancelledError:
+            self._forget(waiting)
+            raise
+
+    def session_closed(self) -> None:
+        self._sessions -= 1
+        # The last one everybody waited for may just have left.
+        self._schedule_flush()
+
+    def fail(self, failure: RunError) -> None:
+        """Answer every open and future request with ``failure``."""
+        self._refuse(failure)
+        self._on_failure(failure)
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.cancel()
+        self._refuse(RunError("the generator client was closed"))
+
+    def _schedule_flush(self) -> None:
+        if self._outbox and not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        if self._lockstep:
+            if len(self._open) < self._sessions:
+                return
+            self._outbox.sort(key=_canonical_order)
+        messages: dict[int, list[Request]] = {}
+        for waiting in self._outbox:
+            waiting.replica = self._router.choose(waiting.held_by)
+            self._router.add(waiting.replica, waiting.tokens)
+            messages.setdefault(waiting.replica, []).append(waiting.request)
+        self._outbox.clear()
+        for replica, requests in messages.items():
+            self._replicas[replica].submit.broadcast(requests)
+
+    async def _read(self, receiver: Any) -> None:
+        while True:
+            results: list[Result] = await receiver.recv()
+            for result in results:
+                if isinstance(result, GeneratorFailed):
+                    self.fail(RunError(f"a generator stopped: {result.cause}"))
+                    return
+                self._answer(result)
+
+    def _answer(self, result: Result) -> None:
+        waiting = self._open.pop(result.request_id, None)
+        if waiting is None:  # cancelled meanwhile
+            return
+        self._router.remove(waiting.replica, waiting.tokens)
+        if waiting.answer.done():
+            return
+        if isinstance(result, RequestFailed):
+            waiting.answer.set_exception(RunError(result.cause))
+        else:
+            if isinstance(waiting.request, GenerateRequest):
+                self.generated_tokens += len(result.completion.token_ids)
+            waiting.answer.set_result(result)
+
+    def _forget(self, waiting: _Waiting) -> None:
+        if self._open.pop(waiting.request.request_id, None) is None:
+            return
+        if waiting.replica < 0:
+            self._outbox = [w for w in self._outbox if w is not waiting]
+        else:
+            self._router.remove(waiting.replica, waiting.tokens)
+            self._replicas[waiting.replica].abort.broadcast([waiting.request.request_id])
+
+    def _refuse(self, failure: RunError) -> None:
+        self._failure = self._failure or failure
+        for waiting in self._open.values():
+            if not waiting.answer.done():
+                waiting.answer.set_exception(failure)
+        self._open.clear()
+        self._outbox.clear()
+
+
+class GeneratorSession:
+    """Implements rollouts.policy.PolicySession."""
+
+    def __init__(self, client: GeneratorClient, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]):
+        self._client = client
+        self._rollout_id, self._seed = rollout_id, seed
+        self._sampling, self._stop_token_ids = sampling, stop_token_ids
+        self._turn = 0
+        self._held_by: int | None = None
+        self._closed = False
+
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+        sampling = replace(self._sampling, max_tokens=min(max_tokens, self._sampling.max_tokens))
+        request = GenerateRequest(
+            request_id=next(self._client._ids),
+            prompt_token_ids=np.asarray(prompt_token_ids, np.int32),
+            sampling=sampling,
+            # A turn's own stream of random numbers; vLLM takes 63 bits.
+            seed=(self._seed + self._turn * 0x9E3779B97F4A7C15) % 2**63,
+            stop_token_ids=self._stop_token_ids,
+        )
+        self._turn += 1
+        tokens = len(request.prompt_token_ids) + sampling.max_tokens
+        result, self._held_by = await self._client.send(request, tokens=tokens, held_by=self._held_by)
+        return result.completion
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._client.session_closed()
+
+
+def _canonical_order(waiting: _Waiting) -> tuple:
+    request = waiting.request
+    if isinstance(request, GenerateRequest):
+        return (0, request.seed, request.prompt_token_ids.tobytes())
+    return (1, 0, request.token_ids.tobytes())

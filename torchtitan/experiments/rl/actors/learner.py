@@ -1,0 +1,209 @@
+"""One rank of the policy's training: model, optimizer, schedule, checkpoint. Synchronous; it knows tokens and weights only."""
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import CompileConfig, Configurable, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.losses import LossConfig, MetricSums, compute_loss, count_members, mismatch_metrics
+from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW, as torchtitan's OptimizersContainer builds it."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_norm: float = 1.0
+    """Gradients are clipped to this global norm."""
+
+
+class Learner(Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+        lr_scheduler: LRSchedulersContainer.Config = field(
+            default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.0)
+        )
+        """Counted in optimizer steps of this run."""
+        loss: LossConfig = field(default_factory=LossConfig)
+        dtype: Literal["float32", "bfloat16"] = "float32"
+        """Of parameters, gradients and optimizer state."""
+        mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
+        """Of the forward and backward pass (FSDP mixed precision)."""
+        data_parallel_replicate_degree: int = 1
+        """Copies of the sharded model (HSDP); the rest of the ranks shard."""
+        enable_cpu_offload: bool = False
+        compile: bool = False
+        """torch.compile of each transformer block."""
+        logprob_chunk_tokens: int = 1024
+        """Tokens whose full-vocabulary logits exist at once."""
+        checkpoint_interval: int = 0
+        """Save model, optimizer and schedule every so many steps; 0 saves none."""
+        save_final_model: bool = True
+        """Write the final policy in hub format under <run folder>/checkpoint."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: ModelConfig,
+        device: Literal["cpu", "cuda"],
+        max_seq_len: int,
+        total_steps: int,
+        run_dir: str,
+        dtype: torch.dtype | None = None,
+    ):
+        """Needs an initialised default process group; every rank builds one. ``dtype`` overrides config.dtype (tests: float64)."""
+        self.config = config
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+        spec = policy_spec(model, device=device, max_seq_len=max_seq_len, chunk_tokens=config.logprob_chunk_tokens)
+        parallelism = ParallelismConfig(
+            data_parallel_replicate_degree=config.data_parallel_replicate_degree,
+            # The default backend fails with torch 2.13 and more than one rank.
+            spmd_backend="partial_dtensor",
+        )
+        dtype = dtype or getattr(torch, config.dtype)
+        with torch.device("meta"):
+            self.model = spec.model.build().to(dtype)
+        self._parallelize(spec.parallelize_fn, parallelism, run_dir)
+        self.model.to_empty(device=self._device)
+        with torch.no_grad():
+            self.model.init_states(buffer_device=self._device)
+        self.model.train()
+        adapter = spec.state_dict_adapter(spec.model, model.hf_assets_path)
+        self._to_hub = adapter.to_hf
+        options = config.optimizer
+        self.optimizers = default_adamw(
+            lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
+        ).build(model_parts=[self.model])
+        self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=total_steps)
+        self.checkpointer = CheckpointManager.Config(
+            enable=True,
+            interval=config.checkpoint_interval or 10**9,
+            initial_load_in_hf=True,
+            last_save_in_hf=True,
+            keep_latest_k=2,
+        ).build(
+            dataloader=None,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            states={},
+            sd_adapter=adapter,
+            base_folder=run_dir,
+        )
+        self.checkpointer.load()
+
+    def forward_backward(self, microbatches: list[TrainingBatch], policy_version: int) -> MetricSums:
+        """Accumulate the gradient of one optimizer step over this rank's microbatches. Collective.
+
+        Args:
+            microbatches: this rank's share of the step; every rank has the same number.
+            policy_version: version of the weights being trained, for metrics by policy age.
+
+        Returns:
+            Metrics of the whole step, the same on every rank.
+        """
+        denominators = self._denominators(microbatches)
+        sums = MetricSums()
+        for index, microbatch in enumerate(microbatches):
+            # Gradients stay on their rank until the last microbatch: one reduction a step.
+            self.model.set_requires_gradient_sync(index == len(microbatches) - 1)
+            batch = microbatch.to(self._device)
+            needed = (batch.loss_mask | (batch.ce_weights != 0) | (batch.ref_kl_weights != 0)) & (batch.positions != 0)
+            logprobs, entropy = self.model(batch.token_ids, batch.positions, batch.temperatures, needed)
+            loss, metrics = compute_loss(logprobs, batch, denominators, self.config.loss)
+            loss.backward()
+            metrics.add_mean("policy/entropy", entropy, batch.loss_mask)
+            sums.merge(metrics)
+            sums.merge(mismatch_metrics(logprobs.detach(), batch, policy_version))
+        sums.all_reduce()
+        return sums
+
+    def optim_step(self) -> dict[str, float]:
+        """Clip, step, advance the schedule, clear gradients. Collective.
+
+        Raises:
+            RunError: the gradient is not finite; the step is not taken.
+        """
+        self.checkpointer.maybe_wait_for_staging()
+        norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_norm, foreach=True).item()
+        if not math.isfinite(norm):
+            raise RunError(f"gradient norm is {norm}: the step was not taken")
+        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        self.optimizers.step()
+        self.lr_schedulers.step()
+        self.optimizers.zero_grad()
+        return {"train/grad_norm": norm, "train/lr": lr}
+
+    def hub_tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters by hub name; sharded ones as DTensors. A tied head is its embedding and not named again."""
+        return self._to_hub(self.model.state_dict())
+
+    @torch.no_grad()
+    def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 [L]: log-probabilities at temperature 1, entry 0 is 0. Collective: every rank scores the same tokens."""
+        tokens = torch.from_numpy(token_ids.astype(np.int32))[None].to(self._device)
+        positions = torch.arange(tokens.shape[1], dtype=torch.int32, device=self._device)[None]
+        temperatures = torch.ones(tokens.shape, device=self._device)
+        logprobs, _ = self.model(tokens, positions, temperatures, positions != 0)
+        return logprobs[0].float().cpu().numpy()
+
+    def save(self, step: int, *, last: bool) -> None:
+        """Checkpoint if ``step`` is due one; the last saves the policy in hub format."""
+        if last and not self.config.save_final_model:
+            return
+        self.checkpointer.save(step, last_step=last)
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+    def _parallelize(self, parallelize_fn, parallelism: ParallelismConfig, run_dir: str) -> None:
+        config = self.config
+        parallelize_fn(
+            self.model,
+            parallel_dims=ParallelDims.from_config(parallelism, self.world_size),
+            training=TrainingConfig(
+                mixed_precision_param=config.mixed_precision_param, enable_cpu_offload=config.enable_cpu_offload
+            ),
+            parallelism=parallelism,
+            compile_config=CompileConfig(enable=config.compile),
+            ac_config=None,
+            dump_folder=run_dir,
+        )
+        if self._device.type == "cpu":
+            for module in self.model.modules():
+                if hasattr(module, "set_force_sum_reduction_for_comms"):
+                    # gloo has no averaging reduce-scatter.
+                    module.set_force_sum_reduction_for_comms(True)
+
+    def _denominators(self, microbatches: list[TrainingBatch]) -> LossDenominators:
+        counts = torch.stack([count_members(batch) for batch in microbatches]).sum(0).to(self._device)
+        dist.all_reduce(counts)
+        rl, ce, ref_kl = (max(1, int(count)) for count in counts)
+        return LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl)
+
+
+def init_process_group(*, device: Literal["cpu", "cuda"], rank: int, world_size: int, address: str) -> None:
+    """Join the trainer's process group; ``address`` is ``host:port`` of rank 0."""
+    if device == "cuda":
+        torch.cuda.set_device(0)  # the only one this process sees: provision.py
+    os.environ["LOCAL_RANK"] = "0"
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=world_size)

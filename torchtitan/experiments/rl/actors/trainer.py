@@ -1,0 +1,152 @@
+"""The PolicyTrainer actor: one rank of the trainer mesh. Endpoints hand work to one compute thread, so messages keep flowing."""
+
+import asyncio
+import logging
+import math
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import portpicker
+import torch
+from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
+
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.actors.learner import Learner, init_process_group
+from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.observability.logs import setup_process_logging
+from torchtitan.experiments.rl.types import TrainingBatch
+from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
+from torchtitan.experiments.rl.weights.store import use_torchstore
+
+logger = logging.getLogger(__name__)
+
+
+class PolicyTrainer(Actor, Configurable):
+    """Consumes this rank's microbatches, produces metrics and published weights. Knows no task, env or algorithm."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Learner.Config):
+        ranks: int = 1
+        """Processes of the mesh; each is one data-parallel rank (FSDP)."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        model: ModelConfig,
+        device: Literal["cpu", "cuda"],
+        max_seq_len: int,
+        total_steps: int,
+        run_dir: str,
+        run_name: str,
+        generator_dtype: torch.dtype,
+    ):
+        self._rank, self._world_size = current_rank().rank, math.prod(current_size().values())
+        self._device = device
+        setup_process_logging(run_dir, f"trainer-{self._rank}")
+        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
+        self._run_name, self._generator_dtype = run_name, generator_dtype
+        self._learner: Learner | None = None
+        self._publisher: SnapshotPublisher | None = None
+
+        def build() -> Learner:
+            return Learner(
+                config, model=model, device=device, max_seq_len=max_seq_len, total_steps=total_steps, run_dir=run_dir
+            )
+
+        self._build = build
+
+    @concurrent_endpoint
+    async def address(self) -> tuple[str, int]:
+        """This process's host name, and a free port on it."""
+        return socket.gethostname(), portpicker.pick_unused_port()
+
+    @concurrent_endpoint
+    async def setup(self, rendezvous: str, one_host: bool) -> None:
+        """Join the process group at ``rendezvous`` (host:port of rank 0) and load the model. Collective.
+
+        Args:
+            one_host: all ranks share this host's memory.
+        """
+        use_torchstore()
+
+        def build() -> None:
+            init_process_group(device=self._device, rank=self._rank, world_size=self._world_size, address=rendezvous)
+            self._learner = self._build()
+            self._publisher = SnapshotPublisher(
+                run_name=self._run_name, rank=self._rank, one_host=one_host, dtype=self._generator_dtype
+            )
+
+        await self._run(build)
+
+    @concurrent_endpoint
+    async def forward_backward(self, microbatches: list[TrainingBatch], policy_version: int) -> dict[str, float]:
+        """Accumulate one step's gradient over this rank's microbatches; metrics of the whole step. Collective."""
+        return await self._run(lambda: self._learner.forward_backward(microbatches, policy_version).compute())
+
+    @concurrent_endpoint
+    async def optim_step(self, step: int) -> dict[str, float]:
+        """Clip and apply the gradient; checkpoint if ``step`` is due one. Collective.
+
+        Raises:
+            RunError: the gradient is not finite; the step is not taken.
+        """
+
+        def take() -> dict[str, float]:
+            metrics = self._learner.optim_step()
+            self._learner.save(step, last=False)
+            return metrics
+
+        return await self._run(take)
+
+    @concurrent_endpoint
+    async def publish_weights(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> np.ndarray:
+        """Publish the weights as ``version``. Collective; the next forward may start once they are copied out.
+
+        Returns:
+            float32 [L]: log-probabilities of the canary under these weights.
+        """
+
+        def copy_out() -> np.ndarray:
+            self._publisher.write(version, self._learner.hub_tensors())
+            return self._learner.score(canary_token_ids)
+
+        canary = await self._run(copy_out)
+        if self._rank == 0:
+            await self._publisher.publish(version, remote_readers=remote_readers)
+        return canary
+
+    @concurrent_endpoint
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 [L]: log-probabilities at temperature 1. Collective."""
+        return await self._run(lambda: self._learner.score(token_ids))
+
+    @concurrent_endpoint
+    async def save_final(self, step: int) -> None:
+        """Write the policy in hub format. Collective."""
+        await self._run(lambda: self._learner.save(step, last=True))
+
+    @concurrent_endpoint
+    async def shutdown(self) -> None:
+        """Release what outlives the process: shared memory."""
+
+        def close() -> None:
+            if self._publisher is not None:
+                self._publisher.close()
+            if self._learner is not None:
+                self._learner.close()
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+
+        await self._run(close)
+
+    async def _run(self, work: Callable[[], Any]) -> Any:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+        except Exception:
+            logger.exception("trainer rank %d", self._rank)
+            raise

@@ -1,0 +1,119 @@
+"""From command-line words to a checked config, every mistake in one line."""
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import inspect
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import tyro
+
+from torchtitan.experiments.rl.errors import ConfigError
+
+DEFAULT_MODULE = "torchtitan.experiments.rl.config_registry"
+
+
+@dataclass(kw_only=True, slots=True)
+class Command:
+    config_name: str | None
+    module: str
+    list_configs: bool
+    dry_run: bool
+    run_dir: str | None
+    overrides: list[str]
+
+
+def parse_command(arguments: list[str]) -> Command:
+    """Split our own options from the config's overrides. ``--help`` without a config explains both and exits."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.experiments.rl.grpo",
+        description="Reinforcement learning of a language model. Any field of the config can be overridden: --steps 50, "
+        "--trainer.optimizer.lr 1e-5, --tasks.sum-digits.group-size 16; --config NAME --help lists them all.",
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="NAME", help="a named config; --list prints them")
+    parser.add_argument("--module", default=DEFAULT_MODULE, help="module whose functions are the configs (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="print the configs with a line each")
+    parser.add_argument("--dry-run", action="store_true", help="print what the config amounts to; start nothing")
+    parser.add_argument("--run-dir", metavar="FOLDER", help="folder of this run (default: OUTPUT_DIR/NAME-TIME)")
+    known, overrides = parser.parse_known_args(arguments)
+    if known.config is None and not known.list:
+        if {"-h", "--help"} & set(overrides):
+            parser.print_help()
+            sys.exit(0)
+        raise ConfigError("--config", None, "name a config; --list prints them")
+    return Command(
+        config_name=known.config,
+        module=known.module,
+        list_configs=known.list,
+        dry_run=known.dry_run,
+        run_dir=known.run_dir,
+        overrides=overrides,
+    )
+
+
+def config_functions(module_name: str) -> dict[str, Callable[[], Any]]:
+    """The public functions a registry module defines itself and that need no argument.
+
+    Raises:
+        ConfigError: no such module, or one that can't be imported.
+    """
+    module = _import(module_name)
+    return {
+        name: function
+        for name, function in vars(module).items()
+        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+        if not any(p.default is p.empty for p in inspect.signature(function).parameters.values())
+    }
+
+
+def load_config(command: Command) -> Any:
+    """Build the named config and apply the overrides.
+
+    Raises:
+        ConfigError: unknown config or field, or a value of the wrong type.
+    """
+    functions = config_functions(command.module)
+    if command.config_name not in functions:
+        near = difflib.get_close_matches(command.config_name, functions, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError("--config", command.config_name, f"{hint}--list prints the configs of {command.module}")
+    return _override(functions[command.config_name](), command.overrides)
+
+
+def _import(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and name.startswith(error.name):
+            raise ConfigError("--module", name, "no such module; is its folder on PYTHONPATH?") from None
+        raise
+
+
+def _override(config: Any, overrides: list[str]) -> Any:
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return tyro.cli(type(config), default=config, args=overrides, prog="python -m torchtitan.experiments.rl.grpo --config NAME")
+    except SystemExit as end:
+        if end.code in (0, None):  # --help
+            raise
+        raise ConfigError("overrides", " ".join(overrides), _first_message(errors.getvalue())) from None
+
+
+def _first_message(box: str) -> str:
+    """The sentence in tyro's box of lines, and what it thinks was meant."""
+    lines = [line.strip("│ ").strip() for line in box.splitlines() if line.startswith("│")]
+    rule = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
+    message = " ".join(lines[:rule])
+    for i, line in enumerate(lines):
+        if line.startswith("Perhaps you meant") and i + 1 < len(lines):
+            return f"{message}; perhaps you meant {lines[i + 1].split()[0]}"
+    return message

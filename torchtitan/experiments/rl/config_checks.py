@@ -1,0 +1,149 @@
+"""What can be known to be wrong with a run's config before anything is spawned, and the plan of one that is right."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.models.policy import model_positions, parameter_count, policy_spec, read_hub_config
+from torchtitan.experiments.rl.plan import RunPlan, trainer_memory_gib
+from torchtitan.experiments.rl.provision import plan_placement
+
+if TYPE_CHECKING:
+    from torchtitan.experiments.rl.controller import Controller
+
+
+def check(config: "Controller.Config") -> None:
+    """Everything that needs no file beside the config itself.
+
+    Raises:
+        ConfigError: the first problem, by field, value and cure.
+    """
+    if not config.tasks:
+        raise ConfigError("tasks", config.tasks, "name at least one task")
+    for field, value, least in (
+        ("steps", config.steps, 1),
+        ("groups_per_step", config.groups_per_step, 1),
+        ("max_offpolicy_steps", config.max_offpolicy_steps, 0),
+        ("max_drops_in_a_row", config.max_drops_in_a_row, 1),
+        ("batcher.row_length", config.batcher.row_length, 2),
+        ("batcher.rows_per_microbatch", config.batcher.rows_per_microbatch, 1),
+        ("trainer.ranks", config.trainer.ranks, 1),
+        ("trainer.logprob_chunk_tokens", config.trainer.logprob_chunk_tokens, 1),
+        ("trainer.checkpoint_interval", config.trainer.checkpoint_interval, 0),
+        ("generator.replicas", config.generator.replicas, 1),
+        ("generator.engine.tensor_parallel_degree", config.generator.engine.tensor_parallel_degree, 1),
+        ("generator.engine.max_num_seqs", config.generator.engine.max_num_seqs, 1),
+        ("validation.every", config.validation.every, 0),
+        ("validation.samples", config.validation.samples, 1),
+    ):
+        if value < least:
+            raise ConfigError(field, value, f"must be at least {least}")
+    if not config.trainer.optimizer.lr > 0:
+        raise ConfigError("trainer.optimizer.lr", config.trainer.optimizer.lr, "must be above 0")
+    if config.trainer.ranks % config.trainer.data_parallel_replicate_degree:
+        cure = f"must divide trainer.ranks = {config.trainer.ranks}"
+        raise ConfigError("trainer.data_parallel_replicate_degree", config.trainer.data_parallel_replicate_degree, cure)
+    config.metrics.validate()
+    for name, task in config.tasks.items():
+        field = f"tasks.{name}"
+        task.validate(field=field)
+        for limit_field, limit in (
+            ("batcher.row_length", config.batcher.row_length),
+            ("generator.engine.max_model_len", config.generator.engine.max_model_len),
+        ):
+            if task.env.max_rollout_tokens > limit:
+                cure = f"{limit_field} is {limit}; lower this or raise that"
+                raise ConfigError(f"{field}.env.max_rollout_tokens", task.env.max_rollout_tokens, cure)
+    groups_per_step(config)
+
+
+def groups_per_step(config: "Controller.Config") -> int:
+    """Groups of one optimizer step, from whichever of the two fields says it.
+
+    Raises:
+        ConfigError: a group_size that does not divide rollouts_per_step.
+    """
+    if config.rollouts_per_step is None:
+        return config.groups_per_step
+    sizes = {name: task.group_size for name, task in config.tasks.items()}
+    for name, size in sizes.items():
+        if config.rollouts_per_step % size or config.rollouts_per_step < size:
+            cure = f"must divide rollouts_per_step = {config.rollouts_per_step}"
+            raise ConfigError(f"tasks.{name}.group_size", size, cure)
+    if len(set(sizes.values())) > 1:
+        cure = f"tasks have group sizes {sorted(set(sizes.values()))}; set groups_per_step instead"
+        raise ConfigError("rollouts_per_step", config.rollouts_per_step, cure)
+    return config.rollouts_per_step // next(iter(sizes.values()))
+
+
+def check_model_folder(path: str) -> None:
+    """A hub folder with weights and a tokenizer.
+
+    Raises:
+        ConfigError: the folder or one of the two is missing.
+    """
+    read_hub_config(path)
+    for pattern, what in (("*.safetensors", "weights (*.safetensors)"), ("tokenizer*.json", "tokenizer (tokenizer*.json)")):
+        if not any(Path(path).glob(pattern)):
+            raise ConfigError("model.hf_assets_path", path, f"has no {what}; download the whole model")
+
+
+def plan_run(config: "Controller.Config", *, device: str | None = None, available: list[int] | None = None) -> RunPlan:
+    """Sizes that follow from a checked config.
+
+    Args:
+        device: plan for this device instead of the one the run would find.
+        available: cores or GPUs to plan with, instead of this host's.
+
+    Raises:
+        ConfigError: the model can't be read or is too short, or the host has too few GPUs.
+    """
+    device = device or config.provision.resolve()
+    spec = policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
+    engine = config.generator.engine
+    positions = model_positions(config.model)
+    if engine.max_model_len > positions:
+        cure = f"the model has {positions} positions; choose at most that"
+        raise ConfigError("generator.engine.max_model_len", engine.max_model_len, cure)
+    plan_placement(
+        device=device,
+        trainer_ranks=config.trainer.ranks,
+        replicas=config.generator.replicas,
+        tensor_parallel_degree=engine.tensor_parallel_degree,
+        available=available,
+    )
+    groups = groups_per_step(config)
+    largest = max(config.tasks.values(), key=lambda task: task.group_size * task.env.max_rollout_tokens)
+    rollouts = groups * max(task.group_size for task in config.tasks.values())
+    tokens = groups * largest.group_size * largest.env.max_rollout_tokens
+    row_length, rows = config.batcher.row_length, config.batcher.rows_per_microbatch
+    parameters = parameter_count(spec)
+    model = spec.model
+    bytes_each = 4 if engine.dtype == "float32" else 2
+    return RunPlan(
+        device=device,
+        parameters=parameters,
+        steps=config.steps,
+        groups_per_step=groups,
+        rollouts_per_step=rollouts,
+        open_groups=(config.max_offpolicy_steps + 1) * groups,
+        max_offpolicy_steps=config.max_offpolicy_steps,
+        tokens_per_step=tokens,
+        microbatches_per_rank=math.ceil(tokens / (row_length * rows * config.trainer.ranks)),
+        trainer_ranks=config.trainer.ranks,
+        generator_replicas=config.generator.replicas,
+        tensor_parallel_degree=engine.tensor_parallel_degree,
+        trainer_gib=trainer_memory_gib(
+            parameters=parameters,
+            ranks=config.trainer.ranks // config.trainer.data_parallel_replicate_degree,
+            dtype=config.trainer.dtype,
+            compute_dtype=config.trainer.mixed_precision_param,
+            layers=len(model.layers),
+            dim=model.dim,
+            microbatch_tokens=row_length * rows,
+        ),
+        generator_gib=engine.gpu_memory_utilization
+        if device == "cuda"
+        else parameters * bytes_each / 2**30 + engine.cpu_kv_cache_gib,
+    )

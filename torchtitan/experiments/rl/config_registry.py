@@ -1,0 +1,114 @@
+"""Named configs: each a function that composes a Controller.Config. ``--list`` prints them, ``--config NAME`` runs one.
+
+A registry of your own is any module with such functions, named by ``--module my_package.configs``.
+"""
+
+from pathlib import Path
+
+from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.experiments.rl.actors.engine import EngineConfig
+from torchtitan.experiments.rl.actors.generator import Generator
+from torchtitan.experiments.rl.actors.learner import OptimizerConfig
+from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
+from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.controller import Controller
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.provision import ProvisionConfig
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
+from torchtitan.experiments.rl.validation import ValidationConfig
+
+TINY_MODEL = str(Path(__file__).parents[3] / "assets" / "tiny_qwen3")
+HUB_FOLDER = "assets/hf"
+"""Where real models are looked for, from the folder the command is run in: as torchtitan's download script leaves them."""
+
+
+def rl_grpo_qwen3_debug() -> Controller.Config:
+    """Digit sums with the 1M-parameter model, minutes on two CPU cores: what `make demo` runs."""
+    return Controller.Config(
+        tasks={
+            "sum_digits": SumDigitsTask.Config(
+                algorithm=GRPO.Config(),
+                group_size=8,
+                validation=SumDigitsDataset.Config(split="validation", count=256, seed=1),
+                env=RendererEnvConfig(max_turns=1, max_rollout_tokens=128),
+                sampling=SamplingConfig(max_tokens=8),
+            )
+        },
+        model=ModelConfig(hf_assets_path=TINY_MODEL),
+        trainer=PolicyTrainer.Config(
+            optimizer=OptimizerConfig(lr=3e-4),
+            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.5, min_lr_factor=0.1),
+        ),
+        generator=Generator.Config(engine=EngineConfig(max_model_len=256)),
+        batcher=Batcher.Config(row_length=512, rows_per_microbatch=8),
+        steps=100,
+        rollouts_per_step=256,
+        max_offpolicy_steps=1,
+        validation=ValidationConfig(every=10, samples=256),
+        provision=ProvisionConfig(device="cpu"),
+    )
+
+
+def rl_grpo_qwen3_0_6b() -> Controller.Config:
+    """Qwen3-0.6B on 2 GPUs: one trains, one generates."""
+    return _qwen3("0.6B", trainer_ranks=1, replicas=1)
+
+
+def rl_grpo_qwen3_1_7b() -> Controller.Config:
+    """Qwen3-1.7B on 4 GPUs: two train, two generate."""
+    return _qwen3("1.7B", trainer_ranks=2, replicas=2)
+
+
+def rl_grpo_qwen3_4b() -> Controller.Config:
+    """Qwen3-4B on 8 GPUs: four train, four generate."""
+    return _qwen3("4B", trainer_ranks=4, replicas=4)
+
+
+def rl_grpo_qwen3_8b() -> Controller.Config:
+    """Qwen3-8B on 8 GPUs: four train, four generate."""
+    return _qwen3("8B", trainer_ranks=4, replicas=4)
+
+
+def rl_grpo_qwen3_14b() -> Controller.Config:
+    """Qwen3-14B on 8 GPUs: four train, two generators of two."""
+    return _qwen3("14B", trainer_ranks=4, replicas=2, tensor_parallel_degree=2)
+
+
+def rl_grpo_qwen3_32b() -> Controller.Config:
+    """Qwen3-32B on 16 GPUs: eight train, two generators of four."""
+    return _qwen3("32B", trainer_ranks=8, replicas=2, tensor_parallel_degree=4)
+
+
+def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_degree: int = 1) -> Controller.Config:
+    """A real model on GPUs, in bfloat16 with float32 master weights. Longer sums than the demo's, worked out in the open."""
+    return Controller.Config(
+        tasks={
+            "sum_digits": SumDigitsTask.Config(
+                algorithm=GRPO.Config(),
+                group_size=16,
+                dataset=SumDigitsDataset.Config(min_digits=10, max_digits=40),
+                validation=SumDigitsDataset.Config(split="validation", count=256, seed=1, min_digits=10, max_digits=40),
+                env=RendererEnvConfig(max_turns=1, max_rollout_tokens=4096),
+                sampling=SamplingConfig(max_tokens=3072),
+            )
+        },
+        model=ModelConfig(hf_assets_path=f"{HUB_FOLDER}/Qwen3-{flavor}", flavor=flavor),
+        trainer=PolicyTrainer.Config(
+            ranks=trainer_ranks,
+            optimizer=OptimizerConfig(lr=1e-6),
+            mixed_precision_param="bfloat16",
+            checkpoint_interval=50,
+        ),
+        generator=Generator.Config(
+            replicas=replicas,
+            engine=EngineConfig(dtype="bfloat16", max_model_len=4096, tensor_parallel_degree=tensor_parallel_degree),
+        ),
+        batcher=Batcher.Config(row_length=8192, rows_per_microbatch=1),
+        steps=200,
+        rollouts_per_step=512,
+        max_offpolicy_steps=2,
+        provision=ProvisionConfig(device="cuda"),
+    )

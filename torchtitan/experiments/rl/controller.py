@@ -1,0 +1,322 @@
+"""The Controller actor: builds the run, owns every part of it, and takes its steps.
+
+One step consumes a batch of groups, produces metrics and the next policy version, and waits for: finished groups whose deadline
+is due (`rollout_loop`), the trainer's step, and, before it publishes again, the generators' answer for the version before.
+Rollouts run on beside all of it.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.actors.engine import torch_dtype
+from torchtitan.experiments.rl.actors.generator import Generator
+from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
+from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
+from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
+from torchtitan.experiments.rl.config_checks import check, plan_run
+from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
+from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary
+from torchtitan.experiments.rl.observability.logs import setup_process_logging
+from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
+from torchtitan.experiments.rl.observability.step_metrics import StepRecord
+from torchtitan.experiments.rl.observability.timing import Stopwatch
+from torchtitan.experiments.rl.pacing import Pacer
+from torchtitan.experiments.rl.plan import RunPlan
+from torchtitan.experiments.rl.provision import ProvisionConfig, RunMeshes, plan_placement
+from torchtitan.experiments.rl.rollout_loop import RolloutLoop, RunStopped
+from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.validation import ValidationConfig, ValidationReport, validate
+from torchtitan.experiments.rl.weights.sync import SyncReport, WeightSync, canary_tolerance
+
+logger = logging.getLogger(__name__)
+
+
+class Controller(Actor, Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        tasks: dict[str, Task.Config]
+        model: ModelConfig
+        renderer: RendererConfig = field(default_factory=RendererConfig)
+        trainer: PolicyTrainer.Config = field(default_factory=PolicyTrainer.Config)
+        generator: Generator.Config = field(default_factory=Generator.Config)
+        batcher: Batcher.Config = field(default_factory=Batcher.Config)
+        steps: int = 100
+        """Optimizer steps."""
+        groups_per_step: int = 8
+        """Groups trained on in one optimizer step."""
+        rollouts_per_step: int | None = None
+        """The same said in rollouts, where all tasks share a group_size that divides it; overrides groups_per_step."""
+        max_offpolicy_steps: int = 1
+        """Versions a group may be behind when it is trained on. 0 is synchronous, and on CPU deterministic by seed."""
+        max_drops_in_a_row: int = 100
+        """Groups in a row that gave nothing to train on (failed, filtered, oversized) after which the run is given up."""
+        seed: int = 0
+        task_mix: TaskMix.Config = field(default_factory=WeightedRoundRobin.Config)
+        filters: list[Filter.Config] = field(default_factory=list)
+        validation: ValidationConfig = field(default_factory=ValidationConfig)
+        metrics: MetricsLogger.Config = field(default_factory=MetricsLogger.Config)
+        provision: ProvisionConfig = field(default_factory=ProvisionConfig)
+        output_dir: str = "outputs"
+        """Run folders are made in it."""
+
+        def validate(self) -> RunPlan:
+            """Check everything that can be known before a process is spawned; returns the derived plan.
+
+            Raises:
+                ConfigError: the first problem, by field, value and cure.
+            """
+            check(self)
+            return plan_run(self)
+
+    def __init__(self, config: Config, *, run_dir: str, config_name: str):
+        self.config = config
+        self._run_dir, self._config_name = Path(run_dir), config_name
+        self._plan = config.validate()
+        self._rollouts: RolloutLoop | None = None
+        self._stopped_by: str | None = None
+        self._console = Console()
+        self._watch = Stopwatch()
+        self._sync: asyncio.Task[SyncReport] | None = None
+        self._last_sync: SyncReport | None = None
+        self._validations: list[float | None] = []
+        self._steps_done = 0
+
+    @concurrent_endpoint
+    async def run(self) -> RunSummary:
+        """Build everything, train, take everything down again.
+
+        Raises:
+            Exception: whatever ended the run early, after the summary was printed and every process stopped.
+        """
+        started = time.perf_counter()
+        try:
+            await self._build()
+            await self._train()
+        except RunStopped:
+            pass
+        except Exception as error:
+            logger.exception("the run failed")
+            self._stopped_by = self._stopped_by or f"an error ({type(error).__name__})"
+            raise
+        finally:
+            await self._close()
+            summary = self._summary(time.perf_counter() - started)
+            self._console.summary(summary)
+        return summary
+
+    @concurrent_endpoint
+    async def request_stop(self, reason: str) -> None:
+        """End the run after the step it is in."""
+        self._stopped_by = reason
+        if self._rollouts is not None:
+            self._rollouts.stop()
+
+    def __supervise__(self, failure: Any) -> bool:
+        """A process of ours died: end the run in order instead of with it."""
+        self._policy.fail(RunError(f"a process of the run died: {' '.join(str(failure).split())}"))
+        return True
+
+    def _fail(self, error: Exception) -> None:
+        if self._rollouts is not None:
+            self._rollouts.fail(error)
+
+    async def _build(self) -> None:
+        config, plan = self.config, self._plan
+        setup_process_logging(self._run_dir, "controller")
+        (self._run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
+        self._metrics = config.metrics.build(run_dir=self._run_dir, run_config=config.to_dict())
+        self._console.header(
+            RunHeader(
+                run_name=self._run_dir.name,
+                config_name=self._config_name,
+                model=f"{config.model.hf_assets_path} ({plan.parameters / 1e6:,.1f}M parameters)",
+                sizes={
+                    "steps": plan.steps,
+                    "rollouts a step": plan.rollouts_per_step,
+                    "off-policy steps": plan.max_offpolicy_steps,
+                    "trainer ranks": plan.trainer_ranks,
+                    "generators": plan.generator_replicas,
+                },
+                run_dir=self._run_dir,
+            )
+        )
+        renderer = build_renderer(config.renderer, config.model.hf_assets_path)
+        self._tasks = {
+            name: task.build(name=name, renderer=renderer, seed=config.seed) for name, task in config.tasks.items()
+        }
+        self._batcher = config.batcher.build()
+        self._policy = GeneratorClient(lockstep=config.max_offpolicy_steps == 0, on_failure=self._fail)
+        await self._spawn_actors()
+        for task in self._tasks.values():
+            await task.setup(self._policy)
+        self._rollouts = RolloutLoop(
+            tasks=self._tasks,
+            mix=config.task_mix.build(weights={name: task.config.weight for name, task in self._tasks.items()}),
+            policy=self._policy,
+            pacer=Pacer(groups_per_step=plan.groups_per_step, max_offpolicy_steps=config.max_offpolicy_steps),
+            batcher=self._batcher,
+            filters=[entry.build() for entry in config.filters],
+            seed=config.seed,
+            total_groups=plan.groups_per_step * config.steps,
+            max_drops_in_a_row=config.max_drops_in_a_row,
+        )
+        if self._stopped_by:
+            raise RunStopped
+
+    async def _spawn_actors(self) -> None:
+        config, plan, run_dir = self.config, self._plan, str(self._run_dir)
+        placement = plan_placement(
+            device=plan.device,
+            trainer_ranks=plan.trainer_ranks,
+            replicas=plan.generator_replicas,
+            tensor_parallel_degree=plan.tensor_parallel_degree,
+        )
+        meshes = self._meshes = RunMeshes(placement, plan.device)
+        dtype = config.generator.engine.dtype
+        self._trainer = meshes.trainer_procs.spawn(
+            "trainer",
+            PolicyTrainer,
+            config.trainer,
+            model=config.model,
+            device=plan.device,
+            max_seq_len=config.batcher.row_length,
+            total_steps=config.steps,
+            run_dir=run_dir,
+            run_name=self._run_dir.name,
+            generator_dtype=torch_dtype(dtype),
+        )
+        generators = meshes.generator_procs.spawn(
+            "generator", Generator, config.generator, model_path=config.model.hf_assets_path, device=plan.device, run_dir=run_dir
+        )
+        remote_readers = await meshes.start(self._trainer, generators)
+        await self._policy.connect(generators, config.generator.replicas)
+        spec = policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length)
+        self._weights = WeightSync(
+            self._trainer,
+            self._policy,
+            vocab_size=spec.model.vocab_size,
+            remote_readers=remote_readers > 0,
+            tolerance=canary_tolerance(dtype),
+        )
+        await self._weights.check_initial()
+
+    async def _train(self) -> None:
+        config = self.config
+        initial = await self._validate(step=0)
+        self._metrics.log(0, initial.metrics)
+        self._rollouts.fill()
+        for step in range(1, config.steps + 1):
+            record = StepRecord(step=step, total_steps=config.steps, generated_tokens=self._policy.generated_tokens)
+            with self._watch.span("wait"):
+                batch = await self._rollouts.next_batch(version=step - 1)
+            with self._watch.span("train"):
+                samples = [sample for group in batch.groups for rollout in group.rollouts for sample in rollout.samples]
+                packed = self._batcher.plan(samples, ranks=config.trainer.ranks)
+                trained = await self._step(step, packed)
+            self._rollouts.trained(batch)
+            with self._watch.span("sync"):
+                await self._publish(step)
+            self._steps_done = step
+            last = step == config.steps or self._stopped_by is not None
+            validation = await self._validate(step) if last or self._due(step) else None
+            record.finish(
+                batch=batch,
+                packed=packed,
+                trained=trained,
+                spans=self._watch.lap(),
+                last_sync=self._last_sync,
+                generated_tokens=self._policy.generated_tokens,
+            )
+            if validation is not None:
+                record.metrics |= validation.metrics
+            record.metrics |= {f"ledger/{column}": n for column, n in self._rollouts.ledger.counts().items()}
+            self._metrics.log(step, record.metrics)
+            self._console.step(record.report(validation.reward if validation else None))
+            if last:
+                break
+        await self._trainer.save_final.call(self._steps_done)
+
+    async def _step(self, step: int, packed: BatchPlan) -> dict[str, float]:
+        """One optimizer step: each rank is sent its own rows only."""
+        calls = [
+            self._trainer.slice(procs=rank).forward_backward.call_one(microbatches, step - 1)
+            for rank, microbatches in enumerate(packed.microbatches)
+        ]
+        metrics = (await asyncio.gather(*calls))[0]
+        return metrics | next(iter((await self._trainer.optim_step.call(step)).values()))
+
+    async def _publish(self, version: int) -> None:
+        """Start publishing ``version``; where groups may be off-policy the generators take it over while training goes on."""
+        await self._synced()
+        self._sync = asyncio.create_task(self._update(version))
+        if self.config.max_offpolicy_steps == 0:
+            await self._synced()
+
+    async def _update(self, version: int) -> SyncReport:
+        try:
+            report = await self._weights.update(version)
+        except Exception as error:
+            self._fail(error)
+            raise
+        self._rollouts.live(version)
+        return report
+
+    async def _synced(self) -> None:
+        if self._sync is not None:
+            self._last_sync = await self._sync
+            self._sync = None
+
+    def _due(self, step: int) -> bool:
+        return self.config.validation.every > 0 and step % self.config.validation.every == 0
+
+    async def _validate(self, step: int) -> ValidationReport:
+        if self.config.validation.every == 0:
+            return ValidationReport(reward=None, metrics={})
+        with self._watch.span("sync"):
+            await self._synced()
+        with self._watch.span("validate"):
+            report = await validate(self._tasks, self._policy, self.config.validation, seed=self.config.seed)
+        self._validations.append(report.reward)
+        if step == 0 and report.reward is not None:
+            self._console.note(f"validation before the first step: reward {report.reward:.3f}")
+        return report
+
+    async def _close(self) -> None:
+        """Take down whatever was built, in an order that leaves nothing waiting for a part that is gone."""
+        if self._rollouts is not None:
+            await self._rollouts.close()
+        for task in getattr(self, "_tasks", {}).values():
+            await task.close()
+        if self._sync is not None:
+            self._sync.cancel()
+        if (policy := getattr(self, "_policy", None)) is not None:
+            policy.close()
+        if (meshes := getattr(self, "_meshes", None)) is not None:
+            await meshes.close()
+        if (metrics := getattr(self, "_metrics", None)) is not None:
+            metrics.close()
+
+    def _summary(self, wall_time_s: float) -> RunSummary:
+        rewards = [reward for reward in self._validations if reward is not None]
+        return RunSummary(
+            steps=self._steps_done,
+            total_steps=self.config.steps,
+            wall_time_s=wall_time_s,
+            start_val_reward=rewards[0] if rewards else None,
+            final_val_reward=rewards[-1] if len(rewards) > 1 else None,
+            ledger=self._rollouts.ledger.counts() if self._rollouts else {},
+            files={"metrics": self._run_dir / METRICS_FILE, "logs": self._run_dir / "logs"},
+            stopped_by=self._stopped_by,
+        )

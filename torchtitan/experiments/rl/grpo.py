@@ -1,0 +1,103 @@
+"""The command: ``python -m torchtitan.experiments.rl.grpo --config NAME [--module MODULE] [field overrides]``.
+
+Exit codes: 0 done; 1 the run failed; 2 the config can't run, and nothing was spawned; 130 stopped by Ctrl-C.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torchtitan.experiments.rl.cli import config_functions, load_config, parse_command
+from torchtitan.experiments.rl.errors import ConfigError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        command = parse_command(sys.argv[1:] if arguments is None else arguments)
+        if command.list_configs:
+            for name, function in config_functions(command.module).items():
+                print(f"{name:<28} {(function.__doc__ or '').strip().splitlines()[0] if function.__doc__ else ''}".rstrip())
+            return 0
+        config = load_config(command)
+        if command.dry_run:
+            return _dry_run(config)
+        _check_model(config)
+        config.validate()
+        run_dir = _run_dir(command.run_dir, config.output_dir, command.config_name)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return _run(config, run_dir, command.config_name)
+
+
+def _dry_run(config: Any) -> int:
+    """Print the plan. A named architecture can be planned before its weights are here, and for GPUs this host lacks."""
+    from torchtitan.experiments.rl.config_checks import check, plan_run
+
+    check(config)
+    on_gpus = config.provision.device == "cuda"
+    needed = config.trainer.ranks + config.generator.replicas * config.generator.engine.tensor_parallel_degree
+    plan = plan_run(config, device="cuda", available=list(range(needed))) if on_gpus else plan_run(config)
+    print("\n".join(plan.lines()))
+    try:
+        _check_model(config)
+    except ConfigError as error:
+        if config.model.flavor is None:
+            raise
+        print(f"before a run   {error}")
+    return 0
+
+
+def _check_model(config: Any) -> None:
+    from torchtitan.experiments.rl.config_checks import check_model_folder
+
+    check_model_folder(config.model.hf_assets_path)
+
+
+def _run_dir(given: str | None, output_dir: str, config_name: str) -> str:
+    folder = Path(given) if given else Path(output_dir) / f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError("--run-dir", str(folder), "holds files already; name a new folder, nothing in it is overwritten")
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder.resolve())
+
+
+def _run(config: Any, run_dir: str, config_name: str) -> int:
+    from monarch.actor import shutdown_context, this_proc
+
+    from torchtitan.experiments.rl.controller import Controller
+
+    controller = this_proc().spawn("controller", Controller, config, run_dir=run_dir, config_name=config_name)
+    running = controller.run.call_one()
+    code = 0
+    try:
+        while True:
+            try:
+                running.get()
+                break
+            except KeyboardInterrupt:
+                if code == 130:
+                    print("stopped at once: the run folder may miss its last step", file=sys.stderr)
+                    os._exit(130)
+                print("stopping after this step; Ctrl-C again stops at once", file=sys.stderr)
+                code = 130
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                controller.request_stop.call_one("Ctrl-C").get()
+    except Exception as error:
+        print(f"error: {_cause(error)}; logs in {run_dir}/logs", file=sys.stderr)
+        code = 1
+    shutdown_context().get()
+    return code
+
+
+def _cause(error: Exception) -> str:
+    """The last line of a remote traceback is the error itself."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""What the person running it sees: a header, one line a step, a summary. Everything fits 100 columns, paths aside.
+
+The `*_lines` functions turn records into text and print nothing; `Console` prints them. ASCII only, because a terminal's
+encoding is not ours to choose, and colours only on a terminal.
+"""
+
+import os
+import sys
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+WIDTH = 100
+LABEL_WIDTH = 12
+TITLE_EVERY = 40
+"""Steps between two rows of column titles, so that one of them is always in sight."""
+
+BOLD, GREEN, RESET = "\033[1m", "\033[32m", "\033[0m"
+
+
+@dataclass(kw_only=True, slots=True)
+class RunHeader:
+    run_name: str
+    config_name: str
+    model: str
+    """One line: architecture, parameters, where its weights come from."""
+    sizes: Mapping[str, object] = field(default_factory=dict)
+    """Whatever says how big the run is, in reading order: trainer processes, generators, groups per step, group size."""
+    run_dir: Path
+
+
+@dataclass(kw_only=True, slots=True)
+class StepReport:
+    step: int
+    total_steps: int
+    reward: float | None
+    """Mean over the rollouts of the step's groups; None where no reward is given (distillation, supervised)."""
+    val_reward: float | None = None
+    """None on steps without validation."""
+    tokens_per_second: float
+    """Sampled tokens trained on, per second of the step."""
+    age_mean: float
+    """Policy versions between sampling and training, over the step's sampled tokens."""
+    age_max: int
+    wait_s: float
+    """Seconds the trainer waited for groups."""
+    train_s: float
+    sync_s: float
+    """Seconds of weight synchronisation that nothing else overlapped."""
+    groups_dropped: int = 0
+    """Groups that left since the last step without being trained on: filtered, failed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RunSummary:
+    steps: int
+    total_steps: int
+    wall_time_s: float
+    start_val_reward: float | None
+    final_val_reward: float | None
+    ledger: Mapping[str, int]
+    """Rollouts dispatched and the columns they ended in, in reading order. Columns that are 0 are left out."""
+    files: Mapping[str, Path]
+    """What lies where: metrics, checkpoints, logs."""
+    stopped_by: str | None = None
+    """Why the run ended before its last step; None where it did not."""
+
+
+_COLUMNS = {
+    "step": 13,
+    "reward": 8,
+    "val": 8,
+    "tokens/s": 9,
+    "age mean/max": 13,
+    "wait s": 8,
+    "train s": 8,
+    "sync s": 8,
+    "dropped": 8,
+}  # title: width
+
+
+def header_lines(header: RunHeader) -> list[str]:
+    lines = [_labelled("run", header.run_name), _labelled("config", header.config_name), _labelled("model", header.model)]
+    lines += _wrapped("sizes", [f"{name} {value}" for name, value in header.sizes.items()])
+    return [*lines, _labelled("folder", str(header.run_dir)), ""]
+
+
+def title_line() -> str:
+    return " ".join(title.rjust(width) for title, width in _COLUMNS.items())
+
+
+def step_line(report: StepReport) -> str:
+    cells = (
+        f"{report.step}/{report.total_steps}",
+        _reward(report.reward),
+        "" if report.val_reward is None else _reward(report.val_reward),
+        _count(report.tokens_per_second),
+        f"{report.age_mean:.2f}/{report.age_max}",
+        _seconds(report.wait_s),
+        _seconds(report.train_s),
+        _seconds(report.sync_s),
+        str(report.groups_dropped),
+    )
+    return " ".join(cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values(), strict=True)).rstrip()
+
+
+def summary_lines(summary: RunSummary) -> list[str]:
+    end = f"stopped by {summary.stopped_by}" if summary.stopped_by else "done"
+    lines = ["", _labelled("steps", f"{summary.steps} of {summary.total_steps} in {_duration(summary.wall_time_s)}, {end}")]
+    if summary.start_val_reward is not None and summary.final_val_reward is not None:
+        gain = summary.final_val_reward - summary.start_val_reward
+        values = f"{_reward(summary.start_val_reward)} -> {_reward(summary.final_val_reward)}"
+        lines.append(_labelled("validation", f"reward {values} ({gain:+.3f})"))
+    lines += _wrapped("rollouts", [f"{count:,} {column}" for column, count in summary.ledger.items() if count])
+    return lines + [_labelled(name, str(path)) for name, path in summary.files.items()]
+
+
+class Console:
+    """Prints a run to a stream, a line at a time."""
+
+    def __init__(self, stream: TextIO | None = None):
+        self._stream = stream if stream is not None else sys.stdout
+        self._colours = self._stream.isatty() and "NO_COLOR" not in os.environ
+        self._steps_printed = 0
+
+    def header(self, header: RunHeader) -> None:
+        self._print(*header_lines(header))
+
+    def step(self, report: StepReport) -> None:
+        if self._steps_printed % TITLE_EVERY == 0:
+            self._print(self._coloured(title_line(), BOLD))
+        self._steps_printed += 1
+        line = step_line(report)
+        self._print(line if report.val_reward is None else self._coloured(line, GREEN))
+
+    def note(self, text: str) -> None:
+        """A line outside the table: resumed from a checkpoint, validating, saving."""
+        self._print(text)
+
+    def summary(self, summary: RunSummary) -> None:
+        self._print(*summary_lines(summary))
+
+    def _coloured(self, text: str, colour: str) -> str:
+        return f"{colour}{text}{RESET}" if self._colours else text
+
+    def _print(self, *lines: str) -> None:
+        # One write and a flush: lines stay whole beside other processes' output, and appear when piped through tee.
+        self._stream.write("".join(line + "\n" for line in lines))
+        self._stream.flush()
+
+
+def _labelled(label: str, text: str) -> str:
+    return f"{label:<{LABEL_WIDTH}}{text}"
+
+
+def _wrapped(label: str, items: list[str]) -> list[str]:
+    """Items after a label, broken between words and continued under the first of them."""
+    indents = {"initial_indent": _labelled(label, ""), "subsequent_indent": " " * LABEL_WIDTH}
+    return textwrap.wrap(", ".join(items), WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
+
+
+def _reward(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _seconds(value: float) -> str:
+    """Three significant digits until 100 s: a 20 ms sync and a 20-minute step share the column."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _count(value: float) -> str:
+    for divisor, unit in ((1e6, "M"), (1e3, "k")):
+        if value >= divisor:
+            return f"{value / divisor:.1f}{unit}"
+    return f"{value:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours = whole // 60, whole // 3600
+    return f"{minutes} min {whole % 60} s" if hours == 0 else f"{hours} h {minutes % 60} min"

@@ -1,0 +1,149 @@
+"""A step's metrics, to every place the config names: a JSON-lines file, TensorBoard, Weights & Biases.
+
+The JSON-lines file is the record of the run: one line per step, ``step`` first, the other keys sorted, so that two runs with
+the same seed give the same file once `without_timing` has taken out what depends on the clock.
+"""
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TextIO, get_args
+
+from torchtitan.config.configurable import Configurable
+from torchtitan.experiments.rl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+TIMING_PREFIXES = ("time/", "perf/")
+"""Whatever depends on the clock (seconds, tokens per second) has its key under one of these; nothing else does."""
+
+WandbMode = Literal["offline", "online", "disabled"]
+
+
+def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a record that a second run with the same seed repeats."""
+    return {key: value for key, value in record.items() if not key.startswith(TIMING_PREFIXES)}
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, without the torn line that a process killed in mid-write leaves at its end."""
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+class MetricsLogger(Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        jsonl: bool = True
+        """Write `metrics.jsonl` in the run folder."""
+        tensorboard: bool = True
+        """Write TensorBoard events to `tensorboard/` in the run folder."""
+        wandb: bool = False
+        """Log to Weights & Biases; its files lie in `wandb/` in the run folder."""
+        wandb_project: str = "torchtitan-rl"
+        wandb_mode: WandbMode = "offline"
+        """`offline` needs no network and can be uploaded later; `online` needs WANDB_API_KEY."""
+
+        def validate(self, field: str = "metrics") -> None:
+            """Raises ConfigError where this config can't log; `field` is where it sits in the whole config."""
+            if self.wandb_mode not in get_args(WandbMode):
+                raise ConfigError(f"{field}.wandb_mode", self.wandb_mode, f"use one of {', '.join(get_args(WandbMode))}")
+            if self.wandb and self.wandb_mode == "online" and not os.environ.get("WANDB_API_KEY"):
+                raise ConfigError(f"{field}.wandb_mode", "online", "WANDB_API_KEY is not set: set it, or use offline")
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        run_dir: Path,
+        resume_step: int | None = None,
+        run_config: Mapping[str, Any] | None = None,
+    ):
+        """
+        Args:
+            run_dir: Folder of this run; its name is the name of the run.
+            resume_step: Step of the checkpoint this run goes on from. Records of later steps, which an interrupted run left
+                and which will be taken again, are dropped. None starts a new record.
+            run_config: Shown beside the metrics where the backend has a place for it.
+        """
+        config.validate()
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._last_step = resume_step
+        self._file = self._tensorboard = self._wandb = None
+        if config.jsonl:
+            self._file = _open_record(run_dir / METRICS_FILE, resume_step)
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # takes over a second to import
+
+            purge_step = None if resume_step is None else resume_step + 1
+            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+        if config.wandb:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=config.wandb_project,
+                name=run_dir.name,
+                dir=str(run_dir),
+                mode=config.wandb_mode,
+                config=dict(run_config or {}),
+                settings=wandb.Settings(console="off", silent=True),  # the console is ours
+            )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record one step.
+
+        A value that is not finite becomes null in the file (JSON has no NaN) and is left out elsewhere; a warning names it.
+
+        Raises:
+            ValueError: a step that is not after the last one, or a metric called `step`.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"step {step} after step {self._last_step}: each step is logged once, in order")
+        if "step" in metrics:
+            raise ValueError("a metric may not be called step: that key holds the step itself")
+        values = {key: _plain_number(metrics[key]) for key in sorted(metrics)}
+        if lost := [key for key, value in values.items() if value is None]:
+            logger.warning("step %d: not finite, written as null: %s", step, ", ".join(lost))
+        finite = {key: value for key, value in values.items() if value is not None}
+        if self._file is not None:
+            self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+        if self._tensorboard is not None:
+            for key, value in finite.items():
+                self._tensorboard.add_scalar(key, value, step)
+        if self._wandb is not None:
+            self._wandb.log(finite, step=step)
+        self._last_step = step
+
+    def close(self) -> None:
+        """Flush and close every backend. A second call does nothing."""
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._file = self._tensorboard = self._wandb = None
+
+
+def _open_record(path: Path, resume_step: int | None) -> TextIO:
+    kept = []
+    if resume_step is not None and path.exists():
+        kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
+    # Written beside and moved over: being killed here must not cost the record of the steps before.
+    scratch = path.with_suffix(".jsonl.tmp")
+    scratch.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    scratch.replace(path)
+    return path.open("a", encoding="utf-8", buffering=1)  # a line per step reaches the disk as it is written
+
+
+def _plain_number(value: Any) -> int | float | None:
+    """A Python number for any scalar (numpy, a tensor), None where it is not finite."""
+    number = value.item() if hasattr(value, "item") else value
+    if isinstance(number, int):
+        return int(number)  # a bool is an int, and would be `true` in the file
+    return float(number) if math.isfinite(number) else None

@@ -1,0 +1,117 @@
+"""What is known about one step: the record that goes to the metrics files, and the line that goes to the console."""
+
+import time
+from collections import Counter
+
+import numpy as np
+
+from torchtitan.experiments.rl.batching.batcher import BatchPlan
+from torchtitan.experiments.rl.observability.console import StepReport
+from torchtitan.experiments.rl.rollout_loop import Batch
+from torchtitan.experiments.rl.weights.sync import SyncReport
+
+
+class StepRecord:
+    """Made when a step begins, finished when it has ended; ``metrics`` is complete then."""
+
+    def __init__(self, *, step: int, total_steps: int, generated_tokens: int):
+        self._step, self._total_steps = step, total_steps
+        self._generated_tokens = generated_tokens
+        self._started = time.perf_counter()
+        self.metrics: dict[str, float] = {}
+
+    def finish(
+        self,
+        *,
+        batch: Batch,
+        packed: BatchPlan,
+        trained: dict[str, float],
+        spans: dict[str, float],
+        last_sync: SyncReport | None,
+        generated_tokens: int,
+    ) -> None:
+        """
+        Args:
+            trained: what the trainer reported.
+            spans: seconds by what the controller waited for.
+            last_sync: of the newest version every generator holds.
+            generated_tokens: sampled since the run began, training and validation.
+        """
+        self._batch, self._spans = batch, spans
+        self._seconds = time.perf_counter() - self._started
+        self._ages = _ages(batch, self._step - 1)
+        self._sampled = len(self._ages)
+        self.metrics = {
+            **trained,
+            **_rollout_metrics(batch),
+            "batch/groups": len(batch.groups),
+            "batch/rows": packed.rows,
+            "batch/tokens": packed.tokens,
+            "batch/sampled_tokens": self._sampled,
+            "batch/packing_efficiency": packed.efficiency,
+            "batch/dropped_groups": batch.dropped_groups,
+            "policy/version": self._step,
+            "policy/age_mean": float(self._ages.mean()) if self._sampled else 0.0,
+            "policy/age_max": int(self._ages.max()) if self._sampled else 0,
+            **{f"filter/{name}": count for name, count in batch.filter_matches.items()},
+            **{f"time/{name}_s": seconds for name, seconds in spans.items()},
+            "time/step_s": self._seconds,
+            "perf/trained_tokens_per_s": self._sampled / self._seconds,
+            "perf/generated_tokens_per_s": (generated_tokens - self._generated_tokens) / self._seconds,
+        }
+        if last_sync is not None:
+            # Which version's sync has answered by now depends on the clock.
+            self.metrics |= {
+                "perf/sync_version": last_sync.version,
+                "perf/sync_canary_max_diff": last_sync.canary_max_diff,
+                "time/sync_publish_s": last_sync.publish_s,
+                "time/sync_load_s": last_sync.load_s,
+            }
+
+    def report(self, val_reward: float | None) -> StepReport:
+        return StepReport(
+            step=self._step,
+            total_steps=self._total_steps,
+            reward=self.metrics.get("rollout/reward_mean"),
+            val_reward=val_reward,
+            tokens_per_second=self._sampled / self._seconds,
+            age_mean=self.metrics["policy/age_mean"],
+            age_max=int(self.metrics["policy/age_max"]),
+            wait_s=self._spans.get("wait", 0.0),
+            train_s=self._spans.get("train", 0.0),
+            sync_s=self._spans.get("sync", 0.0),
+            groups_dropped=self._batch.dropped_groups,
+        )
+
+
+def _ages(batch: Batch, version: int) -> np.ndarray:
+    """Policy age of every sampled token."""
+    samples = [sample for group in batch.groups for rollout in group.rollouts for sample in rollout.samples]
+    sampled = [version - sample.policy_versions[sample.loss_mask] for sample in samples]
+    return np.concatenate(sampled) if sampled else np.zeros(0, np.int32)
+
+
+def _rollout_metrics(batch: Batch) -> dict[str, float]:
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    rewards = np.array([rollout.reward for rollout in rollouts])
+    spreads = [np.std([rollout.reward for rollout in group.rollouts]) for group in batch.groups]
+    lengths = np.array([rollout.completion_tokens for rollout in rollouts])
+    metrics = {
+        "rollout/count": len(rollouts),
+        "rollout/reward_mean": float(rewards.mean()),
+        "rollout/reward_std": float(rewards.std()),
+        "rollout/reward_std_in_group": float(np.mean(spreads)),
+        "rollout/groups_all_equal": float(np.mean([spread == 0 for spread in spreads])),
+        "rollout/completion_tokens_mean": float(lengths.mean()),
+        "rollout/completion_tokens_max": int(lengths.max()),
+        "rollout/turns_mean": float(np.mean([len(rollout.turns) for rollout in rollouts])),
+    }
+    statuses = Counter(rollout.status.value for rollout in rollouts)
+    metrics |= {f"rollout/status/{status}": count / len(rollouts) for status, count in statuses.items()}
+    for task in sorted({rollout.task_name for rollout in rollouts}):
+        own = [rollout for rollout in rollouts if rollout.task_name == task]
+        metrics[f"rollout/{task}/reward_mean"] = float(np.mean([rollout.reward for rollout in own]))
+        for name in sorted({name for rollout in own for name in rollout.reward_components}):
+            values = [rollout.reward_components[name] for rollout in own if name in rollout.reward_components]
+            metrics[f"rollout/{task}/component/{name}"] = float(np.mean(values))
+    return metrics

@@ -1,0 +1,64 @@
+"""What a config amounts to: counts, processes, memory. Worked out from the config alone, before anything is spawned."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 2**30
+_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class RunPlan:
+    """Derived sizes of a run. ``lines`` is what ``--dry-run`` prints."""
+
+    device: Literal["cpu", "cuda"]
+    parameters: int
+    steps: int
+    groups_per_step: int
+    rollouts_per_step: int
+    open_groups: int
+    """Groups in flight or buffered at most."""
+    max_offpolicy_steps: int
+    tokens_per_step: int
+    """At most: every rollout at max_rollout_tokens."""
+    microbatches_per_rank: int
+    """At most, of one step."""
+    trainer_ranks: int
+    generator_replicas: int
+    tensor_parallel_degree: int
+    trainer_gib: float
+    """Per rank: weights, gradients, optimizer state, and the activations of one microbatch, roughly."""
+    generator_gib: float
+    """Per process: weights and KV cache (CPU), or the share of the GPU it will claim (CUDA, as a part of one)."""
+
+    @property
+    def processes(self) -> int:
+        """Beside the one the command runs in."""
+        return self.trainer_ranks + self.generator_replicas * max(1, self.tensor_parallel_degree)
+
+    def lines(self) -> list[str]:
+        generators = f"{self.generator_replicas} generator(s) of {self.tensor_parallel_degree}"
+        on = "GPUs" if self.device == "cuda" else "CPU cores"
+        share = f"{self.generator_gib:.0%} of a GPU" if self.device == "cuda" else f"{self.generator_gib:.2f} GiB"
+        return [
+            f"model          {self.parameters / 1e6:,.1f}M parameters",
+            f"steps          {self.steps}, each on {self.groups_per_step} groups = {self.rollouts_per_step} rollouts",
+            f"off-policy     at most {self.max_offpolicy_steps} versions; {self.open_groups} groups open at most",
+            f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",
+            f"processes      {self.processes} on {on}: {self.trainer_ranks} trainer rank(s), {generators}",
+            f"memory         about {self.trainer_gib:.2f} GiB a trainer rank, {share} a generator process",
+        ]
+
+
+def trainer_memory_gib(
+    *, parameters: int, ranks: int, dtype: str, compute_dtype: str, layers: int, dim: int, microbatch_tokens: int
+) -> float:
+    """Weights, gradients and two Adam moments, sharded; one layer unsharded; activations without checkpointing.
+
+    Activations: some 34 values of width ``dim`` a token and layer (Korthikanti et al., arXiv:2205.05198, eq. 2, without the
+    quadratic attention term, which fused kernels don't store), in the compute dtype.
+    """
+    state = 4 * parameters * _BYTES[dtype] / ranks
+    unsharded = 2 * parameters / max(1, layers) * _BYTES[compute_dtype]
+    activations = 17 * microbatch_tokens * dim * layers * _BYTES[compute_dtype]
+    return (state + unsharded + activations) / GIB

@@ -1,0 +1,147 @@
+"""From a host or a Monarch job to process meshes: who runs where, on which cores and GPUs."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from monarch.actor import HostMesh, ProcMesh, this_host
+
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.weights.store import start_store
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_TIMEOUT_S = 20.0
+"""For each part: a run that ends must end."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ProvisionConfig:
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA where torch sees a GPU."""
+
+    def resolve(self) -> Literal["cpu", "cuda"]:
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("provision.device", "cuda", "torch sees no GPU here; use cpu or auto")
+        if self.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return self.device
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Placement:
+    """Cores (CPU) or GPUs (CUDA) of every process, by role. Frozen before anything is spawned."""
+
+    trainer: tuple[tuple[int, ...], ...]
+    """One tuple a trainer rank."""
+    generators: tuple[tuple[int, ...], ...]
+    """One tuple a generator replica; as many GPUs as its tensor parallel degree."""
+
+
+def plan_placement(
+    *,
+    device: Literal["cpu", "cuda"],
+    trainer_ranks: int,
+    replicas: int,
+    tensor_parallel_degree: int,
+    available: list[int] | None = None,
+) -> Placement:
+    """Divide this host's cores or GPUs.
+
+    GPUs are exclusive: trainer ranks first, then replicas. Cores are shared out evenly, the trainer's apart from the
+    generators' as far as they go: an engine and a trainer on one core halve each other.
+
+    Raises:
+        ConfigError: fewer GPUs than the config asks for.
+    """
+    if available is None:
+        available = sorted(os.sched_getaffinity(0)) if device == "cpu" else list(range(torch.cuda.device_count()))
+    if device == "cuda":
+        needed = trainer_ranks + replicas * tensor_parallel_degree
+        if needed > len(available):
+            cure = (
+                f"with {replicas} generator replica(s) of {tensor_parallel_degree} GPU(s) the run needs {needed} GPUs and this "
+                f"host has {len(available)}; lower trainer.ranks, generator.replicas or generator.engine.tensor_parallel_degree"
+            )
+            raise ConfigError("trainer.ranks", trainer_ranks, cure)
+        ranks = tuple((gpu,) for gpu in available[:trainer_ranks])
+        rest = available[trainer_ranks:needed]
+        size = tensor_parallel_degree
+        return Placement(trainer=ranks, generators=tuple(tuple(rest[i * size : (i + 1) * size]) for i in range(replicas)))
+    half = max(1, len(available) // 2)
+    generator_cores, trainer_cores = available[:half], available[half:] or available
+    return Placement(trainer=_share(trainer_cores, trainer_ranks), generators=_share(generator_cores, replicas))
+
+
+class RunMeshes:
+    """The processes of one run, and the actors in them."""
+
+    def __init__(self, placement: Placement, device: Literal["cpu", "cuda"], *, host: HostMesh | None = None):
+        self.trainer_procs = spawn(host, "trainer", placement.trainer, device)
+        self.generator_procs = spawn(host, "generator", placement.generators, device)
+        self._actors: list[Any] = []
+
+    async def start(self, trainer: Any, generators: Any) -> int:
+        """Set up spawned actors side by side: the store, the trainer's process group, the engines.
+
+        Returns:
+            Hosts other than the trainer's first that hold a generator: they can't map its shared memory.
+        """
+        self._actors = [trainer, generators]
+        first = self.trainer_procs.slice(procs=0)
+        await start_store(first)
+        host, port = await trainer.slice(procs=0).address.call_one()
+        trainer_hosts = [name for name, _ in (await trainer.address.call()).values()]
+        one_host = len(set(trainer_hosts)) == 1
+        _, generator_hosts = await asyncio.gather(trainer.setup.call(f"{host}:{port}", one_host), generators.setup.call())
+        return len(set(generator_hosts.values()) - {host})
+
+    async def close(self) -> None:
+        """Shut the actors down, then stop the processes, whatever state they are in."""
+        for actor in self._actors:
+            try:
+                await asyncio.wait_for(_as_coroutine(actor.shutdown.call()), SHUTDOWN_TIMEOUT_S)
+            except Exception as error:  # a dead or busy actor: its process is stopped next
+                logger.info("shutdown of %s: %s", actor, error)
+        for procs in (self.trainer_procs, self.generator_procs):
+            try:
+                await asyncio.wait_for(_as_coroutine(procs.stop()), SHUTDOWN_TIMEOUT_S)
+            except Exception as error:
+                logger.info("stopping %s: %s", procs, error)
+
+
+async def _as_coroutine(awaitable: Any) -> Any:
+    return await awaitable
+
+
+def spawn(host: HostMesh | None, name: str, shares: tuple[tuple[int, ...], ...], device: Literal["cpu", "cuda"]) -> ProcMesh:
+    """One process per share, each seeing only its own cores or GPUs."""
+    bootstrap: Callable[[], None] = partial(_bootstrap, shares, device)
+    return (host or this_host()).spawn_procs(per_host={"procs": len(shares)}, bootstrap=bootstrap, name=name)
+
+
+def _share(cores: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
+    """Contiguous, nearly equal shares; where there are more parts than cores, they double up."""
+    if parts >= len(cores):
+        return tuple((cores[i % len(cores)],) for i in range(parts))
+    bounds = [round(i * len(cores) / parts) for i in range(parts + 1)]
+    return tuple(tuple(cores[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+def _bootstrap(shares: tuple[tuple[int, ...], ...], device: str) -> None:
+    """Runs in the new process before any actor: affinity and visibility must be right before torch starts its threads."""
+    from monarch.actor import current_rank
+
+    share = shares[current_rank().rank]
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["OMP_NUM_THREADS"] = str(len(share))
+        os.sched_setaffinity(0, share)
+        torch.set_num_threads(len(share))
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, share))

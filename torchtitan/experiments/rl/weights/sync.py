@@ -1,0 +1,82 @@
+"""One version from the trainer to every generator, and the proof that it arrived."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
+from torchtitan.experiments.rl.errors import RunError
+
+CANARY_TOKENS = 48
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SyncReport:
+    version: int
+    canary_max_diff: float
+    """Largest difference of a canary token's log-probability, trainer to generator, over all replicas."""
+    publish_s: float
+    """Trainer: gather, copy, fingerprint, put."""
+    load_s: float
+    """Generators: get, verify, the engine's reload, canary."""
+
+
+class WeightSync:
+    """Publishes versions and has the generators load them.
+
+    The canary is a fixed sequence of tokens that trainer and generators both score after every update: a fingerprint says that
+    the bytes arrived, the canary that the engine computes with them.
+    """
+
+    def __init__(self, trainer: Any, generators: GeneratorClient, *, vocab_size: int, remote_readers: bool, tolerance: float):
+        self._trainer, self._generators = trainer, generators
+        self._remote_readers, self._tolerance = remote_readers, tolerance
+        self._canary = np.random.default_rng(0).integers(0, vocab_size, CANARY_TOKENS).astype(np.int32)
+
+    async def check_initial(self) -> None:
+        """Both sides loaded the same checkpoint.
+
+        Raises:
+            RunError: they disagree on the canary.
+        """
+        trainer, generators = await asyncio.gather(
+            self._trainer.score.call(self._canary), self._generators.canary(self._canary)
+        )
+        self._compare(0, next(iter(trainer.values())), generators)
+
+    async def update(self, version: int) -> SyncReport:
+        """Publish ``version`` and return when every generator samples with it.
+
+        Raises:
+            RunError: a generator loaded something else, or computes something else with it.
+        """
+        started = time.perf_counter()
+        canaries = await self._trainer.publish_weights.call(version, self._canary, self._remote_readers)
+        published = time.perf_counter()
+        receipts = await self._generators.update_weights(version, self._canary)
+        if len({receipt.fingerprint for receipt in receipts}) > 1:
+            raise RunError(f"generators disagree on the bytes of version {version}: {[r.fingerprint for r in receipts]}")
+        trainer = next(iter(canaries.values()))
+        worst = self._compare(version, trainer, [receipt.canary_logprobs for receipt in receipts])
+        loaded = time.perf_counter()
+        return SyncReport(version=version, canary_max_diff=worst, publish_s=published - started, load_s=loaded - published)
+
+    def _compare(self, version: int, trainer: np.ndarray, generators: list[np.ndarray]) -> float:
+        worst = 0.0
+        for replica, canary in enumerate(generators):
+            difference = float(np.abs(trainer - canary).max())
+            if not difference <= self._tolerance:
+                raise RunError(
+                    f"generator {replica} and trainer disagree on version {version}: the canary's log-probabilities differ by "
+                    f"{difference:.2g}, more than {self._tolerance:g}; the engine does not compute with the published weights"
+                )
+            worst = max(worst, difference)
+        return worst
+
+
+def canary_tolerance(generator_dtype: Literal["float32", "bfloat16"]) -> float:
+    """float32 agrees to some 1e-5. In bfloat16 kernels differ in the last of 8 bits, and an unlikely token by some tenths."""
+    return {"float32": 1e-3, "bfloat16": 1.0}[generator_dtype]
