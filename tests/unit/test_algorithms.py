@@ -1,0 +1,248 @@
+"""Advantages worked out by hand, and what each algorithm refuses at config time."""
+
+import math
+import pickle
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.algorithms.max_rl import MaxRL
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutTurn
+from torchtitan.experiments.rl.types import TrainingSample
+
+
+def turn(completion_tokens: int, prompt_roles: list[str | None] = ("user",), prompt_is_content: list[bool] = (True,)):
+    return RolloutTurn(
+        prompt_messages=[],
+        prompt_token_ids=np.zeros(len(prompt_roles), np.int32),
+        prompt_roles=list(prompt_roles),
+        prompt_is_content=np.array(prompt_is_content),
+        completion=Completion(
+            token_ids=np.zeros(completion_tokens, np.int32),
+            logprobs=np.zeros(completion_tokens, np.float32),
+            policy_versions=np.zeros(completion_tokens, np.int32),
+            finish_reason="stop",
+        ),
+        assistant_message={"role": "assistant", "content": ""},
+    )
+
+
+def rollout(reward: float | None, turns: list[RolloutTurn] | None = None) -> Rollout:
+    """One sample of five tokens, of which the last three are sampled."""
+    return Rollout(
+        group_id="group",
+        sample_idx=0,
+        task_name="task",
+        turns=turns or [turn(3)],
+        reward=reward,
+        samples=[
+            TrainingSample(
+                token_ids=np.arange(5, dtype=np.int32),
+                loss_mask=np.array([False, False, True, True, True]),
+                generator_logprobs=np.zeros(5, np.float32),
+                policy_versions=np.full(5, -1, np.int32),
+                task_name="task",
+                rollout_id="group/0",
+            )
+        ],
+    )
+
+
+def group(*rollouts: Rollout) -> RolloutGroup:
+    sample = DataSample(sample_id="sample", env_input=None)
+    return RolloutGroup(group_id="group", task_name="task", data_sample=sample, rollouts=list(rollouts))
+
+
+def advantages(config: Algorithm.Config, *rollouts: Rollout) -> list[float | None]:
+    """One number a rollout, after checking that all its sampled tokens have it and no other token has any."""
+    config.build().score_group(group(*rollouts))
+    found = []
+    for scored in rollouts:
+        stream = scored.samples[0].advantages
+        if stream is not None:
+            assert stream[:2].tolist() == [0, 0] and len(set(stream[2:].tolist())) == 1
+        found.append(None if stream is None else stream[2].item())
+    return found
+
+
+def of_rewards(config: Algorithm.Config, *rewards: float | None) -> list[float | None]:
+    return advantages(config, *map(rollout, rewards))
+
+
+# ------------------------------------------------------------------ GRPO
+
+
+def test_grpo_is_the_reward_less_the_groups_mean():
+    assert of_rewards(GRPO.Config(), 1.0, 0.0, 0.0, 0.0) == [0.75, -0.25, -0.25, -0.25]
+    assert of_rewards(GRPO.Config(), -2.0, 0.5) == [-1.25, 1.25]
+
+
+def test_grpo_divides_by_the_standard_deviation_only_when_asked():
+    # Mean 1/4; deviation sqrt(3)/4.
+    expected = [math.sqrt(3)] + [-1 / math.sqrt(3)] * 3
+    assert of_rewards(GRPO.Config(normalize_std=True), 1.0, 0.0, 0.0, 0.0) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("config", [GRPO.Config(), GRPO.Config(normalize_std=True), MaxRL.Config()])
+@pytest.mark.parametrize("reward", [0.0, 0.1, 1.0, 1 / 3])
+def test_equal_rewards_give_advantages_of_exactly_zero(config, reward):
+    assert of_rewards(config, *[reward] * 7) == [0.0] * 7
+
+
+@pytest.mark.parametrize("config", [GRPO.Config(), MaxRL.Config()])
+def test_a_rollout_without_reward_counts_for_nothing_and_is_left_as_it_is(config):
+    assert of_rewards(config, 1.0, None, 0.0) == of_rewards(config, 1.0, 0.0)[:1] + [None] + of_rewards(config, 1.0, 0.0)[1:]
+    assert of_rewards(config, None, None) == [None, None]
+    assert of_rewards(config, None, 1.0) == [None, 0.0]  # one survivor has nothing to be compared with
+
+
+# ------------------------------------------------------------------ length penalties
+
+
+def test_tokens_penalty_rewards_right_answers_shorter_than_the_mean_right_one():
+    # Right ones cost 2 and 6: their mean is 4. The shorter gets 1 * (1 + 1/2), the longer keeps 1; the wrong one stays at 0.
+    found = advantages(
+        GRPO.Config(length_penalty="tokens"), rollout(1.0, [turn(2)]), rollout(1.0, [turn(6)]), rollout(0.0, [turn(1)])
+    )
+    mean = 2.5 / 3
+    assert found == pytest.approx([1.5 - mean, 1 - mean, -mean], rel=1e-6)
+
+
+def test_tokens_penalty_weighs_completion_and_tool_response_tokens():
+    # Bodies of tool messages count; their template, other roles and tokens of no role don't.
+    tool_turn = turn(4, ["user", "tool", "tool", "tool", None], [True, False, True, True, False])
+    config = GRPO.Config(length_penalty="tokens", completion_token_weight=1.0, tool_token_weight=3.0)
+    # Costs: (1 + 4) + 3 * 2 = 11 and 5; c = 8. The second gets 2 * (1 + 3/8).
+    found = advantages(config, rollout(2.0, [turn(1), tool_turn]), rollout(2.0, [turn(5)]))
+    assert found == pytest.approx([-0.375, 0.375], rel=1e-6)
+
+
+def test_turns_penalty_counts_turns():
+    # Right ones take 1 and 3 turns: c = 2, bonuses 1/2 and 0.
+    config = GRPO.Config(length_penalty="turns")
+    found = advantages(config, rollout(1.0, [turn(9)]), rollout(1.0, [turn(1)] * 3), rollout(0.5, [turn(1)]))
+    assert found == pytest.approx([0.5, 0.0, -0.5], rel=1e-6)
+
+
+@pytest.mark.parametrize("penalty", ["tokens", "turns"])
+def test_length_penalty_needs_a_reward_above_zero_and_never_lowers_one(penalty):
+    config = GRPO.Config(length_penalty=penalty)
+    wrong = [rollout(0.0, [turn(1)]), rollout(0.0, [turn(9)] * 2), rollout(-1.0, [turn(1)])]
+    assert advantages(config, *wrong) == pytest.approx([1 / 3, 1 / 3, -2 / 3])
+    alone = [rollout(1.0, [turn(9)]), rollout(0.0, [turn(1)])]  # the only right one is its own mean: no bonus
+    assert advantages(config, *alone) == [0.5, -0.5]
+
+
+def test_a_length_penalty_ignores_unscored_rollouts():
+    config = GRPO.Config(length_penalty="tokens")
+    scored = [rollout(1.0, [turn(2)]), rollout(1.0, [turn(6)])]
+    assert advantages(config, *scored, rollout(None, [turn(1)])) == [0.25, -0.25, None]
+
+
+def test_nothing_sampled_costs_nothing():
+    config = GRPO.Config(length_penalty="tokens", completion_token_weight=0.0)
+    assert of_rewards(config, 1.0, 0.0) == [0.5, -0.5]
+
+
+# ------------------------------------------------------------------ MaxRL
+
+
+def test_max_rl_divides_by_the_mean_so_rare_successes_weigh_more():
+    assert of_rewards(MaxRL.Config(), 1.0, 0.0, 0.0, 0.0) == [3.0, -1.0, -1.0, -1.0]
+    assert of_rewards(MaxRL.Config(), 1.0, 1.0, 0.0, 0.0) == [1.0, 1.0, -1.0, -1.0]
+
+
+def test_max_rl_is_zero_where_all_fail_all_succeed_or_the_mean_is_not_positive():
+    assert of_rewards(MaxRL.Config(), 0.0, 0.0) == [0.0, 0.0]
+    assert of_rewards(MaxRL.Config(), 1.0, 1.0) == [0.0, 0.0]
+    assert of_rewards(MaxRL.Config(), -1.0, 0.5) == [0.0, 0.0]
+    assert np.mean([0.1, 0.2, -0.3]) > 0  # by rounding alone
+    assert of_rewards(MaxRL.Config(), 0.1, 0.2, -0.3) == [0.0, 0.0, 0.0]
+
+
+# ------------------------------------------------------------------ configs
+
+
+@pytest.mark.parametrize("config", [GRPO.Config(), MaxRL.Config()])
+def test_a_group_of_one_is_refused(config):
+    config.validate(field="tasks.sort.algorithm", group_size=2, temperature=0.7)
+    with pytest.raises(ConfigError, match="tasks.sort.algorithm: group_size = 1: .*use 2 or more"):
+        config.validate(field="tasks.sort.algorithm", group_size=1, temperature=1.0)
+
+
+def test_a_frozen_source_is_refused_where_a_ratio_is_needed():
+    with pytest.raises(ConfigError, match="frozen source.*GRPO needs an importance ratio"):
+        GRPO.Config().validate(field="a", group_size=2, temperature=1.0, frozen_source=True)
+
+
+class Distill(Algorithm):
+    action_component = "ref_kl"
+
+
+class Imitate(Algorithm):
+    action_component = "ce"
+
+
+def test_reference_logprobs_at_another_temperature_are_refused():
+    Distill.Config().validate(field="a", group_size=1, temperature=1.0)
+    Imitate.Config().validate(field="a", group_size=1, temperature=0.7, frozen_source=True)
+    with pytest.raises(ConfigError, match="a: temperature = 0.7: .*sample at 1"):
+        Distill.Config().validate(field="a", group_size=1, temperature=0.7)
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (GRPO.Config(tool_token_weight=-1.0), "a.tool_token_weight = -1.0: .*use 0 or more"),
+        (
+            GRPO.Config(length_penalty="tokens", completion_token_weight=0, tool_token_weight=0),
+            "a.length_penalty = 'tokens': .*raise one",
+        ),
+    ],
+)
+def test_token_weights_that_make_no_cost_are_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
+        config.validate(field="a", group_size=2, temperature=1.0)
+
+
+# ------------------------------------------------------------------ a user's own
+
+
+class Half(GRPO):
+    """As a user would write it: no Config, so it takes GRPO's settings."""
+
+    def score_group(self, group):
+        super().score_group(group)
+        for scored in group.scored:
+            for sample in scored.samples:
+                sample.advantages /= 2
+
+
+class Constant(Algorithm):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        value: float
+
+    async def score_rollout(self, rollout):
+        rollout.assign_advantages(self.config.value)
+
+
+def test_a_subclass_without_a_config_builds_itself_and_its_config_travels():
+    config = pickle.loads(pickle.dumps(Half.Config(length_penalty="turns")))
+    assert type(config.build()) is Half and config.length_penalty == "turns"
+    assert of_rewards(Half.Config(), 1.0, 0.0) == [0.25, -0.25]
+    with pytest.raises(ConfigError, match="Half compares"):
+        Half.Config().validate(field="a", group_size=1, temperature=1.0)
+
+
+async def test_the_base_gives_no_credit_so_an_algorithm_overrides_only_what_it_needs():
+    algorithm = Constant.Config(value=2.0).build()
+    scored = rollout(1.0)
+    await algorithm.setup(None)
+    await algorithm.score_rollout(scored)
+    algorithm.score_group(group(scored))
+    assert scored.samples[0].advantages.tolist() == [0, 0, 2, 2, 2]

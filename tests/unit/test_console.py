@@ -1,0 +1,122 @@
+import io
+from pathlib import Path
+
+import pytest
+
+from torchtitan.experiments.rl.observability.console import (
+    TITLE_EVERY,
+    WIDTH,
+    Console,
+    RunHeader,
+    RunSummary,
+    StepReport,
+    header_lines,
+    step_line,
+    summary_lines,
+    title_line,
+)
+from torchtitan.experiments.rl.observability.timing import Stopwatch
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def report(**changes) -> StepReport:
+    values = dict(step=12, total_steps=110, reward=0.4832, tokens_per_second=11_960.0, age_mean=0.75, age_max=2)
+    return StepReport(**values | dict(wait_s=0.1, train_s=61.25, sync_s=0.02) | changes)
+
+
+def summary(**changes) -> RunSummary:
+    values = dict(steps=110, total_steps=110, wall_time_s=131.0, start_val_reward=0.31, final_val_reward=0.725)
+    values |= dict(ledger={"dispatched": 28160, "trained": 28000, "filtered": 160, "failed": 0})
+    return RunSummary(**values | dict(files={"metrics": Path("outputs/demo/metrics.jsonl")}) | changes)
+
+
+def test_a_step_line_shows_every_field_in_short():
+    assert step_line(report(val_reward=0.5)).split() == "12/110 0.483 0.500 12.0k 0.75/2 0.10 61.2 0.02 0".split()
+
+
+def test_a_step_without_validation_or_reward_says_so_without_moving_its_columns():
+    line = step_line(report(reward=None))
+    assert line.split() == "12/110 - 12.0k 0.75/2 0.10 61.2 0.02 0".split()
+    assert len(line) == len(step_line(report(val_reward=0.5)))
+
+
+@pytest.mark.parametrize("scale", [1, 1_000])
+def test_columns_end_where_their_titles_end(scale):
+    line = step_line(report(step=9 * scale, tokens_per_second=900.0 * scale, wait_s=1.0 * scale, groups_dropped=scale))
+    assert len(line) == len(title_line()) <= WIDTH
+
+
+def test_titles_return_before_they_scroll_away():
+    stream = io.StringIO()
+    console = Console(stream)
+    for step in range(1, TITLE_EVERY + 2):
+        console.step(report(step=step))
+    printed = stream.getvalue().splitlines()
+    assert [i for i, line in enumerate(printed) if line == title_line()] == [0, TITLE_EVERY + 1]
+
+
+def test_the_header_wraps_long_sizes_under_their_label():
+    header = RunHeader(
+        run_name="demo",
+        config_name="rl_grpo_qwen3_debug",
+        model="tiny_qwen3, 0.9M parameters",
+        sizes={f"a rather long size number {i}": i for i in range(8)},
+        run_dir=Path("outputs/demo"),
+    )
+    lines = header_lines(header)
+    assert lines[:3] == ["run         demo", "config      rl_grpo_qwen3_debug", "model       tiny_qwen3, 0.9M parameters"]
+    assert lines[-2:] == ["folder      outputs/demo", ""]
+    assert max(map(len, lines)) <= WIDTH and all(line.startswith(" " * 12) for line in lines[4:-2]) and len(lines) > 6
+
+
+def test_the_summary_says_how_far_how_long_what_was_learned_and_where_it_is():
+    assert summary_lines(summary()) == [
+        "",
+        "steps       110 of 110 in 2 min 11 s, done",
+        "validation  reward 0.310 -> 0.725 (+0.415)",
+        "rollouts    28,160 dispatched, 28,000 trained, 160 filtered",
+        "metrics     outputs/demo/metrics.jsonl",
+    ]
+
+
+def test_the_summary_of_a_stopped_run_says_why_and_claims_no_validation():
+    lines = summary_lines(summary(steps=40, wall_time_s=8_000, final_val_reward=None, stopped_by="interrupt"))
+    assert lines[1] == "steps       40 of 110 in 2 h 13 min, stopped by interrupt"
+    assert not any("validation" in line for line in lines)
+
+
+def test_colours_only_on_a_terminal_that_wants_them(monkeypatch):
+    def printed(stream: io.StringIO) -> str:
+        Console(stream).step(report(val_reward=0.5))
+        return stream.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\033[" in printed(Terminal())
+    assert "\033[" not in printed(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\033[" not in printed(Terminal())
+
+
+def test_everything_printed_is_ascii():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    console = Console(stream)
+    console.step(report())
+    console.summary(summary())
+
+
+def test_a_stopwatch_adds_up_spans_of_a_name_and_starts_anew_after_a_lap(monkeypatch):
+    clock = iter([0.0, 2.0, 10.0, 11.5, 20.0, 20.25])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    watch = Stopwatch()
+    with watch.span("wait"):
+        pass
+    with pytest.raises(KeyError), watch.span("train"):
+        raise KeyError
+    with watch.span("wait"):
+        pass
+    assert watch.lap() == {"wait": 2.25, "train": 1.5}
+    assert watch.lap() == {}

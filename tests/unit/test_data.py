@@ -1,0 +1,184 @@
+"""Which example, which task: every one in turn, the same by seed, and the same again after a resume."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
+from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.types import DataSample
+
+
+class Letters(Dataset):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Dataset.Config):
+        count: int = 5
+
+    def __init__(self, config):
+        self.count = config.count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        return DataSample(sample_id=str(index), env_input=chr(ord("a") + index))
+
+
+def cursor(count=5, seed=0):
+    return ShuffledCursor.Config().build(dataset=Letters.Config(count=count).build(), seed=seed)
+
+
+def ids(strategy, n):
+    return [strategy.next().sample_id for _ in range(n)]
+
+
+def picks(mix, n):
+    return [mix.next() for _ in range(n)]
+
+
+def round_robin(**weights):
+    return WeightedRoundRobin.Config().build(weights=weights)
+
+
+# ---- configs
+
+
+def test_subclass_without_a_config_is_built_by_its_own():
+    class Mine(ShuffledCursor):
+        pass
+
+    built = Mine.Config().build(dataset=Letters.Config().build(), seed=0)
+    assert type(built) is Mine and issubclass(Mine.Config, SampleStrategy.Config)
+    assert type(cursor()) is ShuffledCursor and type(round_robin(a=1)) is WeightedRoundRobin
+
+
+def test_subclass_with_a_config_adds_its_fields():
+    class Base(UserConfigurable):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Configurable.Config):
+            x: int = 1
+
+        def __init__(self, config):
+            self.config = config
+
+    class Sub(Base):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Base.Config):
+            y: int = 2
+
+    built = Sub.Config(y=3).build()
+    assert type(built) is Sub and (built.config.x, built.config.y) == (1, 3)
+
+
+def test_dataset_is_a_sequence():
+    assert [sample.env_input for sample in Letters.Config(count=3).build()] == ["a", "b", "c"]
+
+
+# ---- samplers
+
+
+@given(count=st.integers(1, 40), seed=st.integers(0, 2**31), epochs=st.integers(1, 3))
+def test_every_epoch_has_every_example_once(count, seed, epochs):
+    strategy = cursor(count, seed)
+    for _ in range(epochs):
+        assert sorted(map(int, ids(strategy, count))) == list(range(count))
+
+
+def test_epochs_are_shuffled_anew_and_seeds_differ():
+    strategy = cursor(50)
+    first, second = ids(strategy, 50), ids(strategy, 50)
+    assert first != second and first != sorted(first, key=int)
+    assert ids(cursor(50), 100) == first + second
+    assert ids(cursor(50, seed=1), 50) != first
+
+
+@given(count=st.integers(1, 20), before=st.integers(0, 50), after=st.integers(1, 50))
+def test_resumed_cursor_goes_on_where_it_was(count, before, after):
+    whole, resumed = cursor(count), cursor(count)
+    ids(whole, before)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert ids(resumed, after) == ids(whole, after)
+
+
+def test_state_of_another_dataset_or_seed_is_refused():
+    state = cursor(5).state_dict()
+    with pytest.raises(ConfigError, match="sampler.examples = 6: the checkpoint has 5"):
+        cursor(6).load_state_dict(state)
+    with pytest.raises(ConfigError, match="sampler.seed = 1: the checkpoint has 0"):
+        cursor(5, seed=1).load_state_dict(state)
+
+
+def test_empty_dataset_is_refused():
+    with pytest.raises(ConfigError, match="no examples"):
+        cursor(0)
+
+
+def test_sampler_of_ones_own_needs_next_alone():
+    class First(SampleStrategy):
+        def next(self):
+            return self.dataset[0]
+
+    strategy = First.Config().build(dataset=Letters.Config().build(), seed=0)
+    strategy.observe(None)
+    strategy.load_state_dict(strategy.state_dict())
+    assert ids(strategy, 2) == ["0", "0"]
+    with pytest.raises(TypeError):
+        SampleStrategy.Config().build(dataset=[1], seed=0)
+
+
+# ---- task mix
+
+
+def test_round_robin_is_smooth():
+    # nginx's own example: 5, 1, 1.
+    assert "".join(picks(round_robin(a=5, b=1, c=1), 7)) == "aabacaa"
+    assert "".join(picks(round_robin(a=1, b=1), 4)) == "abab"
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 120))
+def test_share_is_never_off_by_more_than_a_pick_per_other_task(weights, n):
+    named = {f"t{index}": weight for index, weight in enumerate(weights)}
+    counts = Counter(picks(round_robin(**named), n))
+    for name, weight in named.items():
+        assert abs(counts[name] - n * weight / sum(weights)) <= max(1, len(weights) - 1)
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=1, max_size=5), st.integers(0, 40))
+def test_resumed_mix_goes_on_where_it_was(weights, before):
+    named = {f"t{index}": weight for index, weight in enumerate(weights)}
+    whole, resumed = round_robin(**named), round_robin(**named)
+    picks(whole, before)
+    resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert picks(resumed, 30) == picks(whole, 30)
+
+
+def test_resume_with_another_set_of_tasks():
+    mix = round_robin(a=1, b=1)
+    picks(mix, 3)
+    changed = round_robin(b=1, c=1)
+    changed.load_state_dict(mix.state_dict())
+    assert set(picks(changed, 2)) == {"b", "c"}
+
+
+@pytest.mark.parametrize("weights", [{}, {"a": 0}, {"a": -1}, {"a": float("nan")}, {"a": float("inf")}])
+def test_weights_that_cannot_be_are_refused(weights):
+    with pytest.raises(ConfigError, match="tasks"):
+        WeightedRoundRobin.Config().build(weights=weights)
+
+
+def test_mix_of_ones_own_needs_next_alone():
+    class Last(TaskMix):
+        def next(self):
+            return list(self.weights)[-1]
+
+    assert picks(Last.Config().build(weights={"a": 1, "b": 1}), 2) == ["b", "b"]

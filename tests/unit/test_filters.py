@@ -1,0 +1,96 @@
+"""Filters: what is dropped, by whom, and what is only counted."""
+
+import numpy as np
+import pytest
+
+from tests.unit.test_samples import samples_of, turn_of
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage, apply_filters
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
+
+
+def group_of(*advantages: float | None, **weights) -> RolloutGroup:
+    """One scored rollout per entry; None leaves its advantages unassigned. ``weights`` are streams set on every sample."""
+    rollouts = []
+    for index, advantage in enumerate(advantages):
+        samples = samples_of([turn_of([1, 2], [3, 4])])
+        rollouts.append(Rollout(group_id="g", sample_idx=index, task_name="t", reward=0.0, samples=samples))
+        if advantage is not None:
+            rollouts[-1].assign_advantages(advantage)
+        for name, value in weights.items():
+            setattr(samples[0], name, np.full(4, value, np.float32))
+    return RolloutGroup(group_id="g", task_name="t", data_sample=DataSample(sample_id="0", env_input=None), rollouts=rollouts)
+
+
+class Odd(Filter):
+    def matches(self, group):
+        return [rollout.sample_idx % 2 == 1 for rollout in group.scored]
+
+
+class Everything(Filter):
+    def matches(self, group):
+        return [True] * len(group.scored)
+
+
+def filters(*configs):
+    return [config.build() for config in configs]
+
+
+def test_group_of_zero_advantages_is_dropped():
+    result = apply_filters(filters(ZeroAdvantage.Config()), group_of(0.0, 0.0))
+    assert result.kept == [] and [name for _, name in result.dropped] == ["zero_advantage"] * 2
+    assert result.matched == {"zero_advantage": 2}
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        group_of(0.0, 0.5),
+        group_of(None, None),
+        group_of(0.0, 0.0, ce_weights=0.1),
+        group_of(None, None, ref_kl_weights=1.0),
+        group_of(0.0, 0.0, ref_kl_weights=1.0),
+    ],
+    ids=["one advantage", "no advantages", "ce weights", "ref_kl weights", "zero advantages and ref_kl"],
+)
+def test_group_that_teaches_something_is_kept(group):
+    result = apply_filters(filters(ZeroAdvantage.Config()), group)
+    assert result.kept == group.rollouts and result.dropped == [] and result.matched == {"zero_advantage": 0}
+
+
+def test_weights_of_zero_teach_nothing():
+    assert apply_filters(filters(ZeroAdvantage.Config()), group_of(0.0, ce_weights=0.0)).kept == []
+
+
+def test_monitor_counts_and_drops_nothing():
+    group = group_of(0.0, 0.0)
+    result = apply_filters(filters(ZeroAdvantage.Config(mode="monitor")), group)
+    assert result.kept == group.rollouts and result.matched == {"zero_advantage": 2}
+
+
+def test_monitor_does_not_hide_an_enforcer_and_the_first_enforcer_is_named():
+    group = group_of(1.0, 1.0, 1.0)
+    result = apply_filters(filters(Everything.Config(mode="monitor"), Odd.Config(), Everything.Config()), group)
+    assert [(rollout.sample_idx, name) for rollout, name in result.dropped] == [(0, "everything"), (1, "odd"), (2, "everything")]
+    assert result.matched == {"everything": 6, "odd": 1}
+
+
+def test_rollouts_without_a_reward_are_not_filtered():
+    group = group_of(0.0, 0.0)
+    group.rollouts[0].reward = None
+    assert [rollout.sample_idx for rollout, _ in apply_filters(filters(Everything.Config()), group).dropped] == [1]
+
+
+def test_no_filters_keep_everything():
+    group = group_of(0.0)
+    assert apply_filters([], group).kept == group.rollouts
+
+
+@pytest.mark.parametrize("answer", [lambda: 1 / 0, lambda: [True]])
+def test_broken_filter_stops_the_run_with_its_name(answer):
+    class Broken(Filter):
+        def matches(self, group):
+            return answer()
+
+    with pytest.raises(RunError, match="filter broken"):
+        apply_filters(filters(Broken.Config()), group_of(0.0, 0.0))

@@ -1,0 +1,97 @@
+"""Each test sets logging up in a process of its own: this one's belongs to pytest."""
+
+import json
+import os
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+# The module is loaded from its folder: importing its package imports torch, two seconds in each of these processes.
+FOLDER = Path(__file__).resolve().parents[2] / "torchtitan/experiments/rl/observability"
+SETUP = """
+import logging, sys, threading, warnings
+from pathlib import Path
+from logs import setup_process_logging
+path = setup_process_logging(Path(sys.argv[1]), "trainer-0")
+ours, other = logging.getLogger("torchtitan.experiments.rl.controller"), logging.getLogger("vllm.engine")
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run(code: str) -> tuple[list[dict], str]:
+        """The records of the log file, and what reached the terminal."""
+        command = [sys.executable, "-c", SETUP + code, str(tmp_path)]
+        env = {**os.environ, "PYTHONPATH": str(FOLDER)}
+        result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0, result.stderr
+        text = (tmp_path / "logs" / "trainer-0.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()], result.stdout + result.stderr
+
+    return run
+
+
+def test_a_record_is_one_json_line_with_its_time_level_logger_and_process(run):
+    (record,), terminal = run("ours.info('step %d\\nof two lines', 3)")
+    assert datetime.fromisoformat(record.pop("time")).tzinfo is not None
+    assert record == {
+        "level": "INFO",
+        "logger": "torchtitan.experiments.rl.controller",
+        "process": "trainer-0",
+        "message": "step 3\nof two lines",
+    }
+    assert terminal == ""
+
+
+def test_the_terminal_gets_our_warnings_and_only_errors_of_others(run):
+    records, terminal = run("""
+for logger in (ours, other):
+    logger.info("i"); logger.warning("w"); logger.error("e")
+warnings.warn("deprecated")
+""")
+    assert terminal.splitlines() == ["WARNING trainer-0: w", "ERROR trainer-0: e", "ERROR trainer-0: e"]
+    assert [r["level"] for r in records] == ["INFO", "WARNING", "ERROR"] * 2 + ["WARNING"]
+    assert records[-1]["logger"] == "py.warnings" and "deprecated" in records[-1]["message"]
+
+
+def test_a_traceback_is_in_the_file_and_one_line_on_the_terminal(run):
+    (record,), terminal = run("""
+try: 1 / 0
+except ZeroDivisionError: ours.exception("reward function failed")
+""")
+    assert record["exception"].startswith("Traceback") and "1 / 0" not in terminal
+    (line,) = terminal.splitlines()
+    assert line.startswith("ERROR trainer-0: reward function failed (ZeroDivisionError: division by zero; traceback in ")
+
+
+def test_an_exception_that_ends_a_thread_is_logged_with_the_threads_name(run):
+    (record,), terminal = run("""
+def fail(): raise KeyError("lost")
+threads = [threading.Thread(target=fail, name="weight-sync"), threading.Thread(target=sys.exit)]
+for thread in threads: thread.start(); thread.join()
+""")
+    assert record["message"] == "thread weight-sync ended by an exception"
+    assert "KeyError: 'lost'" in record["exception"] and len(terminal.splitlines()) == 1
+
+
+def test_setting_up_twice_writes_each_record_once(run):
+    records, terminal = run("setup_process_logging(Path(sys.argv[1]), 'trainer-0'); ours.warning('w')")
+    assert len(records) == len(terminal.splitlines()) == 1
+
+
+def test_a_second_setup_takes_the_terminal_from_libraries_that_took_it(run):
+    records, terminal = run("""
+logging.getLogger("vllm").addHandler(logging.StreamHandler(sys.stdout)); logging.getLogger("vllm").propagate = False
+logging.getLogger().addHandler(logging.StreamHandler())
+setup_process_logging(path.parents[1], "trainer-0"); other.warning("chatter")
+""")
+    assert [r["message"] for r in records] == ["chatter"] and terminal == ""
+
+
+def test_messages_that_cannot_be_formatted_or_encoded_are_still_logged(run):
+    records, terminal = run("other.warning('%d groups', 'many'); other.warning('half a \\ud83d character')")
+    assert [r["message"] for r in records] == ["%d groups ('many',)", "half a \ud83d character"]
+    assert terminal == ""

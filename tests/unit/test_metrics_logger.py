@@ -1,0 +1,111 @@
+import json
+import logging
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.observability.metrics import (
+    METRICS_FILE,
+    MetricsLogger,
+    read_metrics,
+    without_timing,
+)
+
+
+def jsonl_only(run_dir, **kwargs) -> MetricsLogger:
+    return MetricsLogger.Config(tensorboard=False).build(run_dir=run_dir, **kwargs)
+
+
+def lines(run_dir) -> list[str]:
+    return (run_dir / METRICS_FILE).read_text().splitlines()
+
+
+def test_a_line_holds_the_step_first_and_the_other_keys_sorted(tmp_path):
+    jsonl_only(tmp_path).log(3, {"reward/mean": np.float32(0.5), "loss": torch.tensor(2.0), "groups": np.int64(4)})
+    assert lines(tmp_path) == ['{"step": 3, "groups": 4, "loss": 2.0, "reward/mean": 0.5}']
+
+
+def test_a_line_is_on_disk_before_close(tmp_path):
+    metrics = jsonl_only(tmp_path)
+    metrics.log(1, {"loss": 1.0})
+    assert len(lines(tmp_path)) == 1
+
+
+def test_non_finite_values_become_null_and_are_named_in_a_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        jsonl_only(tmp_path).log(1, {"a": math.nan, "b": -math.inf, "c": 1.0})
+    assert json.loads(lines(tmp_path)[0], parse_constant=pytest.fail) == {"step": 1, "a": None, "b": None, "c": 1.0}
+    assert "a, b" in caplog.text
+
+
+def test_without_timing_keeps_what_a_second_run_repeats():
+    record = {"step": 1, "time/wait_s": 0.1, "perf/tokens_per_second": 9.0, "timeouts": 2, "loss": 0.5}
+    assert without_timing(record) == {"step": 1, "timeouts": 2, "loss": 0.5}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_step_is_logged_once_and_in_order(tmp_path, step):
+    metrics = jsonl_only(tmp_path)
+    metrics.log(2, {})
+    with pytest.raises(ValueError, match=f"step {step} after step 2"):
+        metrics.log(step, {})
+
+
+def test_a_metric_cannot_hide_the_step(tmp_path):
+    with pytest.raises(ValueError, match="called step"):
+        jsonl_only(tmp_path).log(1, {"step": 7})
+
+
+def test_resuming_drops_later_steps_and_a_torn_line(tmp_path):
+    before = jsonl_only(tmp_path)
+    for step in (1, 2, 3):
+        before.log(step, {"loss": float(step)})
+    before.close()
+    with (tmp_path / METRICS_FILE).open("a") as file:
+        file.write('{"step": 4, "lo')
+    after = jsonl_only(tmp_path, resume_step=2)
+    after.log(3, {"loss": 30.0})
+    assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / METRICS_FILE)] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_new_run_starts_a_new_record(tmp_path):
+    for loss in (1.0, 2.0):
+        jsonl_only(tmp_path).log(1, {"loss": loss})
+    assert lines(tmp_path) == ['{"step": 1, "loss": 2.0}']
+
+
+def test_tensorboard_gets_the_finite_values(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = MetricsLogger.Config(jsonl=False).build(run_dir=tmp_path)
+    metrics.log(5, {"reward/mean": 0.25, "loss": math.nan})
+    metrics.close()
+    metrics.close()  # a second close does nothing
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Tags()["scalars"] == ["reward/mean"]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(5, 0.25)]
+    assert not (tmp_path / METRICS_FILE).exists()
+
+
+def test_offline_wandb_writes_its_run_into_the_run_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    metrics = MetricsLogger.Config(tensorboard=False, wandb=True).build(run_dir=tmp_path, run_config={"seed": 1})
+    metrics.log(1, {"loss": 0.5})
+    metrics.close()
+    (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    assert record.stat().st_size > 0
+
+
+def test_online_wandb_without_a_key_is_a_one_line_config_error(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(ConfigError) as error:
+        MetricsLogger.Config(wandb=True, wandb_mode="online").build(run_dir=tmp_path)
+    assert str(error.value) == "metrics.wandb_mode = 'online': WANDB_API_KEY is not set: set it, or use offline"
+
+
+def test_an_unknown_wandb_mode_names_the_known_ones():
+    with pytest.raises(ConfigError, match=r"metrics.wandb_mode = 'on': use one of offline, online, disabled"):
+        MetricsLogger.Config(wandb_mode="on").validate()

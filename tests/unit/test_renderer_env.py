@@ -1,0 +1,329 @@
+"""RendererEnv: tokens in, messages out, and every failure a status with the env closed once."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from tests.unit.rollout_stubs import FAILURES, BrokenEnv, TalkingEnv, answer_with, completion_of, hang
+from torchtitan.experiments.rl.envs.message_env import ResetOutput, StepOutput
+from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer, renderer_names
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.fixture
+def wrap(renderer):
+    def make(env, **config):
+        return RendererEnv(message_env=env, renderer=renderer, config=RendererEnvConfig(**{"step_timeout_s": 5.0, **config}))
+
+    return make
+
+
+# ---- conversations
+
+
+async def test_prompt_is_the_rendered_opening_conversation(wrap, renderer, tokenizer):
+    step = await wrap(TalkingEnv(opening="héllo")).initial_prompt()
+    assert tokenizer.decode(step.next_prompt_token_ids) == (
+        "<|im_start|>user\nhéllo<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    assert step.status is RolloutStatus.ONGOING and step.assistant_message is None and step.env_messages == []
+
+
+async def test_next_prompt_extends_prompt_and_completion_token_for_token(wrap, tokenizer):
+    env = wrap(TalkingEnv(turns=3))
+    step = await env.initial_prompt()
+    for reply in ("one", "two"):
+        sampled = completion_of(tokenizer, reply)
+        before = step.next_prompt_token_ids + sampled.token_ids.tolist()
+        step = await env.step_completion(sampled)
+        assert step.next_prompt_token_ids[: len(before)] == before
+    step = await env.step_completion(completion_of(tokenizer, "three"))
+    assert step.status is RolloutStatus.COMPLETED and step.next_prompt_token_ids is None
+    assert [turn.assistant_message["content"] for turn in env.turns] == ["one", "two", "three"]
+    assert [message["role"] for message in step.next_prompt_messages] == ["user", "assistant"] * 3 + ["user"]
+    assert step.env_reward_components == {"steps": 1.0}
+
+
+async def test_prompt_attribution_covers_only_what_a_turn_added(wrap, tokenizer):
+    env = wrap(TalkingEnv(turns=2, role="tool"))
+    first = (await env.initial_prompt()).next_prompt_token_ids
+    sampled = completion_of(tokenizer, "one")
+    second = (await env.step_completion(sampled)).next_prompt_token_ids
+    await env.step_completion(completion_of(tokenizer, "two"))
+
+    def body(turn, role):
+        keep = [has_role == role and content for has_role, content in zip(turn.prompt_roles, turn.prompt_is_content, strict=True)]
+        return tokenizer.decode(turn.prompt_token_ids[np.array(keep)])
+
+    assert body(env.turns[0], "user") == "start" and len(env.turns[0].prompt_roles) == len(first)
+    assert body(env.turns[1], "tool") == "more 1" and len(env.turns[1].prompt_roles) == len(second)
+    prior = len(first) + len(sampled.token_ids)
+    assert set(env.turns[1].prompt_roles[:prior]) == {None} and not env.turns[1].prompt_is_content[:prior].any()
+
+
+async def test_prompt_is_rendered_anew_where_the_renderer_does_not_bridge(tokenizer_path, tokenizer):
+    renderer = build_renderer(RendererConfig(enable_thinking=True, thinking_retention="tool_cycle"), tokenizer_path)
+    env = RendererEnv(message_env=TalkingEnv(turns=2), renderer=renderer, config=RendererEnvConfig())
+    await env.initial_prompt()
+    step = await env.step_completion(completion_of(tokenizer, "<think>\nhmm\n</think>\n\none"))
+    assert step.assistant_message == {"role": "assistant", "content": "one", "reasoning_content": "hmm"}
+    assert tokenizer.decode(step.next_prompt_token_ids) == (
+        "<|im_start|>user\nstart<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n<|im_start|>user\nmore 1<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    await env.step_completion(completion_of(tokenizer, "two"))
+    assert set(env.turns[1].prompt_roles) == {"user", "assistant", None}
+
+
+async def test_tool_calls_arrive_in_openai_format(wrap, tokenizer):
+    inner = TalkingEnv(turns=2, role="tool")
+    env = wrap(inner)
+    await env.initial_prompt()
+    await env.step_completion(completion_of(tokenizer, f"let me see\n{CALL}\n{CALL}"))
+    calls = inner.received[0]["tool_calls"]
+    assert inner.received[0]["content"] == "let me see"
+    assert [call["id"] for call in calls] == ["call_0_0", "call_0_1"]
+    assert calls[0]["type"] == "function" and calls[0]["function"]["name"] == "add"
+    assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}
+
+
+async def test_malformed_tool_call_is_kept_in_the_content_and_marked(wrap, tokenizer):
+    inner = TalkingEnv()
+    env = wrap(inner)
+    await env.initial_prompt()
+    await env.step_completion(completion_of(tokenizer, 'hm\n<tool_call>\n{"name": "add", "arg\n</tool_call>'))
+    assert inner.received[0] == {
+        "role": "assistant",
+        "content": 'hm\n{"name": "add", "arg',
+        "malformed_tool_calls": [{"status": "invalid_json", "raw": '{"name": "add", "arg'}],
+    }
+
+
+async def test_env_that_edits_its_messages_does_not_change_the_record(wrap, tokenizer):
+    class Editing(TalkingEnv):
+        async def reset(self):
+            self.opening_messages = [{"role": "user", "content": "start"}]
+            return ResetOutput(messages=self.opening_messages)
+
+        async def step_message(self, message):
+            message["content"] = self.opening_messages[0]["content"] = "edited"
+            self.opening_messages.append(message)
+            return await super().step_message(message)
+
+    env = wrap(Editing())
+    await env.initial_prompt()
+    step = await env.step_completion(completion_of(tokenizer, "one"))
+    assert [message["content"] for message in step.next_prompt_messages] == ["start", "one", "more 1"]
+
+
+# ---- limits
+
+
+async def test_cut_completion_ends_the_rollout_and_the_env_is_not_stepped(wrap, tokenizer):
+    inner = TalkingEnv()
+    env = wrap(inner)
+    await env.initial_prompt()
+    step = await env.step_completion(completion_of(tokenizer, "half an ans", finish_reason="length"))
+    assert step.status is RolloutStatus.TRUNCATED_LENGTH and step.assistant_message["content"] == "half an ans"
+    assert len(env.turns) == 1 and inner.received == [] and inner.closed == 1
+
+
+async def test_max_turns(wrap, tokenizer):
+    inner = TalkingEnv(turns=9)
+    env = wrap(inner, max_turns=2)
+    await env.initial_prompt()
+    assert (await env.step_completion(completion_of(tokenizer, "one"))).status is RolloutStatus.ONGOING
+    step = await env.step_completion(completion_of(tokenizer, "two"))
+    assert step.status is RolloutStatus.TRUNCATED_MAX_TURNS and step.env_reward_components == {"steps": 1.0}
+    assert inner.closed == 1
+
+
+async def test_done_in_the_last_turn_allowed_is_completed(wrap, tokenizer):
+    env = wrap(TalkingEnv(turns=1), max_turns=1)
+    await env.initial_prompt()
+    assert (await env.step_completion(completion_of(tokenizer, "one"))).status is RolloutStatus.COMPLETED
+
+
+async def test_completion_budget_is_what_the_prompt_leaves(wrap, tokenizer):
+    env = wrap(TalkingEnv(turns=3), max_rollout_tokens=200)
+    step = await env.initial_prompt()
+    while not step.status.is_terminal():
+        assert env.max_completion_tokens == 200 - len(step.next_prompt_token_ids)
+        step = await env.step_completion(completion_of(tokenizer, "one"))
+    assert env.max_completion_tokens == 0
+
+
+async def test_prompt_that_leaves_no_room_overflows(wrap, tokenizer):
+    size = len((await wrap(TalkingEnv()).initial_prompt()).next_prompt_token_ids)
+    inner = TalkingEnv(turns=9)
+    assert (await wrap(inner, max_rollout_tokens=size).initial_prompt()).status is RolloutStatus.TRUNCATED_PROMPT_OVERFLOW
+    assert inner.closed == 1
+    env = wrap(TalkingEnv(turns=9), max_rollout_tokens=size + 3)
+    assert (await env.initial_prompt()).status is RolloutStatus.ONGOING and env.max_completion_tokens == 3
+    step = await env.step_completion(completion_of(tokenizer, "x"))
+    assert step.status is RolloutStatus.TRUNCATED_PROMPT_OVERFLOW and len(env.turns) == 1
+
+
+async def test_aborted_completion_keeps_its_tokens(wrap, tokenizer):
+    inner = TalkingEnv()
+    env = wrap(inner)
+    await env.initial_prompt()
+    step = await env.step_completion(completion_of(tokenizer, "one", finish_reason="abort"))
+    assert step.status is RolloutStatus.ABORTED and len(env.turns) == 1 and inner.received == [] and inner.closed == 1
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("where", ["reset", "step_message"])
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_failing_env_ends_in_a_status_with_its_cause_and_is_closed_once(wrap, tokenizer, where, failure):
+    what, status, cause = FAILURES[failure]
+    inner = BrokenEnv(where, what)
+    env = wrap(inner, step_timeout_s=0.2)
+    step = await env.initial_prompt()
+    if where == "step_message":
+        step = await env.step_completion(completion_of(tokenizer, "one"))
+    assert step.status == status
+    assert f"BrokenEnv.{where}" in step.error and cause in step.error and "\n" not in step.error
+    assert step.next_prompt_token_ids is None and len(env.turns) == (where == "step_message")
+    await env.close()
+    assert inner.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [
+        (lambda: ResetOutput(messages=[]), "empty"),
+        (lambda: ResetOutput(messages="hello"), "want a list of messages"),
+        (lambda: ResetOutput(messages=["hello"]), "messages[0]"),
+        (lambda: ResetOutput(messages=[{"role": "usr", "content": "x"}]), "'usr'"),
+        (lambda: ResetOutput(messages=[{"role": "user", "content": None}]), "content"),
+        (lambda: ResetOutput(messages=[{"role": "user", "content": "x"}, {"role": "developer", "content": "y"}]), "dropped message 1"),
+        (lambda: ResetOutput(messages=[{"role": "user", "content": "x"}], tools=7), "TypeError"),
+    ],
+)
+async def test_rubbish_in_reset_is_an_error_that_names_it(wrap, output, cause):
+    inner = BrokenEnv("reset", output)
+    step = await wrap(inner).initial_prompt()
+    assert step.status is RolloutStatus.ERROR and cause in step.error and inner.closed == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [
+        (answer_with(env_messages=[{"content": "x"}]), "role None"),
+        (answer_with(env_messages=[7]), "env_messages[0]"),
+        (answer_with(env_messages=[]), "empty though done is False"),
+        (answer_with(done="yes"), "done is 'yes'"),
+        (answer_with(reward_components={"r": float("nan")}), "reward_components['r']"),
+        (answer_with(reward_components={"r": "1"}), "reward_components['r']"),
+        (answer_with(reward_components=1.0), "want a dict of numbers"),
+    ],
+)
+async def test_rubbish_in_a_step_is_an_error_that_names_it(wrap, tokenizer, output, cause):
+    inner = BrokenEnv("step_message", output)
+    env = wrap(inner)
+    await env.initial_prompt()
+    step = await env.step_completion(completion_of(tokenizer, "one"))
+    assert step.status is RolloutStatus.ERROR and cause in step.error and inner.closed == 1 and len(env.turns) == 1
+
+
+async def test_completion_with_uneven_streams_is_an_error_and_no_turn(wrap, tokenizer):
+    env = wrap(TalkingEnv())
+    await env.initial_prompt()
+    completion = completion_of(tokenizer, "one")
+    completion.logprobs = completion.logprobs[1:]
+    step = await env.step_completion(completion)
+    assert step.status is RolloutStatus.ERROR and "stream lengths" in step.error and env.turns == []
+
+
+@pytest.mark.parametrize("where", ["reset", "step_message"])
+async def test_cancellation_passes_through_after_the_env_was_closed(wrap, tokenizer, where):
+    inner = BrokenEnv(where, hang)
+    env = wrap(inner)
+
+    async def play():
+        await env.initial_prompt()
+        await env.step_completion(completion_of(tokenizer, "one"))
+
+    task = asyncio.ensure_future(play())
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert inner.closed == 1
+
+
+@pytest.mark.parametrize("failure", ["raises", "exits", "hangs"])
+async def test_env_that_fails_to_close_does_not_undo_its_rollout(wrap, tokenizer, failure, caplog):
+    class Clinging(TalkingEnv):
+        async def close(self):
+            await super().close()
+            answer = FAILURES[failure][0]()
+            if asyncio.iscoroutine(answer):
+                await answer
+
+    inner = Clinging()
+    env = wrap(inner, step_timeout_s=0.2)
+    await env.initial_prompt()
+    step = await env.step_completion(completion_of(tokenizer, "one"))
+    await env.close()
+    assert step.status is RolloutStatus.COMPLETED and inner.closed == 1
+    assert "Clinging.close failed" in caplog.text
+
+
+# ---- use
+
+
+async def test_single_use(wrap, tokenizer):
+    env = wrap(TalkingEnv())
+    with pytest.raises(RuntimeError, match="not started"):
+        await env.step_completion(completion_of(tokenizer, "one"))
+    await env.initial_prompt()
+    with pytest.raises(RuntimeError, match="new one"):
+        await env.initial_prompt()
+    await env.step_completion(completion_of(tokenizer, "one"))
+    with pytest.raises(RuntimeError, match="over"):
+        await env.step_completion(completion_of(tokenizer, "two"))
+
+
+async def test_closing_early_closes_once(wrap):
+    inner = TalkingEnv()
+    env = wrap(inner)
+    await env.initial_prompt()
+    await env.close()
+    await env.close()
+    assert inner.closed == 1
+
+
+async def test_env_that_answers_with_done_as_a_numpy_bool_is_fine(wrap, tokenizer):
+    env = wrap(BrokenEnv("step_message", lambda: StepOutput(env_messages=[], done=np.bool_(True))))
+    await env.initial_prompt()
+    assert (await env.step_completion(completion_of(tokenizer, "one"))).status is RolloutStatus.COMPLETED
+
+
+# ---- the renderer
+
+
+def test_unknown_renderer_lists_the_known_ones(tokenizer_path):
+    with pytest.raises(ConfigError, match="known: .*qwen3, qwen3-vl"):
+        build_renderer(RendererConfig(name="qwen33"), tokenizer_path)
+    assert {"qwen3", "qwen3.5", "llama-3", "default"} <= set(renderer_names())
+
+
+def test_renderer_that_does_not_fit_the_tokenizer_is_a_config_error(tokenizer_path, tmp_path):
+    with pytest.raises(ConfigError, match="does not fit"):
+        build_renderer(RendererConfig(name="llama-3"), tokenizer_path)
+    with pytest.raises(ConfigError, match="no such switch"):
+        build_renderer(RendererConfig(name="llama-3", enable_thinking=True), tokenizer_path)
+    with pytest.raises(ConfigError, match="not a local folder"):
+        build_renderer(RendererConfig(), tmp_path / "missing")
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
+        build_renderer(RendererConfig(), tmp_path)

@@ -1,0 +1,300 @@
+"""Rubrics: weighted means, short circuits, and failures that are never a silent 0."""
+
+import asyncio
+import math
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.unit.test_samples import turn_of
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
+from torchtitan.experiments.rl.rubrics.isolated import IsolatedCalls
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component, last_assistant_text
+from torchtitan.experiments.rl.user_code import UserCodeError, UserCodeTimeout
+
+
+def rollout_of(text: str = "", *, status: RolloutStatus = RolloutStatus.COMPLETED, env_rewards=()) -> Rollout:
+    turns = [turn_of([1], [2]) for _ in range(max(1, len(env_rewards)))]
+    turns[-1].assistant_message["content"] = text
+    for turn, components in zip(turns, env_rewards, strict=False):
+        turn.reward_components = components
+    return Rollout(group_id="g", sample_idx=0, task_name="t", turns=turns, status=status)
+
+
+async def rewards_of(rollouts, *fns, env_input=None, **config):
+    return await Rubric.Config(reward_fns=list(fns), **config).build().score_group(rollouts, env_input)
+
+
+def length(rollout, env_input):
+    return len(last_assistant_text(rollout))
+
+
+async def doubled(rollout, env_input):
+    return 2 * len(last_assistant_text(rollout))
+
+
+def rank(rollouts, env_input):
+    order = sorted(len(last_assistant_text(rollout)) for rollout in rollouts)
+    return [order.index(len(last_assistant_text(rollout))) for rollout in rollouts]
+
+
+# ---- scoring
+
+
+async def test_reward_is_the_weighted_mean_and_components_are_raw():
+    rollouts = [rollout_of("a"), rollout_of("bbb")]
+    first, second = await rewards_of(
+        rollouts, RewardFn(length, weight=1), RewardFn(doubled, weight=2), RewardFn(rank, weight=1, group_level=True)
+    )
+    assert first.reward == pytest.approx((1 * 1 + 2 * 2 + 1 * 0) / 4)
+    assert second.reward == pytest.approx((1 * 3 + 2 * 6 + 1 * 1) / 4)
+    assert second.components == {"length": 3.0, "doubled": 6.0, "rank": 1.0}
+
+
+async def test_functions_get_the_rollout_and_the_env_input():
+    rollout, seen = rollout_of("a"), []
+    await rewards_of([rollout], RewardFn(lambda *args: seen.append(args) or 1, name="f"), env_input={"answer": 7})
+    assert seen == [(rollout, {"answer": 7})]
+
+
+async def test_sync_functions_run_off_the_event_loop_and_async_ones_on_it():
+    async def where(rollout, env_input):
+        return threading.current_thread() is threading.main_thread()
+
+    def blocking(rollout, env_input):
+        time.sleep(0.3)
+        return threading.current_thread() is threading.main_thread()
+
+    begun = time.monotonic()
+    (reward, *_) = await rewards_of([rollout_of()] * 4, RewardFn(where), RewardFn(blocking))
+    assert reward.components == {"where": 1.0, "blocking": 0.0}
+    assert time.monotonic() - begun < 1.0  # four sleeps, side by side
+
+
+async def test_numpy_and_bool_values_are_numbers():
+    (reward,) = await rewards_of(
+        [rollout_of()],
+        RewardFn(lambda r, e: np.float32(0.5), name="a"),
+        RewardFn(lambda r, e: True, name="b"),
+        RewardFn(lambda rs, e: np.ones(1), name="c", group_level=True),
+    )
+    assert reward.reward == pytest.approx(2.5 / 3)
+
+
+async def test_weight_zero_is_only_logged():
+    (reward,) = await rewards_of([rollout_of("abc")], RewardFn(length, weight=0), RewardFn(lambda r, e: 1, name="one"))
+    assert reward.reward == 1.0 and reward.components["length"] == 3.0
+
+
+async def test_no_functions_give_reward_zero():
+    (reward,) = await rewards_of([rollout_of()])
+    assert reward.reward == 0.0
+
+
+async def test_subclass_registers_its_own_functions():
+    class Mine(Rubric):
+        def register_funcs(self):
+            return [*super().register_funcs(), RewardFn(length)]
+
+    rubric = Mine.Config(reward_fns=[RewardFn(doubled)]).build()
+    assert isinstance(rubric, Mine)
+    (reward,) = await rubric.score_group([rollout_of("ab")], None)
+    assert reward.reward == 3.0
+
+
+# ---- env components
+
+
+async def test_env_component_is_summed_over_turns():
+    rollout = rollout_of(env_rewards=[{"steps": 0.25}, {"steps": 0.5, "correct": 1.0}])
+    (reward,) = await rewards_of([rollout], env_component("correct", weight=3), env_component("steps"))
+    assert reward.reward == pytest.approx((3 * 1.0 + 0.75) / 4)
+
+
+async def test_env_components_nobody_weighs_are_logged_apart():
+    (reward,) = await rewards_of([rollout_of("ab", env_rewards=[{"correct": 1.0}])], RewardFn(length))
+    assert reward.reward == 2.0 and reward.components == {"length": 2.0, "env/correct": 1.0}
+
+
+async def test_misspelt_env_component_is_an_error_and_an_unearned_one_is_zero():
+    done = rollout_of(env_rewards=[{"correct": 1.0}])
+    cut = rollout_of(status=RolloutStatus.TRUNCATED_MAX_TURNS)
+    first, second = await rewards_of([done, cut], env_component("corect"))
+    assert first.reward is None and done.status is RolloutStatus.ERROR and "['correct']" in done.error
+    assert second.reward == 0.0
+    (reward,) = await rewards_of([rollout_of()], env_component("rare", default=0.25))
+    assert reward.reward == 0.25
+
+
+async def test_env_rewards_without_any_function_are_warned_of(caplog):
+    await rewards_of([rollout_of(env_rewards=[{"correct": 1.0}])])
+    assert "add env_component('correct')" in caplog.text
+
+
+# ---- rollouts that did not complete
+
+TRUNCATED = [status for status in RolloutStatus if status.is_truncated()]
+FAILED = [status for status in RolloutStatus if status.is_error()]
+
+
+@pytest.mark.parametrize("status", TRUNCATED)
+async def test_truncated_rollouts_are_scored_or_given_the_truncation_reward(status):
+    (scored,) = await rewards_of([rollout_of("abc", status=status)], RewardFn(length))
+    assert scored.reward == 3.0
+    (fixed,) = await rewards_of([rollout_of("abc", status=status)], RewardFn(length), truncation_reward=-0.5)
+    assert fixed.reward == -0.5 and fixed.components == {}
+
+
+@pytest.mark.parametrize("status", FAILED)
+async def test_failed_rollouts_are_excluded_or_given_the_error_reward(status):
+    seen = []
+    fn = RewardFn(lambda r, e: seen.append(r) or 1, name="f")
+    (excluded,) = await rewards_of([rollout_of(status=status)], fn)
+    (fixed,) = await rewards_of([rollout_of(status=status)], fn, error_reward=-1.0)
+    assert excluded.reward is None and fixed.reward == -1.0 and seen == []
+
+
+async def test_group_functions_see_only_what_is_to_be_scored():
+    rollouts = [rollout_of("a"), rollout_of(status=RolloutStatus.ERROR), rollout_of("bbb")]
+    first, excluded, third = await rewards_of(rollouts, RewardFn(rank, group_level=True))
+    assert (first.reward, excluded.reward, third.reward) == (0.0, None, 1.0)
+
+
+# ---- failures
+
+
+def raises(rollout, env_input):
+    raise ValueError("boom")
+
+
+async def raises_async(rollout, env_input):
+    raise ValueError("boom")
+
+
+def exits(rollout, env_input):
+    sys.exit(1)
+
+
+async def hangs_async(rollout, env_input):
+    await asyncio.sleep(3600)
+
+
+BAD_FUNCTIONS = [
+    (raises, "ValueError: boom"),
+    (raises_async, "ValueError: boom"),
+    (exits, "SystemExit: 1"),
+    (hangs_async, "no answer within 0.2 s"),
+    (lambda r, e: time.sleep(1), "no answer within 0.2 s"),
+    (lambda r, e: None, "NoneType"),
+    (lambda r, e: float("nan"), "nan"),
+    (lambda r, e: math.inf, "inf"),
+    (lambda r, e: "1.0", "str"),
+    (lambda r, e: [1.0], "list"),
+]
+
+
+@pytest.mark.parametrize(("fn", "cause"), BAD_FUNCTIONS)
+async def test_failed_function_is_an_error_with_its_name_and_no_zero(fn, cause):
+    rollout = rollout_of("ab")
+    (reward,) = await rewards_of([rollout], RewardFn(length), RewardFn(fn, name="judge"), timeout_s=0.2, error_reward=0.0)
+    assert reward.reward is None and reward.components == {"length": 2.0}
+    assert rollout.status is RolloutStatus.ERROR and "reward function 'judge'" in rollout.error and cause in rollout.error
+
+
+async def test_function_that_fails_on_one_rollout_leaves_the_others():
+    def picky(rollout, env_input):
+        return 1 / len(last_assistant_text(rollout))
+
+    rollouts = [rollout_of("ab"), rollout_of(""), rollout_of("abcd")]
+    rewards = await rewards_of(rollouts, RewardFn(picky))
+    assert [reward.reward for reward in rewards] == [0.5, None, 0.25]
+    assert [rollout.status.is_error() for rollout in rollouts] == [False, True, False]
+
+
+@pytest.mark.parametrize("answer", [[1.0], [1.0, 2.0, 3.0], 1.0, "ab", None, {"a": 1, "b": 2}])
+async def test_group_function_with_a_wrong_answer_fails_every_rollout(answer):
+    rollouts = [rollout_of("a"), rollout_of("b")]
+    rewards = await rewards_of(rollouts, RewardFn(lambda rs, e: answer, name="all", group_level=True))
+    assert [reward.reward for reward in rewards] == [None, None]
+    assert all("'all'" in rollout.error and "want a list of 2 numbers" in rollout.error for rollout in rollouts)
+
+
+async def test_group_function_with_one_bad_number_fails_that_rollout():
+    rollouts = [rollout_of("a"), rollout_of("b")]
+    rewards = await rewards_of(rollouts, RewardFn(lambda rs, e: [1.0, math.nan], name="all", group_level=True))
+    assert [reward.reward for reward in rewards] == [1.0, None]
+
+
+# ---- isolated functions
+
+
+def alarmed(rollout, env_input):
+    """Works only in a main thread, as math-verify's timeout does."""
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.alarm(0)
+    print("this must not reach the protocol")
+    return len(last_assistant_text(rollout)) + env_input
+
+
+def crashes(rollout, env_input):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def spins(rollout, env_input):
+    while True:
+        pass
+
+
+async def test_isolated_functions_run_hang_and_crash_in_a_process_that_is_replaced():
+    rubric = Rubric.Config(
+        reward_fns=[RewardFn(alarmed, isolate=True), RewardFn(spins, isolate=True, timeout_s=0.5), RewardFn(crashes, isolate=True)],
+        isolated_workers=1,
+    ).build()
+    rollout = rollout_of("abc")
+    (reward,) = await rubric.score_group([rollout], 4)
+    assert reward.reward is None and reward.components == {"alarmed": 7.0}
+    assert "'spins': no answer within 0.5 s; its process was killed" in rollout.error
+    assert "'crashes': its process died (SIGSEGV)" in rollout.error
+
+
+def test_isolated_calls_reuse_a_process_and_report_its_errors():
+    calls = IsolatedCalls(max_workers=1)
+    first = calls.call(lambda: os.getpid(), (), timeout_s=30)
+    assert first != os.getpid()
+    with pytest.raises(UserCodeError, match="ZeroDivisionError: division by zero"):
+        calls.call(lambda: 1 / 0, (), timeout_s=30)
+    with pytest.raises(UserCodeError, match="SystemExit"):
+        calls.call(sys.exit, (), timeout_s=30)
+    with pytest.raises(UserCodeError, match="can't be sent"):
+        calls.call(lambda: None, (threading.Lock(),), timeout_s=30)
+    assert calls.call(lambda: os.getpid(), (), timeout_s=30) == first
+    with pytest.raises(UserCodeTimeout):
+        calls.call(time.sleep, (60,), timeout_s=0.2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    assert calls.call(lambda: os.getpid(), (), timeout_s=30) != first
+
+
+# ---- configs
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Rubric.Config(reward_fns=[RewardFn(length), RewardFn(length)]), "two functions named 'length'"),
+        (Rubric.Config(reward_fns=[RewardFn(length, weight=-1)]), "must be 0 or more"),
+        (Rubric.Config(reward_fns=[RewardFn(length, weight=math.nan)]), "must be 0 or more"),
+        (Rubric.Config(reward_fns=[RewardFn(length, weight=0)]), "every weight is 0"),
+        (Rubric.Config(truncation_reward=math.inf), "finite"),
+        (Rubric.Config(isolated_workers=0), "at least 1"),
+    ],
+)
+def test_config_errors_name_the_cure(config, message):
+    with pytest.raises(ConfigError, match=message):
+        config.build()

@@ -1,0 +1,166 @@
+"""Rollout to samples: the trained ids are the sampled ids, each trained once."""
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.rollout_stubs import TalkingEnv, completion_of
+from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
+from torchtitan.experiments.rl.rollouts.samples import samples_from_turns, turn_spans
+from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutTurn
+
+
+def turn_of(prompt, sampled, *, logprobs=None, versions=None) -> RolloutTurn:
+    sampled = list(sampled)
+    return RolloutTurn(
+        prompt_messages=[],
+        prompt_token_ids=np.asarray(prompt, np.int32),
+        prompt_roles=[None] * len(prompt),
+        prompt_is_content=np.zeros(len(prompt), bool),
+        completion=Completion(
+            token_ids=np.asarray(sampled, np.int32),
+            logprobs=np.asarray(logprobs if logprobs is not None else [-0.5] * len(sampled), np.float32),
+            policy_versions=np.asarray(versions if versions is not None else [0] * len(sampled), np.int32),
+            finish_reason="stop",
+        ),
+        assistant_message={"role": "assistant", "content": ""},
+    )
+
+
+def samples_of(turns):
+    return samples_from_turns(turns, task_name="t", rollout_id="g/0", temperature=0.7)
+
+
+def test_turns_that_extend_each_other_are_one_sample():
+    first = turn_of([1, 2], [3, 4], logprobs=[-1, -2], versions=[5, 5])
+    second = turn_of([1, 2, 3, 4, 9], [6], logprobs=[-3], versions=[7])
+    (sample,) = samples_of([first, second])
+    assert sample.token_ids.tolist() == [1, 2, 3, 4, 9, 6]
+    assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
+    assert sample.generator_logprobs.tolist() == [0, 0, -1, -2, 0, -3]
+    assert sample.policy_versions.tolist() == [-1, -1, 5, 5, -1, 7]
+    assert (sample.temperature, sample.task_name, sample.rollout_id) == (0.7, "t", "g/0")
+    assert sample.token_ids.dtype == np.int32 and sample.generator_logprobs.dtype == np.float32
+    assert sample.advantages is None
+
+
+def test_prompt_that_differs_in_one_token_starts_a_new_sample():
+    # The second prompt repeats the history with its first sampled token changed, as tokenising text anew may do.
+    samples = samples_of([turn_of([1, 2], [3, 4]), turn_of([1, 2, 8, 4, 9], [6])])
+    assert [sample.token_ids.tolist() for sample in samples] == [[1, 2, 3, 4], [1, 2, 8, 4, 9, 6]]
+    assert [sample.loss_mask.tolist() for sample in samples] == [[False] * 2 + [True] * 2, [False] * 5 + [True]]
+
+
+def test_prompt_that_drops_history_starts_a_new_sample_and_repeats_it_as_context():
+    samples = samples_of([turn_of([1, 2], [3, 4, 5]), turn_of([1, 2, 5, 9], [6]), turn_of([1, 2, 5, 9, 6, 9], [7])])
+    assert [sample.token_ids.tolist() for sample in samples] == [[1, 2, 3, 4, 5], [1, 2, 5, 9, 6, 9, 7]]
+    assert samples[1].loss_mask.tolist() == [False] * 4 + [True, False, True]
+
+
+def test_turn_that_sampled_nothing_trains_nothing():
+    turns = [turn_of([1, 2], [3]), turn_of([1, 2, 3, 9], [])]
+    assert [sample.token_ids.tolist() for sample in samples_of(turns)] == [[1, 2, 3]]
+    assert turn_spans(turns)[1] is None
+    assert samples_of([turn_of([1, 2], [])]) == [] and samples_of([]) == []
+
+
+def test_uneven_completion_streams_are_refused_with_their_turn():
+    with pytest.raises(ValueError, match="g/0, turn 1"):
+        samples_of([turn_of([1], [2]), turn_of([1, 2], [3], logprobs=[])])
+
+
+@st.composite
+def conversations(draw):
+    """Turns that extend the one before, or start from any prompt: a prefix of the history, other tokens, nothing in common."""
+    counter = itertools.count(100)
+    turns, broken = [], 0
+    history: list[int] = []
+    for _ in range(draw(st.integers(1, 6))):
+        new = draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))
+        if turns and draw(st.booleans()):
+            prompt = history + new
+        else:
+            prompt = history[: draw(st.integers(0, max(0, len(history) - 1)))] + new
+            # What was kept of the history and what is new may spell the history by chance; then it is an extension.
+            broken += not turns or prompt[: len(history)] != history
+        sampled = [next(counter) for _ in range(draw(st.integers(1, 5)))]
+        logprobs = [-token / 1024 for token in sampled]
+        turns.append(turn_of(prompt, sampled, logprobs=logprobs, versions=[len(turns)] * len(sampled)))
+        history = prompt + sampled
+    return turns, broken
+
+
+@given(conversations())
+def test_every_sampled_token_is_trained_once_with_its_own_streams(conversation):
+    turns, broken = conversation
+    samples = samples_of(turns)
+    trained = np.concatenate([sample.token_ids[sample.loss_mask] for sample in samples])
+    assert trained.tolist() == np.concatenate([turn.completion.token_ids for turn in turns]).tolist()
+    for name, stream in (("generator_logprobs", "logprobs"), ("policy_versions", "policy_versions")):
+        kept = np.concatenate([getattr(sample, name)[sample.loss_mask] for sample in samples])
+        assert kept.tolist() == np.concatenate([getattr(turn.completion, stream) for turn in turns]).tolist()
+    assert len(samples) == broken
+    for sample in samples:
+        assert {len(sample.loss_mask), len(sample.generator_logprobs), len(sample.policy_versions)} == {len(sample)}
+        assert not sample.generator_logprobs[~sample.loss_mask].any()
+        assert set(sample.policy_versions[~sample.loss_mask].tolist()) <= {-1}
+
+
+@given(conversations())
+def test_spans_point_at_each_turn_in_its_sample(conversation):
+    turns, _ = conversation
+    samples, spans = samples_of(turns), turn_spans(turns)
+    for turn, span in zip(turns, spans, strict=True):
+        ids = samples[span.sample].token_ids
+        assert ids[: span.completion].tolist() == turn.prompt_token_ids.tolist()
+        assert ids[span.completion : span.end].tolist() == turn.completion.token_ids.tolist()
+    for before, after in itertools.pairwise(spans):
+        assert after.new == (before.end if after.sample == before.sample else 0)
+
+
+@given(conversations(), st.data())
+def test_advantages_land_on_the_tokens_they_were_given_for(conversation, data):
+    turns, _ = conversation
+    rollout = Rollout(group_id="g", sample_idx=0, task_name="t", turns=turns, samples=samples_of(turns))
+    given_values = data.draw(st.lists(st.floats(-2, 2, width=32), min_size=rollout.completion_tokens, max_size=rollout.completion_tokens))
+    rollout.assign_advantages(given_values)
+    landed = [value for sample in rollout.samples for value in sample.advantages[sample.loss_mask].tolist()]
+    assert landed == given_values
+    assert all(not sample.advantages[~sample.loss_mask].any() for sample in rollout.samples)
+
+
+# Texts a template is made of, and texts a tokenizer may merge across message borders.
+TEXTS = st.text(max_size=12) | st.sampled_from(["\n", "<think>\nx\n</think>\n\ny", "<tool_call>\n{}\n</tool_call>", " a", "\n\n\n", "12"])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    replies=st.lists(TEXTS, min_size=1, max_size=4),
+    role=st.sampled_from(["user", "tool"]),
+    thinking=st.booleans(),
+    retention=st.sampled_from(["all", "tool_cycle"]),
+)
+def test_rendered_conversations_train_exactly_what_was_sampled(tokenizer_path, tokenizer, replies, role, thinking, retention):
+    renderer = build_renderer(RendererConfig(enable_thinking=thinking, thinking_retention=retention), tokenizer_path)
+    env = RendererEnv(
+        message_env=TalkingEnv(turns=len(replies), role=role),
+        renderer=renderer,
+        config=RendererEnvConfig(max_rollout_tokens=10_000),
+    )
+
+    async def play():
+        await env.initial_prompt()
+        for reply in replies:
+            await env.step_completion(completion_of(tokenizer, reply))
+
+    asyncio.run(play())
+    samples = samples_of(env.turns)
+    trained = [token for sample in samples for token in sample.token_ids[sample.loss_mask].tolist()]
+    assert trained == [token for reply in replies for token in completion_of(tokenizer, reply).token_ids.tolist()]
+    if retention == "all" and "</think>" not in "".join(replies) and not thinking:
+        assert len(samples) == 1

@@ -1,0 +1,373 @@
+"""Tasks: groups of rollouts, every one with a terminal status, every env and session closed once."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.unit.rollout_stubs import FAILURES, BrokenEnv, ScriptedPolicy, TalkingEnv, hang, raise_value_error
+from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component, last_assistant_text
+from torchtitan.experiments.rl.tasks.group_run import derive_seed
+from torchtitan.experiments.rl.tasks.task import Task
+
+SAMPLE = DataSample(sample_id="0", env_input="question")
+
+
+class Questions(Dataset):
+    def __init__(self, config):
+        self.config = config
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return DataSample(sample_id=str(index), env_input=index)
+
+
+def length(rollout, env_input):
+    return len(last_assistant_text(rollout))
+
+
+class ListTask(Task):
+    """Takes its envs from a list, in order, and then TalkingEnvs."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
+        dataset: Dataset.Config = field(default_factory=Questions.Config)
+        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[RewardFn(length)]))
+        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(step_timeout_s=0.2, rollout_timeout_s=5.0))
+        group_size: int = 3
+
+    prepared: list = []
+
+    def make_env(self, sample):
+        self.made.append(self.prepared.pop(0) if self.prepared else TalkingEnv())
+        return self.made[-1]
+
+
+@pytest.fixture
+def build(renderer):
+    def make(config=None, *, envs=(), kind=ListTask, **changes):
+        task = (config or kind.Config(**changes)).build(name="talk", renderer=renderer)
+        task.prepared, task.made = list(envs), []
+        return task
+
+    return make
+
+
+def run(task, policy, *, group_id="g", seed=0, **options):
+    return task.run_group(SAMPLE, policy, group_id=group_id, seed=seed, **options)
+
+
+def assert_all_closed_once(task, policy):
+    assert [env.closed for env in task.made] == [1] * len(task.made)
+    assert [session.closed for session in policy.sessions] == [1] * len(policy.sessions)
+
+
+# ---- the way through
+
+
+async def test_group_is_run_scored_and_given_credit(build, tokenizer):
+    task = build()
+    policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: "x" * (1 + int(rollout_id[-1])))
+    group = await run(task, policy)
+    assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0", "g/1", "g/2"]
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.COMPLETED}
+    assert (group.task_name, group.data_sample, group.admitted_version) == ("talk", SAMPLE, 3)
+    assert group.rollouts[0].reward is None
+    assert await task.score_group(group) is None
+    assert [rollout.reward for rollout in group.rollouts] == [1, 2, 3]
+    assert group.rollouts[0].reward_components == {"length": 1.0, "env/steps": 1.0}
+    for rollout, advantage in zip(group.rollouts, (-1, 0, 1), strict=True):
+        (sample,) = rollout.samples
+        assert set(sample.advantages[sample.loss_mask].tolist()) == {advantage}
+        assert sample.token_ids[sample.loss_mask].tolist() == rollout.turns[0].completion.token_ids.tolist()
+        assert set(sample.policy_versions[sample.loss_mask].tolist()) == {3}
+    assert_all_closed_once(task, policy)
+
+
+async def test_sessions_are_open_before_the_first_await(build, tokenizer):
+    task, policy = build(), ScriptedPolicy(tokenizer)
+    coroutine = run(task, policy)
+    coroutine.send(None)  # runs to the first await and no further
+    assert [session.rollout_id for session in policy.sessions] == ["g/0", "g/1", "g/2"] and task.made == []
+    coroutine.close()
+
+
+async def test_sessions_get_the_sampling_stop_tokens_and_their_own_seeds(build, tokenizer, renderer):
+    task, policy = build(sampling=SamplingConfig(max_tokens=7)), ScriptedPolicy(tokenizer)
+    await run(task, policy, seed=5)
+    assert {session.sampling.max_tokens for session in policy.sessions} == {7}
+    assert policy.sessions[0].stop_token_ids == renderer.get_stop_token_ids()
+    assert [session.seed for session in policy.sessions] == [derive_seed(5, "g", index, 0) for index in range(3)]
+
+
+def test_seeds_are_the_same_in_every_process_and_differ_in_every_part():
+    assert derive_seed(0, "g", 0, 0) == 3621192122679304891
+    parts = [(s, g, i, a) for s in range(3) for g in ("g", "h") for i in range(3) for a in range(2)]
+    assert len({derive_seed(*part) for part in parts}) == len(parts)
+    assert all(0 <= derive_seed(*part) < 2**63 for part in parts)
+
+
+async def test_multi_turn_rollouts_are_one_sample_and_env_rewards_count_where_named(build, tokenizer):
+    rubric = Rubric.Config(reward_fns=[env_component("steps")])
+    task = build(envs=[TalkingEnv(turns=n) for n in (1, 2, 3)], rubric=rubric)
+    group = await run(task, ScriptedPolicy(tokenizer))
+    await task.score_group(group)
+    assert [rollout.reward for rollout in group.rollouts] == [1, 2, 3]
+    assert [len(rollout.samples) for rollout in group.rollouts] == [1, 1, 1]
+
+
+async def test_completions_are_limited_by_turn_and_by_rollout(build, tokenizer):
+    policy = ScriptedPolicy(tokenizer, "xy" * 20)
+    group = await run(build(sampling=SamplingConfig(max_tokens=4)), policy)
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TRUNCATED_LENGTH}
+    assert {rollout.completion_tokens for rollout in group.rollouts} == {4}
+    task = build(env=RendererEnvConfig(max_rollout_tokens=len(policy.sessions[0].prompts[0]) + 3))
+    assert {rollout.completion_tokens for rollout in (await run(task, policy)).rollouts} == {3}
+
+
+async def test_validation_gets_rewards_without_credit(build, tokenizer):
+    class Watching(GRPO):
+        async def score_rollout(self, rollout):
+            raise AssertionError("the algorithm must not see validation")
+
+    task = build(algorithm=Watching.Config())
+    greedy = SamplingConfig(temperature=0.0)
+    policy = ScriptedPolicy(tokenizer, "four")
+    group = await run(task, policy, sampling=greedy, group_size=1, credit=False)
+    await task.score_rewards(group)
+    (rollout,) = group.rollouts
+    assert rollout.reward == 4.0 and rollout.samples[0].advantages is None
+    assert policy.sessions[0].sampling is greedy
+
+
+async def test_turn_loop_can_be_overridden(build, tokenizer):
+    class OneTurn(ListTask):
+        async def run_rollout(self, env, policy):
+            step = await env.initial_prompt()
+            import numpy as np
+
+            completion = await policy.generate(np.asarray(step.next_prompt_token_ids, np.int32), max_tokens=50)
+            step = await env.step_completion(completion)
+            if not step.status.is_terminal():
+                env.finish(RolloutStatus.TRUNCATED_MAX_TURNS)
+
+    task, policy = build(envs=[TalkingEnv(turns=5) for _ in range(3)], kind=OneTurn), ScriptedPolicy(tokenizer)
+    group = await run(task, policy)
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TRUNCATED_MAX_TURNS}
+    assert_all_closed_once(task, policy)
+
+
+# ---- retries
+
+
+async def test_failed_rollout_is_run_again_with_a_new_env_session_and_seed(build, tokenizer):
+    task = build(envs=[TalkingEnv(), BrokenEnv("reset", raise_value_error), TalkingEnv()])
+    policy = ScriptedPolicy(tokenizer)
+    group = await run(task, policy)
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.COMPLETED}
+    assert group.rollouts[1].error is None and len(group.rollouts[1].turns) == 1
+    assert [session.rollout_id for session in policy.sessions] == ["g/0", "g/1", "g/2", "g/1~1"]
+    assert policy.sessions[3].seed == derive_seed(0, "g", 1, 1)
+    assert_all_closed_once(task, policy)
+
+
+async def test_a_rollout_is_run_again_max_retries_times_at_most(build, tokenizer):
+    for retries in (0, 2):
+        task = build(envs=[BrokenEnv("reset", raise_value_error) for _ in range(9)], max_retries=retries, group_size=1)
+        group = await run(task, ScriptedPolicy(tokenizer))
+        assert group.rollouts[0].status is RolloutStatus.ERROR and len(task.made) == 1 + retries
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("where", ["reset", "step_message"])
+@pytest.mark.parametrize("failure", FAILURES)
+async def test_failing_env_ends_its_rollout_and_leaves_the_group(build, tokenizer, where, failure):
+    what, status, cause = FAILURES[failure]
+    task = build(envs=[BrokenEnv(where, what), TalkingEnv(), TalkingEnv()], max_retries=0)
+    policy = ScriptedPolicy(tokenizer)
+    group = await run(task, policy)
+    assert [rollout.status for rollout in group.rollouts] == [status, "completed", "completed"]
+    assert cause in group.rollouts[0].error
+    assert await task.score_group(group) is None
+    assert [rollout.reward for rollout in group.rollouts] == [None, 2, 2]
+    assert group.rollouts[1].samples[0].advantages is not None
+    assert_all_closed_once(task, policy)
+
+
+@pytest.mark.parametrize(
+    ("make_envs", "cause"),
+    [
+        (lambda self, sample, n: raise_value_error(), "ValueError: bad luck"),
+        (lambda self, sample, n: None, "NoneType"),
+        (lambda self, sample, n: [TalkingEnv() for _ in range(n + 1)], "want a list of"),
+        (lambda self, sample, n: ["env"] * n, "of str, want a list of"),
+    ],
+)
+async def test_make_envs_that_fails_fails_every_rollout(build, tokenizer, make_envs, cause):
+    class Failing(ListTask):
+        async def make_envs(self, sample, n):
+            envs = make_envs(self, sample, n)
+            self.made += [env for env in envs or [] if isinstance(env, TalkingEnv)]
+            return envs
+
+    task, policy = build(kind=Failing), ScriptedPolicy(tokenizer)
+    group = await run(task, policy)
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
+    assert all("Failing.make_envs" in rollout.error and cause in rollout.error for rollout in group.rollouts)
+    assert_all_closed_once(task, policy)
+
+
+async def test_make_envs_that_hangs_is_a_timeout(build, tokenizer):
+    class Slow(ListTask):
+        async def make_envs(self, sample, n):
+            await hang()
+
+    task = build(kind=Slow, env=RendererEnvConfig(rollout_timeout_s=0.2), max_retries=0)
+    group = await run(task, ScriptedPolicy(tokenizer))
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.TIMEOUT}
+
+
+async def test_rollout_that_takes_too_long_is_a_timeout_and_keeps_its_turns(build, tokenizer):
+    task = build(
+        envs=[TalkingEnv(turns=5)], group_size=1, max_retries=0, env=RendererEnvConfig(rollout_timeout_s=0.3, step_timeout_s=5)
+    )
+    policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: "ok" if turn == 0 else None)
+    (rollout,) = (await run(task, policy)).rollouts
+    assert rollout.status is RolloutStatus.TIMEOUT and rollout.error == "the rollout took longer than 0.3 s"
+    assert len(rollout.turns) == 1 and len(rollout.samples) == 1
+    assert_all_closed_once(task, policy)
+
+
+async def test_failing_policy_and_failing_turn_loop_are_errors(build, tokenizer):
+    class Forgetful(ListTask):
+        async def run_rollout(self, env, policy):
+            await env.initial_prompt()
+
+    policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: RuntimeError("generator is gone"))
+    group = await run(build(max_retries=0), policy)
+    assert all("RuntimeError: generator is gone" in rollout.error for rollout in group.rollouts)
+    task, policy = build(kind=Forgetful, max_retries=0), ScriptedPolicy(tokenizer)
+    group = await run(task, policy)
+    assert all("returned while the rollout was ongoing" in rollout.error for rollout in group.rollouts)
+    assert_all_closed_once(task, policy)
+
+
+async def test_algorithm_that_fails_on_a_rollout_makes_it_an_error(build, tokenizer):
+    class Picky(GRPO):
+        async def score_rollout(self, rollout):
+            if rollout.sample_idx == 1:
+                raise ValueError("no teacher")
+
+    task = build(algorithm=Picky.Config())
+    group = await run(task, ScriptedPolicy(tokenizer))
+    assert [rollout.status.is_error() for rollout in group.rollouts] == [False, True, False]
+    assert "Picky.score_rollout: ValueError: no teacher" in group.rollouts[1].error
+
+
+async def test_algorithm_that_fails_on_the_group_fails_it_with_the_cause(build, tokenizer):
+    class Broken(GRPO):
+        def score_group(self, group):
+            raise ValueError("no credit")
+
+    task = build(algorithm=Broken.Config())
+    group = await run(task, ScriptedPolicy(tokenizer))
+    assert "Broken.score_group: ValueError: no credit" in await task.score_group(group)
+    assert group.scored == [] and all(rollout.status.is_error() for rollout in group.rollouts)
+
+
+@pytest.mark.parametrize("answer", [raise_value_error, lambda: None, lambda: [], lambda: [1.0, 2.0, 3.0]])
+async def test_rubric_that_scores_in_its_own_way_and_fails_is_an_error(build, tokenizer, answer):
+    class Own(Rubric):
+        async def score_group(self, rollouts, env_input):
+            return answer()
+
+    task = build(rubric=Own.Config())
+    group = await run(task, ScriptedPolicy(tokenizer))
+    assert "Own.score_group" in await task.score_group(group)
+    assert group.scored == [] and all(rollout.status.is_error() for rollout in group.rollouts)
+
+
+async def test_group_with_too_few_scored_rollouts_is_dropped_with_the_reason(build, tokenizer):
+    task = build(envs=[BrokenEnv("reset", raise_value_error) for _ in range(2)], max_retries=0)
+    group = await run(task, ScriptedPolicy(tokenizer))
+    dropped = await task.score_group(group)
+    assert dropped.startswith("1 of 3 rollouts scored, 2 needed: BrokenEnv.reset: ValueError: bad luck")
+    assert group.rollouts[2].samples[0].advantages is None
+    single = build(group_size=1, algorithm=Algorithm.Config())
+    assert await single.score_group(await run(single, ScriptedPolicy(tokenizer))) is None
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.001, 0.05])
+@pytest.mark.parametrize("where", ["reset", "step_message"])
+async def test_cancelled_group_closes_everything_and_raises(build, tokenizer, where, after_s):
+    task = build(envs=[BrokenEnv(where, hang) for _ in range(3)], env=RendererEnvConfig())
+    policy = ScriptedPolicy(tokenizer)
+    running = asyncio.ensure_future(run(task, policy))
+    await asyncio.sleep(after_s)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(policy.sessions) == 3
+    assert_all_closed_once(task, policy)
+
+
+async def test_group_cancelled_at_any_step_closes_everything(build, tokenizer):
+    for steps in range(60):
+        task, policy = build(envs=[TalkingEnv(turns=3) for _ in range(3)]), ScriptedPolicy(tokenizer)
+        running = asyncio.ensure_future(run(task, policy))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        running.cancel()
+        try:
+            await running
+        except asyncio.CancelledError:
+            pass
+        assert_all_closed_once(task, policy)
+    assert running.done() and not running.cancelled()  # the last one had the time to finish
+
+
+# ---- configs
+
+
+def test_task_without_an_env_is_refused_when_built(renderer):
+    class NoEnv(ListTask):
+        make_env = Task.make_env
+
+    with pytest.raises(TypeError, match="NoEnv makes no env"):
+        NoEnv.Config().build(name="t", renderer=renderer)
+
+
+def test_default_config_is_valid():
+    ListTask.Config().validate(field="tasks.talk")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_size": 0}, "tasks.talk.group_size = 0"),
+        ({"max_retries": -1}, "tasks.talk.max_retries = -1"),
+        ({"min_group_size": 4}, "tasks.talk.min_group_size = 4: groups have 3"),
+        ({"weight": 0}, "tasks.talk.weight = 0"),
+        ({"env": RendererEnvConfig(step_timeout_s=0)}, "tasks.talk.env.step_timeout_s = 0"),
+        ({"env": RendererEnvConfig(max_turns=0)}, "tasks.talk.env.max_turns = 0"),
+        ({"sampling": SamplingConfig(temperature=0)}, "tasks.talk.sampling.temperature = 0"),
+        ({"sampling": SamplingConfig(top_p=0.9)}, "tasks.talk.sampling.top_p = 0.9"),
+        ({"sampling": SamplingConfig(top_k=5)}, "tasks.talk.sampling.top_k = 5"),
+        ({"group_size": 1}, "tasks.talk.algorithm"),
+    ],
+)
+def test_config_errors_name_field_value_and_cure(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ListTask.Config(**changes).validate(field="tasks.talk")
