@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from torchtitan.config import Configurable
+
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor

@@ -71,7 +71,11 @@ def test_monitor_counts_and_drops_nothing():
 def test_monitor_does_not_hide_an_enforcer_and_the_first_enforcer_is_named():
     group = group_of(1.0, 1.0, 1.0)
     result = apply_filters(filters(Everything.Config(mode="monitor"), Odd.Config(), Everything.Config()), group)
-    assert [(rollout.sample_idx, name) for rollout, name in result.dropped] == [(0, "everything"), (1, "odd"), (2, "everything")]
+    assert [(rollout.sample_idx, name) for rollout, name in result.dropped] == [
+        (0, "everything"),
+        (1, "odd"),
+        (2, "everything"),
+    ]
     assert result.matched == {"everything": 6, "odd": 1}
 
 

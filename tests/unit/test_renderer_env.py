@@ -58,7 +58,9 @@ async def test_prompt_attribution_covers_only_what_a_turn_added(wrap, tokenizer)
     await env.step_completion(completion_of(tokenizer, "two"))
 
     def body(turn, role):
-        keep = [has_role == role and content for has_role, content in zip(turn.prompt_roles, turn.prompt_is_content, strict=True)]
+        keep = [
+            has_role == role and content for has_role, content in zip(turn.prompt_roles, turn.prompt_is_content, strict=True)
+        ]
         return tokenizer.decode(turn.prompt_token_ids[np.array(keep)])
 
     assert body(env.turns[0], "user") == "start" and len(env.turns[0].prompt_roles) == len(first)
@@ -205,7 +207,10 @@ async def test_failing_env_ends_in_a_status_with_its_cause_and_is_closed_once(wr
         (lambda: ResetOutput(messages=["hello"]), "messages[0]"),
         (lambda: ResetOutput(messages=[{"role": "usr", "content": "x"}]), "'usr'"),
         (lambda: ResetOutput(messages=[{"role": "user", "content": None}]), "content"),
-        (lambda: ResetOutput(messages=[{"role": "user", "content": "x"}, {"role": "developer", "content": "y"}]), "dropped message 1"),
+        (
+            lambda: ResetOutput(messages=[{"role": "user", "content": "x"}, {"role": "developer", "content": "y"}]),
+            "dropped message 1",
+        ),
         (lambda: ResetOutput(messages=[{"role": "user", "content": "x"}], tools=7), "TypeError"),
     ],
 )

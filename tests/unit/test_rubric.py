@@ -1,6 +1,7 @@
 """Rubrics: weighted means, short circuits, and failures that are never a silent 0."""
 
 import asyncio
+import json
 import math
 import os
 import signal
@@ -253,7 +254,11 @@ def spins(rollout, env_input):
 
 async def test_isolated_functions_run_hang_and_crash_in_a_process_that_is_replaced():
     rubric = Rubric.Config(
-        reward_fns=[RewardFn(alarmed, isolate=True), RewardFn(spins, isolate=True, timeout_s=0.5), RewardFn(crashes, isolate=True)],
+        reward_fns=[
+            RewardFn(alarmed, isolate=True),
+            RewardFn(spins, isolate=True, timeout_s=0.5),
+            RewardFn(crashes, isolate=True),
+        ],
         isolated_workers=1,
     ).build()
     rollout = rollout_of("abc")
@@ -282,6 +287,12 @@ def test_isolated_calls_reuse_a_process_and_report_its_errors():
 
 
 # ---- configs
+
+
+def test_saved_config_names_its_functions():
+    config = Rubric.Config(reward_fns=[RewardFn(length, weight=2), env_component("correct")]).to_dict()
+    assert config["reward_fns"][0]["fn"] == f"{__name__}.length" and config["reward_fns"][0]["weight"] == 2
+    assert json.loads(json.dumps(config)) == config
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,9 @@ def test_spans_point_at_each_turn_in_its_sample(conversation):
 def test_advantages_land_on_the_tokens_they_were_given_for(conversation, data):
     turns, _ = conversation
     rollout = Rollout(group_id="g", sample_idx=0, task_name="t", turns=turns, samples=samples_of(turns))
-    given_values = data.draw(st.lists(st.floats(-2, 2, width=32), min_size=rollout.completion_tokens, max_size=rollout.completion_tokens))
+    given_values = data.draw(
+        st.lists(st.floats(-2, 2, width=32), min_size=rollout.completion_tokens, max_size=rollout.completion_tokens)
+    )
     rollout.assign_advantages(given_values)
     landed = [value for sample in rollout.samples for value in sample.advantages[sample.loss_mask].tolist()]
     assert landed == given_values
@@ -135,7 +137,9 @@ def test_advantages_land_on_the_tokens_they_were_given_for(conversation, data):
 
 
 # Texts a template is made of, and texts a tokenizer may merge across message borders.
-TEXTS = st.text(max_size=12) | st.sampled_from(["\n", "<think>\nx\n</think>\n\ny", "<tool_call>\n{}\n</tool_call>", " a", "\n\n\n", "12"])
+TEXTS = st.text(max_size=12) | st.sampled_from(
+    ["\n", "<think>\nx\n</think>\n\ny", "<tool_call>\n{}\n</tool_call>", " a", "\n\n\n", "12"]
+)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, ScriptedPolicy, TalkingEnv, hang, raise_value_error
@@ -154,8 +155,6 @@ async def test_turn_loop_can_be_overridden(build, tokenizer):
     class OneTurn(ListTask):
         async def run_rollout(self, env, policy):
             step = await env.initial_prompt()
-            import numpy as np
-
             completion = await policy.generate(np.asarray(step.next_prompt_token_ids, np.int32), max_tokens=50)
             step = await env.step_completion(completion)
             if not step.status.is_terminal():

@@ -39,7 +39,9 @@ def parse_command(arguments: list[str]) -> Command:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="NAME", help="a named config; --list prints them")
-    parser.add_argument("--module", default=DEFAULT_MODULE, help="module whose functions are the configs (default: %(default)s)")
+    parser.add_argument(
+        "--module", default=DEFAULT_MODULE, help="module whose functions are the configs (default: %(default)s)"
+    )
     parser.add_argument("--list", action="store_true", help="print the configs with a line each")
     parser.add_argument("--dry-run", action="store_true", help="print what the config amounts to; start nothing")
     parser.add_argument("--run-dir", metavar="FOLDER", help="folder of this run (default: OUTPUT_DIR/NAME-TIME)")
@@ -101,7 +103,9 @@ def _override(config: Any, overrides: list[str]) -> Any:
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(type(config), default=config, args=overrides, prog="python -m torchtitan.experiments.rl.grpo --config NAME")
+            return tyro.cli(
+                type(config), default=config, args=overrides, prog="python -m torchtitan.experiments.rl.grpo --config NAME"
+            )
     except SystemExit as end:
         if end.code in (0, None):  # --help
             raise

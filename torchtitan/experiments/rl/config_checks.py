@@ -136,12 +136,13 @@ def plan_run(config: "Controller.Config", *, device: str | None = None, availabl
         tensor_parallel_degree=engine.tensor_parallel_degree,
         trainer_gib=trainer_memory_gib(
             parameters=parameters,
-            ranks=config.trainer.ranks // config.trainer.data_parallel_replicate_degree,
+            shards=config.trainer.ranks // config.trainer.data_parallel_replicate_degree,
             dtype=config.trainer.dtype,
             compute_dtype=config.trainer.mixed_precision_param,
             layers=len(model.layers),
             dim=model.dim,
             microbatch_tokens=row_length * rows,
+            activation_checkpoint=config.trainer.activation_checkpoint,
         ),
         generator_gib=engine.gpu_memory_utilization
         if device == "cuda"

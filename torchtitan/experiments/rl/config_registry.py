@@ -78,8 +78,8 @@ def rl_grpo_qwen3_14b() -> Controller.Config:
 
 
 def rl_grpo_qwen3_32b() -> Controller.Config:
-    """Qwen3-32B on 16 GPUs: eight train, two generators of four."""
-    return _qwen3("32B", trainer_ranks=8, replicas=2, tensor_parallel_degree=4)
+    """Qwen3-32B on 8 GPUs of 141 GB: six train, one generator of two."""
+    return _qwen3("32B", trainer_ranks=6, replicas=1, tensor_parallel_degree=2)
 
 
 def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_degree: int = 1) -> Controller.Config:
@@ -100,6 +100,7 @@ def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_de
             ranks=trainer_ranks,
             optimizer=OptimizerConfig(lr=1e-6),
             mixed_precision_param="bfloat16",
+            activation_checkpoint=True,
             checkpoint_interval=50,
         ),
         generator=Generator.Config(

@@ -29,6 +29,7 @@ from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
+from torchtitan.experiments.rl.observability.resolved_config import resolved_config
 from torchtitan.experiments.rl.observability.step_metrics import StepRecord
 from torchtitan.experiments.rl.observability.timing import Stopwatch
 from torchtitan.experiments.rl.pacing import Pacer
@@ -84,6 +85,7 @@ class Controller(Actor, Configurable):
         self.config = config
         self._run_dir, self._config_name = Path(run_dir), config_name
         self._plan = config.validate()
+        self._building: asyncio.Task[None] | None = None
         self._rollouts: RolloutLoop | None = None
         self._stopped_by: str | None = None
         self._console = Console()
@@ -92,6 +94,7 @@ class Controller(Actor, Configurable):
         self._last_sync: SyncReport | None = None
         self._validations: list[float | None] = []
         self._steps_done = 0
+        self._files = {"metrics": self._run_dir / METRICS_FILE, "logs": self._run_dir / "logs"}
 
     @concurrent_endpoint
     async def run(self) -> RunSummary:
@@ -102,10 +105,12 @@ class Controller(Actor, Configurable):
         """
         started = time.perf_counter()
         try:
-            await self._build()
+            self._building = asyncio.create_task(self._build())
+            await self._building
             await self._train()
-        except RunStopped:
-            pass
+        except (RunStopped, asyncio.CancelledError):
+            if self._stopped_by is None:
+                raise
         except Exception as error:
             logger.exception("the run failed")
             self._stopped_by = self._stopped_by or f"an error ({type(error).__name__})"
@@ -118,8 +123,10 @@ class Controller(Actor, Configurable):
 
     @concurrent_endpoint
     async def request_stop(self, reason: str) -> None:
-        """End the run after the step it is in."""
+        """End the run after the step it is in, or at once while it is being built."""
         self._stopped_by = reason
+        if self._building is not None:
+            self._building.cancel()
         if self._rollouts is not None:
             self._rollouts.stop()
 
@@ -135,8 +142,9 @@ class Controller(Actor, Configurable):
     async def _build(self) -> None:
         config, plan = self.config, self._plan
         setup_process_logging(self._run_dir, "controller")
-        (self._run_dir / "config.json").write_text(json.dumps(config.to_dict(), indent=2) + "\n")
-        self._metrics = config.metrics.build(run_dir=self._run_dir, run_config=config.to_dict())
+        resolved = resolved_config(config)
+        (self._run_dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+        self._metrics = config.metrics.build(run_dir=self._run_dir, run_config=resolved)
         self._console.header(
             RunHeader(
                 run_name=self._run_dir.name,
@@ -153,9 +161,7 @@ class Controller(Actor, Configurable):
             )
         )
         renderer = build_renderer(config.renderer, config.model.hf_assets_path)
-        self._tasks = {
-            name: task.build(name=name, renderer=renderer, seed=config.seed) for name, task in config.tasks.items()
-        }
+        self._tasks = {name: task.build(name=name, renderer=renderer, seed=config.seed) for name, task in config.tasks.items()}
         self._batcher = config.batcher.build()
         self._policy = GeneratorClient(lockstep=config.max_offpolicy_steps == 0, on_failure=self._fail)
         await self._spawn_actors()
@@ -172,8 +178,6 @@ class Controller(Actor, Configurable):
             total_groups=plan.groups_per_step * config.steps,
             max_drops_in_a_row=config.max_drops_in_a_row,
         )
-        if self._stopped_by:
-            raise RunStopped
 
     async def _spawn_actors(self) -> None:
         config, plan, run_dir = self.config, self._plan, str(self._run_dir)
@@ -198,7 +202,12 @@ class Controller(Actor, Configurable):
             generator_dtype=torch_dtype(dtype),
         )
         generators = meshes.generator_procs.spawn(
-            "generator", Generator, config.generator, model_path=config.model.hf_assets_path, device=plan.device, run_dir=run_dir
+            "generator",
+            Generator,
+            config.generator,
+            model_path=config.model.hf_assets_path,
+            device=plan.device,
+            run_dir=run_dir,
         )
         remote_readers = await meshes.start(self._trainer, generators)
         await self._policy.connect(generators, config.generator.replicas)
@@ -246,7 +255,9 @@ class Controller(Actor, Configurable):
             self._console.step(record.report(validation.reward if validation else None))
             if last:
                 break
-        await self._trainer.save_final.call(self._steps_done)
+        folder = next(iter((await self._trainer.save_final.call(self._steps_done)).values()))
+        if folder is not None:
+            self._files["policy"] = folder
 
     async def _step(self, step: int, packed: BatchPlan) -> dict[str, float]:
         """One optimizer step: each rank is sent its own rows only."""
@@ -317,6 +328,6 @@ class Controller(Actor, Configurable):
             start_val_reward=rewards[0] if rewards else None,
             final_val_reward=rewards[-1] if len(rewards) > 1 else None,
             ledger=self._rollouts.ledger.counts() if self._rollouts else {},
-            files={"metrics": self._run_dir / METRICS_FILE, "logs": self._run_dir / "logs"},
+            files=self._files,
             stopped_by=self._stopped_by,
         )

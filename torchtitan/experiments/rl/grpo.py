@@ -1,6 +1,7 @@
 """The command: ``python -m torchtitan.experiments.rl.grpo --config NAME [--module MODULE] [field overrides]``.
 
-Exit codes: 0 done; 1 the run failed; 2 the config can't run, and nothing was spawned; 130 stopped by Ctrl-C.
+Exit codes: 0 done; 1 the run failed; 2 the config can't run, and nothing was spawned; 130 stopped by Ctrl-C,
+143 by SIGTERM.
 """
 
 import os
@@ -12,6 +13,8 @@ from typing import Any
 
 from torchtitan.experiments.rl.cli import config_functions, load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError
+
+SIGNAL_POLL_S = 0.2
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # while modules are imported; nothing was spawned
+        return 130
     return _run(config, run_dir, command.config_name)
 
 
@@ -70,25 +75,31 @@ def _run(config: Any, run_dir: str, config_name: str) -> int:
 
     from torchtitan.experiments.rl.controller import Controller
 
+    # A handler that only notes the signal: an exception out of nowhere would tear the actors' messages in half.
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, frame: signals.append(received))
     controller = this_proc().spawn("controller", Controller, config, run_dir=run_dir, config_name=config_name)
     running = controller.run.call_one()
-    code = 0
-    try:
-        while True:
-            try:
-                running.get()
-                break
-            except KeyboardInterrupt:
-                if code == 130:
-                    print("stopped at once: the run folder may miss its last step", file=sys.stderr)
-                    os._exit(130)
-                print("stopping after this step; Ctrl-C again stops at once", file=sys.stderr)
-                code = 130
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                controller.request_stop.call_one("Ctrl-C").get()
-    except Exception as error:
-        print(f"error: {_cause(error)}; logs in {run_dir}/logs", file=sys.stderr)
-        code = 1
+    heard, code = 0, 0
+    while True:
+        try:
+            running.get(timeout=SIGNAL_POLL_S)
+            break
+        except TimeoutError:
+            if len(signals) == heard:
+                continue
+            heard = len(signals)
+            if heard > 1:
+                print("stopped at once: the last step is lost", file=sys.stderr)
+                os._exit(128 + signals[-1])
+            print("stopping after this step; once more stops at once", file=sys.stderr)
+            code = 128 + signals[0]
+            controller.request_stop.call_one(signal.Signals(signals[0]).name).get()
+        except Exception as error:
+            print(f"error: {_cause(error)} (logs in {run_dir}/logs)", file=sys.stderr)
+            code = 1
+            break
     shutdown_context().get()
     return code
 

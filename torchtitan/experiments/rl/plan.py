@@ -51,14 +51,23 @@ class RunPlan:
 
 
 def trainer_memory_gib(
-    *, parameters: int, ranks: int, dtype: str, compute_dtype: str, layers: int, dim: int, microbatch_tokens: int
+    *,
+    parameters: int,
+    shards: int,
+    dtype: str,
+    compute_dtype: str,
+    layers: int,
+    dim: int,
+    microbatch_tokens: int,
+    activation_checkpoint: bool,
 ) -> float:
-    """Weights, gradients and two Adam moments, sharded; one layer unsharded; activations without checkpointing.
+    """Weights, gradients and two Adam moments, sharded; one layer gathered; activations of a microbatch.
 
-    Activations: some 34 values of width ``dim`` a token and layer (Korthikanti et al., arXiv:2205.05198, eq. 2, without the
-    quadratic attention term, which fused kernels don't store), in the compute dtype.
+    Activations: 17 values of width ``dim`` a token and layer (the linear part of Korthikanti et al., arXiv:2205.05198, eq. 2;
+    fused attention kernels don't store the quadratic part). With checkpointing one a layer, and the 17 of a single layer.
     """
-    state = 4 * parameters * _BYTES[dtype] / ranks
-    unsharded = 2 * parameters / max(1, layers) * _BYTES[compute_dtype]
-    activations = 17 * microbatch_tokens * dim * layers * _BYTES[compute_dtype]
-    return (state + unsharded + activations) / GIB
+    state = 4 * parameters * _BYTES[dtype] / shards
+    gathered = 2 * parameters / layers * _BYTES[compute_dtype]
+    values = layers + 17 if activation_checkpoint else 17 * layers
+    activations = values * microbatch_tokens * dim * _BYTES[compute_dtype]
+    return (state + gathered + activations) / GIB

@@ -103,24 +103,25 @@ class RunMeshes:
 
     async def close(self) -> None:
         """Shut the actors down, then stop the processes, whatever state they are in."""
-        for actor in self._actors:
-            try:
-                await asyncio.wait_for(_as_coroutine(actor.shutdown.call()), SHUTDOWN_TIMEOUT_S)
-            except Exception as error:  # a dead or busy actor: its process is stopped next
-                logger.info("shutdown of %s: %s", actor, error)
-        for procs in (self.trainer_procs, self.generator_procs):
-            try:
-                await asyncio.wait_for(_as_coroutine(procs.stop()), SHUTDOWN_TIMEOUT_S)
-            except Exception as error:
-                logger.info("stopping %s: %s", procs, error)
+        await asyncio.gather(*(_within_limit(f"shutdown of {actor}", actor.shutdown.call()) for actor in self._actors))
+        procs = (self.trainer_procs, self.generator_procs)
+        await asyncio.gather(*(_within_limit(f"stopping {mesh}", mesh.stop()) for mesh in procs))
 
 
-async def _as_coroutine(awaitable: Any) -> Any:
-    return await awaitable
+async def _within_limit(what: str, future: Any) -> None:
+    async def wait() -> None:
+        await future
+
+    try:
+        await asyncio.wait_for(wait(), SHUTDOWN_TIMEOUT_S)
+    except Exception as error:  # a part that is dead or busy must not keep the others from ending
+        logger.info("%s: %s", what, error)
 
 
 def spawn(host: HostMesh | None, name: str, shares: tuple[tuple[int, ...], ...], device: Literal["cpu", "cuda"]) -> ProcMesh:
     """One process per share, each seeing only its own cores or GPUs."""
+    # Inherited, because torch's C++ side reads it at its first import: it warns of its memory binding at every start.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     bootstrap: Callable[[], None] = partial(_bootstrap, shares, device)
     return (host or this_host()).spawn_procs(per_host={"procs": len(shares)}, bootstrap=bootstrap, name=name)
 

@@ -69,6 +69,7 @@ class Engine:
                 async_scheduling=False,
                 worker_extension_cls="torchtitan.experiments.rl.weights.vllm_worker.SnapshotLoader",
                 disable_log_stats=True,
+                use_tqdm_on_load=False,
                 **arguments,
             )
         )

@@ -39,7 +39,9 @@ class Generator(Actor, Configurable):
         replicas: int = 1
         """Independent engines. Requests go to the least loaded; a conversation stays where its prefix is cached."""
 
-    def __init__(self, config: Config, *, model_path: str, device: Literal["cpu", "cuda"], run_dir: str, name: str = "generator"):
+    def __init__(
+        self, config: Config, *, model_path: str, device: Literal["cpu", "cuda"], run_dir: str, name: str = "generator"
+    ):
         self.config = config
         self._model_path = model_path
         self._device = device

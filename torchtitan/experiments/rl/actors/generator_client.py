@@ -207,7 +207,9 @@ class GeneratorClient:
 class GeneratorSession:
     """Implements rollouts.policy.PolicySession."""
 
-    def __init__(self, client: GeneratorClient, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]):
+    def __init__(
+        self, client: GeneratorClient, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
+    ):
         self._client = client
         self._rollout_id, self._seed = rollout_id, seed
         self._sampling, self._stop_token_ids = sampling, stop_token_ids

@@ -2,7 +2,9 @@
 
 import math
 import os
+import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -13,10 +15,11 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CompileConfig, Configurable, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import LossConfig, MetricSums, compute_loss, count_members, mismatch_metrics
-from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec, read_hub_config
 from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch
 
 
@@ -48,6 +51,8 @@ class Learner(Configurable):
         data_parallel_replicate_degree: int = 1
         """Copies of the sharded model (HSDP); the rest of the ranks shard."""
         enable_cpu_offload: bool = False
+        activation_checkpoint: bool = False
+        """Keep only each transformer block's input, and compute the rest again in the backward pass."""
         compile: bool = False
         """torch.compile of each transformer block."""
         logprob_chunk_tokens: int = 1024
@@ -55,7 +60,7 @@ class Learner(Configurable):
         checkpoint_interval: int = 0
         """Save model, optimizer and schedule every so many steps; 0 saves none."""
         save_final_model: bool = True
-        """Write the final policy in hub format under <run folder>/checkpoint."""
+        """Write the final policy as a hub folder, tokenizer included: <run folder>/checkpoint/step-N."""
 
     def __init__(
         self,
@@ -93,8 +98,11 @@ class Learner(Configurable):
             lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
         ).build(model_parts=[self.model])
         self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=total_steps)
+        self._hub_folder, self._checkpoint_dir = Path(model.hf_assets_path), Path(run_dir) / "checkpoint"
+        hub = read_hub_config(model.hf_assets_path)
         self.checkpointer = CheckpointManager.Config(
             enable=True,
+            export_dtype=hub.get("dtype") or hub.get("torch_dtype") or "float32",
             interval=config.checkpoint_interval or 10**9,
             initial_load_in_hf=True,
             last_save_in_hf=True,
@@ -165,11 +173,22 @@ class Learner(Configurable):
         logprobs, _ = self.model(tokens, positions, temperatures, positions != 0)
         return logprobs[0].float().cpu().numpy()
 
-    def save(self, step: int, *, last: bool) -> None:
-        """Checkpoint if ``step`` is due one; the last saves the policy in hub format."""
-        if last and not self.config.save_final_model:
-            return
-        self.checkpointer.save(step, last_step=last)
+    def save(self, step: int) -> None:
+        """Checkpoint model, optimizer and schedule if ``step`` is due one. Collective."""
+        self.checkpointer.save(step)
+
+    def save_final(self, step: int) -> Path | None:
+        """Write the policy as a hub folder, and return it; None where the config says not to. Collective."""
+        if not self.config.save_final_model:
+            return None
+        self.checkpointer.save(step, last_step=True)
+        folder = self._checkpoint_dir / f"step-{step}"
+        if self.rank == 0:
+            shutil.rmtree(folder / "sharded", ignore_errors=True)  # the parts it was put together from
+            for file in self._hub_folder.iterdir():
+                if file.is_file() and ".safetensors" not in file.name:
+                    shutil.copy(file, folder)
+        return folder
 
     def close(self) -> None:
         self.checkpointer.close()
@@ -184,7 +203,7 @@ class Learner(Configurable):
             ),
             parallelism=parallelism,
             compile_config=CompileConfig(enable=config.compile),
-            ac_config=None,
+            ac_config=FullAC.Config() if config.activation_checkpoint else None,
             dump_folder=run_dir,
         )
         if self._device.type == "cpu":

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -98,7 +99,7 @@ class PolicyTrainer(Actor, Configurable):
 
         def take() -> dict[str, float]:
             metrics = self._learner.optim_step()
-            self._learner.save(step, last=False)
+            self._learner.save(step)
             return metrics
 
         return await self._run(take)
@@ -126,9 +127,9 @@ class PolicyTrainer(Actor, Configurable):
         return await self._run(lambda: self._learner.score(token_ids))
 
     @concurrent_endpoint
-    async def save_final(self, step: int) -> None:
-        """Write the policy in hub format. Collective."""
-        await self._run(lambda: self._learner.save(step, last=True))
+    async def save_final(self, step: int) -> Path | None:
+        """Write the policy as a hub folder, and return it. Collective."""
+        return await self._run(lambda: self._learner.save_final(step))
 
     @concurrent_endpoint
     async def shutdown(self) -> None:

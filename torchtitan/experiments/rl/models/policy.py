@@ -110,7 +110,9 @@ def read_hub_config(path: str) -> dict[str, Any]:
     """
     file = Path(path) / "config.json"
     if not Path(path).is_dir():
-        raise ConfigError("model.hf_assets_path", path, "no such folder; download the model there, or name the folder that has it")
+        raise ConfigError(
+            "model.hf_assets_path", path, "no such folder; download the model there, or name the folder that has it"
+        )
     try:
         return json.loads(file.read_text())
     except (OSError, json.JSONDecodeError) as error:

@@ -22,9 +22,12 @@ from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.isolated import IsolatedCalls
-from torchtitan.experiments.rl.user_code import UserCodeError, call_bounded, call_in_thread, is_finite_number
+from torchtitan.experiments.rl.user_code import Threads, UserCodeError, call_bounded, is_finite_number
 
 logger = logging.getLogger(__name__)
+
+SYNC_THREADS = Threads(16)
+"""Where every rubric's sync functions run. A function that waits for something, such as a judge, should be async."""
 
 
 @dataclass(slots=True)
@@ -85,6 +88,7 @@ class Rubric(UserConfigurable):
         total = math.fsum(entry.weight for entry in fns)
         self._fns = [replace(entry, weight=entry.weight / total) for entry in fns]
         self._isolated = IsolatedCalls(config.isolated_workers)
+        self._isolated_threads = Threads(config.isolated_workers)
         self._warned_unweighed = False
 
     def register_funcs(self) -> list[RewardFn]:
@@ -141,10 +145,10 @@ class Rubric(UserConfigurable):
         timeout_s = self.config.timeout_s if entry.timeout_s is None else entry.timeout_s
         if entry.isolate:  # the child has the time limit; waiting for a free one doesn't count
             call = functools.partial(self._isolated.call, entry.fn, (subject, env_input), timeout_s=timeout_s)
-            return await call_bounded(lambda: call_in_thread(call), timeout_s=None)
+            return await call_bounded(lambda: self._isolated_threads.call(call, timeout_s=None), timeout_s=None)
         if inspect.iscoroutinefunction(entry.fn):
             return await call_bounded(lambda: entry.fn(subject, env_input), timeout_s=timeout_s)
-        return await call_bounded(lambda: call_in_thread(entry.fn, subject, env_input), timeout_s=timeout_s)
+        return await call_bounded(lambda: SYNC_THREADS.call(entry.fn, subject, env_input, timeout_s=timeout_s), timeout_s=None)
 
     def _log_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:
         named = {entry.name for entry in self._fns}

@@ -65,7 +65,9 @@ async def local_copy(manifest: Manifest) -> str:
         return manifest.path
     if manifest.path not in _fetched:
         path = f"{manifest.path}-{os.getpid()}"
-        _fetched[manifest.path] = SharedBuffer(os.path.join(SHARED_MEMORY_FOLDER, os.path.basename(path)), nbytes=manifest.layout.nbytes)
+        _fetched[manifest.path] = SharedBuffer(
+            os.path.join(SHARED_MEMORY_FOLDER, os.path.basename(path)), nbytes=manifest.layout.nbytes
+        )
     buffer = _fetched[manifest.path]
     await torchstore.get(manifest.payload_key, buffer.bytes)
     return buffer.path

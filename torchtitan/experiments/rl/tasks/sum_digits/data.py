@@ -33,9 +33,7 @@ def split_of(digits: list[int]) -> Split:
     return "validation" if checksum % VALIDATION_ONE_IN == 0 else "train"
 
 
-def make_examples(
-    count: int, *, split: Split, seed: int = 0, min_digits: int = 2, max_digits: int = 5
-) -> list[list[int]]:
+def make_examples(count: int, *, split: Split, seed: int = 0, min_digits: int = 2, max_digits: int = 5) -> list[list[int]]:
     """`count` lists of `min_digits` to `max_digits` digits, every length equally likely.
 
     A longer call with the same arguments starts with the shorter one's lists. Short lists repeat: there

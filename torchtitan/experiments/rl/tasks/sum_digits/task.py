@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.sum_digits.data import make_examples
@@ -42,6 +44,8 @@ class SumDigitsTask(Task):
             default_factory=lambda: SumDigitsDataset.Config(split="validation", count=64, seed=1)
         )
         rubric: Rubric.Config = field(default_factory=SumDigitsRubric.Config)
+        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=128))
+        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=16))
 
     def make_env(self, sample: DataSample) -> SumDigitsEnv:
         return SumDigitsEnv(sample.env_input)
