@@ -1,5 +1,7 @@
 """The pacer: no group is trained on too late, nobody waits for nothing, and every slot comes back once."""
 
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,7 +70,7 @@ class World:
 SIZES = dict(groups_per_step=st.integers(1, 4), max_offpolicy_steps=st.integers(0, 4))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data(), **SIZES)
 def test_bound_slots_order_and_progress_hold_in_every_run(data, groups_per_step, max_offpolicy_steps):
     world = World(groups_per_step, max_offpolicy_steps)
@@ -113,9 +115,10 @@ def test_bound_slots_order_and_progress_hold_in_every_run(data, groups_per_step,
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), lag=st.integers(0, 4), **SIZES)
-def test_a_run_that_keeps_its_slots_full_always_ends(data, lag, groups_per_step, max_offpolicy_steps):
+@given(seed=st.integers(0, 2**32), lag=st.integers(0, 4), **SIZES)
+def test_a_run_that_keeps_its_slots_full_always_ends(seed, lag, groups_per_step, max_offpolicy_steps):
     """Groups finish in any order and some are dropped; the generators are ``lag`` versions behind at most."""
+    random = Random(seed)
     world = World(groups_per_step, max_offpolicy_steps)
     world.fill()
     while world.trainer < 8:
@@ -127,10 +130,10 @@ def test_a_run_that_keeps_its_slots_full_always_ends(data, lag, groups_per_step,
         if not world.running:  # every slot is held by groups whose weights are not live yet
             assert world.generators < world.trainer
             world.live()
-        elif data.draw(st.integers(0, 4)) == 0:
-            world.drop(data.draw(st.integers(0, len(world.running) - 1)))
+        elif random.random() < 0.2:
+            world.drop(random.randrange(len(world.running)))
         else:
-            world.finish(data.draw(st.integers(0, len(world.running) - 1)))
+            world.finish(random.randrange(len(world.running)))
         world.fill()
     world.check_slots()
 

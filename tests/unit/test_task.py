@@ -14,7 +14,7 @@ from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
-from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component, last_assistant_text
+from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, env_component, last_assistant_text
 from torchtitan.experiments.rl.tasks.group_run import derive_seed
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -286,7 +286,16 @@ async def test_algorithm_that_fails_on_the_group_fails_it_with_the_cause(build, 
     assert group.scored == [] and all(rollout.status.is_error() for rollout in group.rollouts)
 
 
-@pytest.mark.parametrize("answer", [raise_value_error, lambda: None, lambda: [], lambda: [1.0, 2.0, 3.0]])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        raise_value_error,
+        lambda: None,
+        lambda: [],
+        lambda: [1.0, 2.0, 3.0],
+        lambda: [Reward(1.0), Reward(float("nan")), Reward(1.0)],
+    ],
+)
 async def test_rubric_that_scores_in_its_own_way_and_fails_is_an_error(build, tokenizer, answer):
     class Own(Rubric):
         async def score_group(self, rollouts, env_input):

@@ -60,8 +60,9 @@ class _Waiting:
 class GeneratorClient:
     """Implements rollouts.policy.PolicyClient over a mesh of replicas.
 
-    With ``lockstep`` requests leave only when every open session waits for one, sorted, so that which requests share an engine
-    step does not depend on timing: the same seed then gives the same bits on CPU, where a batch's composition moves the last ones.
+    With ``lockstep`` requests leave only when every open session waits for one and none is being answered, sorted, so that which
+    requests share an engine step does not depend on timing: the same seed then gives the same bits on CPU, where a batch's
+    composition moves the last ones.
     """
 
     def __init__(self, *, lockstep: bool = False, on_failure: Callable[[RunError], None] = lambda failure: None):
@@ -151,7 +152,7 @@ class GeneratorClient:
     def _flush(self) -> None:
         self._flush_scheduled = False
         if self._lockstep:
-            if len(self._open) < self._sessions:
+            if self._lockstep_holds():
                 return
             self._outbox.sort(key=_canonical_order)
         messages: dict[int, list[Request]] = {}
@@ -162,6 +163,12 @@ class GeneratorClient:
         self._outbox.clear()
         for replica, requests in messages.items():
             self._replicas[replica].submit.broadcast(requests)
+
+    def _lockstep_holds(self) -> bool:
+        in_flight = len(self._open) - len(self._outbox)
+        # Scores belong to no session: they don't stand in for one that has not asked yet.
+        waiting = sum(isinstance(entry.request, GenerateRequest) for entry in self._outbox)
+        return in_flight > 0 or waiting < self._sessions
 
     async def _read(self, receiver: Any) -> None:
         while True:
@@ -177,6 +184,7 @@ class GeneratorClient:
         if waiting is None:  # cancelled meanwhile
             return
         self._router.remove(waiting.replica, waiting.tokens)
+        self._schedule_flush()  # it may have been the last in flight
         if waiting.answer.done():
             return
         if isinstance(result, RequestFailed):
@@ -192,6 +200,7 @@ class GeneratorClient:
         if waiting.replica < 0:
             self._outbox = [w for w in self._outbox if w is not waiting]
         else:
+            self._schedule_flush()
             self._router.remove(waiting.replica, waiting.tokens)
             self._replicas[waiting.replica].abort.broadcast([waiting.request.request_id])
 

@@ -1,0 +1,29 @@
+"""Everything the author of a task imports. Worked tasks lie in folders beside this file; sum_digits is the smallest."""
+
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
+from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, last_assistant_text
+from torchtitan.experiments.rl.tasks.task import Task
+
+__all__ = [
+    "DataSample",
+    "Dataset",
+    "MessageEnv",
+    "PolicyClient",
+    "PolicySession",
+    "RendererEnv",
+    "RendererEnvConfig",
+    "ResetOutput",
+    "Reward",
+    "RewardFn",
+    "Rollout",
+    "RolloutGroup",
+    "Rubric",
+    "SamplingConfig",
+    "StepOutput",
+    "Task",
+    "last_assistant_text",
+]

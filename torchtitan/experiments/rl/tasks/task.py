@@ -27,7 +27,7 @@ from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySessio
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.group_run import GroupRun
-from torchtitan.experiments.rl.user_code import UserCodeError, call_bounded, cause_of
+from torchtitan.experiments.rl.user_code import UserCodeError, call_bounded, cause_of, is_finite_number
 
 
 class Task(UserConfigurable):
@@ -182,6 +182,8 @@ class Task(UserConfigurable):
         try:
             rewards = await call_bounded(lambda: rubric.score_group(group.rollouts, env_input), timeout_s=limit_s)
             for rollout, reward in zip(group.rollouts, rewards, strict=True):
+                if reward.reward is not None and not is_finite_number(reward.reward):
+                    raise ValueError(f"rollout {rollout.rollout_id} has reward {reward.reward!r}, want a finite number or None")
                 rollout.reward, rollout.reward_components = reward.reward, reward.components
         except (UserCodeError, TypeError, ValueError, AttributeError) as error:
             _fail(group.rollouts, f"{type(rubric).__name__}.score_group: {cause_of(error)}")

@@ -1,0 +1,357 @@
+"""The rollout loop: every slot busy, every rollout in one column, and a trainer that waits only for what may still come."""
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.test_samples import samples_of, turn_of
+from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.pacing import Pacer
+from torchtitan.experiments.rl.rollout_loop import RolloutLoop, RunStopped
+from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+
+ROW_LENGTH = 8
+
+
+class StubTask:
+    """Groups whose outcome the test says: ``outcome(number)`` gives one entry a rollout.
+
+    A number is its reward (and advantage), a RolloutStatus a failure of that kind, "long" a rollout that fits no row. An exception
+    is raised by run_group; a string is score_group's complaint. With ``held`` a group runs until its number is released.
+    """
+
+    def __init__(self, outcome: Callable[[int], object], *, name: str = "stub", group_size: int = 2, held: bool = False):
+        self.name, self.outcome, self.held = name, outcome, held
+        self.config = SimpleNamespace(group_size=group_size)
+        self.sampler = SimpleNamespace(next=self.next_sample, observe=lambda group: self.observed.append(group.group_id))
+        self.released: set[int] = set()
+        self.samples, self.started, self.observed, self.cancelled = 0, [], [], []
+
+    def next_sample(self) -> DataSample:
+        self.samples += 1
+        return DataSample(sample_id=str(self.samples - 1), env_input=None)
+
+    async def run_group(self, sample, policy, *, group_id, seed):
+        number = int(group_id.rsplit("-", 1)[1])
+        self.started.append(number)
+        try:
+            while self.held and number not in self.released:
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.cancelled.append(number)
+            raise
+        outcome = self.outcome(number)
+        if isinstance(outcome, Exception):
+            raise outcome
+        entries = [1.0] * self.config.group_size if isinstance(outcome, str) else outcome
+        rollouts = [self.rollout(group_id, index, entry, policy.version) for index, entry in enumerate(entries)]
+        return RolloutGroup(
+            group_id=group_id, task_name=self.name, data_sample=sample, rollouts=rollouts, admitted_version=policy.version
+        )
+
+    def rollout(self, group_id, index, entry, version) -> Rollout:
+        rollout = Rollout(group_id=group_id, sample_idx=index, task_name=self.name, status=RolloutStatus.COMPLETED)
+        if isinstance(entry, RolloutStatus):
+            rollout.status, rollout.error = entry, "the env broke"
+            return rollout
+        rollout.reward = 1.0 if entry == "long" else entry
+        rollout.samples = samples_of([turn_of([1, 2], [3] * (ROW_LENGTH if entry == "long" else 2))])
+        rollout.assign_advantages(rollout.reward)
+        return rollout
+
+    async def score_group(self, group) -> str | None:
+        outcome = self.outcome(int(group.group_id.rsplit("-", 1)[1]))
+        return outcome if isinstance(outcome, str) else None
+
+
+class Loop(RolloutLoop):
+    """With the test's own end of a step: trained, and live at once."""
+
+    def __init__(self, *tasks: StubTask, groups_per_step=2, max_offpolicy_steps=1, steps=3, filters=(), max_drops=5):
+        self.version = 0
+        self.pacer = Pacer(groups_per_step=groups_per_step, max_offpolicy_steps=max_offpolicy_steps)
+        self.policy = SimpleNamespace(version=0)
+        super().__init__(
+            tasks={task.name: task for task in tasks},
+            mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0 for task in tasks}),
+            policy=self.policy,
+            pacer=self.pacer,
+            batcher=Batcher.Config(row_length=ROW_LENGTH).build(),
+            filters=[entry.build() for entry in filters],
+            seed=0,
+            total_groups=groups_per_step * steps,
+            max_drops_in_a_row=max_drops,
+        )
+
+    async def batch(self):
+        return await asyncio.wait_for(self.next_batch(self.version), 20)
+
+    def step_taken(self, batch) -> None:
+        self.trained(batch)
+        self.version += 1
+        self.policy.version = self.version
+        self.live(self.version)
+
+
+def ids(batch) -> list[int]:
+    return [int(group.group_id.rsplit("-", 1)[1]) for group in batch.groups]
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+# ---- the way through
+
+
+async def test_run_trains_on_every_group_once_and_starts_no_more_than_it_needs():
+    task = StubTask(lambda number: [0.0, 1.0])
+    loop = Loop(task, steps=3)
+    loop.fill()
+    seen = []
+    for _ in range(3):
+        batch = await loop.batch()
+        seen += ids(batch)
+        loop.step_taken(batch)
+    assert sorted(seen) == sorted(task.started) == [0, 1, 2, 3, 4, 5] and task.samples == 6
+    assert sorted(task.observed) == [f"stub-{number}" for number in range(6)]
+    await loop.close()
+    assert loop.ledger.counts() == {"stub/dispatched": 12, "stub/trained": 12, "stub/open": 0}
+    assert loop.pacer.free_slots == 4
+
+
+async def test_every_free_slot_is_filled_at_once_and_again_when_weights_are_live():
+    task = StubTask(lambda number: [0.0, 1.0], held=True)
+    loop = Loop(task, steps=9)
+    loop.fill()
+    await settle()
+    assert task.started == [0, 1, 2, 3]
+    task.released = {0, 1}
+    batch = await loop.batch()
+    loop.trained(batch)
+    await settle()
+    assert task.started == [0, 1, 2, 3], "the weights of the step are not live yet"
+    loop.policy.version = 1
+    loop.live(1)
+    await settle()
+    assert task.started == [0, 1, 2, 3, 4, 5]
+    await loop.close()
+
+
+async def test_slow_group_holds_up_nobody_before_its_deadline():
+    task = StubTask(lambda number: [0.0, 1.0], held=True)
+    loop = Loop(task)
+    loop.fill()
+    task.released = {1, 3}
+    assert ids(await loop.batch()) == [1, 3]
+    await loop.close()
+
+
+async def test_trainer_waits_for_a_group_that_is_due():
+    task = StubTask(lambda number: [0.0, 1.0], held=True)
+    loop = Loop(task)
+    loop.fill()
+    task.released = {1, 3}
+    loop.step_taken(await loop.batch())
+    # Groups 0 and 2 are of version 0, and this step consumes at 1: without them it must not go on.
+    task.released |= {4, 5}
+    waiting = asyncio.create_task(loop.batch())
+    await settle()
+    assert not waiting.done()
+    task.released |= {0, 2}
+    assert ids(await waiting) == [0, 2]
+    await loop.close()
+
+
+async def test_tasks_take_turns():
+    tasks = [StubTask(lambda number: [0.0, 1.0], name=name) for name in ("a", "b")]
+    loop = Loop(*tasks)
+    loop.fill()
+    await settle()
+    assert tasks[0].started == [0, 2] and tasks[1].started == [1, 3]
+    await loop.close()
+
+
+# ---- what leaves on the way
+
+
+async def test_finished_group_is_trained_on_though_some_of_its_rollouts_failed():
+    task = StubTask(lambda number: [0.0, RolloutStatus.ERROR, 1.0, RolloutStatus.TIMEOUT], group_size=4)
+    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=1)
+    loop.fill()
+    batch = await loop.batch()
+    assert [rollout.sample_idx for rollout in batch.groups[0].rollouts] == [0, 2]
+    loop.step_taken(batch)
+    assert loop.ledger.counts() == {
+        "stub/dispatched": 4,
+        "stub/failed/error": 1,
+        "stub/failed/timeout": 1,
+        "stub/trained": 2,
+        "stub/open": 0,
+    }
+
+
+class Half(Filter):
+    def matches(self, group):
+        return [rollout.sample_idx % 2 == 1 for rollout in group.scored]
+
+
+async def test_filtered_rollouts_leave_by_name_and_the_rest_is_trained_on():
+    loop = Loop(StubTask(lambda number: [0.0, 1.0]), filters=[Half.Config()], groups_per_step=1, max_offpolicy_steps=0, steps=1)
+    loop.fill()
+    batch = await loop.batch()
+    assert [rollout.sample_idx for rollout in batch.groups[0].rollouts] == [0]
+    assert batch.filter_matches == {"half": 1} and batch.dropped_groups == 0
+    loop.step_taken(batch)
+    assert loop.ledger.counts()["stub/filtered/half"] == 1 and loop.ledger.counts()["stub/trained"] == 1
+
+
+async def test_group_that_is_filtered_whole_gives_its_slot_to_another():
+    # Groups 0 and 1 teach nothing.
+    task = StubTask(lambda number: [0.0, 0.0] if number < 2 else [0.0, 1.0])
+    loop = Loop(task, filters=[ZeroAdvantage.Config()], max_offpolicy_steps=0, steps=1)
+    loop.fill()
+    batch = await loop.batch()
+    assert ids(batch) == [2, 3] and batch.dropped_groups == 2 and batch.filter_matches == {"zero_advantage": 4}
+    loop.step_taken(batch)
+    assert loop.ledger.counts() == {
+        "stub/dispatched": 8,
+        "stub/filtered/zero_advantage": 4,
+        "stub/trained": 4,
+        "stub/open": 0,
+    }
+    assert loop.pacer.free_slots == 2
+    await loop.close()
+
+
+async def test_counts_of_dropped_groups_and_matches_start_anew_with_each_batch():
+    task = StubTask(lambda number: [0.0, 0.0] if number == 0 else [0.0, 1.0])
+    loop = Loop(task, filters=[ZeroAdvantage.Config()], groups_per_step=1, max_offpolicy_steps=0, steps=2)
+    loop.fill()
+    batch = await loop.batch()
+    assert (batch.dropped_groups, batch.filter_matches["zero_advantage"]) == (1, 2)
+    loop.step_taken(batch)
+    batch = await loop.batch()
+    assert (batch.dropped_groups, batch.filter_matches["zero_advantage"]) == (0, 0)
+    await loop.close()
+
+
+async def test_group_too_small_is_dropped_whole_and_its_slot_freed():
+    task = StubTask(lambda number: "1 of 2 rollouts scored, 2 needed" if number == 0 else [0.0, 1.0])
+    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=1)
+    loop.fill()
+    loop.step_taken(await loop.batch())
+    assert loop.ledger.counts()["stub/failed/group_too_small"] == 2 and loop.ledger.counts()["stub/trained"] == 2
+
+
+async def test_rollout_longer_than_a_row_is_left_out_and_counted():
+    loop = Loop(StubTask(lambda number: [0.0, "long"]), groups_per_step=1, max_offpolicy_steps=0, steps=1)
+    loop.fill()
+    batch = await loop.batch()
+    assert [rollout.sample_idx for rollout in batch.groups[0].rollouts] == [0]
+    loop.step_taken(batch)
+    assert loop.ledger.counts()["stub/oversized"] == 1
+
+
+async def test_dropped_groups_of_the_last_step_are_replaced_so_that_it_is_whole():
+    # Nothing but the fourth group of each step is any good, and the run needs just four.
+    task = StubTask(lambda number: [0.0, 1.0] if number % 4 == 3 else [0.0, 0.0])
+    loop = Loop(task, filters=[ZeroAdvantage.Config()], groups_per_step=2, max_offpolicy_steps=1, steps=2)
+    loop.fill()
+    for _ in range(2):
+        loop.step_taken(await loop.batch())
+    await loop.close()
+    counts = loop.ledger.counts()
+    assert counts["stub/trained"] == 8 and counts["stub/open"] == 0
+    assert counts["stub/dispatched"] == sum(n for key, n in counts.items() if key != "stub/dispatched")
+
+
+# ---- how it ends
+
+
+async def test_run_that_keeps_nothing_ends_with_the_causes():
+    outcomes = [[0.0, 0.0], [RolloutStatus.ERROR, RolloutStatus.TIMEOUT], ["long", "long"]]
+    loop = Loop(StubTask(lambda number: outcomes[number % 3]), filters=[ZeroAdvantage.Config()], max_drops=6)
+    loop.fill()
+    with pytest.raises(RunError, match="6 groups in a row gave nothing to train on") as failure:
+        await loop.batch()
+    for cause in ("4 filtered/zero_advantage", "2 failed/error", "2 failed/timeout", "4 oversized", "controller.jsonl"):
+        assert cause in str(failure.value)
+    await loop.close()
+    assert loop.ledger.counts()["stub/open"] == 0
+
+
+async def test_one_group_kept_starts_the_count_of_drops_anew():
+    task = StubTask(lambda number: [0.0, 1.0] if number % 5 == 4 else [0.0, 0.0])
+    loop = Loop(task, filters=[ZeroAdvantage.Config()], groups_per_step=1, max_offpolicy_steps=0, steps=3, max_drops=5)
+    loop.fill()
+    for _ in range(3):
+        loop.step_taken(await loop.batch())
+    assert task.started == list(range(15))
+
+
+async def test_failure_in_our_own_code_reaches_the_trainer_and_the_ledger_still_balances():
+    loop = Loop(StubTask(lambda number: KeyError("surprise") if number == 1 else [0.0, 1.0]))
+    loop.fill()
+    await settle()
+    with pytest.raises(KeyError, match="surprise"):
+        await loop.batch()
+    await loop.close()
+    assert loop.ledger.counts() == {"stub/dispatched": 8, "stub/untrained": 8, "stub/open": 0}
+
+
+async def test_broken_filter_ends_the_run_and_the_ledger_still_balances():
+    class Broken(Filter):
+        def matches(self, group):
+            raise ValueError("no")
+
+    loop = Loop(StubTask(lambda number: [RolloutStatus.ERROR, 1.0]), filters=[Broken.Config()])
+    loop.fill()
+    await settle()
+    with pytest.raises(RunError, match="filter broken failed"):
+        await loop.batch()
+    await loop.close()
+    assert loop.ledger.counts()["stub/open"] == 0 and loop.ledger.counts()["stub/failed/error"] == 4
+
+
+async def test_failure_from_outside_wakes_a_trainer_that_waits():
+    loop = Loop(StubTask(lambda number: [0.0, 1.0], held=True))
+    loop.fill()
+    waiting = asyncio.create_task(loop.batch())
+    await settle()
+    loop.fail(RunError("a generator stopped"))
+    with pytest.raises(RunError, match="a generator stopped"):
+        await waiting
+    await loop.close()
+
+
+async def test_stop_wakes_the_trainer_and_starts_nothing_more():
+    task = StubTask(lambda number: [0.0, 1.0], held=True)
+    loop = Loop(task)
+    loop.fill()
+    waiting = asyncio.create_task(loop.batch())
+    await settle()
+    loop.stop()
+    with pytest.raises(RunStopped):
+        await waiting
+    loop.live(1)
+    await settle()
+    assert task.started == [0, 1, 2, 3]
+    await loop.close()
+
+
+async def test_close_cancels_what_runs_and_counts_what_was_not_used():
+    task = StubTask(lambda number: [0.0, 1.0, RolloutStatus.ERROR], group_size=3, held=True)
+    loop = Loop(task)
+    loop.fill()
+    task.released = {0}
+    await settle()
+    await loop.close()
+    assert task.cancelled == [1, 2, 3]
+    assert loop.ledger.counts() == {"stub/dispatched": 12, "stub/failed/error": 1, "stub/untrained": 11, "stub/open": 0}

@@ -1,0 +1,363 @@
+"""The controller's side of the generators: who gets a request, when it leaves, and who hears of its end."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from torchtitan.experiments.rl.actors import generator_client
+from torchtitan.experiments.rl.actors.generator_client import GeneratorClient, Router
+from torchtitan.experiments.rl.actors.messages import (
+    GenerateRequest,
+    GenerateResult,
+    GeneratorFailed,
+    RequestFailed,
+    ScoreRequest,
+    ScoreResult,
+)
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import Completion
+
+PROMPT = np.array([5, 6, 7], np.int32)
+
+
+class Endpoint:
+    """An actor's endpoint: calls ``function`` whichever way it is called."""
+
+    def __init__(self, function):
+        self._function = function
+
+    async def call_one(self, *args):
+        return self._function(*args)
+
+    def broadcast(self, *args):
+        self._function(*args)
+
+
+class FakeReplica:
+    """Keeps the messages it gets, and answers what the test says."""
+
+    def __init__(self):
+        self.messages: list[list] = []
+        self.aborted: list[int] = []
+        self.attach = Endpoint(lambda port: setattr(self, "port", port))
+        self.submit = Endpoint(lambda requests: self.messages.append(requests))
+        self.abort = Endpoint(lambda ids: self.aborted.extend(ids))
+
+    @property
+    def requests(self) -> list:
+        return [request for message in self.messages for request in message]
+
+    async def answer(self, *requests, tokens: int = 2) -> None:
+        """Finish ``requests`` (all so far where none is given), in one message."""
+        await self.send([result_of(request, tokens) for request in requests or self.requests])
+
+    async def send(self, results: list) -> None:
+        self.port.put_nowait(results)
+        await settle()
+
+
+class FakeMesh(list):
+    def slice(self, *, procs: int) -> FakeReplica:
+        return self[procs]
+
+
+class FakeChannel:
+    @staticmethod
+    def open():
+        results = asyncio.Queue()
+        return results, type("Receiver", (), {"recv": results.get})
+
+
+def result_of(request, tokens: int):
+    if isinstance(request, ScoreRequest):
+        return ScoreResult(request_id=request.request_id, logprobs=-np.arange(len(request.token_ids), dtype=np.float32))
+    completion = Completion(
+        token_ids=np.full(tokens, request.request_id, np.int32),
+        logprobs=np.zeros(tokens, np.float32),
+        policy_versions=np.zeros(tokens, np.int32),
+        finish_reason="stop",
+    )
+    return GenerateResult(request_id=request.request_id, completion=completion)
+
+
+async def settle() -> None:
+    """Let everything happen that needs no more than the event loop."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def connect(monkeypatch):
+    monkeypatch.setattr(generator_client, "Channel", FakeChannel)
+    clients = []
+
+    async def connect(replicas: int = 1, **options) -> tuple[GeneratorClient, FakeMesh]:
+        client, mesh = GeneratorClient(**options), FakeMesh(FakeReplica() for _ in range(replicas))
+        await client.connect(mesh, replicas)
+        clients.append(client)
+        return client, mesh
+
+    return connect
+
+
+def open_session(client: GeneratorClient, seed: int = 0, max_tokens: int = 10):
+    sampling = SamplingConfig(max_tokens=max_tokens)
+    return client.session(rollout_id=f"r{seed}", seed=seed, sampling=sampling, stop_token_ids=[2])
+
+
+def generate(session, prompt=PROMPT, *, max_tokens: int = 10) -> asyncio.Task:
+    return asyncio.create_task(session.generate(prompt, max_tokens=max_tokens))
+
+
+# ---- which replica
+
+
+def test_least_loaded_replica_is_chosen_and_the_first_on_a_tie():
+    router = Router(3)
+    assert router.choose(None) == 0
+    router.add(0, 10)
+    router.add(1, 5)
+    assert router.choose(None) == 2
+    router.add(2, 7)
+    assert router.choose(None) == 1
+    router.remove(0, 10)
+    assert router.choose(None) == 0
+
+
+def test_a_conversation_stays_with_its_replica_however_loaded():
+    router = Router(2)
+    router.add(1, 1000)
+    assert router.choose(1) == 1
+
+
+async def test_load_is_prompt_and_the_most_that_may_be_sampled(connect):
+    client, _ = await connect()
+    work = generate(open_session(client, max_tokens=50), max_tokens=20)
+    await settle()
+    assert client._router.load == [23]
+    work.cancel()
+
+
+async def test_requests_spread_over_replicas_and_the_next_turn_goes_where_the_first_went(connect):
+    client, mesh = await connect(2)
+    sessions = [open_session(client, seed) for seed in range(4)]
+    first = [generate(session) for session in sessions]
+    await settle()
+    assert [len(replica.requests) for replica in mesh] == [2, 2]
+    second_of = {request.seed: index for index, replica in enumerate(mesh) for request in replica.requests}
+    for replica in mesh:
+        await replica.answer()
+    await asyncio.gather(*first)
+    assert client._router.load == [0, 0]
+    # Only the two of one replica go on: free choice would send one of them to the other.
+    on_second = [session for session in sessions if second_of[session._seed] == 1]
+    for session in on_second:
+        generate(session)
+    await settle()
+    assert [len(replica.messages) for replica in mesh] == [1, 2] and len(mesh[1].messages[1]) == 2
+
+
+async def test_answers_reach_whoever_asked_and_are_counted(connect):
+    client, (replica,) = await connect()
+    tasks = [generate(open_session(client, seed)) for seed in range(3)]
+    await settle()
+    await replica.answer(*reversed(replica.requests), tokens=4)
+    for request, task in zip(replica.requests, tasks, strict=True):
+        assert (await task).token_ids.tolist() == [request.request_id] * 4
+    assert client.generated_tokens == 12 and client._open == {}
+
+
+async def test_each_turn_has_a_seed_of_its_own_within_63_bits(connect):
+    client, (replica,) = await connect()
+    session = open_session(client, seed=2**63 - 1)
+    for turn in range(3):
+        task = generate(session)
+        await settle()
+        await replica.answer(replica.messages[turn][0])
+        await task
+    seeds = [request.seed for request in replica.requests]
+    assert len(set(seeds)) == 3 and seeds[0] == 2**63 - 1 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+async def test_score_returns_log_probabilities_and_frees_its_load(connect):
+    client, (replica,) = await connect()
+    task = asyncio.create_task(client.score(PROMPT))
+    await settle()
+    assert client._router.load == [3]
+    await replica.answer()
+    assert (await task).tolist() == [0, -1, -2]
+    assert client._router.load == [0] and client.generated_tokens == 0
+
+
+# ---- when it leaves
+
+
+async def test_requests_of_one_tick_leave_in_one_message(connect):
+    client, mesh = await connect(2)
+    for seed in range(100):
+        generate(open_session(client, seed))
+    await settle()
+    assert [len(replica.messages) for replica in mesh] == [1, 1]
+    assert sum(len(replica.requests) for replica in mesh) == 100
+
+
+async def test_without_lockstep_nobody_waits_for_another_session(connect):
+    client, (replica,) = await connect()
+    first, _ = generate(open_session(client, 1)), open_session(client, 2)
+    await settle()
+    assert len(replica.requests) == 1
+    first.cancel()
+
+
+async def test_lockstep_holds_requests_until_every_open_session_waits_for_one(connect):
+    client, (replica,) = await connect(lockstep=True)
+    sessions = [open_session(client, seed) for seed in range(3)]
+    generate(sessions[2])
+    generate(sessions[0])
+    await settle()
+    assert replica.messages == []
+    generate(sessions[1])
+    await settle()
+    assert [request.seed for request in replica.requests] == [0, 1, 2] and len(replica.messages) == 1
+
+
+async def test_lockstep_order_does_not_depend_on_who_asked_first(connect):
+    orders = []
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
+        client, mesh = await connect(2, lockstep=True)
+        sessions = [open_session(client, seed) for seed in range(4)]
+        for index in order:
+            generate(sessions[index])
+        await settle()
+        orders.append([[request.seed for request in replica.requests] for replica in mesh])
+    assert orders[0] == orders[1] == [[0, 2], [1, 3]]
+
+
+async def test_lockstep_goes_on_when_the_last_session_that_was_waited_for_closes(connect):
+    client, (replica,) = await connect(lockstep=True)
+    generate(open_session(client, 1))
+    idle = open_session(client, 2)
+    await settle()
+    assert replica.messages == []
+    idle.close()
+    idle.close()
+    await settle()
+    assert len(replica.messages) == 1
+
+
+async def test_lockstep_sends_no_next_turn_while_others_are_still_sampled(connect):
+    client, (replica,) = await connect(lockstep=True)
+    sessions = [open_session(client, seed) for seed in range(3)]
+    turns = [generate(session) for session in sessions]
+    await settle()
+    # One is answered and goes on at once. When the others end is a matter of timing: they must not share steps with it.
+    await replica.answer(replica.requests[0])
+    await turns[0]
+    generate(sessions[0])
+    await settle()
+    assert len(replica.messages) == 1
+    await replica.answer(*replica.messages[0][1:])
+    await turns[1]
+    generate(sessions[1])
+    await settle()
+    assert len(replica.messages) == 1
+    sessions[2].close()
+    await settle()
+    assert len(replica.messages) == 2 and len(replica.messages[1]) == 2
+
+
+async def test_lockstep_scores_leave_alone_with_nobody_else_and_otherwise_with_everybody(connect):
+    client, (replica,) = await connect(lockstep=True)
+    score = asyncio.create_task(client.score(PROMPT))
+    await settle()
+    assert len(replica.messages) == 1
+    session = open_session(client, 1)
+    generate(session)
+    await settle()
+    assert len(replica.messages) == 1
+    await replica.answer()
+    await score
+    await settle()
+    assert len(replica.messages) == 2
+    # A score belongs to no session: it does not stand in for one that has not asked yet.
+    await replica.answer(*replica.messages[1])
+    asyncio.create_task(client.score(PROMPT))
+    await settle()
+    assert len(replica.messages) == 2
+    generate(session)
+    await settle()
+    assert len(replica.messages) == 3 and len(replica.messages[2]) == 2
+
+
+# ---- how it ends
+
+
+async def test_cancelled_request_in_flight_frees_its_load_and_is_aborted(connect):
+    client, (replica,) = await connect()
+    task = generate(open_session(client))
+    await settle()
+    task.cancel()
+    await settle()
+    assert client._router.load == [0] and client._open == {}
+    assert replica.aborted == [replica.requests[0].request_id]
+    await replica.answer()  # what was on its way is nobody's
+    assert client._router.load == [0] and client.generated_tokens == 0
+
+
+async def test_request_cancelled_before_it_left_never_leaves(connect):
+    client, (replica,) = await connect(lockstep=True)
+    waiting, _ = generate(open_session(client, 1)), open_session(client, 2)
+    await settle()
+    waiting.cancel()
+    await settle()
+    assert replica.aborted == [] and client._open == {} and client._outbox == []
+
+
+async def test_request_that_can_not_run_fails_alone(connect):
+    client, (replica,) = await connect()
+    good, bad = generate(open_session(client, 1)), generate(open_session(client, 2))
+    await settle()
+    ids = {request.seed: request.request_id for request in replica.requests}
+    await replica.send([RequestFailed(request_id=ids[2], cause="prompt of 300 tokens")])
+    with pytest.raises(RunError, match="prompt of 300 tokens"):
+        await bad
+    assert client._router.load == [13]
+    await replica.answer(replica.requests[0])
+    assert (await good).finish_reason == "stop"
+
+
+async def test_failed_replica_answers_everybody_now_and_later(connect):
+    heard = []
+    client, mesh = await connect(2, on_failure=heard.append)
+    tasks = [generate(open_session(client, seed)) for seed in range(4)]
+    score = asyncio.create_task(client.score(PROMPT))
+    await settle()
+    await mesh[0].send([GeneratorFailed(cause="RuntimeError: out of memory")])
+    for task in (*tasks, score):
+        with pytest.raises(RunError, match="a generator stopped: RuntimeError: out of memory"):
+            await task
+    assert [str(failure) for failure in heard] == ["a generator stopped: RuntimeError: out of memory"]
+    with pytest.raises(RunError, match="out of memory"):
+        await open_session(client).generate(PROMPT, max_tokens=3)
+
+
+async def test_closed_client_answers_everybody(connect):
+    client, _ = await connect()
+    task = generate(open_session(client))
+    await settle()
+    client.close()
+    with pytest.raises(RunError, match="closed"):
+        await task
+
+
+async def test_requests_carry_the_smaller_of_the_two_token_limits(connect):
+    client, (replica,) = await connect()
+    session = open_session(client, max_tokens=6)
+    for limit, expected in ((4, 4), (9, 6)):
+        generate(session, max_tokens=limit)
+        await settle()
+        request = replica.requests[-1]
+        assert isinstance(request, GenerateRequest) and request.sampling.max_tokens == expected
+        assert request.stop_token_ids == [2] and request.prompt_token_ids.dtype == np.int32
