@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from torchtitan.experiments.rl.actors.messages import (
-    GenerateRequest,
     GenerateResult,
     Request,
     RequestFailed,
@@ -49,7 +48,7 @@ class Engine:
         on_cpu = device == "cpu"
         arguments: dict[str, Any] = {}
         if on_cpu:
-            # With a seed per request, vLLM 0.32 can't split a prompt over two steps on CPU ("CPU Generator does not use offset").
+            # With a seed per request, vLLM 0.32 can't split a prompt over two steps on CPU: its generators have no offset.
             arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(config.max_model_len, 8192)}
         else:
             arguments |= {"gpu_memory_utilization": config.gpu_memory_utilization}

@@ -19,6 +19,9 @@ class Dataset(UserConfigurable, Sequence[DataSample]):
     class Config(Configurable.Config):
         pass
 
+    def __init__(self, config: Config):
+        self.config = config
+
     @abc.abstractmethod
     def __len__(self) -> int: ...
 
