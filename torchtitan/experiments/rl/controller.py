@@ -39,7 +39,7 @@ from torchtitan.experiments.rl.rollout_loop import RolloutLoop, RunStopped
 from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.validation import ValidationConfig, ValidationReport, validate
-from torchtitan.experiments.rl.weights.sync import SyncReport, WeightSync, canary_tolerance
+from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport, WeightSync, canary_tolerance
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,6 @@ class Controller(Actor, Configurable):
             max_seq_len=config.batcher.row_length,
             total_steps=config.steps,
             run_dir=run_dir,
-            run_name=self._run_dir.name,
             generator_dtype=torch_dtype(dtype),
         )
         generators = meshes.generator_procs.spawn(
@@ -271,17 +270,18 @@ class Controller(Actor, Configurable):
     async def _publish(self, version: int) -> None:
         """Start publishing ``version``; where groups may be off-policy the generators take it over while training goes on."""
         await self._synced()
-        self._sync = asyncio.create_task(self._update(version))
+        copied = await self._weights.copy_out(version)
+        self._sync = asyncio.create_task(self._update(copied))
         if self.config.max_offpolicy_steps == 0:
             await self._synced()
 
-    async def _update(self, version: int) -> SyncReport:
+    async def _update(self, copied: CopiedOut) -> SyncReport:
         try:
-            report = await self._weights.update(version)
+            report = await self._weights.update(copied)
         except Exception as error:
             self._fail(error)
             raise
-        self._rollouts.live(version)
+        self._rollouts.live(copied.version)
         return report
 
     async def _synced(self) -> None:

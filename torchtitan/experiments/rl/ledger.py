@@ -6,8 +6,8 @@ from torchtitan.experiments.rl.errors import RunError
 
 
 class Ledger:
-    """Counts rollouts per task and column: ``trained``, ``filtered/<by>``, ``failed/<why>``, ``oversized``, ``untrained`` (whole
-    and unused when the run stopped). What is in no column is open: in flight or buffered."""
+    """Counts rollouts per task and column: ``trained``, ``filtered/<by>``, ``failed/<why>``, ``oversized``, ``untrained``
+    (open when the run stopped). What is in no column is open: in flight or buffered."""
 
     def __init__(self):
         self._dispatched: Counter[str] = Counter()

@@ -175,7 +175,7 @@ class RolloutLoop:
                 self._end(entry, f"failed/{rollout.status.value}", f"rollout {rollout.rollout_id}: {rollout.error}")
         kept: list[Rollout] = group.scored
         if problem is not None:
-            for rollout in kept:
+            for _ in kept:
                 self._end(entry, "failed/group_too_small", f"group {group.group_id}: {problem}")
             kept = []
         else:

@@ -1,8 +1,8 @@
 """What flows from rollouts to the trainer: training samples, packed batches, loss denominators.
 
-Every per-token stream is aligned with ``token_ids``: entry ``t`` describes token ``t``, never its neighbour. The log-probability
-of token ``t`` is that of the token given all tokens before it in its sample; the first token of a sample has none and is never
-a member of a loss.
+Every per-token stream is aligned with ``token_ids``: entry ``t`` describes token ``t``, never its neighbour. The
+log-probability of token ``t`` is that of the token given all before it in its sample; a sample's first token has none and is
+never a member of a loss.
 
 Shape suffixes: B rows of a batch, L tokens of a row or sample.
 """

@@ -60,7 +60,7 @@ class _Waiting:
 class GeneratorClient:
     """Implements rollouts.policy.PolicyClient over a mesh of replicas.
 
-    With ``lockstep`` requests leave only when every open session waits for one and none is being answered, sorted, so that which
+    With ``lockstep`` requests leave only when every open session waits for one and none is being answered, sorted: which
     requests share an engine step does not depend on timing: the same seed then gives the same bits on CPU, where a batch's
     composition moves the last ones.
     """

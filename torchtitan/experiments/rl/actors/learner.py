@@ -73,7 +73,7 @@ class Learner(Configurable):
         run_dir: str,
         dtype: torch.dtype | None = None,
     ):
-        """Needs an initialised default process group; every rank builds one. ``dtype`` overrides config.dtype (tests: float64)."""
+        """Needs an initialised process group; every rank builds one. ``dtype`` overrides config.dtype (tests: float64)."""
         self.config = config
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())

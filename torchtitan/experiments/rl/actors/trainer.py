@@ -1,4 +1,4 @@
-"""The PolicyTrainer actor: one rank of the trainer mesh. Endpoints hand work to one compute thread, so messages keep flowing."""
+"""The PolicyTrainer actor: one rank of the trainer mesh. Endpoints hand work to one compute thread, so messages flow."""
 
 import asyncio
 import logging
@@ -43,14 +43,13 @@ class PolicyTrainer(Actor, Configurable):
         max_seq_len: int,
         total_steps: int,
         run_dir: str,
-        run_name: str,
         generator_dtype: torch.dtype,
     ):
         self._rank, self._world_size = current_rank().rank, math.prod(current_size().values())
         self._device = device
         setup_process_logging(run_dir, f"trainer-{self._rank}")
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
-        self._run_name, self._generator_dtype = run_name, generator_dtype
+        self._generator_dtype = generator_dtype
         self._learner: Learner | None = None
         self._publisher: SnapshotPublisher | None = None
 
@@ -78,9 +77,7 @@ class PolicyTrainer(Actor, Configurable):
         def build() -> None:
             init_process_group(device=self._device, rank=self._rank, world_size=self._world_size, address=rendezvous)
             self._learner = self._build()
-            self._publisher = SnapshotPublisher(
-                run_name=self._run_name, rank=self._rank, one_host=one_host, dtype=self._generator_dtype
-            )
+            self._publisher = SnapshotPublisher(rank=self._rank, one_host=one_host, dtype=self._generator_dtype)
 
         await self._run(build)
 
@@ -105,8 +102,8 @@ class PolicyTrainer(Actor, Configurable):
         return await self._run(take)
 
     @concurrent_endpoint
-    async def publish_weights(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> np.ndarray:
-        """Publish the weights as ``version``. Collective; the next forward may start once they are copied out.
+    async def copy_out_weights(self, version: int, canary_token_ids: np.ndarray) -> np.ndarray:
+        """Copy the weights into the snapshot of ``version``; after this they may change. Collective.
 
         Returns:
             float32 [L]: log-probabilities of the canary under these weights.
@@ -116,10 +113,12 @@ class PolicyTrainer(Actor, Configurable):
             self._publisher.write(version, self._learner.hub_tensors())
             return self._learner.score(canary_token_ids)
 
-        canary = await self._run(copy_out)
-        if self._rank == 0:
-            await self._publisher.publish(version, remote_readers=remote_readers)
-        return canary
+        return await self._run(copy_out)
+
+    @concurrent_endpoint
+    async def publish_weights(self, version: int, remote_readers: bool) -> None:
+        """Rank 0: let the generators find the snapshot of ``version``. Runs beside the compute thread."""
+        await self._publisher.publish(version, remote_readers=remote_readers)
 
     @concurrent_endpoint
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -133,11 +132,9 @@ class PolicyTrainer(Actor, Configurable):
 
     @concurrent_endpoint
     async def shutdown(self) -> None:
-        """Release what outlives the process: shared memory."""
+        """Finish what is being saved, and leave the process group."""
 
         def close() -> None:
-            if self._publisher is not None:
-                self._publisher.close()
             if self._learner is not None:
                 self._learner.close()
             if torch.distributed.is_initialized():

@@ -40,7 +40,7 @@ class StepReport:
     val_reward: float | None = None
     """None on steps without validation."""
     tokens_per_second: float
-    """Sampled tokens trained on, per second of the step."""
+    """Tokens of the batch, prompts included, per second of the step."""
     age_mean: float
     """Policy versions between sampling and training, over the step's sampled tokens."""
     age_max: int

@@ -56,7 +56,7 @@ class StepRecord:
             **{f"filter/{name}": count for name, count in batch.filter_matches.items()},
             **{f"time/{name}_s": seconds for name, seconds in spans.items()},
             "time/step_s": self._seconds,
-            "perf/trained_tokens_per_s": self._sampled / self._seconds,
+            "perf/trained_tokens_per_s": packed.tokens / self._seconds,
             "perf/generated_tokens_per_s": (generated_tokens - self._generated_tokens) / self._seconds,
         }
         if last_sync is not None:
@@ -64,6 +64,7 @@ class StepRecord:
             self.metrics |= {
                 "perf/sync_version": last_sync.version,
                 "perf/sync_canary_max_diff": last_sync.canary_max_diff,
+                "time/sync_copy_out_s": last_sync.copy_out_s,
                 "time/sync_publish_s": last_sync.publish_s,
                 "time/sync_load_s": last_sync.load_s,
             }
@@ -74,7 +75,7 @@ class StepRecord:
             total_steps=self._total_steps,
             reward=self.metrics.get("rollout/reward_mean"),
             val_reward=val_reward,
-            tokens_per_second=self._sampled / self._seconds,
+            tokens_per_second=self.metrics["perf/trained_tokens_per_s"],
             age_mean=self.metrics["policy/age_mean"],
             age_max=int(self.metrics["policy/age_max"]),
             wait_s=self._spans.get("wait", 0.0),

@@ -1,4 +1,4 @@
-"""The policy as tasks and algorithms see it: something that samples and scores tokens. Implemented by actors/generator_client.py."""
+"""The policy as tasks and algorithms see it: it samples and scores tokens. Implemented by actors/generator_client.py."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,4 +1,4 @@
-"""What a rollout is made of: turns, statuses, groups. Plain records, filled by the turn loop and read by everything after it."""
+"""What a rollout is made of: turns, statuses, groups. Plain records, filled by the turn loop and read by all after it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -126,7 +126,7 @@ class Rollout:
         per_token = np.full(sampled, value, np.float32) if np.ndim(value) == 0 else np.asarray(value, np.float32)
         if per_token.shape != (sampled,):
             raise ValueError(
-                f"rollout {self.rollout_id}: {len(per_token)} advantages for {sampled} sampled tokens; give one each, or a scalar"
+                f"rollout {self.rollout_id}: {len(per_token)} advantages for {sampled} sampled tokens; give one, or one each"
             )
         start = 0
         for sample in self.samples:

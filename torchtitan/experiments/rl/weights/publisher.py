@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from torchtitan.experiments.rl.weights.snapshot import (
-    SHARED_MEMORY_FOLDER,
     Manifest,
     SharedBuffer,
     SnapshotLayout,
@@ -27,8 +26,7 @@ class SnapshotPublisher:
     gather each tensor, and rank 0 writes.
     """
 
-    def __init__(self, *, run_name: str, rank: int, one_host: bool, dtype: torch.dtype):
-        self._paths = [f"{SHARED_MEMORY_FOLDER}/{run_name}-weights-{slot}" for slot in (0, 1)]
+    def __init__(self, *, rank: int, one_host: bool, dtype: torch.dtype):
         self._rank = rank
         self._one_host = one_host
         self._dtype = dtype
@@ -73,16 +71,15 @@ class SnapshotPublisher:
             if had_payload:
                 await torchstore.delete(payload_key(old))
 
-    def close(self) -> None:
-        for buffer in self._buffers:
-            buffer.unlink()
-
     def _open_buffers(self) -> None:
+        paths: list[str | None] = [None, None]
         if self._rank == 0:
-            self._buffers = [SharedBuffer(path, nbytes=self._layout.nbytes) for path in self._paths]
-        _barrier()
+            self._buffers = [SharedBuffer.create(self._layout.nbytes) for _ in paths]
+            paths = [buffer.path for buffer in self._buffers]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast_object_list(paths)
         if self._rank != 0 and self._one_host:
-            self._buffers = [SharedBuffer(path) for path in self._paths]
+            self._buffers = [SharedBuffer.attach(path) for path in paths]
 
     def _copy(self, target: torch.Tensor | None, tensor: torch.Tensor) -> None:
         if not isinstance(tensor, DTensor):

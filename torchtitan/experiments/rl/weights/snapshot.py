@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-SHARED_MEMORY_FOLDER = "/dev/shm"
 _ALIGNMENT = 64
 _FINGERPRINT_CHUNK = 16 * 2**20
 
@@ -55,9 +54,9 @@ class Manifest:
     version: int
     layout: SnapshotLayout
     path: str
-    """Shared-memory file, on the trainer's host."""
+    """Of the trainer's SharedBuffer."""
     host: str
-    """Host the file lies on."""
+    """Host it is on."""
     fingerprint: str
     """Of the buffer's bytes, taken by the trainer after writing them."""
     payload_key: str | None
@@ -65,33 +64,31 @@ class Manifest:
 
 
 class SharedBuffer:
-    """A shared-memory file mapped into this process, as one uint8 tensor."""
+    """Shared memory as one uint8 tensor. It has no name in any folder: it is gone when the last process that maps it ends,
+    however that process ends."""
 
-    def __init__(self, path: str, *, nbytes: int | None = None):
-        """Create the file when ``nbytes`` is given, else map the one that is there."""
+    def __init__(self, descriptor: int, path: str):
+        self._descriptor = descriptor
         self.path = path
-        self._owned = nbytes is not None
-        flags = os.O_RDWR | (os.O_CREAT | os.O_EXCL if self._owned else 0)
-        descriptor = os.open(path, flags, 0o600)
-        try:
-            if nbytes is not None:
-                os.posix_fallocate(descriptor, 0, nbytes)
-            self._map = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
-        finally:
-            os.close(descriptor)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        """Where other processes of this host find it, while the one that created it lives."""
+        self.bytes = torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
+
+    @classmethod
+    def create(cls, nbytes: int) -> "SharedBuffer":
+        descriptor = os.memfd_create("policy-weights")
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return cls(descriptor, f"/proc/{os.getpid()}/fd/{descriptor}")
+
+    @classmethod
+    def attach(cls, path: str) -> "SharedBuffer":
+        """Map the buffer another process created."""
+        return cls(os.open(path, os.O_RDWR), path)
 
     def views(self, layout: SnapshotLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of each entry, sharing the buffer's memory."""
         for entry in layout.entries:
             flat = self.bytes[entry.offset : entry.offset + entry.nbytes]
             yield entry.name, flat.view(entry.dtype).view(entry.shape)
-
-    def unlink(self) -> None:
-        """Remove the file; mappings of it live on until their owners end."""
-        if self._owned:
-            self._owned = False
-            os.unlink(self.path)
 
 
 def fingerprint(buffer: torch.Tensor) -> str:

@@ -1,6 +1,5 @@
 """torchstore as this library uses it: where a version's manifest, and for other hosts its bytes, are kept."""
 
-import os
 import socket
 from typing import Any
 
@@ -9,7 +8,7 @@ import torchstore.api
 from monarch.actor import ProcMesh, endpoint
 from torchstore.controller import Controller as TorchStoreController
 
-from torchtitan.experiments.rl.weights.snapshot import SHARED_MEMORY_FOLDER, Manifest, SharedBuffer
+from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer
 
 
 class _AsyncController(TorchStoreController):
@@ -60,20 +59,11 @@ _fetched: dict[str, SharedBuffer] = {}
 
 
 async def local_copy(manifest: Manifest) -> str:
-    """Path of the snapshot in this host's shared memory: the trainer's own file, or one filled through torchstore."""
+    """Path of the snapshot in this host's memory: the trainer's own buffer, or one filled through torchstore."""
     if manifest.host == socket.gethostname():
         return manifest.path
     if manifest.path not in _fetched:
-        path = f"{manifest.path}-{os.getpid()}"
-        _fetched[manifest.path] = SharedBuffer(
-            os.path.join(SHARED_MEMORY_FOLDER, os.path.basename(path)), nbytes=manifest.layout.nbytes
-        )
+        _fetched[manifest.path] = SharedBuffer.create(manifest.layout.nbytes)
     buffer = _fetched[manifest.path]
     await torchstore.get(manifest.payload_key, buffer.bytes)
     return buffer.path
-
-
-def drop_local_copies() -> None:
-    for buffer in _fetched.values():
-        buffer.unlink()
-    _fetched.clear()

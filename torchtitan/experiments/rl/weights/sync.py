@@ -18,10 +18,22 @@ class SyncReport:
     version: int
     canary_max_diff: float
     """Largest difference of a canary token's log-probability, trainer to generator, over all replicas."""
+    copy_out_s: float
+    """Trainer: gather and copy, and its canary. Training waits for it."""
     publish_s: float
-    """Trainer: gather, copy, fingerprint, put."""
+    """Trainer: fingerprint and put, beside the next forward."""
     load_s: float
     """Generators: get, verify, the engine's reload, canary."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CopiedOut:
+    """A version that lies in its snapshot and is not published yet."""
+
+    version: int
+    canary_logprobs: np.ndarray
+    """The trainer's, under these weights."""
+    seconds: float
 
 
 class WeightSync:
@@ -47,22 +59,33 @@ class WeightSync:
         )
         self._compare(0, next(iter(trainer.values())), generators)
 
-    async def update(self, version: int) -> SyncReport:
-        """Publish ``version`` and return when every generator samples with it.
+    async def copy_out(self, version: int) -> CopiedOut:
+        """Copy the trainer's weights out as ``version``; training may go on when this returns."""
+        started = time.perf_counter()
+        canaries = await self._trainer.copy_out_weights.call(version, self._canary)
+        return CopiedOut(version=version, canary_logprobs=next(iter(canaries.values())), seconds=time.perf_counter() - started)
+
+    async def update(self, copied: CopiedOut) -> SyncReport:
+        """Publish a version that was copied out, and return when every generator samples with it.
 
         Raises:
             RunError: a generator loaded something else, or computes something else with it.
         """
+        version = copied.version
         started = time.perf_counter()
-        canaries = await self._trainer.publish_weights.call(version, self._canary, self._remote_readers)
+        await self._trainer.slice(procs=0).publish_weights.call_one(version, self._remote_readers)
         published = time.perf_counter()
         receipts = await self._generators.update_weights(version, self._canary)
         if len({receipt.fingerprint for receipt in receipts}) > 1:
             raise RunError(f"generators disagree on the bytes of version {version}: {[r.fingerprint for r in receipts]}")
-        trainer = next(iter(canaries.values()))
-        worst = self._compare(version, trainer, [receipt.canary_logprobs for receipt in receipts])
-        loaded = time.perf_counter()
-        return SyncReport(version=version, canary_max_diff=worst, publish_s=published - started, load_s=loaded - published)
+        worst = self._compare(version, copied.canary_logprobs, [receipt.canary_logprobs for receipt in receipts])
+        return SyncReport(
+            version=version,
+            canary_max_diff=worst,
+            copy_out_s=copied.seconds,
+            publish_s=published - started,
+            load_s=time.perf_counter() - published,
+        )
 
     def _compare(self, version: int, trainer: np.ndarray, generators: list[np.ndarray]) -> float:
         worst = 0.0

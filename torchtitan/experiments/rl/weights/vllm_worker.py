@@ -23,7 +23,7 @@ class SnapshotLoader:
         started = time.perf_counter()
         buffers = self.__dict__.setdefault("_snapshot_buffers", {})
         if path not in buffers:
-            buffers[path] = SharedBuffer(path)
+            buffers[path] = SharedBuffer.attach(path)
         buffer = buffers[path]
         seen = fingerprint(buffer.bytes[: manifest.layout.nbytes])
         if seen != manifest.fingerprint:
