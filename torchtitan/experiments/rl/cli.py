@@ -37,6 +37,7 @@ def parse_command(arguments: list[str]) -> Command:
         "--trainer.optimizer.lr 1e-5, --tasks.sum-digits.group-size 16; --config NAME --help lists them all.",
         add_help=False,
         allow_abbrev=False,
+        exit_on_error=False,
     )
     parser.add_argument("--config", metavar="NAME", help="a named config; --list prints them")
     parser.add_argument(
@@ -45,7 +46,10 @@ def parse_command(arguments: list[str]) -> Command:
     parser.add_argument("--list", action="store_true", help="print the configs with a line each")
     parser.add_argument("--dry-run", action="store_true", help="print what the config amounts to; start nothing")
     parser.add_argument("--run-dir", metavar="FOLDER", help="folder of this run (default: OUTPUT_DIR/NAME-TIME)")
-    known, overrides = parser.parse_known_args(arguments)
+    try:
+        known, overrides = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(error.argument_name, None, error.message) from None
     if known.config is None and not known.list:
         if {"-h", "--help"} & set(overrides):
             parser.print_help()
@@ -114,10 +118,17 @@ def _override(config: Any, overrides: list[str]) -> Any:
 
 def _first_message(box: str) -> str:
     """The sentence in tyro's box of lines, and what it thinks was meant."""
-    lines = [line.strip("│ ").strip() for line in box.splitlines() if line.startswith("│")]
-    rule = next((i for i, line in enumerate(lines) if line.startswith("──")), len(lines))
-    message = " ".join(lines[:rule])
+    lines = [line.strip().strip("│").strip() for line in box.splitlines()]
+    if not lines[0].startswith("╭"):  # no UTF-8 here: a blank for the border, and a rule under the title
+        lines = lines[next(i for i, line in enumerate(lines) if _is_rule(line)) + 1 :]
+    lines = [line for line in lines if line and not line.startswith(("╭", "╰"))]
+    end = next((i for i, line in enumerate(lines) if _is_rule(line)), len(lines))
+    message = " ".join(lines[:end])
     for i, line in enumerate(lines):
         if line.startswith("Perhaps you meant") and i + 1 < len(lines):
             return f"{message}; perhaps you meant {lines[i + 1].split()[0]}"
     return message
+
+
+def _is_rule(line: str) -> bool:
+    return len(line) > 1 and set(line) <= set("─-")

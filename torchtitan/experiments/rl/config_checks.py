@@ -29,18 +29,28 @@ def check(config: "Controller.Config") -> None:
         ("batcher.row_length", config.batcher.row_length, 2),
         ("batcher.rows_per_microbatch", config.batcher.rows_per_microbatch, 1),
         ("trainer.ranks", config.trainer.ranks, 1),
+        ("trainer.data_parallel_replicate_degree", config.trainer.data_parallel_replicate_degree, 1),
         ("trainer.logprob_chunk_tokens", config.trainer.logprob_chunk_tokens, 1),
         ("trainer.checkpoint_interval", config.trainer.checkpoint_interval, 0),
         ("generator.replicas", config.generator.replicas, 1),
         ("generator.engine.tensor_parallel_degree", config.generator.engine.tensor_parallel_degree, 1),
         ("generator.engine.max_num_seqs", config.generator.engine.max_num_seqs, 1),
+        ("generator.engine.cpu_kv_cache_gib", config.generator.engine.cpu_kv_cache_gib, 1),
         ("validation.every", config.validation.every, 0),
         ("validation.samples", config.validation.samples, 1),
+        ("validation.temperature", config.validation.temperature, 0),
     ):
-        if value < least:
+        if not value >= least:
             raise ConfigError(field, value, f"must be at least {least}")
-    if not config.trainer.optimizer.lr > 0:
-        raise ConfigError("trainer.optimizer.lr", config.trainer.optimizer.lr, "must be above 0")
+    for field, value in (
+        ("trainer.optimizer.lr", config.trainer.optimizer.lr),
+        ("trainer.optimizer.max_norm", config.trainer.optimizer.max_norm),
+    ):
+        if not value > 0:
+            raise ConfigError(field, value, "must be above 0")
+    if not 0 < config.generator.engine.gpu_memory_utilization <= 1:
+        share = config.generator.engine.gpu_memory_utilization
+        raise ConfigError("generator.engine.gpu_memory_utilization", share, "is a share of the GPU: above 0, at most 1")
     if config.trainer.ranks % config.trainer.data_parallel_replicate_degree:
         cure = f"must divide trainer.ranks = {config.trainer.ranks}"
         raise ConfigError("trainer.data_parallel_replicate_degree", config.trainer.data_parallel_replicate_degree, cure)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan.config import Configurable
@@ -85,8 +86,12 @@ class Controller(Actor, Configurable):
         self.config = config
         self._run_dir, self._config_name = Path(run_dir), config_name
         self._plan = config.validate()
-        self._building: asyncio.Task[None] | None = None
+        self._policy = GeneratorClient(lockstep=config.max_offpolicy_steps == 0, on_failure=self._fail)
+        self._tasks: dict[str, Task] = {}
+        self._metrics: MetricsLogger | None = None
+        self._meshes: RunMeshes | None = None
         self._rollouts: RolloutLoop | None = None
+        self._building: asyncio.Task[None] | None = None
         self._stopped_by: str | None = None
         self._console = Console()
         self._watch = Stopwatch()
@@ -108,7 +113,7 @@ class Controller(Actor, Configurable):
             self._building = asyncio.create_task(self._build())
             await self._building
             await self._train()
-        except (RunStopped, asyncio.CancelledError):
+        except asyncio.CancelledError:
             if self._stopped_by is None:
                 raise
         except Exception as error:
@@ -163,7 +168,6 @@ class Controller(Actor, Configurable):
         renderer = build_renderer(config.renderer, config.model.hf_assets_path)
         self._tasks = {name: task.build(name=name, renderer=renderer, seed=config.seed) for name, task in config.tasks.items()}
         self._batcher = config.batcher.build()
-        self._policy = GeneratorClient(lockstep=config.max_offpolicy_steps == 0, on_failure=self._fail)
         await self._spawn_actors()
         for task in self._tasks.values():
             await task.setup(self._policy)
@@ -208,7 +212,9 @@ class Controller(Actor, Configurable):
             device=plan.device,
             run_dir=run_dir,
         )
+        logger.info("processes spawned")
         remote_readers = await meshes.start(self._trainer, generators)
+        logger.info("actors set up")
         await self._policy.connect(generators, config.generator.replicas)
         spec = policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length)
         self._weights = WeightSync(
@@ -219,53 +225,64 @@ class Controller(Actor, Configurable):
             tolerance=canary_tolerance(dtype),
         )
         await self._weights.check_initial()
+        logger.info("trainer and generators agree on version 0")
 
     async def _train(self) -> None:
-        config = self.config
         initial = await self._validate(step=0)
         self._metrics.log(0, initial.metrics)
         self._rollouts.fill()
-        for step in range(1, config.steps + 1):
-            record = StepRecord(step=step, total_steps=config.steps, generated_tokens=self._policy.generated_tokens)
-            with self._watch.span("wait"):
-                batch = await self._rollouts.next_batch(version=step - 1)
-            with self._watch.span("train"):
-                samples = [sample for group in batch.groups for rollout in group.rollouts for sample in rollout.samples]
-                packed = self._batcher.plan(samples, ranks=config.trainer.ranks)
-                trained = await self._step(step, packed)
-            self._rollouts.trained(batch)
-            with self._watch.span("sync"):
-                await self._publish(step)
-            self._steps_done = step
-            last = step == config.steps or self._stopped_by is not None
-            validation = await self._validate(step) if last or self._due(step) else None
-            record.finish(
-                batch=batch,
-                packed=packed,
-                trained=trained,
-                spans=self._watch.lap(),
-                last_sync=self._last_sync,
-                generated_tokens=self._policy.generated_tokens,
-            )
-            if validation is not None:
-                record.metrics |= validation.metrics
-            record.metrics |= {f"ledger/{column}": n for column, n in self._rollouts.ledger.counts().items()}
-            self._metrics.log(step, record.metrics)
-            self._console.step(record.report(validation.reward if validation else None))
-            if last:
-                break
-        folder = next(iter((await self._trainer.save_final.call(self._steps_done)).values()))
-        if folder is not None:
-            self._files["policy"] = folder
+        try:
+            while self._steps_done < self.config.steps and self._stopped_by is None:
+                await self._step(self._steps_done + 1)
+        except RunStopped:
+            pass
+        if self._steps_done:
+            folder = next(iter((await self._trainer.save_final.call(self._steps_done)).values()))
+            if folder is not None:
+                self._files["policy"] = folder
 
-    async def _step(self, step: int, packed: BatchPlan) -> dict[str, float]:
-        """One optimizer step: each rank is sent its own rows only."""
+    async def _step(self, step: int) -> None:
+        """Take a batch, train on it, send the new version on its way, and say what happened."""
+        record = StepRecord(step=step, total_steps=self.config.steps, generated_tokens=self._policy.generated_tokens)
+        with self._watch.span("wait"):
+            batch = await self._rollouts.next_batch(version=step - 1)
+        with self._watch.span("train"):
+            samples = [sample for group in batch.groups for rollout in group.rollouts for sample in rollout.samples]
+            packed = self._batcher.plan(samples, ranks=self.config.trainer.ranks)
+            trained = await self._optimize(step, packed)
+        self._rollouts.trained(batch)
+        with self._watch.span("sync"):
+            await self._publish(step)
+        self._steps_done = step
+        last = step == self.config.steps or self._stopped_by is not None
+        validation = await self._validate(step) if last or self._due(step) else None
+        record.finish(
+            batch=batch,
+            packed=packed,
+            trained=trained,
+            spans=self._watch.lap(),
+            last_sync=self._last_sync,
+            generated_tokens=self._policy.generated_tokens,
+        )
+        if validation is not None:
+            record.metrics |= validation.metrics
+        record.metrics |= {f"ledger/{column}": n for column, n in self._rollouts.ledger.counts().items()}
+        self._metrics.log(step, record.metrics)
+        self._console.step(record.report(validation.reward if validation else None))
+
+    async def _optimize(self, step: int, packed: BatchPlan) -> dict[str, float]:
+        """One optimizer step: each rank is sent its own rows only. A batch that fails is written out."""
         calls = [
             self._trainer.slice(procs=rank).forward_backward.call_one(microbatches, step - 1)
             for rank, microbatches in enumerate(packed.microbatches)
         ]
-        metrics = (await asyncio.gather(*calls))[0]
-        return metrics | next(iter((await self._trainer.optim_step.call(step)).values()))
+        try:
+            metrics = (await asyncio.gather(*calls))[0]
+            return metrics | next(iter((await self._trainer.optim_step.call(step)).values()))
+        except Exception:
+            self._files["failed batch"] = self._run_dir / f"failed-batch-{step}.pt"
+            torch.save(packed.microbatches, self._files["failed batch"])
+            raise
 
     async def _publish(self, version: int) -> None:
         """Start publishing ``version``; where groups may be off-policy the generators take it over while training goes on."""
@@ -308,16 +325,15 @@ class Controller(Actor, Configurable):
         """Take down whatever was built, in an order that leaves nothing waiting for a part that is gone."""
         if self._rollouts is not None:
             await self._rollouts.close()
-        for task in getattr(self, "_tasks", {}).values():
+        for task in self._tasks.values():
             await task.close()
         if self._sync is not None:
             self._sync.cancel()
-        if (policy := getattr(self, "_policy", None)) is not None:
-            policy.close()
-        if (meshes := getattr(self, "_meshes", None)) is not None:
-            await meshes.close()
-        if (metrics := getattr(self, "_metrics", None)) is not None:
-            metrics.close()
+        self._policy.close()
+        if self._meshes is not None:
+            await self._meshes.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _summary(self, wall_time_s: float) -> RunSummary:
         rewards = [reward for reward in self._validations if reward is not None]

@@ -93,13 +93,19 @@ class RunMeshes:
             Hosts other than the trainer's first that hold a generator: they can't map its shared memory.
         """
         self._actors = [trainer, generators]
-        first = self.trainer_procs.slice(procs=0)
-        await start_store(first)
-        host, port = await trainer.slice(procs=0).address.call_one()
-        trainer_hosts = [name for name, _ in (await trainer.address.call()).values()]
-        one_host = len(set(trainer_hosts)) == 1
-        _, generator_hosts = await asyncio.gather(trainer.setup.call(f"{host}:{port}", one_host), generators.setup.call())
-        return len(set(generator_hosts.values()) - {host})
+
+        async def start_trainer() -> str:
+            await start_store(self.trainer_procs.slice(procs=0))
+            addresses = list((await trainer.address.call()).values())
+            host, port = addresses[0]
+            await trainer.setup.call(f"{host}:{port}", len({name for name, _ in addresses}) == 1)
+            return host
+
+        async def start_generators() -> set[str]:
+            return set((await generators.setup.call()).values())
+
+        trainer_host, generator_hosts = await asyncio.gather(start_trainer(), start_generators())
+        return len(generator_hosts - {trainer_host})
 
     async def close(self) -> None:
         """Shut the actors down, then stop the processes, whatever state they are in."""

@@ -52,6 +52,7 @@ class PolicyTrainer(Actor, Configurable):
         self._generator_dtype = generator_dtype
         self._learner: Learner | None = None
         self._publisher: SnapshotPublisher | None = None
+        self._canary: asyncio.Future | None = None
 
         def build() -> Learner:
             return Learner(
@@ -102,23 +103,23 @@ class PolicyTrainer(Actor, Configurable):
         return await self._run(take)
 
     @concurrent_endpoint
-    async def copy_out_weights(self, version: int, canary_token_ids: np.ndarray) -> np.ndarray:
-        """Copy the weights into the snapshot of ``version``; after this they may change. Collective.
+    async def copy_out_weights(self, version: int, canary_token_ids: np.ndarray) -> None:
+        """Copy the weights into the snapshot of ``version``. Collective.
 
-        Returns:
-            float32 [L]: log-probabilities of the canary under these weights.
+        The canary is scored with the same weights, before whatever this actor is asked to compute next: see ``canary``.
         """
-
-        def copy_out() -> np.ndarray:
-            self._publisher.write(version, self._learner.hub_tensors())
-            return self._learner.score(canary_token_ids)
-
-        return await self._run(copy_out)
+        await self._run(lambda: self._publisher.write(version, self._learner.hub_tensors()))
+        self._canary = self._submit(lambda: self._learner.score(canary_token_ids))
 
     @concurrent_endpoint
     async def publish_weights(self, version: int, remote_readers: bool) -> None:
         """Rank 0: let the generators find the snapshot of ``version``. Runs beside the compute thread."""
         await self._publisher.publish(version, remote_readers=remote_readers)
+
+    @concurrent_endpoint
+    async def canary(self) -> np.ndarray:
+        """float32 [L]: log-probabilities of the canary under the weights copied out last."""
+        return await self._canary
 
     @concurrent_endpoint
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -142,9 +143,12 @@ class PolicyTrainer(Actor, Configurable):
 
         await self._run(close)
 
+    def _submit(self, work: Callable[[], Any]) -> asyncio.Future:
+        return asyncio.get_running_loop().run_in_executor(self._compute, work)
+
     async def _run(self, work: Callable[[], Any]) -> Any:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+            return await self._submit(work)
         except Exception:
             logger.exception("trainer rank %d", self._rank)
             raise

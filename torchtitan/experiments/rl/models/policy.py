@@ -132,6 +132,13 @@ def _spec_from_folder(model: ModelConfig, backend: str) -> ModelSpec:
     if hub.get("architectures") != ["Qwen3ForCausalLM"]:
         cure = f"architectures is {hub.get('architectures')}; this library trains Qwen3ForCausalLM, or set model.flavor"
         raise ConfigError("model.hf_assets_path", model.hf_assets_path, cure)
+    try:
+        return _spec_from_hub(hub, model, backend)
+    except KeyError as missing:
+        raise ConfigError("model.hf_assets_path", model.hf_assets_path, f"its config.json has no {missing}") from None
+
+
+def _spec_from_hub(hub: dict[str, Any], model: ModelConfig, backend: str) -> ModelSpec:
     rope_theta = hub.get("rope_theta") or hub["rope_parameters"]["rope_theta"]
     config = _dense_qwen3(
         vocab_size=hub["vocab_size"],

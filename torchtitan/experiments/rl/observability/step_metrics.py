@@ -67,6 +67,8 @@ class StepRecord:
                 "time/sync_copy_out_s": last_sync.copy_out_s,
                 "time/sync_publish_s": last_sync.publish_s,
                 "time/sync_load_s": last_sync.load_s,
+                "time/sync_verify_s": last_sync.verify_s,
+                "time/sync_reload_s": last_sync.reload_s,
             }
 
     def report(self, val_reward: float | None) -> StepReport:

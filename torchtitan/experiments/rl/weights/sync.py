@@ -10,7 +10,8 @@ import numpy as np
 from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
 from torchtitan.experiments.rl.errors import RunError
 
-CANARY_TOKENS = 48
+CANARY_TOKENS = 16
+"""Enough to tell stale weights from new ones, few enough that scoring them costs a fraction of loading a model."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -19,11 +20,15 @@ class SyncReport:
     canary_max_diff: float
     """Largest difference of a canary token's log-probability, trainer to generator, over all replicas."""
     copy_out_s: float
-    """Trainer: gather and copy, and its canary. Training waits for it."""
+    """Trainer: gather and copy. Training waits for it."""
     publish_s: float
-    """Trainer: fingerprint and put, beside the next forward."""
+    """Trainer: fingerprint and put, beside its canary and the next forward."""
     load_s: float
-    """Generators: get, verify, the engine's reload, canary."""
+    """Generators: get, map, verify, the engine's reload, canary."""
+    verify_s: float
+    """Part of load_s: the slowest replica's mapping and fingerprint."""
+    reload_s: float
+    """Part of load_s: the slowest replica's engine."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -31,8 +36,6 @@ class CopiedOut:
     """A version that lies in its snapshot and is not published yet."""
 
     version: int
-    canary_logprobs: np.ndarray
-    """The trainer's, under these weights."""
     seconds: float
 
 
@@ -46,7 +49,7 @@ class WeightSync:
     def __init__(self, trainer: Any, generators: GeneratorClient, *, vocab_size: int, remote_readers: bool, tolerance: float):
         self._trainer, self._generators = trainer, generators
         self._remote_readers, self._tolerance = remote_readers, tolerance
-        self._canary = np.random.default_rng(0).integers(0, vocab_size, CANARY_TOKENS).astype(np.int32)
+        self.canary_token_ids = np.random.default_rng(0).integers(0, vocab_size, CANARY_TOKENS).astype(np.int32)
 
     async def check_initial(self) -> None:
         """Both sides loaded the same checkpoint.
@@ -55,15 +58,15 @@ class WeightSync:
             RunError: they disagree on the canary.
         """
         trainer, generators = await asyncio.gather(
-            self._trainer.score.call(self._canary), self._generators.canary(self._canary)
+            self._trainer.score.call(self.canary_token_ids), self._generators.canary(self.canary_token_ids)
         )
         self._compare(0, next(iter(trainer.values())), generators)
 
     async def copy_out(self, version: int) -> CopiedOut:
         """Copy the trainer's weights out as ``version``; training may go on when this returns."""
         started = time.perf_counter()
-        canaries = await self._trainer.copy_out_weights.call(version, self._canary)
-        return CopiedOut(version=version, canary_logprobs=next(iter(canaries.values())), seconds=time.perf_counter() - started)
+        await self._trainer.copy_out_weights.call(version, self.canary_token_ids)
+        return CopiedOut(version=version, seconds=time.perf_counter() - started)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
         """Publish a version that was copied out, and return when every generator samples with it.
@@ -71,20 +74,23 @@ class WeightSync:
         Raises:
             RunError: a generator loaded something else, or computes something else with it.
         """
-        version = copied.version
+        version, rank0 = copied.version, self._trainer.slice(procs=0)
         started = time.perf_counter()
-        await self._trainer.slice(procs=0).publish_weights.call_one(version, self._remote_readers)
+        await rank0.publish_weights.call_one(version, self._remote_readers)
         published = time.perf_counter()
-        receipts = await self._generators.update_weights(version, self._canary)
+        receipts = await self._generators.update_weights(version, self.canary_token_ids)
         if len({receipt.fingerprint for receipt in receipts}) > 1:
             raise RunError(f"generators disagree on the bytes of version {version}: {[r.fingerprint for r in receipts]}")
-        worst = self._compare(version, copied.canary_logprobs, [receipt.canary_logprobs for receipt in receipts])
+        loaded = time.perf_counter()
+        canary = await rank0.canary.call_one()
         return SyncReport(
             version=version,
-            canary_max_diff=worst,
+            canary_max_diff=self._compare(version, canary, [receipt.canary_logprobs for receipt in receipts]),
             copy_out_s=copied.seconds,
             publish_s=published - started,
-            load_s=time.perf_counter() - published,
+            load_s=loaded - published,
+            verify_s=max(receipt.verify_s for receipt in receipts),
+            reload_s=max(receipt.reload_s for receipt in receipts),
         )
 
     def _compare(self, version: int, trainer: np.ndarray, generators: list[np.ndarray]) -> float:
