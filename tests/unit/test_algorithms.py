@@ -11,6 +11,7 @@ from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.algorithms.max_rl import MaxRL
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.frozen.models import FrozenModel
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutTurn
 from torchtitan.experiments.rl.types import TrainingSample
 
@@ -174,11 +175,6 @@ def test_a_group_of_one_is_refused(config):
         config.validate(field="tasks.sort.algorithm", group_size=1, temperature=1.0)
 
 
-def test_a_frozen_source_is_refused_where_a_ratio_is_needed():
-    with pytest.raises(ConfigError, match="frozen source.*GRPO needs an importance ratio"):
-        GRPO.Config().validate(field="a", group_size=2, temperature=1.0, frozen_source=True)
-
-
 class Distill(Algorithm):
     action_component = "ref_kl"
 
@@ -186,10 +182,29 @@ class Distill(Algorithm):
 class Imitate(Algorithm):
     action_component = "ce"
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        def frozen_source(self):
+            return FrozenModel(name="teacher", base_url="http://localhost:1/v1")
+
+
+class FromAFrozenModel(Imitate):
+    action_component = "rl"
+
+
+class ComparedWithAFrozenModelsOwn(Imitate):
+    action_component = "ref_kl"
+
+
+@pytest.mark.parametrize("algorithm", [FromAFrozenModel, ComparedWithAFrozenModelsOwn])
+def test_a_frozen_source_is_refused_where_a_ratio_is_needed(algorithm):
+    with pytest.raises(ConfigError, match=f"a: frozen source.*{algorithm.__name__} needs an importance ratio.*such as SFT"):
+        algorithm.Config().validate(field="a", group_size=2, temperature=1.0)
+
 
 def test_reference_logprobs_at_another_temperature_are_refused():
     Distill.Config().validate(field="a", group_size=1, temperature=1.0)
-    Imitate.Config().validate(field="a", group_size=1, temperature=0.7, frozen_source=True)
+    Imitate.Config().validate(field="a", group_size=1, temperature=0.7)
     with pytest.raises(ConfigError, match="a: temperature = 0.7: .*sample at 1"):
         Distill.Config().validate(field="a", group_size=1, temperature=0.7)
 

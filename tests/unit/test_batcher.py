@@ -37,7 +37,7 @@ def sample(length: int, seed: int = 0, **fields) -> TrainingSample:
         advantages=rng.normal(size=length).astype(np.float32),
         rl_weights=weights(),
         ce_weights=weights(),
-        ref_kl_weights=weights(),
+        ref_kl_weights=weights() * mask,
         ref_logprobs=rng.uniform(-3, -0.1, length).astype(np.float32),
         temperature=float(rng.choice([0.5, 1.0])),
         task_name=f"task{seed % 3}",
@@ -178,12 +178,19 @@ def first_only(length: int) -> np.ndarray:
     [
         (dict(advantages=None), "has tokens with an rl weight and no advantages"),
         (dict(advantages=None, rl_weights=None), "has tokens with an rl weight and no advantages"),
-        (dict(ref_logprobs=None), "has tokens with a ref_kl weight and no ref_logprobs"),
+        (
+            dict(ref_logprobs=None, loss_mask=np.arange(6) > 3, ref_kl_weights=(np.arange(6) > 3).astype(np.float32)),
+            "has tokens with a ref_kl weight and no ref_logprobs",
+        ),
         (dict(advantages=np.zeros(5, np.float32)), "has 6 token_ids and 5 advantages"),
         (dict(loss_mask=np.ones(7, bool)), "has 6 token_ids and 7 loss_mask"),
         (dict(loss_mask=np.ones(6, bool), rl_weights=None), "trains its first token"),
         (dict(ce_weights=first_only(6).astype(np.float32)), "trains its first token"),
         (dict(ref_kl_weights=first_only(6).astype(np.float32)), "trains its first token"),
+        (
+            dict(loss_mask=np.arange(6) > 3, ref_kl_weights=(np.arange(6) > 2).astype(np.float32)),
+            "has a ref_kl weight on a token the policy did not sample.*weigh only sampled tokens",
+        ),
     ],
 )
 def test_a_sample_that_cannot_be_trained_on_is_refused_with_its_rollout(fields, message):

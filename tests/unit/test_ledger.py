@@ -54,7 +54,10 @@ def test_one_task_does_not_make_up_for_another():
     ledger.check({"sums": 0, "sort": 2})
 
 
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["trained", "oversized", "failed/timeout"]), st.integers(0, 5))))
+COLUMNS = st.sampled_from(["trained", "oversized", "failed/timeout"])
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), COLUMNS, st.integers(0, 5))))
 def test_columns_and_open_always_sum_to_dispatched(events):
     ledger = Ledger()
     for task, _, rollouts in events:

@@ -134,6 +134,19 @@ def test_a_users_variant_works_without_touching_the_library():
     assert metrics.compute()["rl/masked_fraction"] == 1
 
 
+class Half(RLLoss):
+    """As a user would write it: no Config of its own."""
+
+    def per_token(self, tokens):
+        return tokens.logprobs / 2, tokens.member
+
+
+def test_a_variant_without_a_config_builds_itself():
+    batch = batch_of((1, 2), loss_mask=[[False, True]], rl_weights=[[1.0, 1.0]])
+    loss, _ = compute_loss(torch.tensor([[-5.0, -3.0]]), batch, ONE, LossConfig(rl=Half.Config()))
+    assert loss.item() == -1.5
+
+
 def test_a_custom_function_that_sums_is_refused_by_name():
     def summed(tokens):
         return tokens.logprobs.sum()

@@ -21,12 +21,14 @@ ROW_LENGTH = 8
 class StubTask:
     """Groups whose outcome the test says: ``outcome(number)`` gives one entry a rollout.
 
-    A number is its reward (and advantage), a RolloutStatus a failure of that kind, "long" a rollout that fits no row. An exception
-    is raised by run_group; a string is score_group's complaint. With ``held`` a group runs until its number is released.
+    A number is its reward (and advantage), a RolloutStatus a failure of that kind, "long" a rollout that fits no row. An
+    exception is raised by run_group; a string is score_group's complaint. With ``held`` a group runs until its number is
+    released.
     """
 
     def __init__(self, outcome: Callable[[int], object], *, name: str = "stub", group_size: int = 2, held: bool = False):
         self.name, self.outcome, self.held = name, outcome, held
+        self.frozen_source = None
         self.config = SimpleNamespace(group_size=group_size)
         self.sampler = SimpleNamespace(next=self.next_sample, observe=lambda group: self.observed.append(group.group_id))
         self.released: set[int] = set()

@@ -1,0 +1,371 @@
+"""A real generator beside a real trainer: what it samples, when it answers, and whose weights it used."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import AsyncMock
+
+import numpy as np
+import pytest
+import torch
+import torchstore
+from monarch.actor import Channel
+
+from tests.integration.conftest import descendants
+from tests.integration.test_learner import samples_of
+from torchtitan.experiments.rl import provision
+from torchtitan.experiments.rl.actors.generator import Generator
+from torchtitan.experiments.rl.actors.learner import OptimizerConfig
+from torchtitan.experiments.rl.actors.messages import GenerateRequest, GeneratorFailed, RequestFailed, ScoreRequest
+from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
+from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.provision import RunMeshes, plan_placement
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer
+from torchtitan.experiments.rl.weights.store import manifest_key
+
+NEVER: list[int] = []
+"""No stop token: every completion is as long as it may be."""
+FLAT = 2.0
+"""A temperature at which the tiny model, too, has many things to say."""
+MAX_LEN = 1024
+AT_ONCE = 8
+"""Sequences in one engine step."""
+CANARY = np.random.default_rng(0).integers(0, 96, 48).astype(np.int32)
+
+
+@dataclass
+class Pair:
+    """One model in a trainer and in a generator, and the port the generator answers on."""
+
+    path: str
+    vocabulary: int
+    version: int
+    """Published last. Versions are unique over all pairs: they share a store."""
+    updated: bool = False
+    """Whether its weights are others than the folder's."""
+    trainer: Any = None
+    generator: Any = None
+    ids: Iterator[int] = field(default_factory=lambda: iter(range(10**6)))
+
+    async def attach(self) -> None:
+        port, self._receiver = Channel.open()
+        await self.generator.attach.call_one(port)
+
+    def prompt(self, length: int, seed: int = 0) -> np.ndarray:
+        return np.random.default_rng(seed).integers(3, self.vocabulary, length).astype(np.int32)
+
+    def request(self, prompt, *, seed=0, max_tokens=8, temperature=1.0, stop=NEVER) -> GenerateRequest:
+        sampling = SamplingConfig(max_tokens=max_tokens, temperature=temperature)
+        return GenerateRequest(
+            request_id=next(self.ids), prompt_token_ids=prompt, sampling=sampling, seed=seed, stop_token_ids=stop
+        )
+
+    def submit(self, *requests) -> None:
+        self.generator.submit.broadcast(list(requests))
+
+    async def answers(self, count: int) -> list:
+        """The next ``count`` results, in the order in which they came."""
+
+        async def collect() -> list:
+            results: list = []
+            while len(results) < count:
+                results += await self._receiver.recv()
+            return results
+
+        results = await asyncio.wait_for(collect(), 120)
+        assert len(results) == count
+        assert not any(isinstance(result, GeneratorFailed) for result in results), results
+        return results
+
+    async def run(self, *requests) -> list:
+        """Submit together; results in the order of the requests."""
+        self.submit(*requests)
+        by_id = {result.request_id: result for result in await self.answers(len(requests))}
+        return [by_id[request.request_id] for request in requests]
+
+    async def complete(self, prompt, **options):
+        (result,) = await self.run(self.request(prompt, **options))
+        return result.completion
+
+    async def train(self) -> None:
+        """One step that changes the policy clearly."""
+        samples = samples_of(8, vocabulary=self.vocabulary, seed=self.version)
+        plan = Batcher.Config(row_length=512).build().plan(samples, 1)
+        await self.trainer.forward_backward.call_one(plan.microbatches[0], self.version)
+        await self.trainer.optim_step.call_one(self.version + 1)
+
+    async def publish(self) -> np.ndarray:
+        """Put the trainer's weights into the store as the next version; returns the trainer's canary."""
+        self.version += 1
+        self.updated = True
+        await self.trainer.copy_out_weights.call_one(self.version, CANARY)
+        await self.trainer.publish_weights.call_one(self.version, False)
+        return await self.trainer.score.call_one(CANARY)
+
+    async def update(self):
+        return await self.generator.update_weights.call_one(self.version, CANARY)
+
+    async def trained_logprobs(self, prompt, completion) -> np.ndarray:
+        """The trainer's log-probabilities of the completion's tokens, at temperature 1."""
+        scored = await self.trainer.score.call_one(np.concatenate([prompt, completion.token_ids]))
+        return scored[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def meshes() -> list[RunMeshes]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def pairs(meshes, tied_model, untied_model, tmp_path_factory) -> Iterator[dict[str, Pair]]:
+    """Both pairs are built at once: an engine takes its time."""
+    made = {
+        "tied": Pair(path=tied_model, vocabulary=768, version=0),
+        "untied": Pair(path=untied_model, vocabulary=96, version=1000),
+    }
+    placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
+    config = PolicyTrainer.Config(optimizer=OptimizerConfig(lr=0.02))
+    config.lr_scheduler.warmup_steps = 0
+    generator_config = Generator.Config()
+    generator_config.engine.max_model_len, generator_config.engine.max_num_seqs = MAX_LEN, AT_ONCE
+
+    async def build(name: str, pair: Pair) -> None:
+        run_dir = str(tmp_path_factory.mktemp(name))
+        own = RunMeshes(placement, "cpu")
+        meshes.append(own)
+        pair.trainer = own.trainer_procs.spawn(
+            f"trainer_{name}",
+            PolicyTrainer,
+            config,
+            model=ModelConfig(hf_assets_path=pair.path),
+            device="cpu",
+            max_seq_len=MAX_LEN,
+            total_steps=100,
+            run_dir=run_dir,
+            generator_dtype=torch.float32,
+        )
+        pair.generator = own.generator_procs.spawn(
+            f"generator_{name}",
+            Generator,
+            generator_config,
+            model_path=pair.path,
+            device="cpu",
+            run_dir=run_dir,
+        )
+        await own.start(pair.trainer, pair.generator)
+        await pair.attach()
+
+    async def build_all() -> None:
+        await build("tied", made["tied"])
+        with pytest.MonkeyPatch.context() as patch:  # a process has one store: the second pair uses the first's
+            patch.setattr(provision, "start_store", AsyncMock())
+            await build("untied", made["untied"])
+
+    asyncio.run(build_all())
+    yield made
+    asyncio.run(close_all(meshes))
+
+
+async def close_all(meshes: list[RunMeshes]) -> None:
+    await asyncio.gather(*(mesh.close() for mesh in meshes))
+    meshes.clear()
+
+
+@pytest.fixture
+def tied(pairs) -> Pair:
+    return pairs["tied"]
+
+
+@pytest.fixture(params=["tied", "untied"])
+def pair(request, pairs) -> Pair:
+    return pairs[request.param]
+
+
+# ---- what is sampled
+
+
+async def test_log_probabilities_are_those_of_the_trainer_and_of_transformers_at_the_sampling_temperature(pair, reference):
+    assert not pair.updated
+    for temperature in (0.7, 1.0, FLAT):
+        prompt = pair.prompt(20)
+        completion = await pair.complete(prompt, max_tokens=30, temperature=temperature, seed=5)
+        assert len(completion.token_ids) == 30 and completion.finish_reason == "length"
+        expected = reference(pair.path, np.concatenate([prompt, completion.token_ids]), temperature)[20:]
+        np.testing.assert_allclose(completion.logprobs, expected, rtol=0, atol=1e-4)
+        if temperature == 1.0:
+            trained = await pair.trained_logprobs(prompt, completion)
+            np.testing.assert_allclose(completion.logprobs, trained, rtol=0, atol=1e-4)
+    assert np.ptp(completion.logprobs) > 1, "at the last temperature at least there is something to agree on"
+
+
+async def test_score_gives_the_trainers_log_probabilities_of_any_tokens(pair, reference):
+    assert not pair.updated
+    tokens = [pair.prompt(length, seed=length) for length in (2, 17, 300)]
+    results = await pair.run(*(ScoreRequest(request_id=next(pair.ids), token_ids=each) for each in tokens))
+    for each, result in zip(tokens, results, strict=True):
+        assert result.logprobs.shape == each.shape and result.logprobs[0] == 0
+        np.testing.assert_allclose(result.logprobs, reference(pair.path, each), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(result.logprobs, await pair.trainer.score.call_one(each), rtol=0, atol=1e-4)
+
+
+async def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(tied):
+    prompt, options = tied.prompt(12, seed=3), dict(max_tokens=20, temperature=FLAT)
+    alone = await tied.complete(prompt, seed=77, **options)
+    others = [tied.request(tied.prompt(5 + i, seed=i), seed=i, max_tokens=5 + i) for i in range(30)]
+    among = [tied.request(prompt, seed=seed, **options) for seed in (77, 78)]
+    results = await tied.run(*others[:15], *among, *others[15:])
+    same, other_seed = results[15].completion, results[16].completion
+    assert same.token_ids.tolist() == alone.token_ids.tolist() != other_seed.token_ids.tolist()
+    np.testing.assert_allclose(same.logprobs, alone.logprobs, rtol=0, atol=1e-5)
+
+
+async def test_a_stop_token_ends_a_completion_and_is_part_of_it(tied):
+    prompt, options = tied.prompt(12, seed=3), dict(seed=77, max_tokens=20, temperature=FLAT)
+    free = await tied.complete(prompt, **options)
+    stop = int(free.token_ids[6])
+    length = free.token_ids.tolist().index(stop) + 1
+    stopped = await tied.complete(prompt, stop=[stop], **options)
+    assert stopped.token_ids.tolist() == free.token_ids[:length].tolist()
+    assert stopped.finish_reason == "stop" and len(stopped.logprobs) == len(stopped.policy_versions) == length
+
+
+async def test_greedy_takes_the_most_likely_token_and_needs_no_seed(tied):
+    prompt = tied.prompt(12, seed=4)
+    first, second = await tied.run(*(tied.request(prompt, temperature=0.0, seed=seed, max_tokens=6) for seed in (1, 2)))
+    assert first.completion.token_ids.tolist() == second.completion.token_ids.tolist()
+
+
+# ---- when it answers
+
+
+async def test_a_long_request_holds_up_no_short_one(tied):
+    long = tied.request(tied.prompt(10), max_tokens=600)
+    tied.submit(long)
+    shorts = [tied.request(tied.prompt(10, seed=i), seed=i, max_tokens=2 + i % 5) for i in range(20)]
+    for short in shorts:
+        tied.submit(short)
+    order = [result.request_id for result in await tied.answers(21)]
+    assert order[-1] == long.request_id and set(order[:-1]) == {short.request_id for short in shorts}
+
+
+async def test_a_request_that_can_not_run_is_refused_alone(tied):
+    good, bad = tied.request(tied.prompt(10)), tied.request(tied.prompt(10), max_tokens=MAX_LEN)
+    completed, refused = await tied.run(good, bad)
+    assert len(completed.completion.token_ids) == 8
+    assert isinstance(refused, RequestFailed) and f"max_model_len {MAX_LEN}" in refused.cause
+    # vLLM's own refusals, which are no ValueErrors.
+    completed, refused = await tied.run(tied.request(tied.prompt(10)), tied.request(tied.prompt(10), temperature=3.0))
+    assert len(completed.completion.token_ids) == 8
+    assert isinstance(refused, RequestFailed) and "temperature must be in" in refused.cause
+
+
+async def test_aborted_requests_are_not_answered_and_leave_the_others_alone(tied):
+    long, short = tied.request(tied.prompt(10), max_tokens=900), tied.request(tied.prompt(10), max_tokens=50)
+    tied.submit(long, short)
+    await tied.generator.abort.call_one([long.request_id])
+    (result,) = await tied.answers(1)
+    assert result.request_id == short.request_id and len(result.completion.token_ids) == 50
+    assert len((await tied.complete(tied.prompt(5))).token_ids) == 8
+
+
+# ---- whose weights
+
+
+async def test_after_an_update_generator_and_trainer_agree_on_weights_that_clearly_changed(pair):
+    before = await pair.generator.canary.call_one(CANARY)
+    for _ in range(3):
+        await pair.train()
+        trainer = await pair.publish()
+        receipt = await pair.update()
+        assert receipt.version == pair.version
+        np.testing.assert_allclose(receipt.canary_logprobs, trainer, rtol=0, atol=1e-4)
+        # Were the old weights still in use anywhere, the canary would be off by this much.
+        assert np.abs(receipt.canary_logprobs - before).max() > 0.5
+        before = receipt.canary_logprobs
+        completion = await pair.complete(pair.prompt(20), max_tokens=10)
+        assert set(completion.policy_versions.tolist()) == {pair.version}
+        trained = await pair.trained_logprobs(pair.prompt(20), completion)
+        np.testing.assert_allclose(completion.logprobs, trained, rtol=0, atol=1e-4)
+
+
+async def test_tokens_carry_the_version_they_were_sampled_with_when_weights_change_in_mid_completion(tied):
+    await tied.train()
+    prompt, old = tied.prompt(10), tied.version
+    before = await tied.complete(prompt, seed=9, max_tokens=5)
+    await tied.publish()
+    long, short = tied.request(prompt, seed=9, max_tokens=900), tied.request(prompt, max_tokens=3)
+    tied.submit(long)
+    tied.submit(short)
+    (answered,) = await tied.answers(1)
+    assert answered.request_id == short.request_id  # so the long one has tokens too
+    await tied.update()
+    (result,) = await tied.answers(1)
+    versions = result.completion.policy_versions
+    assert set(versions.tolist()) == {old, tied.version}
+    switch = int((versions == old).sum())
+    assert (versions[:switch] == old).all() and (versions[switch:] == tied.version).all()
+    assert result.completion.token_ids[:3].tolist() == before.token_ids[:3].tolist()
+
+
+async def test_no_prompt_is_answered_from_another_versions_prefix_cache(pair):
+    # Several cache blocks long (128 tokens each on CPU); the second request finds them cached.
+    prompt = pair.prompt(400, seed=8)
+    for _ in range(2):
+        completion = await pair.complete(prompt, max_tokens=4, seed=2)
+    old = await pair.trained_logprobs(prompt, completion)
+    np.testing.assert_allclose(completion.logprobs, old, rtol=0, atol=1e-4)
+    await pair.train()
+    await pair.publish()
+    await pair.update()
+    renewed = await pair.complete(prompt, max_tokens=4, seed=2)
+    trained = await pair.trained_logprobs(prompt, renewed)
+    np.testing.assert_allclose(renewed.logprobs, trained, rtol=0, atol=1e-4)
+    assert np.abs(await pair.trained_logprobs(prompt, completion) - old).max() > 0.1
+
+
+async def test_requests_that_wait_while_weights_change_are_answered_with_the_new_ones_alone(tied):
+    await tied.train()
+    # Cached in whole blocks under the old weights, which the engine must not use for those that have yet to begin.
+    prompt = tied.prompt(300, seed=11)
+    await tied.complete(prompt)
+    await tied.publish()
+    requests = [tied.request(prompt, seed=seed, max_tokens=100, temperature=1.0) for seed in range(3 * AT_ONCE)]
+    tied.submit(*requests)
+    await tied.update()
+    completions = [result.completion for result in await tied.answers(len(requests))]
+    versions = [set(completion.policy_versions.tolist()) for completion in completions]
+    assert all((np.diff(completion.policy_versions) >= 0).all() for completion in completions)
+    assert versions.count({tied.version}) >= AT_ONCE, "those that waited"
+    for completion, seen in zip(completions, versions, strict=True):
+        if seen == {tied.version}:
+            trained = await tied.trained_logprobs(prompt, completion)
+            np.testing.assert_allclose(completion.logprobs, trained, rtol=0, atol=1e-4)
+
+
+async def test_a_corrupted_snapshot_is_refused_and_the_old_weights_stay(tied):
+    old = await tied.generator.canary.call_one(CANARY)
+    await tied.train()
+    trainer = await tied.publish()
+    manifest = await torchstore.get(manifest_key(tied.version))
+    snapshot = SharedBuffer.attach(manifest.path)
+    snapshot.bytes[manifest.layout.nbytes // 2] ^= 1
+    with pytest.raises(Exception, match=f"weights of version {tied.version}: fingerprint .* mapped, .* published"):
+        await tied.update()
+    np.testing.assert_array_equal(await tied.generator.canary.call_one(CANARY), old)
+    assert set((await tied.complete(tied.prompt(5))).policy_versions.tolist()) == {tied.version - 1}
+    # The bytes put right, the same version is taken over.
+    snapshot.bytes[manifest.layout.nbytes // 2] ^= 1
+    receipt = await tied.update()
+    assert receipt.fingerprint == manifest.fingerprint
+    np.testing.assert_allclose(receipt.canary_logprobs, trainer, rtol=0, atol=1e-4)
+
+
+async def test_shutdown_leaves_no_process(pairs, meshes):
+    before = descendants(os.getpid())
+    assert len(before) >= 4
+    await close_all(meshes)
+    assert not before & descendants(os.getpid())

@@ -1,0 +1,238 @@
+"""The client of a frozen model's server, against a server that behaves as told."""
+
+import asyncio
+import json
+import logging
+import re
+import time
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.frozen import FrozenModel
+from torchtitan.experiments.rl.frozen.endpoint import EndpointClient
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+
+KEY = "sk-very-secret"
+
+
+class FakeServer:
+    """Answers /v1/completions as vLLM does: token t of a prompt has log-probability -t/10, and sampled are 5, 6 and 7.
+
+    ``answers`` come first, each once: a status, or a body to send as it is. Beside the prompt's own token a position may name
+    another one, as vLLM's do.
+    """
+
+    def __init__(self):
+        self.answers: list[int | dict | str] = []
+        self.requests: list[dict] = []
+        self.headers: list[dict] = []
+        self.delay_s = 0.0
+        self.open = self.most_open = 0
+        self.url = ""
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        await asyncio.sleep(self.delay_s)
+        self.open -= 1
+        body = await request.json()
+        self.requests.append(body)
+        self.headers.append(dict(request.headers))
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, int):
+            return web.Response(status=answer, text=f"key was {request.headers.get('Authorization')}\nno")
+        if answer is not None:
+            return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer))
+        return web.json_response({"choices": [self.choice(body)]})
+
+    def choice(self, body: dict) -> dict:
+        if "prompt_logprobs" in body:
+            positions = [{"999": {"logprob": 0.0}, str(token): {"logprob": -t / 10}} for t, token in enumerate(body["prompt"])]
+            return {"prompt_logprobs": [None, *positions[1:]]}
+        sampled = [5, 6, 7][: body["max_tokens"]]
+        logprobs = {"token_logprobs": [-0.5] * len(sampled)}
+        return {"token_ids": sampled, "logprobs": logprobs, "finish_reason": "stop" if len(sampled) == 3 else "length"}
+
+
+@pytest.fixture
+async def server():
+    fake = FakeServer()
+    app = web.Application()
+    app.router.add_post("/v1/completions", fake.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield fake
+    await runner.cleanup()
+
+
+@pytest.fixture
+async def connect(server):
+    clients = []
+
+    def make(**changes) -> EndpointClient:
+        clients.append(EndpointClient(FrozenModel(name="big", base_url=server.url, **{"backoff_s": 0.01, **changes})))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        await client.close()
+
+
+def tokens(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def session(client, **sampling):
+    return client.session(rollout_id="r", seed=11, sampling=SamplingConfig(**sampling), stop_token_ids=[2])
+
+
+# ---- what is asked, and what comes back
+
+
+async def test_score_reads_log_probabilities_by_token_id(server, connect):
+    logprobs = await connect().score(tokens(8, 9, 999, 4))
+    assert logprobs.dtype == np.float32
+    np.testing.assert_allclose(logprobs, [0, -0.1, -0.2, -0.3])
+    (request,) = server.requests
+    assert request == {
+        "model": "big",
+        "prompt": [8, 9, 999, 4],
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+    }
+
+
+async def test_session_sends_tokens_and_gets_tokens_without_a_policy_version(server, connect):
+    talk = session(connect(), temperature=0.7, top_p=0.9, max_tokens=9)
+    completion = await talk.generate(tokens(1, 2, 3), max_tokens=50)
+    assert completion.token_ids.tolist() == [5, 6, 7] and completion.logprobs.tolist() == [-0.5] * 3
+    assert completion.policy_versions.tolist() == [-1, -1, -1] and completion.finish_reason == "stop"
+    assert (completion.token_ids.dtype, completion.logprobs.dtype) == (np.int32, np.float32)
+    assert (await talk.generate(tokens(1, 2, 3), max_tokens=2)).finish_reason == "length"
+    first, second = server.requests
+    assert (first["prompt"], first["max_tokens"], second["max_tokens"]) == ([1, 2, 3], 9, 2)
+    assert (first["temperature"], first["top_p"], first["stop_token_ids"]) == (0.7, 0.9, [2])
+    assert first["return_token_ids"] is True and first["seed"] != second["seed"]
+    talk.close()
+
+
+async def test_a_trailing_slash_in_the_url_changes_nothing(server):
+    client = EndpointClient(FrozenModel(name="big", base_url=server.url + "/"))
+    await client.score(tokens(1, 2))
+    await client.close()
+    assert len(server.requests) == 1
+
+
+async def test_no_more_requests_are_in_flight_than_allowed(server, connect):
+    server.delay_s = 0.02
+    client = connect(max_concurrency=3)
+    await asyncio.gather(*(client.score(tokens(1, 2)) for _ in range(12)))
+    assert server.most_open == 3 and len(server.requests) == 12
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("failures", [[429], [500], [503, 502, 429]])
+async def test_busy_and_failing_servers_are_asked_again(server, connect, failures):
+    server.answers = list(failures)
+    assert (await connect().score(tokens(1, 2))).tolist() == pytest.approx([0, -0.1])
+    assert len(server.requests) == len(failures) + 1
+
+
+async def test_waits_double_so_a_busy_server_is_left_alone(server, connect):
+    server.answers = [503] * 4
+    started = time.perf_counter()
+    await connect(backoff_s=0.05).score(tokens(1, 2))
+    # 0.05, 0.1, 0.2 and 0.4 s, each times a draw from [0.5, 1].
+    assert 0.375 <= time.perf_counter() - started < 2.0
+
+
+async def test_after_the_last_retry_the_error_names_model_and_url(server, connect):
+    server.answers = [503] * 3
+    with pytest.raises(RunError, match=re.escape(f"frozen model 'big' at {server.url} failed 3 times, last with HTTP 503")):
+        await connect(max_retries=2).score(tokens(1, 2))
+    assert len(server.requests) == 3
+
+
+async def test_a_server_that_is_not_there_is_tried_again_and_named():
+    client = EndpointClient(FrozenModel(name="big", base_url="http://127.0.0.1:9/v1", max_retries=1, backoff_s=0.01))
+    with pytest.raises(RunError, match="'big' at http://127.0.0.1:9/v1 failed 2 times, last with ConnectError"):
+        await client.score(tokens(1, 2))
+    await client.close()
+
+
+async def test_an_answer_that_is_late_counts_as_a_failed_attempt(server, connect):
+    server.delay_s = 0.5
+    with pytest.raises(RunError, match="failed 2 times, last with ReadTimeout"):
+        await connect(timeout_s=0.05, max_retries=1).score(tokens(1, 2))
+
+
+@pytest.mark.parametrize("status", [400, 401, 404])
+async def test_a_refusal_is_not_repeated(server, connect, status):
+    server.answers = [status]
+    with pytest.raises(RunError, match=f"'big' at .* refused with HTTP {status}: key was None no"):
+        await connect().score(tokens(1, 2))
+    assert len(server.requests) == 1
+
+
+RUBBISH = {
+    "no JSON": ("hello", "no completion: hello"),
+    "no choice": ({"choices": []}, "no completion"),
+    "no logprobs": ({"choices": [{}]}, "without prompt_logprobs of the prompt's length"),
+    "too few": ({"choices": [{"prompt_logprobs": [None]}]}, "without prompt_logprobs of the prompt's length"),
+    "another token": ({"choices": [{"prompt_logprobs": [None, {"3": {"logprob": -1}}]}]}, "no log-probability of token 2 at"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body, message", RUBBISH.values(), ids=RUBBISH)
+async def test_rubbish_is_named_and_never_becomes_a_number(server, connect, body, message):
+    server.answers = [body]
+    with pytest.raises(RunError, match=message):
+        await connect().score(tokens(1, 2))
+
+
+async def test_a_server_that_returns_text_only_is_named(server, connect):
+    server.answers = [{"choices": [{"text": "hi", "finish_reason": "stop"}]}]
+    with pytest.raises(RunError, match="without token_ids and logprobs: is it a vLLM server"):
+        await session(connect()).generate(tokens(1), max_tokens=3)
+
+
+# ---- the key
+
+
+async def test_the_key_is_read_at_each_request_and_sent_as_a_bearer(server, connect, monkeypatch):
+    client = connect(api_key_env="TEACHER_KEY")
+    for key in (KEY, "another"):
+        monkeypatch.setenv("TEACHER_KEY", key)
+        await client.score(tokens(1, 2))
+    assert [headers["Authorization"] for headers in server.headers] == [f"Bearer {KEY}", "Bearer another"]
+    await connect().score(tokens(1, 2))
+    assert "Authorization" not in server.headers[-1]
+
+
+async def test_the_key_is_in_no_error_no_log_and_no_record(server, connect, monkeypatch, caplog):
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    server.answers = [503, 401]  # the server repeats the key in its refusal
+    client = connect(api_key_env="TEACHER_KEY")
+    with (
+        caplog.at_level(logging.DEBUG),
+        pytest.raises(RunError, match=r"refused with HTTP 401: key was Bearer \(key\)") as error,
+    ):
+        await client.score(tokens(1, 2))
+    assert KEY not in caplog.text and "HTTP 503" in caplog.text
+    assert KEY not in repr(client.model) + str(error.value) + repr(vars(client))
+
+
+async def test_a_key_that_is_not_set_is_an_error_that_names_its_variable(server, connect, monkeypatch):
+    monkeypatch.delenv("TEACHER_KEY", raising=False)
+    with pytest.raises(RunError, match="'big' at .* has no key: TEACHER_KEY: this environment variable is not set"):
+        await connect(api_key_env="TEACHER_KEY").score(tokens(1, 2))
+    assert server.requests == []

@@ -1,0 +1,180 @@
+"""How configs name frozen models: what is refused, what is found, and that one path is one mesh."""
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+
+from torchtitan.experiments.rl import config_registry
+from torchtitan.experiments.rl.algorithms import OPD, SFT
+from torchtitan.experiments.rl.config_checks import check, needed_gpus, plan_run
+from torchtitan.experiments.rl.engine_config import EngineConfig
+from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.frozen import FrozenModel, HostedModel, LivePolicy
+from torchtitan.experiments.rl.frozen.clients import FrozenClients
+from torchtitan.experiments.rl.frozen.models import find_references, hosted_models
+from torchtitan.experiments.rl.grpo import main
+from torchtitan.experiments.rl.observability.resolved_config import resolved_config
+from torchtitan.experiments.rl.provision import plan_placement
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
+
+URL = "http://localhost:8000/v1"
+
+
+@dataclass(kw_only=True, slots=True)
+class Judged(Rubric.Config):
+    judge: HostedModel = field(default_factory=lambda: HostedModel(path="judge"))
+
+
+def two_tasks(first: HostedModel, second: HostedModel):
+    config = config_registry.rl_opd_qwen3_debug()
+    config.tasks["sum_digits"].algorithm.teacher = first
+    other = config_registry.rl_opd_qwen3_debug().tasks["sum_digits"]
+    other.algorithm.teacher = second
+    config.tasks["other"] = other
+    return config
+
+
+# ---- refused
+
+
+REFUSED = {
+    "no name": (FrozenModel(name="", base_url=URL), "t.name = ''.*GET /v1/models"),
+    "no scheme": (FrozenModel(name="m", base_url="localhost:8000"), "t.base_url = 'localhost:8000'.*server's root"),
+    "no places": (FrozenModel(name="m", base_url=URL, max_concurrency=0), "t.max_concurrency = 0: must be at least 1"),
+    "negative retries": (FrozenModel(name="m", base_url=URL, max_retries=-1), "t.max_retries = -1"),
+    "no time": (FrozenModel(name="m", base_url=URL, timeout_s=0), "t.timeout_s = 0: must be above 0"),
+    "no path": (HostedModel(path=""), "t.path = ''"),
+    "no replica": (HostedModel(path="m", replicas=0), "t.replicas = 0: must be at least 1"),
+    "no sequences": (HostedModel(path="m", engine=EngineConfig(max_num_seqs=0)), "t.engine.max_num_seqs = 0"),
+}
+
+
+@pytest.mark.parametrize("model, message", REFUSED.values(), ids=REFUSED)
+def test_a_reference_that_can_not_work_is_refused(model, message):
+    with pytest.raises(ConfigError, match=message):
+        model.validate(field="t")
+
+
+@pytest.mark.parametrize(
+    "secret, changes",
+    [
+        ("sk-abc", dict(api_key_env="sk-abc")),
+        ("hunter2", dict(base_url="http://me:hunter2@localhost/v1")),
+        ("hunter2", dict(base_url="http://localhost/v1?key=hunter2")),
+    ],
+)
+def test_a_secret_where_none_belongs_is_refused_and_not_repeated(secret, changes):
+    with pytest.raises(ConfigError) as error:
+        FrozenModel(**(dict(name="m", base_url=URL) | changes)).validate(field="t")
+    assert secret not in str(error.value) and "t." in str(error.value)
+
+
+def test_every_reference_is_checked_wherever_it_is():
+    config = config_registry.rl_grpo_qwen3_debug()
+    config.tasks["sum_digits"].rubric = Judged(judge=HostedModel(path="judge", replicas=0))
+    with pytest.raises(ConfigError, match="tasks.sum_digits.rubric.judge.replicas = 0"):
+        check(config)
+
+
+def test_missing_checkpoints_and_keys_are_refused_before_a_run_and_noted_in_a_plan(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    (tmp_path / "absent.py").write_text(
+        "from torchtitan.experiments.rl.config_registry import rl_opd_qwen3_debug\n"
+        "from torchtitan.experiments.rl.frozen import FrozenModel, HostedModel\n"
+        "def unhosted():\n"
+        "    config = rl_opd_qwen3_debug()\n"
+        "    config.tasks['sum_digits'].algorithm.teacher.path = '/nowhere'\n"
+        "    return config\n"
+        "def keyless():\n"
+        "    config = rl_opd_qwen3_debug()\n"
+        f"    teacher = FrozenModel(name='m', base_url='{URL}', api_key_env='NO_SUCH_KEY')\n"
+        "    config.tasks['sum_digits'].algorithm.teacher = teacher\n"
+        "    return config\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, message in (
+        ("unhosted", "tasks.sum_digits.algorithm.teacher.path = '/nowhere': has no config.json"),
+        ("keyless", "tasks.sum_digits.algorithm.teacher.api_key_env = 'NO_SUCH_KEY': this environment variable is not set"),
+    ):
+        assert main(["--module", "absent", "--config", name]) == 2
+        assert f"error: {message}" in capsys.readouterr().err
+        assert main(["--module", "absent", "--config", name, "--dry-run"]) == 0
+        assert f"before a run   {message}" in capsys.readouterr().out
+
+
+# ---- found
+
+
+def test_references_are_found_in_every_corner_of_a_config():
+    model = HostedModel(path="a")
+    tree = {"t": [LivePolicy(), {"x": model}], "algorithm": OPD.Config(teacher=model), "n": 3, "cls": HostedModel}
+    assert [(where, reference) for where, reference in find_references(tree, field="tasks")] == [
+        ("tasks.t[0]", LivePolicy()),
+        ("tasks.t[1].x", model),
+        ("tasks.algorithm.teacher", model),
+    ]
+
+
+def test_tasks_that_name_one_path_share_one_mesh_and_must_agree_on_it():
+    assert list(hosted_models(two_tasks(HostedModel(path="a"), HostedModel(path="a")).tasks)) == ["a"]
+    assert list(hosted_models(two_tasks(HostedModel(path="a"), HostedModel(path="b")).tasks)) == ["a", "b"]
+    with pytest.raises(
+        ConfigError, match="tasks.other.algorithm.teacher.*tasks.sum_digits.algorithm.teacher names the same path"
+    ):
+        hosted_models(two_tasks(HostedModel(path="a"), HostedModel(path="a", replicas=2)).tasks)
+
+
+def test_the_plan_counts_the_processes_of_hosted_models():
+    config = two_tasks(HostedModel(path="a", replicas=3), HostedModel(path="b"))
+    plan = plan_run(config)
+    assert (plan.hosted_processes, plan.processes) == (4, 6)
+    assert "6 on CPU cores: 1 trainer rank(s), 1 generator(s) of 1, 4 for hosted models" in plan.lines()[4]
+
+
+def test_hosted_models_have_gpus_of_their_own_and_share_the_generators_cores():
+    hosted = [HostedModel(path="a", replicas=2), HostedModel(path="b", engine=EngineConfig(tensor_parallel_degree=2))]
+    sizes = dict(trainer_ranks=2, replicas=1, tensor_parallel_degree=2, hosted=hosted)
+    placement = plan_placement(device="cuda", **sizes, available=list(range(9)))
+    assert (placement.trainer, placement.generators) == (((0,), (1,)), ((2, 3),))
+    assert placement.hosted == (((4,), (5,)), ((6, 7),))
+    with pytest.raises(ConfigError, match="and 2 hosted model.s. the run needs 8 GPUs and this host has 7"):
+        plan_placement(device="cuda", **sizes, available=list(range(7)))
+    assert plan_placement(device="cpu", **sizes, available=[0, 1, 2, 3]).hosted == (((0,), (1,)), ((0, 1),))
+    config = two_tasks(*hosted)
+    assert needed_gpus(config) == 2 + 4
+
+
+# ---- reached
+
+
+async def test_equal_references_are_one_client_and_a_model_nobody_named_is_none():
+    hosted = HostedModel(path="a")
+    clients = FrozenClients({"a": hosted}, lockstep=False)
+    endpoint = clients.find(FrozenModel(name="m", base_url=URL))
+    assert clients.find(FrozenModel(name="m", base_url=URL)) is endpoint
+    assert clients.find(FrozenModel(name="n", base_url=URL)) is not endpoint
+    assert clients.find(HostedModel(path="a")) is clients.find(hosted)
+    with pytest.raises(RunError, match="does not host 'b'"):
+        clients.find(HostedModel(path="b"))
+    with pytest.raises(RunError, match="LivePolicy is no frozen model"):
+        clients.find(LivePolicy())
+    await clients.close()
+
+
+async def test_hosted_scores_wait_their_turn_and_a_dead_mesh_fails_them_all():
+    clients = FrozenClients({"a": HostedModel(path="a")}, lockstep=False)
+    clients.fail(RunError("a process of the run died"))
+    with pytest.raises(RunError, match="hosted model 'a': a process of the run died"):
+        await clients.find(HostedModel(path="a")).score([1, 2])
+    await clients.close()
+
+
+# ---- saved
+
+
+def test_a_saved_config_names_the_keys_variable_and_never_its_value(monkeypatch):
+    monkeypatch.setenv("TEACHER_KEY", "sk-very-secret")
+    config = SFT.Config(teacher=FrozenModel(name="m", base_url=URL, api_key_env="TEACHER_KEY"))
+    saved = json.dumps(resolved_config(config))
+    assert "TEACHER_KEY" in saved and "sk-very-secret" not in saved and "FrozenModel" in saved

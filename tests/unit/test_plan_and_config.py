@@ -1,0 +1,282 @@
+"""From words to a plan: every mistake is one line that names field, value and cure, and nothing is started."""
+
+import io
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+
+from torchtitan.experiments.rl import config_registry
+from torchtitan.experiments.rl.cli import DEFAULT_MODULE, config_functions
+from torchtitan.experiments.rl.config_checks import plan_run
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.grpo import main
+from torchtitan.experiments.rl.plan import GIB, trainer_memory_gib
+
+DEBUG = ["--config", "rl_grpo_qwen3_debug"]
+TINY_MODEL = Path(config_registry.TINY_MODEL)
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Runs the command in this process; gives its exit code, its output, and its error line."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a process was about to be spawned")
+
+    monkeypatch.setattr("torchtitan.experiments.rl.grpo._run", refuse)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def assert_one_line(err: str, *parts: str) -> None:
+    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    for part in parts:
+        assert part in err
+
+
+# ---- every named config
+
+
+@pytest.mark.parametrize("name", config_functions(DEFAULT_MODULE))
+def test_every_named_config_has_a_plan_and_a_line_of_description(command, name):
+    code, out, err = command("--config", name, "--dry-run")
+    assert code == 0 and err == ""
+    assert [line.split()[0] for line in out.splitlines()][:6] == "model steps off-policy batch processes memory".split()
+    assert config_functions(DEFAULT_MODULE)[name].__doc__
+
+
+def test_list_prints_each_config_once_with_its_line(command):
+    code, out, _ = command("--list")
+    assert code == 0
+    names = [line.split()[0] for line in out.splitlines()]
+    assert names == list(config_functions(DEFAULT_MODULE)) and all(len(line.split()) > 3 for line in out.splitlines())
+
+
+def test_help_names_our_options_and_a_configs_help_its_fields(command, capsys):
+    for arguments, word in ((["--help"], "--dry-run"), ([*DEBUG, "--help"], "--tasks.sum-digits.group-size")):
+        with pytest.raises(SystemExit) as end:
+            main(arguments)
+        assert not end.value.code and word in capsys.readouterr().out
+
+
+# ---- mistakes
+
+
+MISTAKES = {
+    "no config": ([], "--config"),
+    "option without a value": (["--config"], "--config", "expected one argument"),
+    "unknown config": (["--config", "rl_grpo_qwen3_debg"], "rl_grpo_qwen3_debg", "did you mean rl_grpo_qwen3_debug?"),
+    "unknown module": ([*DEBUG, "--module", "nowhere.configs"], "--module", "nowhere.configs", "PYTHONPATH"),
+    "unknown field": ([*DEBUG, "--stepz", "3"], "--stepz", "perhaps you meant --steps"),
+    "unknown task": ([*DEBUG, "--tasks.nothing.group-size", "3"], "--tasks.nothing.group-size"),
+    "wrong type": ([*DEBUG, "--steps", "three"], "--steps", "'three'"),
+    "wrong choice": ([*DEBUG, "--provision.device", "tpu"], "--provision.device", "tpu", "'cpu'"),
+    "word too many": ([*DEBUG, "extra"], "extra"),
+    "missing folder": ([*DEBUG, "--model.hf-assets-path", "/nowhere"], "model.hf_assets_path", "'/nowhere'", "no such folder"),
+    "unknown flavor": ([*DEBUG, "--model.flavor", "9B"], "model.flavor", "'9B'", "0.6B"),
+    "group size that does not divide": (
+        [*DEBUG, "--tasks.sum-digits.group-size", "7"],
+        "tasks.sum_digits.group_size = 7",
+        "must divide rollouts_per_step = 256",
+    ),
+    "group of one": ([*DEBUG, "--tasks.sum-digits.group-size", "1"], "group_size = 1", "use 2 or more"),
+    "row longer than the model": ([*DEBUG, "--batcher.row-length", "4096"], "batcher.row_length = 4096", "2048 positions"),
+    "generator longer than the model": (
+        [*DEBUG, "--generator.engine.max-model-len", "4096"],
+        "generator.engine.max_model_len = 4096",
+        "2048 positions",
+    ),
+    "rollout longer than a row": (
+        [*DEBUG, "--tasks.sum-digits.env.max-rollout-tokens", "1000"],
+        "tasks.sum_digits.env.max_rollout_tokens = 1000",
+        "batcher.row_length is 512",
+    ),
+    "rollout longer than the generator's": (
+        [*DEBUG, "--tasks.sum-digits.env.max-rollout-tokens", "500"],
+        "tasks.sum_digits.env.max_rollout_tokens = 500",
+        "generator.engine.max_model_len is 256",
+    ),
+    "truncated sampling": ([*DEBUG, "--tasks.sum-digits.sampling.top-p", "0.9"], "sampling.top_p = 0.9", "biases the ratio"),
+    "greedy training": ([*DEBUG, "--tasks.sum-digits.sampling.temperature", "0"], "sampling.temperature = 0.0", "above 0"),
+    "no steps": ([*DEBUG, "--steps", "0"], "steps = 0", "at least 1"),
+    "negative bound": ([*DEBUG, "--max-offpolicy-steps", "-1"], "max_offpolicy_steps = -1", "at least 0"),
+    "no learning rate": ([*DEBUG, "--trainer.optimizer.lr", "nan"], "trainer.optimizer.lr = nan", "above 0"),
+    "gradients turned round": ([*DEBUG, "--trainer.optimizer.max-norm", "-1"], "trainer.optimizer.max_norm = -1.0", "above 0"),
+    "copies that do not divide the ranks": (
+        [*DEBUG, "--trainer.ranks", "2", "--trainer.data-parallel-replicate-degree", "3"],
+        "trainer.data_parallel_replicate_degree = 3",
+        "trainer.ranks = 2",
+    ),
+    "no copies": ([*DEBUG, "--trainer.data-parallel-replicate-degree", "0"], "replicate_degree = 0", "at least 1"),
+    "more memory than there is": (
+        [*DEBUG, "--generator.engine.gpu-memory-utilization", "1.5"],
+        "generator.engine.gpu_memory_utilization = 1.5",
+        "at most 1",
+    ),
+    "no cache": ([*DEBUG, "--generator.engine.cpu-kv-cache-gib", "0"], "cpu_kv_cache_gib = 0", "at least 1"),
+    "negative temperature": ([*DEBUG, "--validation.temperature", "-1"], "validation.temperature = -1.0", "at least 0"),
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize("dry_run", [False, True], ids=["run", "dry run"])
+def test_a_mistake_is_one_line_and_exit_code_2(command, words, dry_run):
+    arguments, *parts = words
+    code, out, err = command(*(["--dry-run"] if dry_run else []), *arguments)
+    assert code == 2 and out == ""
+    assert_one_line(err, *parts)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_an_overrides_mistake_is_named_whatever_the_terminal_can_show(monkeypatch, command, encoding):
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    code, _, err = command(*DEBUG, "--stepz", "3")
+    assert code == 2
+    assert_one_line(err, "Unrecognized options: --stepz, 3; perhaps you meant --steps")
+
+
+def test_run_folder_that_holds_files_is_refused(command, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    code, _, err = command(*DEBUG, "--run-dir", str(tmp_path))
+    assert code == 2
+    assert_one_line(err, "--run-dir", str(tmp_path), "name a new folder")
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}"
+
+
+def test_dry_run_makes_no_folder(command, tmp_path):
+    code, _, _ = command(*DEBUG, "--dry-run", "--run-dir", str(tmp_path / "run"), "--output-dir", str(tmp_path / "out"))
+    assert code == 0 and list(tmp_path.iterdir()) == []
+
+
+# ---- the model's folder
+
+
+def broken_folder(tmp_path, change) -> str:
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_MODEL, folder)
+    change(folder)
+    return str(folder)
+
+
+def edit_config(**changes):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        for name, value in changes.items():
+            config.pop(name) if value is None else config.update({name: value})
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+FOLDERS = {
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no readable config.json", "FileNotFoundError"),
+    "a config that is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "no readable config.json"),
+    "another architecture": (edit_config(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM", "Qwen3ForCausalLM"),
+    "half a config": (edit_config(num_attention_heads=None), "config.json has no 'num_attention_heads'"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights", "download the whole model"),
+    "no tokenizer": (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], "has no tokenizer"),
+}
+
+
+@pytest.mark.parametrize("change, parts", [(c, p) for c, *p in FOLDERS.values()], ids=FOLDERS)
+def test_a_folder_that_is_no_model_is_refused_by_name(command, tmp_path, change, parts):
+    folder = broken_folder(tmp_path, change)
+    for words in ([], ["--dry-run"]):
+        code, _, err = command(*DEBUG, "--model.hf-assets-path", folder, *words)
+        assert code == 2
+        assert_one_line(err, "model.hf_assets_path", folder, *parts)
+
+
+def test_a_named_architecture_can_be_planned_before_its_weights_are_there(command):
+    code, out, err = command("--config", "rl_grpo_qwen3_0_6b", "--dry-run", "--model.hf-assets-path", "/nowhere")
+    assert code == 0 and err == ""
+    assert "596.0M parameters" in out and "before a run   model.hf_assets_path = '/nowhere'" in out
+
+
+# ---- the plan, by hand
+
+
+def test_plan_of_the_debug_config_by_hand():
+    config = config_registry.rl_grpo_qwen3_debug()
+    plan = plan_run(config)
+    # A layer of width 128: q and o are 128 x 128, k and v 128 x 64, three mlp matrices 128 x 384, norms of 2 x 32 and 2 x 128.
+    layer = 2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 384 + 2 * 32 + 2 * 128
+    parameters = 4 * layer + 768 * 128 + 128  # tied head
+    assert plan.parameters == parameters == 886_144
+    # 256 rollouts in groups of 8, of at most 128 tokens each, in microbatches of 8 rows of 512.
+    assert (plan.groups_per_step, plan.rollouts_per_step, plan.open_groups) == (32, 256, 64)
+    assert (plan.tokens_per_step, plan.microbatches_per_rank) == (32_768, 8)
+    assert (plan.trainer_ranks, plan.generator_replicas, plan.processes) == (1, 1, 2)
+    # float32: weights, gradients and two moments; one layer's weights and gradients; 17 values of 128 a token and layer.
+    memory = 4 * 4 * parameters + 2 * 4 * parameters / 4 + 17 * 4 * (8 * 512) * 128 * 4
+    assert plan.trainer_gib == pytest.approx(memory / GIB)
+    assert plan.generator_gib == pytest.approx(4 * parameters / GIB + 1)
+
+
+def test_ranks_share_the_state_and_the_work():
+    config = config_registry.rl_grpo_qwen3_debug()
+    config.trainer.ranks, config.generator.replicas = 2, 3
+    plan = plan_run(config)
+    assert (plan.processes, plan.microbatches_per_rank) == (5, 4)
+
+
+def test_memory_is_sharded_state_a_gathered_layer_and_activations():
+    sizes = dict(parameters=1000, layers=10, dim=8, microbatch_tokens=100)
+    plain = dict(shards=4, dtype="float32", compute_dtype="bfloat16", activation_checkpoint=False)
+    assert trainer_memory_gib(**sizes, **plain) * GIB == pytest.approx(4000 + 400 + 17 * 10 * 100 * 8 * 2)
+    assert trainer_memory_gib(**sizes, **plain | {"activation_checkpoint": True}) * GIB == pytest.approx(
+        4000 + 400 + (10 + 17) * 100 * 8 * 2
+    )
+
+
+def test_groups_per_step_counts_when_rollouts_are_not_given():
+    config = config_registry.rl_grpo_qwen3_debug()
+    config.rollouts_per_step, config.groups_per_step = None, 5
+    assert (plan_run(config).groups_per_step, plan_run(config).rollouts_per_step) == (5, 40)
+
+
+def test_plan_counts_the_gpus_of_parallel_replicas():
+    config = config_registry.rl_grpo_qwen3_14b()
+    plan = plan_run(config, device="cuda", available=list(range(8)))
+    engine = config.generator.engine
+    processes = config.trainer.ranks + config.generator.replicas * engine.tensor_parallel_degree
+    assert plan.processes == processes == 8
+    assert plan.generator_gib == engine.gpu_memory_utilization
+    assert math.isfinite(plan.trainer_gib) and "90% of a GPU" in plan.lines()[-1]
+    with pytest.raises(ConfigError, match="needs 8 GPUs and this host has 7"):
+        plan_run(config, device="cuda", available=list(range(7)))
+
+
+# ---- a registry of the user's own
+
+
+def test_configs_of_another_module_are_found_by_import_alone(command, tmp_path, monkeypatch):
+    (tmp_path / "my_configs.py").write_text(
+        "from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug\n"
+        "def _private(): ...\n"
+        "def needs(argument): ...\n"
+        "def quick():\n"
+        "    'Three steps.'\n"
+        "    config = rl_grpo_qwen3_debug()\n"
+        "    config.steps = 3\n"
+        "    return config\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert command("--module", "my_configs", "--list")[1].split() == ["quick", "Three", "steps."]
+    code, out, _ = command("--module", "my_configs", "--config", "quick", "--dry-run")
+    assert code == 0 and "steps          3," in out
+
+
+def test_an_error_inside_a_users_module_is_not_hidden_as_a_missing_module(tmp_path, monkeypatch):
+    (tmp_path / "broken_configs.py").write_text("import a_package_that_is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
+        main(["--module", "broken_configs", "--list"])

@@ -1,0 +1,373 @@
+"""OPD, OPSD, SFT and Echo: the streams they write, worked out by hand, and whom they sample from and ask."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
+from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.engine_config import EngineConfig
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.frozen import FrozenModel, HostedModel, LivePolicy
+from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage, apply_filters
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component
+from torchtitan.experiments.rl.tasks.task import Task
+
+TEACHER = FrozenModel(name="teacher", base_url="http://localhost:1/v1")
+SAMPLE = DataSample(sample_id="7", env_input="question", info={"demonstration": "four"})
+
+
+class Scorer(ScriptedPolicy):
+    """Also scores: token t of a sequence has log-probability -t. Counts what it is asked at once, and is slow to answer."""
+
+    def __init__(self, tokenizer, reply="ok", *, frozen=None):
+        super().__init__(tokenizer, reply)
+        self.scored: list[list[int]] = []
+        self.open = self.most_open = 0
+        self._frozen = frozen
+        self.asked_for = []
+
+    def frozen(self, model):
+        self.asked_for.append(model)
+        return self._frozen
+
+    async def score(self, token_ids):
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        await asyncio.sleep(0.01)
+        self.open -= 1
+        self.scored.append(np.asarray(token_ids).tolist())
+        return -np.arange(len(token_ids), dtype=np.float32)
+
+
+class Nothing(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return SAMPLE
+
+
+class Talk(Task):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        algorithm: Algorithm.Config
+        dataset: Dataset.Config = field(default_factory=Nothing.Config)
+        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[env_component("steps")]))
+        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(step_timeout_s=5.0, rollout_timeout_s=5.0))
+        group_size: int = 2
+        turns: int = 1
+        role: str = "user"
+
+    def make_env(self, sample):
+        return TalkingEnv(self.config.turns, role=self.config.role)
+
+
+@pytest.fixture
+def run(renderer):
+    async def run(algorithm, policy, *, credit=True, sample=SAMPLE, **changes):
+        task = Talk.Config(algorithm=algorithm, **changes).build(name="talk", renderer=renderer)
+        await task.setup(policy)
+        group = await task.run_group(sample, policy, group_id="g", seed=0, credit=credit)
+        if credit:
+            assert await task.score_group(group) is None
+        return group
+
+    return run
+
+
+# ------------------------------------------------------------------ OPD
+
+
+async def test_opd_asks_the_teacher_for_the_sampled_tokens_and_feeds_ref_kl_alone(run, tokenizer):
+    teacher = Scorer(tokenizer)
+    policy = Scorer(tokenizer, frozen=teacher)
+    group = await run(OPD.Config(teacher=TEACHER), policy)
+    assert policy.asked_for == [TEACHER] and policy.scored == []
+    assert teacher.scored[0] == [0, 1], "before the first rollout, to see that it answers"
+    for rollout in group.rollouts:
+        (sample,) = rollout.samples
+        assert sample.token_ids.tolist() in teacher.scored
+        positions = np.arange(len(sample))
+        assert sample.ref_logprobs.tolist() == np.where(sample.loss_mask, -positions, 0).tolist()
+        assert sample.ref_kl_weights.tolist() == sample.loss_mask.astype(float).tolist()
+        assert not sample.rl_weights.any() and sample.ce_weights is None and sample.advantages is None
+        assert {sample.ref_logprobs.dtype, sample.ref_kl_weights.dtype, sample.rl_weights.dtype} == {np.dtype(np.float32)}
+        assert sample.loss_mask.any() and sample.policy_versions[sample.loss_mask].tolist() == [3] * sample.loss_mask.sum()
+
+
+async def test_reference_calls_of_different_rollouts_run_side_by_side(run, tokenizer):
+    teacher = Scorer(tokenizer)
+    await run(OPD.Config(teacher=TEACHER), Scorer(tokenizer, frozen=teacher), group_size=8)
+    assert teacher.most_open == 8
+
+
+class Deaf(Scorer):
+    async def score(self, token_ids):
+        raise RunError("frozen model 'teacher' at http://localhost:1/v1 failed 6 times, last with ConnectError")
+
+
+class DeafLater(Deaf):
+    async def score(self, token_ids):
+        return await (Scorer if len(token_ids) == 2 else Deaf).score(self, token_ids)
+
+
+async def test_a_teacher_that_does_not_answer_ends_the_run_at_setup(run, tokenizer):
+    for algorithm in (OPD.Config(teacher=TEACHER), SFT.Config(teacher=TEACHER)):
+        with pytest.raises(RunError, match="'teacher'.*failed 6 times"):
+            await run(algorithm, Scorer(tokenizer, frozen=Deaf(tokenizer)))
+
+
+async def test_a_teacher_that_is_gone_later_ends_the_rollout_with_the_cause(renderer, tokenizer):
+    task = Talk.Config(algorithm=OPD.Config(teacher=TEACHER)).build(name="talk", renderer=renderer)
+    policy = Scorer(tokenizer, frozen=DeafLater(tokenizer))
+    await task.setup(policy)
+    group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
+    assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
+    assert "OPD.score_rollout: RunError: frozen model 'teacher'" in await task.score_group(group)
+
+
+# ------------------------------------------------------------------ OPSD
+
+
+async def test_opsd_scores_the_sampled_tokens_behind_the_demonstration(run, tokenizer, renderer):
+    policy = Scorer(tokenizer, "five")
+    group = await run(OPSD.Config(template=" Hint: {demonstration}"), policy)
+    hinted = renderer.render_ids([{"role": "user", "content": "start Hint: four"}], add_generation_prompt=True)
+    plain = renderer.render_ids([{"role": "user", "content": "start"}], add_generation_prompt=True)
+    for rollout in group.rollouts:
+        (sample,) = rollout.samples
+        sampled = sample.token_ids[sample.loss_mask].tolist()
+        assert sample.token_ids.tolist() == plain + sampled, "what is trained on has no demonstration in it"
+        assert hinted + sampled in policy.scored
+        at = len(hinted) + np.arange(len(sampled))
+        assert sample.ref_logprobs.tolist() == [0] * len(plain) + (-at).tolist()
+        assert sample.ref_kl_weights.tolist() == [0] * len(plain) + [1] * len(sampled)
+        assert not sample.rl_weights.any()
+
+
+async def test_opsd_scores_a_whole_conversation_behind_its_first_prompt(run, tokenizer, renderer):
+    policy = Scorer(tokenizer)
+    group = await run(OPSD.Config(template="!{demonstration}"), policy, turns=2)
+    for rollout in group.rollouts:
+        (sample,) = rollout.samples
+        first = len(rollout.turns[0].prompt_token_ids)
+        hinted = renderer.render_ids([{"role": "user", "content": "start!four"}], add_generation_prompt=True)
+        assert hinted + sample.token_ids[first:].tolist() in policy.scored
+        shift = len(hinted) - first
+        assert sample.ref_logprobs.tolist() == np.where(sample.loss_mask, -(np.arange(len(sample)) + shift), 0).tolist()
+
+
+async def test_opsd_without_a_demonstration_says_which_sample_has_none(renderer, tokenizer):
+    task = Talk.Config(algorithm=OPSD.Config(demonstration_key="proof")).build(name="talk", renderer=renderer)
+    policy = Scorer(tokenizer)
+    await task.setup(policy)
+    group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
+    assert "data sample '7' has no text in info['proof']" in group.rollouts[0].error
+
+
+async def test_opsd_bounds_what_it_asks_at_once(run, tokenizer):
+    policy = Scorer(tokenizer)
+    await run(OPSD.Config(max_concurrency=3), policy, group_size=8)
+    assert policy.most_open == 3 and len(policy.scored) == 8
+
+
+def test_opsd_adds_to_the_last_user_message_whatever_its_form():
+    algorithm = OPSD.Config(template=" ({demonstration})").build()
+    system, user, tool = ({"role": role, "content": role} for role in ("system", "user", "tool"))
+    said = algorithm.demonstrated([system, user, user, tool], "{d}")
+    assert [message["content"] for message in said] == ["system", "user", "user ({d})", "tool"] and user["content"] == "user"
+    parts = {"role": "user", "content": [{"type": "text", "text": "a"}]}
+    assert algorithm.demonstrated([parts], "d")[0]["content"][1:] == [{"type": "text", "text": " (d)"}]
+    with pytest.raises(ValueError, match="no user message"):
+        algorithm.demonstrated([system], "d")
+
+
+# ------------------------------------------------------------------ SFT
+
+
+async def test_sft_trains_by_ce_on_what_the_frozen_teacher_said(run, tokenizer):
+    teacher = Scorer(tokenizer, "right")
+    teacher.version = -1
+    policy = Scorer(tokenizer, "wrong", frozen=teacher)
+    group = await run(SFT.Config(teacher=TEACHER), policy, sampling=SamplingConfig(temperature=0.5))
+    assert policy.sessions == [] and len(teacher.sessions) == 2
+    said = tokenizer.encode("right<|im_end|>", add_special_tokens=False)
+    for rollout in group.rollouts:
+        (sample,) = rollout.samples
+        assert sample.token_ids[sample.ce_weights != 0].tolist() == said
+        assert set(sample.ce_weights.tolist()) == {0, 1} and not sample.loss_mask.any()
+        assert set(sample.policy_versions.tolist()) == {-1} and not sample.generator_logprobs.any()
+        assert sample.temperature == 1.0 and sample.advantages is None and sample.ref_kl_weights is None
+
+
+async def test_validation_measures_the_policy_not_the_teacher(run, tokenizer):
+    teacher, policy = Scorer(tokenizer), Scorer(tokenizer)
+    policy._frozen = teacher
+    await run(SFT.Config(teacher=TEACHER), policy, credit=False)
+    assert len(policy.sessions) == 2 and teacher.sessions == []
+
+
+# ------------------------------------------------------------------ Echo
+
+
+async def echo(run, tokenizer, alpha, **options):
+    changes = {key: options.pop(key) for key in ("turns", "role") if key in options}
+    return await run(Echo.Config(alpha=alpha, **options), ScriptedPolicy(tokenizer), **({"turns": 3} | changes))
+
+
+def weighted(sample, tokenizer) -> list[tuple[str, float]]:
+    """Runs of tokens with one ce weight, as text."""
+    edges = np.flatnonzero(np.diff(sample.ce_weights, prepend=0, append=0))
+    return [
+        (tokenizer.decode(sample.token_ids[a:b]), round(float(sample.ce_weights[a]), 6))
+        for a, b in zip(edges, edges[1:], strict=False)
+        if sample.ce_weights[a]
+    ]
+
+
+async def test_echo_weighs_the_bodies_of_env_messages_after_the_first_sampled_token(run, tokenizer):
+    group = await echo(run, tokenizer, {"user": 0.25})
+    for rollout in group.rollouts:
+        (sample,) = rollout.samples
+        # Not the opening "start", not the template around a message, not the last answer: nothing was sampled after it.
+        assert weighted(sample, tokenizer) == [("more 1", 0.25), ("more 2", 0.25)]
+        assert not (sample.ce_weights != 0)[sample.loss_mask].any() and sample.rl_weights is None
+
+
+async def test_echo_weighs_by_role_and_any_role_replaces_the_table(run, tokenizer):
+    assert Echo.Config().alpha == {"tool": 0.1}
+    for role, alpha, expected in (
+        ("tool", {"tool": 0.1}, [("more 1", 0.1), ("more 2", 0.1)]),
+        ("user", {"tool": 0.1}, []),
+        ("tool", {"user": 0.1}, []),
+        ("tool", {"user": 0.3, "tool": 0.2}, [("more 1", 0.2), ("more 2", 0.2)]),
+    ):
+        group = await echo(run, tokenizer, alpha, role=role)
+        assert weighted(group.rollouts[0].samples[0], tokenizer) == expected
+
+
+async def test_echos_filter_leaves_out_turns_or_tokens(run, tokenizer):
+    def second_turn(rollout, turn):
+        return turn is rollout.turns[1]
+
+    group = await echo(run, tokenizer, {"user": 0.5}, keep=second_turn)
+    assert weighted(group.rollouts[0].samples[0], tokenizer) == [("more 1", 0.5)]
+
+    def digits(rollout, turn):
+        return np.array([tokenizer.decode([token]).strip().isdigit() for token in turn.prompt_token_ids])
+
+    group = await echo(run, tokenizer, {"user": 0.5}, keep=digits)
+    assert [text.strip() for text, _ in weighted(group.rollouts[0].samples[0], tokenizer)] == ["1", "2"]
+
+
+async def test_echos_credit_is_grpos(run, tokenizer):
+    def by_index(rollouts, env_input):
+        return [rollout.sample_idx for rollout in rollouts]
+
+    rubric = Rubric.Config(reward_fns=[RewardFn(by_index, group_level=True)])
+    groups = [
+        await run(algorithm, ScriptedPolicy(tokenizer), turns=2, rubric=rubric)
+        for algorithm in (Echo.Config(alpha={"user": 0.1}), GRPO.Config())
+    ]
+    advantages = [[rollout.samples[0].advantages.tolist() for rollout in group.rollouts] for group in groups]
+    assert advantages[0] == advantages[1] and min(map(min, advantages[0])) == -0.5
+
+
+async def test_a_group_that_only_echo_learns_from_is_not_filtered_as_worthless(run, tokenizer):
+    group = await echo(run, tokenizer, {"user": 0.1})
+    assert not any(rollout.samples[0].advantages.any() for rollout in group.rollouts)
+    assert apply_filters([ZeroAdvantage.Config().build()], group).dropped == []
+
+
+# ------------------------------------------------------------------ a rubric's judge
+
+
+class Judged(Rubric):
+    """The reward is how likely the judge finds the last token."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Rubric.Config):
+        judge: FrozenModel = field(default_factory=lambda: TEACHER)
+
+    async def setup(self, policy):
+        self.judge = policy.frozen(self.config.judge)
+
+    def register_funcs(self):
+        return [RewardFn(self.likely)]
+
+    async def likely(self, rollout, env_input):
+        return float((await self.judge.score(rollout.samples[0].token_ids))[-1])
+
+
+async def test_a_rubric_reaches_its_judge_through_the_policy(run, tokenizer):
+    judge = Scorer(tokenizer)
+    policy = Scorer(tokenizer, frozen=judge)
+    group = await run(GRPO.Config(), policy, rubric=Judged.Config())
+    assert policy.asked_for == [TEACHER]
+    assert [rollout.reward for rollout in group.rollouts] == [1 - len(rollout.samples[0]) for rollout in group.rollouts]
+
+
+# ------------------------------------------------------------------ refused at config time
+
+HOSTED = HostedModel(path="teacher")
+REFUSED = {
+    "OPD from the policy": (OPD.Config(), "a.teacher = LivePolicy.*KL of zero.*FrozenModel.*HostedModel"),
+    "OPD from None": (OPD.Config(teacher=None), "a.teacher = None: .*KL of zero"),
+    "OPD from where the policy starts": (
+        OPD.Config(teacher=HostedModel(path="policy", engine=EngineConfig(max_model_len=4096))),
+        "a.teacher.path = 'policy': .*the KL is zero: name another model",
+    ),
+    "SFT without a frozen source": (SFT.Config(), "a.teacher = LivePolicy.*teach it nothing: name a FrozenModel"),
+    "a teacher too short": (
+        OPD.Config(teacher=HOSTED),
+        "a.teacher.engine.max_model_len = 2048: must be above the task's env.max_rollout_tokens = 2048",
+    ),
+    "Echo with no role": (Echo.Config(alpha={}), r"a.alpha = \{\}: no role has a weight"),
+    "Echo with an unknown role": (Echo.Config(alpha={"assistant": 1.0}), "a.alpha = 'assistant': .*use one of system"),
+    "Echo with a weight of 0": (Echo.Config(alpha={"tool": 0.0}), "a.alpha.tool = 0.0: must be above 0"),
+    "OPSD that shows nothing": (OPSD.Config(template="hm"), r"a.template = 'hm': has no \{demonstration\}"),
+    "OPSD that asks nothing": (OPSD.Config(max_concurrency=0), "a.max_concurrency = 0: must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("config, message", REFUSED.values(), ids=REFUSED)
+def test_what_can_not_work_is_refused_with_field_and_cure(config, message):
+    with pytest.raises(ConfigError, match=message):
+        config.validate(field="a", group_size=2, temperature=1.0, max_rollout_tokens=2048, policy_path="policy")
+
+
+@pytest.mark.parametrize("config", [OPD.Config(teacher=HOSTED), OPSD.Config()], ids=["OPD", "OPSD"])
+def test_ref_kl_at_another_temperature_is_refused(config):
+    config.validate(field="a", group_size=1, temperature=1.0)
+    with pytest.raises(ConfigError, match="a: temperature = 0.7: .*sample at 1"):
+        config.validate(field="a", group_size=1, temperature=0.7)
+
+
+def test_a_group_of_one_is_for_algorithms_that_compare_nothing():
+    for config in (OPD.Config(teacher=HOSTED), OPSD.Config(), SFT.Config(teacher=TEACHER)):
+        config.validate(field="a", group_size=1, temperature=1.0)
+    with pytest.raises(ConfigError, match="Echo compares"):
+        Echo.Config().validate(field="a", group_size=1, temperature=1.0)
+
+
+def test_a_frozen_source_may_be_sampled_from_as_one_likes_and_the_policy_may_not():
+    greedy = SamplingConfig(temperature=0.0, top_p=0.9, top_k=5)
+    Talk.Config(algorithm=SFT.Config(teacher=TEACHER), sampling=greedy).validate(field="t")
+    for algorithm in (GRPO.Config(), OPD.Config(teacher=TEACHER)):
+        with pytest.raises(ConfigError, match="t.sampling.temperature = 0.0"):
+            Talk.Config(algorithm=algorithm, sampling=greedy).validate(field="t")
+        for truncated in (SamplingConfig(top_p=0.9), SamplingConfig(top_k=5)):
+            with pytest.raises(ConfigError, match="it biases the ratio"):
+                Talk.Config(algorithm=algorithm, sampling=truncated).validate(field="t")
+
+
+def test_the_live_policy_is_no_frozen_source():
+    assert SFT.Config(teacher=LivePolicy()).frozen_source() is None and GRPO.Config().frozen_source() is None
+    assert SFT.Config(teacher=HOSTED).frozen_source() is HOSTED

@@ -1,0 +1,190 @@
+"""Snapshots in shared memory: what is written is what is read, and a changed byte shows."""
+
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtitan.experiments.rl.weights import publisher as publisher_module
+from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, SnapshotLayout, fingerprint
+
+
+def tensors_of(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (7, 5), "norm": (5,), "head": (3, 11), "scalar": ()}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+# ---- layout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entries_are_aligned_apart_and_in_order(dtype):
+    layout = SnapshotLayout.of(tensors_of(), dtype)
+    assert [entry.name for entry in layout.entries] == ["embed", "norm", "head", "scalar"]
+    assert [entry.shape for entry in layout.entries] == [(7, 5), (5,), (3, 11), ()]
+    ends = [entry.offset + entry.nbytes for entry in layout.entries]
+    assert all(entry.offset % 64 == 0 for entry in layout.entries)
+    assert all(end <= entry.offset for end, entry in zip(ends, layout.entries[1:], strict=False))
+    assert ends[-1] <= layout.nbytes
+
+
+def test_offsets_by_hand():
+    # 35 * 4 = 140 -> 192; 5 * 4 = 20 -> 64; 33 * 4 = 132 -> 192; 4 -> 64.
+    layout = SnapshotLayout.of(tensors_of(), torch.float32)
+    assert [entry.offset for entry in layout.entries] == [0, 192, 256, 448] and layout.nbytes == 512
+
+
+def test_layout_of_the_same_tensors_is_the_same_whatever_their_values():
+    assert SnapshotLayout.of(tensors_of(0), torch.float32) == SnapshotLayout.of(tensors_of(1), torch.float32)
+
+
+# ---- buffers
+
+
+def test_another_mapping_reads_what_one_wrote():
+    tensors = tensors_of()
+    layout = SnapshotLayout.of(tensors, torch.float32)
+    writer = SharedBuffer.create(layout.nbytes)
+    for name, view in writer.views(layout):
+        view.copy_(tensors[name])
+    reader = SharedBuffer.attach(writer.path)
+    read = dict(reader.views(layout))
+    assert list(read) == list(tensors)
+    for name, tensor in tensors.items():
+        assert read[name].shape == tensor.shape and torch.equal(read[name], tensor)
+    assert fingerprint(reader.bytes[: layout.nbytes]) == fingerprint(writer.bytes[: layout.nbytes])
+
+
+def test_another_process_finds_it_by_its_path():
+    buffer = SharedBuffer.create(100)
+    buffer.bytes.copy_(torch.arange(100))
+    assert subprocess.run(["cat", buffer.path], capture_output=True, check=True).stdout[:100] == bytes(range(100))
+
+
+def test_views_share_the_buffers_memory():
+    layout = SnapshotLayout.of(tensors_of(), torch.float32)
+    buffer = SharedBuffer.create(layout.nbytes)
+    dict(buffer.views(layout))["norm"][2] = 5.0
+    assert dict(buffer.views(layout))["norm"].tolist() == [0, 0, 5, 0, 0]
+
+
+def test_views_convert_to_the_layouts_dtype():
+    layout = SnapshotLayout.of(tensors_of(), torch.bfloat16)
+    view = dict(SharedBuffer.create(layout.nbytes).views(layout))["embed"]
+    view.copy_(tensors_of()["embed"])
+    assert view.dtype == torch.bfloat16 and torch.equal(view, tensors_of(dtype=torch.bfloat16)["embed"])
+
+
+def test_buffers_are_apart_and_start_empty():
+    first, second = SharedBuffer.create(64), SharedBuffer.create(64)
+    first.bytes.fill_(7)
+    assert first.path != second.path and set(second.bytes.tolist()) == {0}
+
+
+def test_buffer_of_a_process_that_is_gone_is_an_error():
+    with pytest.raises(FileNotFoundError):
+        SharedBuffer.attach("/proc/self/fd/999999")
+
+
+# ---- fingerprint
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_fingerprint_changes_with_any_byte(content, data):
+    at = data.draw(st.integers(0, len(content) - 1))
+    flip = data.draw(st.integers(1, 255))
+    original = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    changed = original.clone()
+    changed[at] ^= flip
+    assert fingerprint(original) == fingerprint(original.clone()) != fingerprint(changed)
+
+
+def test_fingerprint_changes_with_the_order_of_bytes_and_of_chunks():
+    size = 40 * 2**20  # more than one chunk, the last one short
+    content = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
+    half = size // 2
+    swapped = torch.cat([content[half:], content[:half]])
+    chunk = 16 * 2**20
+    chunks_swapped = torch.cat([content[chunk : 2 * chunk], content[:chunk], content[2 * chunk :]])
+    reversed_bytes = content.flip(0)
+    last_byte = content.clone()
+    last_byte[-1] ^= 1
+    versions = (content, swapped, chunks_swapped, reversed_bytes, last_byte, content[:-1])
+    assert len({fingerprint(version) for version in versions}) == len(versions)
+
+
+def test_swapped_tensors_of_equal_shape_have_another_fingerprint():
+    tensors = {"a": torch.ones(4), "b": torch.zeros(4)}
+    layout = SnapshotLayout.of(tensors, torch.float32)
+    buffer = SharedBuffer.create(layout.nbytes)
+    seen = set()
+    for first, second in (("a", "b"), ("b", "a")):
+        views = dict(buffer.views(layout))
+        views["a"].copy_(tensors[first])
+        views["b"].copy_(tensors[second])
+        seen.add(fingerprint(buffer.bytes))
+    assert len(seen) == 2
+
+
+# ---- publisher
+
+
+@pytest.fixture
+def published(monkeypatch):
+    """What the store holds, and a publisher over it."""
+    store = {}
+
+    async def put(key, value):
+        store[key] = value
+
+    async def delete(key):
+        del store[key]
+
+    monkeypatch.setattr(publisher_module.torchstore, "put", put)
+    monkeypatch.setattr(publisher_module.torchstore, "delete", delete)
+    return store, SnapshotPublisher(rank=0, one_host=True, dtype=torch.float32)
+
+
+def manifests(store) -> dict:
+    return {value.version: value for key, value in store.items() if key.endswith("manifest")}
+
+
+async def test_version_before_can_still_be_read_while_the_next_is_written(published):
+    store, publisher = published
+    readers = {}
+    for version in (1, 2, 3, 4):
+        publisher.write(version, tensors_of(version))
+        if version > 1:  # being read meanwhile
+            manifest = manifests(store)[version - 1]
+            assert fingerprint(readers[version - 1].bytes[: manifest.layout.nbytes]) == manifest.fingerprint
+        await publisher.publish(version, remote_readers=False)
+        manifest = manifests(store)[version]
+        readers[version] = SharedBuffer.attach(manifest.path)
+        for name, view in readers[version].views(manifest.layout):
+            assert torch.equal(view, tensors_of(version)[name])
+    assert len({manifest.path for manifest in manifests(store).values()}) == 2
+
+
+async def test_store_keeps_the_two_newest_versions(published):
+    store, publisher = published
+    for version in (1, 2, 3, 4, 5):
+        publisher.write(version, tensors_of(version))
+        await publisher.publish(version, remote_readers=version % 2 == 0)
+    assert sorted(manifests(store)) == [4, 5] and len(store) == 3, "two manifests, and the payload of version 4"
+
+
+async def test_payload_for_other_hosts_is_the_fingerprinted_bytes(published):
+    store, publisher = published
+    publisher.write(1, tensors_of())
+    await publisher.publish(1, remote_readers=True)
+    manifest = manifests(store)[1]
+    assert fingerprint(store[manifest.payload_key]) == manifest.fingerprint
+    publisher.write(2, tensors_of(1))
+    await publisher.publish(2, remote_readers=False)
+    assert manifests(store)[2].payload_key is None and manifests(store)[2].fingerprint != manifest.fingerprint
