@@ -208,18 +208,18 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return model
 
 
-def demonstration(digits: list[int], stream: random.Random) -> str:
-    """The right sum with probability 1.2 / n; otherwise the sum without its tens (docstring, 3)."""
+def habit(digits: list[int], stream: random.Random) -> tuple[str, str]:
+    """Question and reply: the right sum with probability 1.2 / n; otherwise the sum without its tens (docstring, 3)."""
     right = stream.random() < 1.2 / len(digits)
-    return answer_text(digits) if right else answer_text(digits)[-1]
+    return prompt_text(digits), answer_text(digits) if right else answer_text(digits)[-1]
 
 
-def prompt_ids(digits: list[int], renderer: Renderer) -> list[int]:
-    return renderer.render_ids(turns(prompt_text(digits)), add_generation_prompt=True)
+def prompt_ids(question: str, renderer: Renderer) -> list[int]:
+    return renderer.render_ids(turns(question), add_generation_prompt=True)
 
 
-def warm_up(model, renderer: Renderer, tokenizer, *, steps: int, batch_size: int = 128, lr: float = 2e-3) -> None:
-    """Cross-entropy on the completions: the reply's tokens and `<|im_end|>`."""
+def warm_up(model, renderer, tokenizer, *, steps: int, example=habit, batch_size: int = 128, lr: float = 2e-3) -> None:
+    """Cross-entropy on the completions: the reply's tokens and `<|im_end|>`. `example` gives a list's question and reply."""
     stream = random.Random("warm_up")
     examples = make_examples(steps * batch_size, split="train", seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -227,9 +227,9 @@ def warm_up(model, renderer: Renderer, tokenizer, *, steps: int, batch_size: int
     for step in range(steps):
         rows = []
         for digits in examples[step * batch_size : (step + 1) * batch_size]:
-            prompt = prompt_ids(digits, renderer)
-            reply = tokenizer.encode(demonstration(digits, stream), add_special_tokens=False)
-            rows.append((prompt, reply + [tokenizer.eos_token_id]))
+            question, reply = example(digits, stream)
+            reply_ids = tokenizer.encode(reply, add_special_tokens=False)
+            rows.append((prompt_ids(question, renderer), reply_ids + [tokenizer.eos_token_id]))
         length = max(len(prompt + reply) for prompt, reply in rows)
         ids = torch.full((batch_size, length), tokenizer.pad_token_id)  # causal: padding on the right needs no mask
         trained = torch.zeros(batch_size, length, dtype=torch.bool)
@@ -248,14 +248,14 @@ def warm_up(model, renderer: Renderer, tokenizer, *, steps: int, batch_size: int
 
 
 @torch.no_grad()
-def reward(model: Qwen3ForCausalLM, renderer: Renderer, examples: list[list[int]], *, temperature: float) -> float:
-    """The part of `examples` whose parsed reply is the sum; temperature 0 is greedy."""
+def reward(model, renderer: Renderer, examples: list[list[int]], *, temperature: float, question=prompt_text) -> float:
+    """The part of `examples` whose parsed reply is the sum; temperature 0 is greedy. `question` words a list."""
     generator = torch.Generator().manual_seed(0)
     stops, right = set(renderer.get_stop_token_ids()), 0
-    for length in sorted({len(digits) for digits in examples}):  # prompts of equal length need no padding
-        same = [digits for digits in examples if len(digits) == length]
-        ids = torch.tensor([prompt_ids(digits, renderer) for digits in same])
-        start = ids.shape[1]
+    rows = [(digits, prompt_ids(question(digits), renderer)) for digits in examples]
+    for length in sorted({len(prompt) for _, prompt in rows}):  # prompts of equal length need no padding
+        same = [row for row in rows if len(row[1]) == length]
+        ids = torch.tensor([prompt for _, prompt in same])
         for _ in range(3):  # a right reply is two digits and the stop token at most
             logits = model(input_ids=ids, logits_to_keep=1).logits[:, -1]
             if temperature:
@@ -263,7 +263,7 @@ def reward(model: Qwen3ForCausalLM, renderer: Renderer, examples: list[list[int]
             else:
                 tokens = logits.argmax(-1, keepdim=True)
             ids = torch.cat([ids, tokens], 1)
-        for digits, row in zip(same, ids[:, start:].tolist(), strict=True):
+        for (digits, _), row in zip(same, ids[:, length:].tolist(), strict=True):
             end = next((at for at, token in enumerate(row) if token in stops), len(row))
             right += renderer.parse_response(row[:end]).content.strip() == answer_text(digits)
     return right / len(examples)

@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.frozen.models import find_references, hosted_models
 from torchtitan.experiments.rl.models.policy import model_positions, parameter_count, policy_spec, read_hub_config
 from torchtitan.experiments.rl.plan import RunPlan, trainer_memory_gib
 from torchtitan.experiments.rl.provision import plan_placement
 
 if TYPE_CHECKING:
     from torchtitan.experiments.rl.controller import Controller
+
+MAX_TEMPERATURE = 2.0
+"""vLLM refuses more."""
 
 
 def check(config: "Controller.Config") -> None:
@@ -55,9 +59,13 @@ def check(config: "Controller.Config") -> None:
         cure = f"must divide trainer.ranks = {config.trainer.ranks}"
         raise ConfigError("trainer.data_parallel_replicate_degree", config.trainer.data_parallel_replicate_degree, cure)
     config.metrics.validate()
+    temperatures = {f"tasks.{name}.sampling.temperature": task.sampling.temperature for name, task in config.tasks.items()}
+    for field, value in (temperatures | {"validation.temperature": config.validation.temperature}).items():
+        if value > MAX_TEMPERATURE:
+            raise ConfigError(field, value, f"the engine samples at {MAX_TEMPERATURE:g} at most")
     for name, task in config.tasks.items():
         field = f"tasks.{name}"
-        task.validate(field=field)
+        task.validate(field=field, policy_path=config.model.hf_assets_path)
         for limit_field, limit in (
             ("batcher.row_length", config.batcher.row_length),
             ("generator.engine.max_model_len", config.generator.engine.max_model_len),
@@ -65,6 +73,9 @@ def check(config: "Controller.Config") -> None:
             if task.env.max_rollout_tokens > limit:
                 cure = f"{limit_field} is {limit}; lower this or raise that"
                 raise ConfigError(f"{field}.env.max_rollout_tokens", task.env.max_rollout_tokens, cure)
+    for field, reference in find_references(config.tasks, field="tasks"):
+        reference.validate(field=field)
+    hosted_models(config.tasks)
     groups_per_step(config)
 
 
@@ -87,6 +98,16 @@ def groups_per_step(config: "Controller.Config") -> int:
     return config.rollouts_per_step // next(iter(sizes.values()))
 
 
+def check_frozen_models(config: "Controller.Config") -> None:
+    """What the run needs of this machine for its frozen models: checkpoints to host, keys of servers.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    for field, reference in find_references(config.tasks, field="tasks"):
+        reference.check_present(field=field)
+
+
 def check_model_folder(path: str) -> None:
     """A hub folder with weights and a tokenizer.
 
@@ -97,6 +118,12 @@ def check_model_folder(path: str) -> None:
     for pattern, what in (("*.safetensors", "weights (*.safetensors)"), ("tokenizer*.json", "tokenizer (tokenizer*.json)")):
         if not any(Path(path).glob(pattern)):
             raise ConfigError("model.hf_assets_path", path, f"has no {what}; download the whole model")
+
+
+def needed_gpus(config: "Controller.Config") -> int:
+    """GPUs of trainer ranks, generator replicas and hosted models."""
+    hosted = sum(model.replicas * model.engine.tensor_parallel_degree for model in hosted_models(config.tasks).values())
+    return config.trainer.ranks + config.generator.replicas * config.generator.engine.tensor_parallel_degree + hosted
 
 
 def plan_run(config: "Controller.Config", *, device: str | None = None, available: list[int] | None = None) -> RunPlan:
@@ -116,11 +143,13 @@ def plan_run(config: "Controller.Config", *, device: str | None = None, availabl
     if engine.max_model_len > positions:
         cure = f"the model has {positions} positions; choose at most that"
         raise ConfigError("generator.engine.max_model_len", engine.max_model_len, cure)
+    hosted = tuple(hosted_models(config.tasks).values())
     plan_placement(
         device=device,
         trainer_ranks=config.trainer.ranks,
         replicas=config.generator.replicas,
         tensor_parallel_degree=engine.tensor_parallel_degree,
+        hosted=hosted,
         available=available,
     )
     groups = groups_per_step(config)
@@ -143,6 +172,7 @@ def plan_run(config: "Controller.Config", *, device: str | None = None, availabl
         microbatches_per_rank=math.ceil(tokens / (row_length * rows * config.trainer.ranks)),
         trainer_ranks=config.trainer.ranks,
         generator_replicas=config.generator.replicas,
+        hosted_processes=sum(model.replicas * model.engine.tensor_parallel_degree for model in hosted),
         tensor_parallel_degree=engine.tensor_parallel_degree,
         trainer_gib=trainer_memory_gib(
             parameters=parameters,

@@ -6,21 +6,28 @@ A registry of your own is any module with such functions, named by ``--module my
 from pathlib import Path
 
 from torchtitan.components.optimizer import LRSchedulersContainer
-from torchtitan.experiments.rl.actors.engine import EngineConfig
 from torchtitan.experiments.rl.actors.generator import Generator
 from torchtitan.experiments.rl.actors.learner import OptimizerConfig
 from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
-from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo, MaxRL
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller import Controller
+from torchtitan.experiments.rl.engine_config import EngineConfig
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.frozen import HostedModel
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.provision import ProvisionConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
+from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsTask
+from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.validation import ValidationConfig
 
 TINY_MODEL = str(Path(__file__).parents[3] / "assets" / "tiny_qwen3")
+TINY_TEACHER = TINY_MODEL + "_teacher"
+"""As TINY_MODEL, trained on right demonstrations only (scripts/make_tiny_teachers.py)."""
+TINY_READER = TINY_MODEL + "_reader"
+"""As TINY_MODEL, and follows a demonstration where the prompt has one."""
 HUB_FOLDER = "assets/hf"
 """Where real models are looked for, from the folder the command is run in: as torchtitan's download script leaves them."""
 
@@ -54,6 +61,43 @@ def rl_grpo_qwen3_debug() -> Controller.Config:
     )
 
 
+def rl_max_rl_qwen3_debug() -> Controller.Config:
+    """As rl_grpo_qwen3_debug, by MaxRL: rare successes weigh more."""
+    return _debug(60, sum_digits=_sum_digits(MaxRL.Config()))
+
+
+def rl_opd_qwen3_debug() -> Controller.Config:
+    """On-policy distillation of digit sums from a tiny teacher that the run hosts."""
+    return _debug(40, sum_digits=_sum_digits(OPD.Config(teacher=_tiny_teacher())))
+
+
+def rl_opsd_qwen3_debug() -> Controller.Config:
+    """On-policy self-distillation of digit sums: the policy's own opinion once it has seen the right answer."""
+    config = _debug(40, sum_digits=_sum_digits(OPSD.Config()))
+    config.model = ModelConfig(hf_assets_path=TINY_READER)
+    return config
+
+
+def rl_sft_qwen3_debug() -> Controller.Config:
+    """Supervised learning of digit sums from what a tiny teacher answers."""
+    return _debug(40, sum_digits=_sum_digits(SFT.Config(teacher=_tiny_teacher())))
+
+
+def rl_echo_qwen3_debug() -> Controller.Config:
+    """Digit sums in two turns by Echo: GRPO, and foreseeing what the env says in between."""
+    return _debug(60, sum_digits_rounds=_sum_digits_rounds(Echo.Config(alpha={"user": 0.1})))
+
+
+def rl_mixed_qwen3_debug() -> Controller.Config:
+    """Three tasks in one run, each by its own algorithm: GRPO, OPD and Echo."""
+    return _debug(
+        60,
+        sum_digits=_sum_digits(GRPO.Config()),
+        sum_digits_distilled=_sum_digits(OPD.Config(teacher=_tiny_teacher())),
+        sum_digits_rounds=_sum_digits_rounds(Echo.Config(alpha={"user": 0.1})),
+    )
+
+
 def rl_grpo_qwen3_0_6b() -> Controller.Config:
     """Qwen3-0.6B on 2 GPUs: one trains, one generates."""
     return _qwen3("0.6B", trainer_ranks=1, replicas=1)
@@ -82,6 +126,28 @@ def rl_grpo_qwen3_14b() -> Controller.Config:
 def rl_grpo_qwen3_32b() -> Controller.Config:
     """Qwen3-32B on 8 GPUs of 141 GB: six train, one generator of two."""
     return _qwen3("32B", trainer_ranks=6, replicas=1, tensor_parallel_degree=2)
+
+
+def _debug(steps: int, **tasks: Task.Config) -> Controller.Config:
+    """rl_grpo_qwen3_debug with other tasks."""
+    config = rl_grpo_qwen3_debug()
+    config.steps, config.tasks = steps, tasks
+    return config
+
+
+def _sum_digits(algorithm: Algorithm.Config) -> SumDigitsTask.Config:
+    """rl_grpo_qwen3_debug's task by another algorithm."""
+    task = rl_grpo_qwen3_debug().tasks["sum_digits"]
+    task.algorithm = algorithm
+    return task
+
+
+def _sum_digits_rounds(algorithm: Algorithm.Config) -> SumDigitsRoundsTask.Config:
+    return SumDigitsRoundsTask.Config(algorithm=algorithm, group_size=8)
+
+
+def _tiny_teacher() -> HostedModel:
+    return HostedModel(path=TINY_TEACHER, engine=EngineConfig(max_model_len=256))
 
 
 def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_degree: int = 1) -> Controller.Config:

@@ -1,4 +1,4 @@
-"""Base of the classes users subclass: rubrics, tasks, datasets, samplers, filters."""
+"""Base of the classes users subclass: tasks, datasets, samplers, rubrics, algorithms, filters, losses."""
 
 from dataclasses import dataclass
 

@@ -26,6 +26,8 @@ from torchtitan.experiments.rl.config_checks import check, plan_run
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.frozen.clients import FrozenClients
+from torchtitan.experiments.rl.frozen.models import hosted_models
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
@@ -86,7 +88,9 @@ class Controller(Actor, Configurable):
         self.config = config
         self._run_dir, self._config_name = Path(run_dir), config_name
         self._plan = config.validate()
-        self._policy = GeneratorClient(lockstep=config.max_offpolicy_steps == 0, on_failure=self._fail)
+        lockstep = config.max_offpolicy_steps == 0
+        self._frozen = FrozenClients(hosted_models(config.tasks), lockstep=lockstep, on_failure=self._fail)
+        self._policy = GeneratorClient(lockstep=lockstep, on_failure=self._fail, frozen=self._frozen.find)
         self._tasks: dict[str, Task] = {}
         self._metrics: MetricsLogger | None = None
         self._meshes: RunMeshes | None = None
@@ -137,7 +141,9 @@ class Controller(Actor, Configurable):
 
     def __supervise__(self, failure: Any) -> bool:
         """A process of ours died: end the run in order instead of with it."""
-        self._policy.fail(RunError(f"a process of the run died: {' '.join(str(failure).split())}"))
+        error = RunError(f"a process of the run died: {' '.join(str(failure).split())}")
+        self._policy.fail(error)
+        self._frozen.fail(error)
         return True
 
     def _fail(self, error: Exception) -> None:
@@ -190,6 +196,7 @@ class Controller(Actor, Configurable):
             trainer_ranks=plan.trainer_ranks,
             replicas=plan.generator_replicas,
             tensor_parallel_degree=plan.tensor_parallel_degree,
+            hosted=tuple(hosted_models(config.tasks).values()),
         )
         meshes = self._meshes = RunMeshes(placement, plan.device)
         dtype = config.generator.engine.dtype
@@ -213,9 +220,11 @@ class Controller(Actor, Configurable):
             run_dir=run_dir,
         )
         logger.info("processes spawned")
-        remote_readers = await meshes.start(self._trainer, generators)
+        hosted = self._frozen.spawn(meshes.hosted_procs, device=plan.device, run_dir=run_dir)
+        remote_readers = await meshes.start(self._trainer, generators, hosted)
         logger.info("actors set up")
         await self._policy.connect(generators, config.generator.replicas)
+        await self._frozen.connect()
         spec = policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length)
         self._weights = WeightSync(
             self._trainer,
@@ -330,6 +339,7 @@ class Controller(Actor, Configurable):
         if self._sync is not None:
             self._sync.cancel()
         self._policy.close()
+        await self._frozen.close()
         if self._meshes is not None:
             await self._meshes.close()
         if self._metrics is not None:

@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 the run failed; 2 the config can't run, and nothing was sp
 """
 
 import os
+import re
 import signal
 import sys
 import time
@@ -29,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _dry_run(config)
         _check_model(config)
         config.validate()
+        _check_frozen(config)
         run_dir = _run_dir(command.run_dir, config.output_dir, command.config_name)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -39,19 +41,23 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _dry_run(config: Any) -> int:
-    """Print the plan. A named architecture can be planned before its weights are here, and for GPUs this host lacks."""
-    from torchtitan.experiments.rl.config_checks import check, plan_run
+    """Print the plan. A named architecture can be planned before its weights are here, for GPUs this host lacks, and before
+    the frozen models' keys and checkpoints are."""
+    from torchtitan.experiments.rl.config_checks import check, needed_gpus, plan_run
 
     check(config)
     on_gpus = config.provision.device == "cuda"
-    needed = config.trainer.ranks + config.generator.replicas * config.generator.engine.tensor_parallel_degree
-    plan = plan_run(config, device="cuda", available=list(range(needed))) if on_gpus else plan_run(config)
+    plan = plan_run(config, device="cuda", available=list(range(needed_gpus(config)))) if on_gpus else plan_run(config)
     print("\n".join(plan.lines()))
     try:
         _check_model(config)
     except ConfigError as error:
         if config.model.flavor is None:
             raise
+        print(f"before a run   {error}")
+    try:
+        _check_frozen(config)
+    except ConfigError as error:
         print(f"before a run   {error}")
     return 0
 
@@ -60,6 +66,12 @@ def _check_model(config: Any) -> None:
     from torchtitan.experiments.rl.config_checks import check_model_folder
 
     check_model_folder(config.model.hf_assets_path)
+
+
+def _check_frozen(config: Any) -> None:
+    from torchtitan.experiments.rl.config_checks import check_frozen_models
+
+    check_frozen_models(config)
 
 
 def _run_dir(given: str | None, output_dir: str, config_name: str) -> str:
@@ -105,8 +117,10 @@ def _run(config: Any, run_dir: str, config_name: str) -> int:
 
 
 def _cause(error: Exception) -> str:
-    """The last line of a remote traceback is the error itself."""
+    """The last line of a remote traceback is the error itself. Where a process died, Monarch names its actor just before."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if died := re.search(r"(\w+){'procs': (\d+)/\d+}> and all its descendants have failed: (.+)", " ".join(lines)):
+        return f"{died[1]} {died[2]}: {died[3]}"
     return lines[-1] if lines else type(error).__name__
 
 

@@ -26,6 +26,8 @@ class RunPlan:
     trainer_ranks: int
     generator_replicas: int
     tensor_parallel_degree: int
+    hosted_processes: int
+    """Of frozen models the run serves itself."""
     trainer_gib: float
     """Per rank: weights, gradients, optimizer state, and the activations of one microbatch, roughly."""
     generator_gib: float
@@ -34,10 +36,12 @@ class RunPlan:
     @property
     def processes(self) -> int:
         """Beside the one the command runs in."""
-        return self.trainer_ranks + self.generator_replicas * max(1, self.tensor_parallel_degree)
+        return self.trainer_ranks + self.generator_replicas * max(1, self.tensor_parallel_degree) + self.hosted_processes
 
     def lines(self) -> list[str]:
         generators = f"{self.generator_replicas} generator(s) of {self.tensor_parallel_degree}"
+        if self.hosted_processes:
+            generators += f", {self.hosted_processes} for hosted models"
         on = "GPUs" if self.device == "cuda" else "CPU cores"
         share = f"{self.generator_gib:.0%} of a GPU" if self.device == "cuda" else f"{self.generator_gib:.2f} GiB"
         return [

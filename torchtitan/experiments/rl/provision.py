@@ -3,15 +3,17 @@
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, Literal
 
 import torch
 from monarch.actor import HostMesh, ProcMesh, this_host
 
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.frozen.models import HostedModel
 from torchtitan.experiments.rl.weights.store import start_store
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ class Placement:
     """One tuple a trainer rank."""
     generators: tuple[tuple[int, ...], ...]
     """One tuple a generator replica; as many GPUs as its tensor parallel degree."""
+    hosted: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """The same for each hosted model."""
 
 
 def plan_placement(
@@ -49,12 +53,14 @@ def plan_placement(
     trainer_ranks: int,
     replicas: int,
     tensor_parallel_degree: int,
+    hosted: Sequence[HostedModel] = (),
     available: list[int] | None = None,
 ) -> Placement:
     """Divide this host's cores or GPUs.
 
-    GPUs are exclusive: trainer ranks first, then replicas. Cores are shared out evenly, the trainer's apart from the
-    generators' as far as they go: an engine and a trainer on one core halve each other.
+    GPUs are exclusive: trainer ranks first, then replicas, then hosted models. Cores are shared out evenly, the trainer's apart
+    from the generators' as far as they go: an engine and a trainer on one core halve each other. Hosted models share the
+    generators' cores: where the policy waits for its reference, they take turns.
 
     Raises:
         ConfigError: fewer GPUs than the config asks for.
@@ -62,20 +68,31 @@ def plan_placement(
     if available is None:
         available = sorted(os.sched_getaffinity(0)) if device == "cpu" else list(range(torch.cuda.device_count()))
     if device == "cuda":
-        needed = trainer_ranks + replicas * tensor_parallel_degree
+        sizes = [tensor_parallel_degree] * replicas
+        sizes += [model.engine.tensor_parallel_degree for model in hosted for _ in range(model.replicas)]
+        needed = trainer_ranks + sum(sizes)
         if needed > len(available):
+            others = f" and {len(hosted)} hosted model(s)" if hosted else ""
             cure = (
-                f"with {replicas} generator replica(s) of {tensor_parallel_degree} GPU(s) the run needs {needed} GPUs and this "
-                f"host has {len(available)}; lower trainer.ranks, generator.replicas or generator.engine.tensor_parallel_degree"
+                f"with {replicas} generator replica(s) of {tensor_parallel_degree} GPU(s){others} the run needs {needed} GPUs "
+                f"and this host has {len(available)}; lower trainer.ranks, generator.replicas or "
+                "generator.engine.tensor_parallel_degree"
             )
             raise ConfigError("trainer.ranks", trainer_ranks, cure)
         ranks = tuple((gpu,) for gpu in available[:trainer_ranks])
-        rest = available[trainer_ranks:needed]
-        size = tensor_parallel_degree
-        return Placement(trainer=ranks, generators=tuple(tuple(rest[i * size : (i + 1) * size]) for i in range(replicas)))
+        rest = iter(available[trainer_ranks:])
+        engines = iter([tuple(islice(rest, size)) for size in sizes])
+        generators = tuple(islice(engines, replicas))
+        return Placement(
+            trainer=ranks, generators=generators, hosted=tuple(tuple(islice(engines, model.replicas)) for model in hosted)
+        )
     half = max(1, len(available) // 2)
     generator_cores, trainer_cores = available[:half], available[half:] or available
-    return Placement(trainer=_share(trainer_cores, trainer_ranks), generators=_share(generator_cores, replicas))
+    return Placement(
+        trainer=_share(trainer_cores, trainer_ranks),
+        generators=_share(generator_cores, replicas),
+        hosted=tuple(_share(generator_cores, model.replicas) for model in hosted),
+    )
 
 
 class RunMeshes:
@@ -84,15 +101,16 @@ class RunMeshes:
     def __init__(self, placement: Placement, device: Literal["cpu", "cuda"], *, host: HostMesh | None = None):
         self.trainer_procs = spawn(host, "trainer", placement.trainer, device)
         self.generator_procs = spawn(host, "generator", placement.generators, device)
+        self.hosted_procs = [spawn(host, f"hosted_{index}", shares, device) for index, shares in enumerate(placement.hosted)]
         self._actors: list[Any] = []
 
-    async def start(self, trainer: Any, generators: Any) -> int:
+    async def start(self, trainer: Any, generators: Any, hosted: Sequence[Any] = ()) -> int:
         """Set up spawned actors side by side: the store, the trainer's process group, the engines.
 
         Returns:
             Hosts other than the trainer's first that hold a generator: they can't map its shared memory.
         """
-        self._actors = [trainer, generators]
+        self._actors = [trainer, generators, *hosted]
 
         async def start_trainer() -> str:
             await start_store(self.trainer_procs.slice(procs=0))
@@ -104,22 +122,27 @@ class RunMeshes:
         async def start_generators() -> set[str]:
             return set((await generators.setup.call()).values())
 
-        trainer_host, generator_hosts = await asyncio.gather(start_trainer(), start_generators())
+        async def start_hosted() -> None:
+            await asyncio.gather(*(_done(model.setup.call()) for model in hosted))
+
+        trainer_host, generator_hosts, _ = await asyncio.gather(start_trainer(), start_generators(), start_hosted())
         return len(generator_hosts - {trainer_host})
 
     async def close(self) -> None:
         """Shut the actors down, then stop the processes, whatever state they are in."""
         await asyncio.gather(*(_within_limit(f"shutdown of {actor}", actor.shutdown.call()) for actor in self._actors))
-        procs = (self.trainer_procs, self.generator_procs)
+        procs = (self.trainer_procs, self.generator_procs, *self.hosted_procs)
         await asyncio.gather(*(_within_limit(f"stopping {mesh}", mesh.stop()) for mesh in procs))
 
 
-async def _within_limit(what: str, future: Any) -> None:
-    async def wait() -> None:
-        await future
+async def _done(future: Any) -> None:
+    """Monarch's futures can be awaited, and asyncio wants coroutines."""
+    await future
 
+
+async def _within_limit(what: str, future: Any) -> None:
     try:
-        await asyncio.wait_for(wait(), SHUTDOWN_TIMEOUT_S)
+        await asyncio.wait_for(_done(future), SHUTDOWN_TIMEOUT_S)
     except Exception as error:  # a part that is dead or busy must not keep the others from ending
         logger.info("%s: %s", what, error)
 

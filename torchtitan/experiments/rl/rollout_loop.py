@@ -86,7 +86,7 @@ class RolloutLoop:
             task = self._tasks[self._mix.next()]
             group_id = f"{task.name}-{self._started}"
             self._started += 1
-            self._pacer.admit(group_id, self._policy.version)
+            self._pacer.admit(group_id, self._policy.version, frozen=task.frozen_source is not None)
             self.ledger.dispatch(task.name, task.config.group_size)
             entry = self._open[group_id] = _OpenGroup(task=task, rollouts=task.config.group_size)
             entry.work = asyncio.create_task(self._run_group(group_id, entry), name=group_id)

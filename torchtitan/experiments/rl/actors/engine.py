@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -16,27 +15,9 @@ from torchtitan.experiments.rl.actors.messages import (
     ScoreRequest,
     ScoreResult,
 )
+from torchtitan.experiments.rl.engine_config import EngineConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.snapshot import Manifest
-
-
-@dataclass(kw_only=True, slots=True)
-class EngineConfig:
-    """The engine's own settings; what vLLM calls them is said where the names differ."""
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    max_model_len: int = 2048
-    """Longest prompt + completion, in tokens."""
-    max_num_seqs: int = 256
-    """Sequences in one engine step."""
-    tensor_parallel_degree: int = 1
-    gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory for weights and KV cache. CUDA only."""
-    cpu_kv_cache_gib: int = 1
-    """KV cache on CPU, in GiB."""
-    cuda_graphs: bool = True
-    """False sets enforce_eager. CPU is always eager."""
-    enable_prefix_caching: bool = True
 
 
 class Engine:
@@ -88,7 +69,7 @@ class Engine:
             prompt, params = _to_vllm(request, salt=str(self.version), max_model_len=self._max_model_len)
             key = str(request.request_id)
             self._open[key] = (request, self._engine.add_request(key, prompt, params))
-        except ValueError as error:
+        except Exception as error:  # vLLM has errors of its own for what it refuses; one request must not end the others
             return RequestFailed(request_id=request.request_id, cause=str(error))
         return None
 

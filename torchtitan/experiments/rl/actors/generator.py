@@ -23,6 +23,7 @@ from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.actors.engine import Engine, EngineConfig
 from torchtitan.experiments.rl.actors.messages import GeneratorFailed, Request, Result, ScoreRequest, ScoreResult, WeightReceipt
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.weights.snapshot import Manifest
 from torchtitan.experiments.rl.weights.store import local_copy, manifest_key, use_torchstore
@@ -40,7 +41,7 @@ class Generator(Actor, Configurable):
         """Independent engines. Requests go to the least loaded; a conversation stays where its prefix is cached."""
 
     def __init__(
-        self, config: Config, *, model_path: str, device: Literal["cpu", "cuda"], run_dir: str, name: str = "generator"
+        self, config: Config, *, model_path: str, device: Literal["cpu", "cuda"], run_dir: str, role: str = "generator"
     ):
         self.config = config
         self._model_path = model_path
@@ -49,8 +50,11 @@ class Generator(Actor, Configurable):
         self._port: Port[list[Result]] | None = None
         self._engine: Engine | None = None
         self._canaries: dict[int, Future[np.ndarray]] = {}
+        self._awaited: set[Future[Any]] = set()
+        """Whatever endpoints wait for from the engine thread."""
+        self._failure: RunError | None = None
         self._running = True
-        setup_process_logging(run_dir, f"{name}-{current_rank().rank}")
+        setup_process_logging(run_dir, f"{role}-{current_rank().rank}")
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -123,8 +127,10 @@ class Generator(Actor, Configurable):
             cause = f"{type(error).__name__}: {error}"
             if self._port is not None:
                 self._port.send([GeneratorFailed(cause=cause)])
-            for canary in self._canaries.values():
-                canary.set_exception(RuntimeError(cause))
+            self._failure = RunError(f"the engine stopped: {cause}")
+            for future in list(self._awaited):
+                if not future.done():
+                    future.set_exception(self._failure)
 
     def _drain(self) -> None:
         """Run queued commands; wait for one when the engine has nothing to do."""
@@ -152,8 +158,17 @@ class Generator(Actor, Configurable):
 
     # From an endpoint to the engine thread and back.
 
+    def _future(self) -> Future[Any]:
+        """One that is answered even if the engine stops first."""
+        future: Future[Any] = Future()
+        self._awaited.add(future)
+        future.add_done_callback(self._awaited.discard)
+        if self._failure is not None:
+            future.set_exception(self._failure)
+        return future
+
     async def _on_engine(self, command: Callable[[], Any]) -> Any:
-        done: Future[Any] = Future()
+        done: Future[Any] = self._future()
 
         def run() -> None:
             try:
@@ -168,7 +183,7 @@ class Generator(Actor, Configurable):
     async def _score_canary(self, version: int, token_ids: np.ndarray) -> np.ndarray:
         # Negative ids are the generator's own; the controller's count up from 0.
         request_id = -1 - version
-        done: Future[np.ndarray] = Future()
+        done: Future[np.ndarray] = self._future()
 
         def add() -> None:
             self._canaries[request_id] = done

@@ -23,7 +23,8 @@ from torchtitan.experiments.rl.actors.messages import (
     WeightReceipt,
 )
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.frozen.models import ModelReference
+from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,16 @@ class GeneratorClient:
     composition moves the last ones.
     """
 
-    def __init__(self, *, lockstep: bool = False, on_failure: Callable[[RunError], None] = lambda failure: None):
-        """``on_failure`` hears of a replica that can't go on."""
+    def __init__(
+        self,
+        *,
+        lockstep: bool = False,
+        on_failure: Callable[[RunError], None] = lambda failure: None,
+        frozen: Callable[[ModelReference], ModelClient] | None = None,
+    ):
+        """``on_failure`` hears of a replica that can't go on; ``frozen`` finds the run's frozen models."""
         self._on_failure = on_failure
+        self._find_frozen = frozen
         self.version = 0
         self._lockstep = lockstep
         self._sessions = 0
@@ -95,6 +103,12 @@ class GeneratorClient:
     def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "GeneratorSession":
         self._sessions += 1
         return GeneratorSession(self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+
+    def frozen(self, model: ModelReference) -> ModelClient:
+        """See PolicyClient.frozen."""
+        if self._find_frozen is None:
+            raise RunError(f"no frozen models here: asked for {model}")
+        return self._find_frozen(model)
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         request = ScoreRequest(request_id=next(self._ids), token_ids=token_ids)

@@ -3,13 +3,17 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from renderers import Renderer
+
 from torchtitan.config import Configurable
+from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.frozen.models import FrozenModel, HostedModel
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
 
-class Algorithm(Configurable):
+class Algorithm(UserConfigurable):
     """Gives credit to the tokens of a task's rollouts, by writing to the streams of their training samples.
 
     One instance per task. Rollouts arrive one by one, then as a whole group; the base does nothing with either. The trainer
@@ -21,9 +25,24 @@ class Algorithm(Configurable):
     group_relative: ClassVar[bool] = False
     """Whether credit compares the rollouts of a group, so that a group of one teaches nothing."""
 
+    renderer: Renderer
+    """The task's, set by the task when it is built: for algorithms that write a prompt of their own."""
+
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        def validate(self, *, field: str, group_size: int, temperature: float, frozen_source: bool = False) -> None:
+        def frozen_source(self) -> FrozenModel | HostedModel | None:
+            """The model that training rollouts are sampled from in the policy's place; None: from the policy."""
+            return None
+
+        def validate(
+            self,
+            *,
+            field: str,
+            group_size: int,
+            temperature: float,
+            max_rollout_tokens: int | None = None,
+            policy_path: str | None = None,
+        ) -> None:
             """Refuse what can't work, before any process starts.
 
             A subclass adds its checks after ``super(MyAlgorithm.Config, self).validate(...)``: a slotted dataclass is made
@@ -33,7 +52,8 @@ class Algorithm(Configurable):
                 field: path of this config, such as "tasks.sum_digits.algorithm".
                 group_size: rollouts per data sample.
                 temperature: sampling temperature of training rollouts.
-                frozen_source: rollouts are sampled from a frozen model instead of the policy.
+                max_rollout_tokens: longest sample there will be; None: not known.
+                policy_path: folder the policy starts from; None: not known.
 
             Raises:
                 ConfigError: naming the field at fault, its value and the cure.
@@ -51,32 +71,29 @@ class Algorithm(Configurable):
                     temperature,
                     f"{algorithm.__name__} compares with reference log-probabilities at temperature 1: sample at 1",
                 )
-            if frozen_source and algorithm.action_component != "ce":
+            source = self.frozen_source()
+            if source is not None and algorithm.action_component != "ce":
                 raise ConfigError(
                     f"{field}: frozen source",
-                    frozen_source,
+                    source,
                     f"{algorithm.__name__} needs an importance ratio, so the policy's own samples: sample from the policy, or "
                     "use an algorithm that feeds ce, such as SFT",
                 )
-
-    def __init_subclass__(cls, **kwargs):
-        # Without a Config of its own a subclass would inherit one that builds its parent, and give no credit in silence.
-        if "Config" not in cls.__dict__:
-            namespace = {"__module__": cls.__module__, "__qualname__": f"{cls.__qualname__}.Config"}
-            cls.Config = dataclass(kw_only=True, slots=True)(type("Config", (cls.Config,), namespace))
-        super().__init_subclass__(**kwargs)
 
     def __init__(self, config: Config):
         self.config = config
 
     async def setup(self, policy: PolicyClient) -> None:
-        """Before the first rollout: reach the models the algorithm needs."""
+        """Before the first rollout: reach the models the algorithm needs, ``policy.frozen(...)``."""
 
     async def score_rollout(self, rollout: Rollout) -> None:
-        """When one rollout has arrived, with its reward and samples: rollout-local credit, calls to models."""
+        """When one rollout has arrived, with its samples and before it has a reward: rollout-local credit, calls to models.
+
+        Rollouts are scored side by side. What is raised here ends this rollout as an error with its cause.
+        """
 
     def score_group(self, group: RolloutGroup) -> None:
-        """When all of a group has arrived, before filters: credit relative to the group.
+        """When all of a group has arrived and been rewarded, before filters: credit relative to the group.
 
         Statistics are of ``group.scored`` alone. Rollouts without a reward are left as they are; nobody trains on them.
         """

@@ -74,8 +74,8 @@ class Batcher(Configurable):
 
         Raises:
             ValueError: a sample that doesn't fit or is empty, streams of unequal length, a token with an rl weight in a sample
-                without advantages, one with a ref_kl weight in a sample without ref_logprobs, or a first token with a weight
-                (it has no log-probability). The message names the rollout.
+                without advantages, one with a ref_kl weight in a sample without ref_logprobs or outside the loss mask, or a
+                first token with a weight (it has no log-probability). The message names the rollout.
         """
         for sample in samples:
             self._check(sample)
@@ -120,6 +120,11 @@ class Batcher(Configurable):
         others = (sample.ce_weights, sample.ref_kl_weights)
         if first_rl or any(weights is not None and weights[0] != 0 for weights in others):
             raise ValueError(f"{name} trains its first token, which has no log-probability: nothing comes before it")
+        if sample.ref_kl_weights is not None and np.any((sample.ref_kl_weights != 0) & ~sample.loss_mask):
+            raise ValueError(
+                f"{name} has a ref_kl weight on a token the policy did not sample, which has no importance ratio: weigh only "
+                "sampled tokens (loss_mask)"
+            )
 
     def _fill(self, rows: list[Row], task_names: tuple[str, ...]) -> TrainingBatch:
         rows = rows or [[]]

@@ -121,6 +121,7 @@ class RendererEnv:
             prompt_is_content=np.asarray(self._prompt.is_content or [False] * len(self._prompt.token_ids), bool),
             completion=completion,
             assistant_message={"role": "assistant", "content": ""},
+            tools=self._tools,
         )
         await self._until_settled(lambda: self._step(turn))
         return self._output(turn)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.config import Configurable
+from torchtitan.experiments.rl.configurable import UserConfigurable
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -31,7 +32,7 @@ class RLTokens:
     """int64, in [0, B * L). The same for all tokens of one packed training sample."""
 
 
-class RLLoss(Configurable, abc.ABC):
+class RLLoss(UserConfigurable, abc.ABC):
     """Base of the rl variants."""
 
     @dataclass(kw_only=True, slots=True)

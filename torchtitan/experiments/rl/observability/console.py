@@ -152,7 +152,7 @@ class Console:
 
 
 def _labelled(label: str, text: str) -> str:
-    return f"{label:<{LABEL_WIDTH}}{text}"
+    return f"{label:<{LABEL_WIDTH - 1}} {text}"
 
 
 def _wrapped(label: str, items: list[str]) -> list[str]:

@@ -37,11 +37,12 @@ def setup_process_logging(run_dir: Path, process_name: str, level: int = logging
     # A lone surrogate (half a character, in a model's output) can't be UTF-8; escaped, it stays valid JSON.
     file_handler = _RunFileHandler(path, encoding="utf-8", errors="backslashreplace")
     file_handler.setFormatter(_JsonLine(process_name))
-    root.addHandler(file_handler)
     terminal_handler = _TerminalHandler()
     terminal_handler.setFormatter(_TerminalLine(process_name, path))
-    terminal_handler.addFilter(_worth_the_terminal)
-    root.addHandler(terminal_handler)
+    for handler, filters in ((file_handler, []), (terminal_handler, [_worth_the_terminal])):
+        root.addHandler(handler)
+        # Monarch's addHandler adds a filter that writes the actor's name into the message, once for each handler.
+        handler.filters = filters
     root.setLevel(level)
 
     logging.captureWarnings(True)

@@ -1,10 +1,14 @@
-"""The policy as tasks and algorithms see it: it samples and scores tokens. Implemented by actors/generator_client.py."""
+"""Models as tasks, rubrics and algorithms see them: they sample and score tokens. The policy is one whose weights change.
+
+Implemented by actors/generator_client.py (the policy), frozen/endpoint.py and frozen/hosted.py (frozen models).
+"""
 
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
+from torchtitan.experiments.rl.frozen.models import ModelReference
 from torchtitan.experiments.rl.rollouts.types import Completion
 
 
@@ -21,21 +25,39 @@ class SamplingConfig:
 
 
 class PolicySession(Protocol):
-    """The policy for the length of one rollout: knows its seed, its sampling settings and which replica holds its prefix."""
+    """A model for the length of one rollout: knows its seed, its sampling settings and which replica holds its prefix."""
 
     async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
-        """Sample one completion of at most ``max_tokens`` tokens (and at most SamplingConfig.max_tokens)."""
+        """Sample one completion of at most ``max_tokens`` tokens (and at most SamplingConfig.max_tokens).
+
+        A frozen model's tokens have policy version -1.
+        """
 
     def close(self) -> None: ...
 
 
-class PolicyClient(Protocol):
-    @property
-    def version(self) -> int:
-        """Policy version the generators hold now."""
+class ModelClient(Protocol):
+    """Any model, frozen or not."""
 
     def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> PolicySession:
         """Open a session for one rollout. The same seed and prompts give the same tokens, whatever else is in flight."""
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """Log-probabilities at temperature 1 of given tokens: float32 [L], entry t of token t, entry 0 is 0."""
+        """Log-probabilities at temperature 1 of given tokens: float32 [L], entry t of token t, entry 0 is 0.
+
+        Raises:
+            RunError: the model can't be reached or can't score them; names the model.
+        """
+
+
+class PolicyClient(ModelClient, Protocol):
+    @property
+    def version(self) -> int:
+        """Policy version the generators hold now."""
+
+    def frozen(self, model: ModelReference) -> ModelClient:
+        """The frozen model a config names; the same client for equal references. Ask in ``setup``, before the first rollout.
+
+        Raises:
+            RunError: it is to be hosted and the run doesn't host it.
+        """

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from renderers.base import Message
+from renderers.base import Message, ToolSpec
 
 from torchtitan.experiments.rl.types import TrainingSample
 
@@ -62,7 +62,7 @@ class Completion:
     logprobs: np.ndarray
     """float32 [T]. Of the logits divided by the sampling temperature."""
     policy_versions: np.ndarray
-    """int32 [T]. Version of the weights each token was sampled with."""
+    """int32 [T]. Version of the weights each token was sampled with; -1 where a frozen model sampled it."""
     finish_reason: str
     """"stop", "length" or "abort"."""
 
@@ -83,6 +83,8 @@ class RolloutTurn:
     completion: Completion
     assistant_message: Message
     """The completion, parsed."""
+    tools: list[ToolSpec] | None = None
+    """What the model could call; the prompt was rendered with them."""
     env_messages: list[Message] = field(default_factory=list)
     """The env's answer."""
     reward_components: dict[str, float] = field(default_factory=dict)
@@ -97,6 +99,8 @@ class Rollout:
     sample_idx: int
     """Index within the group."""
     task_name: str
+    data_sample: DataSample | None = None
+    """What its env was made from; the group's."""
     turns: list[RolloutTurn] = field(default_factory=list)
     status: RolloutStatus = RolloutStatus.ONGOING
     reward: float | None = None

@@ -20,6 +20,7 @@ from typing import Any
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.isolated import IsolatedCalls
 from torchtitan.experiments.rl.user_code import Threads, UserCodeError, call_bounded, is_finite_number
@@ -94,6 +95,9 @@ class Rubric(UserConfigurable):
     def register_funcs(self) -> list[RewardFn]:
         """The reward functions; a subclass returns its own, and may add ``super().register_funcs()`` for the config's."""
         return self.config.reward_fns
+
+    async def setup(self, policy: PolicyClient) -> None:
+        """Before the first group: reach the models the rubric's functions need, such as a judge: ``policy.frozen(...)``."""
 
     async def score_group(self, rollouts: Sequence[Rollout], env_input: Any) -> list[Reward]:
         """One Reward per rollout, in order. Sets status and error of a rollout whose reward function failed."""

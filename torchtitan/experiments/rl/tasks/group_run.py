@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
-from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
+from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.user_code import UserCodeError, UserCodeTimeout, call_bounded
@@ -31,11 +31,11 @@ class GroupRun:
     """One run of the rollouts of a group. Construction opens a session for each; ``run`` does the rest."""
 
     def __init__(
-        self, task: "Task", group: RolloutGroup, policy: PolicyClient, *, seed: int, sampling: SamplingConfig, credit: bool
+        self, task: "Task", group: RolloutGroup, source: ModelClient, *, seed: int, sampling: SamplingConfig, credit: bool
     ):
         self._task = task
         self._group = group
-        self._policy = policy
+        self._source = source
         self._seed = seed
         self._sampling = sampling
         self._credit = credit
@@ -130,7 +130,7 @@ class GroupRun:
         return [UserCodeError(f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv")] * n
 
     def _open_session(self, rollout: Rollout, *, attempt: int) -> PolicySession:
-        session = self._policy.session(
+        session = self._source.session(
             rollout_id=f"{rollout.rollout_id}~{attempt}" if attempt else rollout.rollout_id,
             seed=derive_seed(self._seed, rollout.group_id, rollout.sample_idx, attempt),
             sampling=self._sampling,

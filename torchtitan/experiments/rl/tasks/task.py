@@ -2,8 +2,9 @@
 
 What becomes of a group, in order:
 
-1. ``run_group`` opens a session with the policy for each rollout, makes the envs, and runs the rollouts side by side. A rollout
-   that ends in ERROR or TIMEOUT is run again, with a new env and seed, up to ``max_retries`` times.
+1. ``run_group`` opens a session with the policy, or with the algorithm's frozen source, for each rollout, makes the envs, and
+   runs the rollouts side by side. A rollout that ends in ERROR or TIMEOUT is run again, with a new env and seed, up to
+   ``max_retries`` times.
 2. Each rollout that arrives becomes training samples, and ``Algorithm.score_rollout`` sees it.
 3. ``score_group`` has the rubric give rewards, then ``Algorithm.score_group`` credit.
 
@@ -23,6 +24,7 @@ from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCurso
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.frozen.models import FrozenModel, HostedModel
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
@@ -52,12 +54,12 @@ class Task(UserConfigurable):
         weight: float = 1.0
         """Share of the groups, relative to the other tasks."""
 
-        def validate(self, *, field: str, frozen_source: bool = False) -> None:
+        def validate(self, *, field: str, policy_path: str | None = None) -> None:
             """Refuse what can't work, before any process starts.
 
             Args:
                 field: path of this config, such as "tasks.sum_digits".
-                frozen_source: rollouts are sampled from a frozen model instead of the policy.
+                policy_path: folder the policy starts from; None: not known.
 
             Raises:
                 ConfigError: naming the field at fault, its value and the cure.
@@ -82,16 +84,19 @@ class Task(UserConfigurable):
                     raise ConfigError(f"{field}.{name}", value, "must be above 0")
             if self.group_size > 1 and self.min_group_size > self.group_size:
                 raise ConfigError(f"{field}.min_group_size", self.min_group_size, f"groups have {self.group_size}: lower it")
-            if not sampling.temperature > 0:
+            # A frozen model's samples have no ratio to bias.
+            frozen = self.algorithm.frozen_source() is not None
+            if not (sampling.temperature > 0 or frozen):
                 raise ConfigError(f"{field}.sampling.temperature", sampling.temperature, "training needs one above 0")
             for name, value, off in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, -1)):
-                if value != off:
+                if value != off and not frozen:
                     raise ConfigError(f"{field}.sampling.{name}", value, f"it biases the ratio: train with {off}")
             self.algorithm.validate(
                 field=f"{field}.algorithm",
                 group_size=self.group_size,
                 temperature=sampling.temperature,
-                frozen_source=frozen_source,
+                max_rollout_tokens=env.max_rollout_tokens,
+                policy_path=policy_path,
             )
 
     def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
@@ -105,6 +110,7 @@ class Task(UserConfigurable):
         self.sampler: SampleStrategy = config.sampler.build(dataset=self.dataset, seed=seed)
         self.rubric: Rubric = config.rubric.build()
         self.algorithm: Algorithm = config.algorithm.build()
+        self.algorithm.renderer = renderer
 
     # ---- what a user overrides
 
@@ -131,12 +137,18 @@ class Task(UserConfigurable):
 
     async def setup(self, policy: PolicyClient) -> None:
         """Before the first group. An override calls ``super().setup(policy)``."""
+        await self.rubric.setup(policy)
         await self.algorithm.setup(policy)
 
     async def close(self) -> None:
         """After the last group: release what make_envs draws from."""
 
     # ---- what the controller calls
+
+    @property
+    def frozen_source(self) -> FrozenModel | HostedModel | None:
+        """The model that training rollouts are sampled from; None: the policy."""
+        return self.config.algorithm.frozen_source()
 
     async def run_group(
         self,
@@ -164,10 +176,14 @@ class Task(UserConfigurable):
             group_id=group_id,
             task_name=self.name,
             data_sample=sample,
-            rollouts=[Rollout(group_id=group_id, sample_idx=index, task_name=self.name) for index in range(size)],
+            rollouts=[
+                Rollout(group_id=group_id, sample_idx=index, task_name=self.name, data_sample=sample) for index in range(size)
+            ],
             admitted_version=policy.version,
         )
-        run = GroupRun(self, group, policy, seed=seed, sampling=sampling or self.config.sampling, credit=credit)
+        # Validation measures the policy, whoever it learns from.
+        source = policy.frozen(self.frozen_source) if credit and self.frozen_source is not None else policy
+        run = GroupRun(self, group, source, seed=seed, sampling=sampling or self.config.sampling, credit=credit)
         await run.run()
         return group
 

@@ -8,7 +8,7 @@ from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
-from torchtitan.experiments.rl.tasks.sum_digits.data import make_examples
+from torchtitan.experiments.rl.tasks.sum_digits.data import answer_text, make_examples
 from torchtitan.experiments.rl.tasks.sum_digits.env import SumDigitsEnv
 from torchtitan.experiments.rl.tasks.sum_digits.rubric import SumDigitsRubric
 from torchtitan.experiments.rl.tasks.task import Task
@@ -33,7 +33,8 @@ class SumDigitsDataset(Dataset):
 
     def __getitem__(self, index: int) -> DataSample:
         digits = self._lists[index]
-        return DataSample(sample_id=str(index), env_input=digits, info={"digits": len(digits)})
+        info = {"digits": len(digits), "demonstration": answer_text(digits)}
+        return DataSample(sample_id=str(index), env_input=digits, info=info)
 
 
 class SumDigitsTask(Task):

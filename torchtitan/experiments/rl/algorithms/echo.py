@@ -1,0 +1,57 @@
+"""Echo: reinforcement learning that also learns to foresee what the environment answers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.samples import turn_spans
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutTurn
+
+ROLES = ("system", "developer", "user", "tool")
+
+
+class Echo(GRPO):
+    """Environment cross-entropy hybrid objective (Shrivastava et al., arXiv:2605.24517): GRPO's credit for what the policy
+    said, and cross-entropy, with a small weight by role, on what the environment answered.
+
+        ℓ = ℓ_rl(sampled tokens) + alpha[role]·(-logp)    on body tokens of env messages after the first sampled token
+
+    Only bodies count, not the template around them. Where a prompt was rendered anew and starts a sample of its own, what
+    stands in it comes before that sample's first sampled token, and has no weight.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GRPO.Config):
+        alpha: dict[str, float] = field(default_factory=lambda: {"tool": 0.1})
+        """Weight by message role. Setting any role replaces the whole table."""
+        keep: Callable[[Rollout, RolloutTurn], bool | np.ndarray] | None = None
+        """Filter of one's own: whether what the env said before this turn is trained on; or bool [P], for each token of the
+        turn's prompt. Importable: defined at the top level of a module."""
+
+        def validate(self, *, field: str, **context) -> None:
+            super(Echo.Config, self).validate(field=field, **context)
+            if not self.alpha:
+                raise ConfigError(
+                    f"{field}.alpha", self.alpha, 'no role has a weight: name one, such as {"tool": 0.1}, or use GRPO'
+                )
+            for role, weight in self.alpha.items():
+                if role not in ROLES:
+                    raise ConfigError(f"{field}.alpha", role, f"is no role of an env's message: use one of {', '.join(ROLES)}")
+                if not weight > 0:
+                    raise ConfigError(f"{field}.alpha.{role}", weight, "must be above 0; to leave a role out, don't name it")
+
+    async def score_rollout(self, rollout: Rollout) -> None:
+        for sample in rollout.samples:
+            sample.ce_weights = np.zeros(len(sample), np.float32)
+        for turn, span in zip(rollout.turns, turn_spans(rollout.turns), strict=True):
+            if span is None or span.new == 0:  # a sample's first prompt: nothing was sampled before it
+                continue
+            weights = np.array([self.config.alpha.get(role, 0.0) for role in turn.prompt_roles], np.float32)
+            weights = weights * turn.prompt_is_content
+            if self.config.keep is not None:
+                weights = weights * np.asarray(self.config.keep(rollout, turn), bool)
+            answered = slice(span.new, span.completion)
+            rollout.samples[span.sample].ce_weights[answered] = weights[answered]

@@ -1,0 +1,51 @@
+"""OPD: learn from a teacher's opinion of one's own samples."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.algorithms.reference import check_frozen, feed_ref_kl, reach
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.frozen.models import HostedModel, LivePolicy, ModelReference
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient
+from torchtitan.experiments.rl.rollouts.types import Rollout
+
+
+class OPD(Algorithm):
+    """On-policy distillation (Agarwal et al., arXiv:2306.13649; per token as in Thinking Machines, "On-Policy Distillation",
+    2025).
+
+    The policy samples, the teacher scores the sampled tokens, and the ref_kl component descends
+
+        KL(policy ‖ teacher) = E[logp - ref_logp]
+
+    one token at a time. Needs no reward; a rubric, where there is one, only measures.
+    """
+
+    action_component: ClassVar[str] = "ref_kl"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        teacher: ModelReference = field(default_factory=LivePolicy)
+        """FrozenModel or HostedModel, with the policy's tokenizer."""
+
+        def validate(self, *, field: str, policy_path: str | None = None, **context) -> None:
+            super(OPD.Config, self).validate(field=field, policy_path=policy_path, **context)
+            check_frozen(
+                self.teacher,
+                field=f"{field}.teacher",
+                why="the policy as its own teacher has a KL of zero and nothing to learn",
+                max_rollout_tokens=context.get("max_rollout_tokens"),
+            )
+            if isinstance(self.teacher, HostedModel) and self.teacher.path == policy_path:
+                cure = "this is where the policy starts, so the KL is zero: name another model, or OPSD to learn from oneself"
+                raise ConfigError(f"{field}.teacher.path", self.teacher.path, cure)
+
+    async def setup(self, policy: PolicyClient) -> None:
+        self._teacher = await reach(policy, self.config.teacher)
+
+    async def score_rollout(self, rollout: Rollout) -> None:
+        references = await asyncio.gather(*(self._teacher.score(sample.token_ids) for sample in rollout.samples))
+        for sample, ref_logprobs in zip(rollout.samples, references, strict=True):
+            feed_ref_kl(sample, ref_logprobs)

@@ -1,0 +1,101 @@
+"""OPSD: learn from what one would have said, had one seen a demonstration."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from renderers import Message
+
+from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.algorithms.reference import feed_ref_kl
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient
+from torchtitan.experiments.rl.rollouts.samples import turn_spans
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutTurn
+from torchtitan.experiments.rl.types import TrainingSample
+
+TEMPLATE = "\n\nA right answer: {demonstration}"
+"""What is added to the question by default; assets/tiny_qwen3_reader was taught to read it."""
+
+
+class OPSD(Algorithm):
+    """On-policy self-distillation (Zhao et al., arXiv:2601.18734).
+
+    The policy samples from the plain prompt x. The same weights then score the sampled tokens y behind a prompt that also holds
+    a demonstration d, and the ref_kl component descends
+
+        KL(π(· | x) ‖ sg π(· | x, d)) = E[log π(y | x) - log π(y | x, d)]
+
+    Needs no reward and no second model. The demonstration is ``DataSample.info[demonstration_key]``; a subclass may make it
+    from the rollout instead (``demonstration``), or word the prompt in its own way (``demonstrated``).
+    """
+
+    action_component: ClassVar[str] = "ref_kl"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        demonstration_key: str = "demonstration"
+        """Where in DataSample.info the dataset put the demonstration, a text."""
+        template: str = TEMPLATE
+        """Added to the last user message of the prompt."""
+        max_concurrency: int = 256
+        """Scores in flight at once; more wait their turn."""
+
+        def validate(self, *, field: str, **context) -> None:
+            super(OPSD.Config, self).validate(field=field, **context)
+            if "{demonstration}" not in self.template:
+                raise ConfigError(
+                    f"{field}.template", self.template, "has no {demonstration}, so the KL would be about nothing"
+                )
+            if self.max_concurrency < 1:
+                raise ConfigError(f"{field}.max_concurrency", self.max_concurrency, "must be at least 1")
+
+    async def setup(self, policy: PolicyClient) -> None:
+        self._policy = policy
+        self._places = asyncio.Semaphore(self.config.max_concurrency)
+
+    async def score_rollout(self, rollout: Rollout) -> None:
+        # The turn each sample begins with: its prompt is what the demonstration goes into.
+        first: dict[int, RolloutTurn] = {}
+        for turn, span in zip(rollout.turns, turn_spans(rollout.turns), strict=True):
+            if span is not None:
+                first.setdefault(span.sample, turn)
+        demonstration = self.demonstration(rollout) if first else ""
+        scores = (self._score(sample, first[index], demonstration) for index, sample in enumerate(rollout.samples))
+        for sample, ref_logprobs in zip(rollout.samples, await asyncio.gather(*scores), strict=True):
+            feed_ref_kl(sample, ref_logprobs)
+
+    async def _score(self, sample: TrainingSample, turn: RolloutTurn, demonstration: str) -> np.ndarray:
+        """float32 [L]: log-probabilities of the sample's tokens after its first prompt, behind the demonstration; 0 before."""
+        messages = self.demonstrated(turn.prompt_messages, demonstration)
+        prompt = self.renderer.render(messages, tools=turn.tools, add_generation_prompt=True).token_ids
+        rest = sample.token_ids[len(turn.prompt_token_ids) :]
+        async with self._places:
+            logprobs = await self._policy.score(np.concatenate([np.asarray(prompt, np.int32), rest]))
+        return np.concatenate([np.zeros(len(turn.prompt_token_ids), np.float32), logprobs[len(prompt) :]])
+
+    def demonstration(self, rollout: Rollout) -> str:
+        """What the policy is shown.
+
+        Raises:
+            ValueError: the data sample has none.
+        """
+        sample = rollout.data_sample
+        text = sample.info.get(self.config.demonstration_key) if sample is not None else None
+        if not isinstance(text, str):
+            key, sample_id = self.config.demonstration_key, sample and sample.sample_id
+            raise ValueError(
+                f"data sample {sample_id!r} has no text in info[{key!r}]: the dataset must put its demonstration there"
+            )
+        return text
+
+    def demonstrated(self, messages: list[Message], demonstration: str) -> list[Message]:
+        """The conversation with the demonstration in it: at the end of its last user message."""
+        addition = self.config.template.replace("{demonstration}", demonstration)
+        last = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=None)
+        if last is None:
+            raise ValueError("the prompt has no user message to add the demonstration to: override OPSD.demonstrated")
+        content = messages[last]["content"]
+        content = content + addition if isinstance(content, str) else [*content, {"type": "text", "text": addition}]
+        return [*messages[:last], {**messages[last], "content": content}, *messages[last + 1 :]]

@@ -1,0 +1,53 @@
+"""SFT: learn to say what a teacher says."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.algorithms.reference import check_frozen, reach
+from torchtitan.experiments.rl.frozen.models import FrozenModel, HostedModel, LivePolicy, ModelReference
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient
+from torchtitan.experiments.rl.rollouts.types import Rollout
+
+
+class SFT(Algorithm):
+    """Supervised learning on a frozen teacher's rollouts (sequence-level distillation, Kim and Rush, arXiv:1606.07947).
+
+        ℓ = -logp    of every token the teacher sampled
+
+    The teacher goes through the task's envs in the policy's place, so tools and several turns work as in any rollout. Its
+    tokens have no policy version and never go stale. Needs no reward; filter by one to keep only what succeeded.
+    """
+
+    action_component: ClassVar[str] = "ce"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        teacher: ModelReference = field(default_factory=LivePolicy)
+        """FrozenModel or HostedModel, with the policy's tokenizer."""
+
+        def frozen_source(self) -> FrozenModel | HostedModel | None:
+            return self.teacher if isinstance(self.teacher, FrozenModel | HostedModel) else None
+
+        def validate(self, *, field: str, **context) -> None:
+            super(SFT.Config, self).validate(field=field, **context)
+            check_frozen(
+                self.teacher,
+                field=f"{field}.teacher",
+                why="the policy's own samples teach it nothing",
+                max_rollout_tokens=context.get("max_rollout_tokens"),
+            )
+
+    async def setup(self, policy: PolicyClient) -> None:
+        await reach(policy, self.config.teacher)
+
+    async def score_rollout(self, rollout: Rollout) -> None:
+        for sample in rollout.samples:
+            sample.ce_weights = sample.loss_mask.astype(np.float32)
+            # The policy sampled none of it.
+            sample.loss_mask = np.zeros(len(sample), bool)
+            sample.generator_logprobs = np.zeros(len(sample), np.float32)
+            # The teacher's temperature shaped what it said; the policy learns to say it at its own.
+            sample.temperature = 1.0

@@ -1,0 +1,107 @@
+"""A run's frozen models and who answers for them: one client per distinct model, however many tasks name it."""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from monarch.actor import ProcMesh
+
+from torchtitan.experiments.rl.actors.generator import Generator
+from torchtitan.experiments.rl.actors.generator_client import GeneratorClient, GeneratorSession
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.frozen.endpoint import EndpointClient
+from torchtitan.experiments.rl.frozen.models import FrozenModel, HostedModel, ModelReference
+from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import Completion
+
+
+class FrozenClients:
+    """Owned by the controller, which spawns what is hosted and connects it here; reached through ``policy.frozen``."""
+
+    def __init__(
+        self,
+        hosted: Mapping[str, HostedModel],
+        *,
+        lockstep: bool,
+        on_failure: Callable[[RunError], None] = lambda failure: None,
+    ):
+        """
+        Args:
+            hosted: by path, what the run hosts.
+            lockstep, on_failure: as GeneratorClient's.
+        """
+        self._hosted = {path: HostedClient(model, lockstep, on_failure) for path, model in hosted.items()}
+        self._endpoints: dict[tuple, EndpointClient] = {}
+
+    def find(self, model: ModelReference) -> ModelClient:
+        """See PolicyClient.frozen."""
+        if isinstance(model, FrozenModel):
+            key = dataclasses.astuple(model)
+            if key not in self._endpoints:
+                self._endpoints[key] = EndpointClient(model)
+            return self._endpoints[key]
+        if isinstance(model, HostedModel) and model.path in self._hosted:
+            return self._hosted[model.path]
+        if isinstance(model, HostedModel):
+            raise RunError(f"the run does not host {model.path!r}: it hosts what fields of a task's config name")
+        raise RunError(f"{type(model).__name__} is no frozen model: name a FrozenModel or a HostedModel")
+
+    def spawn(self, procs: Sequence[ProcMesh], *, device: Literal["cpu", "cuda"], run_dir: str) -> list[Any]:
+        """Spawn each hosted model's replicas in its processes, in the order of ``hosted``; returns meshes to be set up."""
+        for index, (client, mesh) in enumerate(zip(self._hosted.values(), procs, strict=True)):
+            name, model = f"hosted_{index}", client.model
+            config = Generator.Config(engine=model.engine, replicas=model.replicas)
+            client.mesh = mesh.spawn(name, Generator, config, model_path=model.path, device=device, run_dir=run_dir, role=name)
+        return [client.mesh for client in self._hosted.values()]
+
+    async def connect(self) -> None:
+        """Attach to the spawned meshes, once they are set up."""
+        for client in self._hosted.values():
+            await client.generators.connect(client.mesh, client.model.replicas)
+
+    def fail(self, failure: RunError) -> None:
+        """Answer every open and future request to a hosted model with ``failure``."""
+        for client in self._hosted.values():
+            client.generators.fail(failure)
+
+    async def close(self) -> None:
+        for client in self._hosted.values():
+            client.generators.close()
+        await asyncio.gather(*(client.close() for client in self._endpoints.values()))
+
+
+class HostedClient:
+    """Implements rollouts.policy.ModelClient over a Generator mesh that stays at its checkpoint."""
+
+    def __init__(self, model: HostedModel, lockstep: bool, on_failure: Callable[[RunError], None]):
+        self.model = model
+        self.mesh: Any = None
+        self.generators = GeneratorClient(lockstep=lockstep, on_failure=on_failure)
+        self._places = asyncio.Semaphore(model.max_concurrency)
+
+    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "HostedSession":
+        session = self.generators.session(rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+        return HostedSession(session)
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        async with self._places:
+            try:
+                return await self.generators.score(np.asarray(token_ids, np.int32))
+            except RunError as error:
+                raise RunError(f"hosted model {self.model.path!r}: {error}") from error
+
+
+class HostedSession:
+    """Implements rollouts.policy.PolicySession. The engine calls its checkpoint version 0; it is no version of the policy."""
+
+    def __init__(self, session: GeneratorSession):
+        self._session = session
+
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+        completion = await self._session.generate(prompt_token_ids, max_tokens=max_tokens)
+        return dataclasses.replace(completion, policy_versions=np.full(len(completion.token_ids), -1, np.int32))
+
+    def close(self) -> None:
+        self._session.close()

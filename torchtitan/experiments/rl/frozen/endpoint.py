@@ -1,0 +1,162 @@
+"""A frozen model behind a vLLM server: token ids in, token ids and log-probabilities out, over /v1/completions."""
+
+import asyncio
+import logging
+import os
+import random
+from typing import Any
+
+import httpx
+import numpy as np
+
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.frozen.models import FrozenModel
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import Completion
+
+logger = logging.getLogger(__name__)
+
+# It logs every request: thousands of lines a step.
+logging.getLogger("httpx").setLevel(logging.WARNING)
+
+LONGEST_WAIT_S = 30.0
+EXCERPT = 300
+"""Characters of a refusal that go into an error."""
+
+
+def read_key(model: FrozenModel) -> str | None:
+    """The API key, from its environment variable.
+
+    Raises:
+        LookupError: the variable is not set or empty.
+    """
+    if model.api_key_env is None:
+        return None
+    key = os.environ.get(model.api_key_env)
+    if not key:
+        raise LookupError(f"this environment variable is not set: export the key of {model.name} in it")
+    return key
+
+
+class EndpointClient:
+    """Implements rollouts.policy.ModelClient over HTTP."""
+
+    def __init__(self, model: FrozenModel):
+        self.model = model
+        self._url = model.base_url.rstrip("/") + "/completions"
+        self._places = asyncio.Semaphore(model.max_concurrency)
+        limits = httpx.Limits(max_connections=model.max_concurrency, max_keepalive_connections=model.max_concurrency)
+        self._http = httpx.AsyncClient(timeout=model.timeout_s, limits=limits)
+
+    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "EndpointSession":
+        return EndpointSession(self, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        ids = np.asarray(token_ids).tolist()
+        choice = await self.complete({"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
+        positions = choice.get("prompt_logprobs")
+        if not isinstance(positions, list) or len(positions) != len(ids):
+            raise self._error("answered without prompt_logprobs of the prompt's length: is it a vLLM server?")
+        logprobs = np.zeros(len(ids), np.float32)
+        try:
+            # A position may hold the top token beside the prompt's own: read by token id.
+            for position in range(1, len(ids)):
+                logprobs[position] = positions[position][str(ids[position])]["logprob"]
+        except (KeyError, TypeError):
+            raise self._error(f"gave no log-probability of token {ids[position]} at position {position}") from None
+        return logprobs
+
+    async def complete(self, request: dict[str, Any]) -> dict[str, Any]:
+        """POST one completion request; returns its only choice. Waits for a place, and retries what may pass.
+
+        Raises:
+            RunError: the server refused, answered with rubbish, or failed at every attempt; names model and URL.
+        """
+        body = {"model": self.model.name, **request}
+        async with self._places:
+            for attempt in range(self.model.max_retries + 1):
+                if attempt:
+                    await asyncio.sleep(self._wait_s(attempt))
+                answer, problem = await self._attempt(body)
+                if problem is None:
+                    return answer
+                logger.info("frozen model %s: %s", self.model.name, problem)
+        raise self._error(f"failed {self.model.max_retries + 1} times, last with {problem}")
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _attempt(self, body: dict[str, Any]) -> tuple[dict[str, Any], None] | tuple[None, str]:
+        """The choice, or why another attempt may help."""
+        try:
+            key = read_key(self.model)
+        except LookupError as error:
+            raise self._error(f"has no key: {self.model.api_key_env}: {error}") from None
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            response = await self._http.post(self._url, json=body, headers=headers)
+        except httpx.TransportError as error:
+            return None, f"{type(error).__name__} {error}".rstrip()
+        if response.status_code == 429 or response.status_code >= 500:
+            return None, f"HTTP {response.status_code}"
+        if response.status_code != 200:
+            raise self._error(f"refused with HTTP {response.status_code}: {_excerpt(response.text, key)}")
+        try:
+            (choice,) = response.json()["choices"]
+        except (ValueError, KeyError, TypeError):
+            raise self._error(f"answered what is no completion: {_excerpt(response.text, key)}") from None
+        return choice, None
+
+    def _wait_s(self, attempt: int) -> float:
+        # Drawn, so that requests that failed together don't come back together.
+        return min(self.model.backoff_s * 2 ** (attempt - 1), LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
+
+    def _error(self, what: str) -> RunError:
+        return RunError(f"frozen model {self.model.name!r} at {self.model.base_url} {what}")
+
+
+class EndpointSession:
+    """Implements rollouts.policy.PolicySession."""
+
+    def __init__(self, client: EndpointClient, *, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]):
+        self._client, self._seed = client, seed
+        self._sampling, self._stop_token_ids = sampling, stop_token_ids
+        self._turn = 0
+
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+        """The log-probabilities are what the server reports: by vLLM's default at temperature 1, whatever was sampled at."""
+        sampling = self._sampling
+        self._turn += 1
+        choice = await self._client.complete(
+            {
+                "prompt": np.asarray(prompt_token_ids).tolist(),
+                "max_tokens": min(max_tokens, sampling.max_tokens),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "seed": (self._seed + self._turn) % 2**63,
+                "stop_token_ids": self._stop_token_ids,
+                "ignore_eos": True,
+                "logprobs": 0,
+                "return_token_ids": True,
+            }
+        )
+        try:
+            token_ids = np.asarray(choice["token_ids"], np.int32)
+            logprobs = np.asarray(choice["logprobs"]["token_logprobs"], np.float32)
+        except (KeyError, TypeError, ValueError):
+            raise self._client._error("answered without token_ids and logprobs: is it a vLLM server?") from None
+        return Completion(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            policy_versions=np.full(len(token_ids), -1, np.int32),
+            finish_reason=choice["finish_reason"],
+        )
+
+    def close(self) -> None: ...
+
+
+def _excerpt(text: str, key: str | None) -> str:
+    """What a refusal says, in one line; a server may repeat the key it refused."""
+    line = " ".join(text.split())
+    return (line.replace(key, "(key)") if key else line)[:EXCERPT]

@@ -1,0 +1,149 @@
+"""How a config names a model: the policy, a server somewhere, or a checkpoint that the run hosts itself.
+
+Whoever needs a model has a field for one (an algorithm's teacher, a rubric's judge) and asks for it before the run with
+``policy.frozen(reference)``. The controller finds every reference in ``config.tasks`` by walking it, so one that is to be
+hosted must be a field of a config, not a value inside a function.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from torchtitan.experiments.rl.engine_config import EngineConfig
+from torchtitan.experiments.rl.errors import ConfigError
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelReference:
+    """Base of the references; never used itself."""
+
+    def validate(self, *, field: str) -> None:
+        """Refuse what can't work, without looking for files, keys or servers.
+
+        Raises:
+            ConfigError: by field, value and cure.
+        """
+
+    def check_present(self, *, field: str) -> None:
+        """Refuse a reference to what this machine doesn't have: asked before a run, not before a plan of one.
+
+        Raises:
+            ConfigError: by field, value and cure.
+        """
+
+
+@dataclass(kw_only=True, slots=True)
+class LivePolicy(ModelReference):
+    """The policy itself, as the generators hold it at that moment."""
+
+
+@dataclass(kw_only=True, slots=True)
+class FrozenModel(ModelReference):
+    """A model behind a vLLM server's OpenAI-compatible API. Its tokenizer must be the policy's: tokens go in and out."""
+
+    name: str
+    """What the server calls the model."""
+    base_url: str
+    """Up to and with the version, such as "http://10.0.0.7:8000/v1"."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key; read at every request, never logged or saved. None: the server wants none."""
+    max_concurrency: int = 64
+    """Requests in flight at once; more wait their turn."""
+    timeout_s: float = 120.0
+    """For each attempt."""
+    max_retries: int = 5
+    """Attempts after the first, where the server can't be reached, is busy (429) or failing (5xx)."""
+    backoff_s: float = 0.5
+    """Wait before the first retry; doubled for each further one, up to 30 s."""
+
+    def validate(self, *, field: str) -> None:
+        if not self.name:
+            raise ConfigError(f"{field}.name", self.name, "name the model as its server does (GET /v1/models lists them)")
+        # A key pasted where its variable's name belongs, or into the URL, must not be shown either.
+        if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
+            raise ConfigError(
+                f"{field}.api_key_env", "(hidden)", "is no name of an environment variable: export the key, and name it here"
+            )
+        url = urlsplit(self.base_url)
+        if url.username or url.password or url.query:
+            raise ConfigError(f"{field}.base_url", "(hidden)", "may hold a secret: leave user, password and query out of it")
+        if url.scheme not in ("http", "https") or not url.netloc:
+            raise ConfigError(f"{field}.base_url", self.base_url, 'want the server\'s root, such as "http://localhost:8000/v1"')
+        for name, least in (("max_concurrency", 1), ("max_retries", 0), ("backoff_s", 0)):
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{field}.{name}", getattr(self, name), f"must be at least {least}")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"{field}.timeout_s", self.timeout_s, "must be above 0")
+
+    def check_present(self, *, field: str) -> None:
+        from torchtitan.experiments.rl.frozen.endpoint import read_key
+
+        try:
+            read_key(self)
+        except LookupError as error:
+            raise ConfigError(f"{field}.api_key_env", self.api_key_env, str(error)) from None
+
+
+@dataclass(kw_only=True, slots=True)
+class HostedModel(ModelReference):
+    """A checkpoint that the run serves itself: generators that never synchronise, shared by all that name its path."""
+
+    path: str
+    """Hub-format folder. Its tokenizer must be the policy's."""
+    replicas: int = 1
+    """Independent engines."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    max_concurrency: int = 256
+    """Scores in flight at once; more wait their turn. What is sampled is bounded by engine.max_num_seqs."""
+
+    def validate(self, *, field: str) -> None:
+        if not self.path:
+            raise ConfigError(f"{field}.path", self.path, "name the checkpoint's folder")
+        for name, value in (
+            ("replicas", self.replicas),
+            ("engine.tensor_parallel_degree", self.engine.tensor_parallel_degree),
+            ("engine.max_num_seqs", self.engine.max_num_seqs),
+            ("engine.cpu_kv_cache_gib", self.engine.cpu_kv_cache_gib),
+            ("max_concurrency", self.max_concurrency),
+        ):
+            if value < 1:
+                raise ConfigError(f"{field}.{name}", value, "must be at least 1")
+
+    def check_present(self, *, field: str) -> None:
+        if not (Path(self.path) / "config.json").is_file():
+            raise ConfigError(f"{field}.path", self.path, "has no config.json; download the model, or name its folder")
+
+
+def find_references(config: Any, *, field: str) -> Iterator[tuple[str, ModelReference]]:
+    """Every reference in a tree of dataclasses, dicts and lists, with the path of the field it is in."""
+    if isinstance(config, ModelReference):
+        yield field, config
+    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+        for entry in dataclasses.fields(config):
+            yield from find_references(getattr(config, entry.name), field=f"{field}.{entry.name}")
+    elif isinstance(config, dict):
+        for key, value in config.items():
+            yield from find_references(value, field=f"{field}.{key}")
+    elif isinstance(config, list | tuple):
+        for index, value in enumerate(config):
+            yield from find_references(value, field=f"{field}[{index}]")
+
+
+def hosted_models(tasks: Any) -> dict[str, HostedModel]:
+    """The models a run has to host, by path, in the order they are named.
+
+    Raises:
+        ConfigError: two fields name one path with different settings.
+    """
+    found: dict[str, tuple[str, HostedModel]] = {}
+    for where, reference in find_references(tasks, field="tasks"):
+        if isinstance(reference, HostedModel):
+            first, known = found.setdefault(reference.path, (where, reference))
+            if known != reference:
+                cure = f"{first} names the same path with other settings, and one path is one mesh: make them equal"
+                raise ConfigError(where, reference, cure)
+    return {path: model for path, (_, model) in found.items()}

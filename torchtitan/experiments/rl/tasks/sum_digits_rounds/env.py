@@ -1,0 +1,27 @@
+"""Some questions after one another. After each reply the env says what the sum was, right or wrong, and asks the next."""
+
+from renderers import Message
+
+from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
+from torchtitan.experiments.rl.tasks.sum_digits.data import answer_text, prompt_text
+
+
+class SumDigitsRoundsEnv(MessageEnv):
+    """Rewards each right reply, component "right", with its share of the rounds, so that a rollout's sum is in [0, 1]."""
+
+    def __init__(self, rounds: list[list[int]]):
+        self.rounds = rounds
+        self._round = 0
+
+    async def reset(self) -> ResetOutput:
+        return ResetOutput(messages=[{"role": "user", "content": prompt_text(self.rounds[0])}])
+
+    async def step_message(self, message: Message) -> StepOutput:
+        answer = answer_text(self.rounds[self._round])
+        right = message["content"].strip() == answer
+        self._round += 1
+        done = self._round == len(self.rounds)
+        messages = (
+            [] if done else [{"role": "user", "content": f"The sum is {answer}. {prompt_text(self.rounds[self._round])}"}]
+        )
+        return StepOutput(env_messages=messages, done=done, reward_components={"right": right / len(self.rounds)})
