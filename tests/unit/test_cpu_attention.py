@@ -110,7 +110,7 @@ def test_not_a_number_in_one_sample_stays_there():
     assert out[0, 2:4].isnan().all() and out[0, 4:].isfinite().all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(1, 33), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_documents_are_found_whatever_their_number_and_lengths(documents):
     length = max(map(sum, documents))

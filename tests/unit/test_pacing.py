@@ -70,7 +70,7 @@ class World:
 SIZES = dict(groups_per_step=st.integers(1, 4), max_offpolicy_steps=st.integers(0, 4))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data(), **SIZES)
 def test_bound_slots_order_and_progress_hold_in_every_run(data, groups_per_step, max_offpolicy_steps):
     world = World(groups_per_step, max_offpolicy_steps)
@@ -114,7 +114,7 @@ def test_bound_slots_order_and_progress_hold_in_every_run(data, groups_per_step,
         world.check_slots()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), lag=st.integers(0, 4), **SIZES)
 def test_a_run_that_keeps_its_slots_full_always_ends(seed, lag, groups_per_step, max_offpolicy_steps):
     """Groups finish in any order and some are dropped; the generators are ``lag`` versions behind at most."""

@@ -94,7 +94,7 @@ def test_buffer_of_a_process_that_is_gone_is_an_error():
 # ---- fingerprint
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.binary(min_size=1, max_size=300), st.data())
 def test_fingerprint_changes_with_any_byte(content, data):
     at = data.draw(st.integers(0, len(content) - 1))

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
@@ -38,7 +39,8 @@ class OPD(Algorithm):
                 why="the policy as its own teacher has a KL of zero and nothing to learn",
                 max_rollout_tokens=context.get("max_rollout_tokens"),
             )
-            if isinstance(self.teacher, HostedModel) and self.teacher.path == policy_path:
+            hosted = isinstance(self.teacher, HostedModel) and policy_path is not None
+            if hosted and Path(self.teacher.path).resolve() == Path(policy_path).resolve():
                 cure = "this is where the policy starts, so the KL is zero: name another model, or OPSD to learn from oneself"
                 raise ConfigError(f"{field}.teacher.path", self.teacher.path, cure)
 
