@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,7 +24,7 @@ from torchtitan.experiments.rl.observability.metrics import read_metrics
 from torchtitan.experiments.rl.types import LossDenominators, TrainingSample
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 300
+PATIENCE_S = 600
 """How long to wait for what must come; nothing is claimed about how long it takes."""
 KEY = "sk-loopback-only"
 KEY_VARIABLE = "TINY_TEACHER_KEY"
@@ -126,7 +127,7 @@ def server(tmp_path_factory) -> Iterator[str]:
     with log.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words.split()],
-            cwd=log.parent, env=environment, stdout=out, stderr=out,
+            cwd=log.parent, env=environment, stdout=out, stderr=out, start_new_session=True,
         )  # fmt: skip
     try:
         waited_from = time.monotonic()
@@ -135,8 +136,9 @@ def server(tmp_path_factory) -> Iterator[str]:
             time.sleep(0.5)
         yield f"http://127.0.0.1:{port}/v1"
     finally:
-        process.terminate()
-        process.wait(60)
+        # Its engine is a process of its own, which a server that is killed while it starts leaves behind.
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def answers(url: str) -> bool:

@@ -46,6 +46,9 @@ from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport, Weight
 
 logger = logging.getLogger(__name__)
 
+DEATH_REPORTS_S = 2.0
+"""How long the reports of one process's death are waited for."""
+
 
 class Controller(Actor, Configurable):
     @dataclass(kw_only=True, slots=True)
@@ -95,6 +98,7 @@ class Controller(Actor, Configurable):
         self._metrics: MetricsLogger | None = None
         self._meshes: RunMeshes | None = None
         self._rollouts: RolloutLoop | None = None
+        self._deaths: list[str] = []
         self._building: asyncio.Task[None] | None = None
         self._stopped_by: str | None = None
         self._console = Console()
@@ -113,6 +117,7 @@ class Controller(Actor, Configurable):
             Exception: whatever ended the run early, after the summary was printed and every process stopped.
         """
         started = time.perf_counter()
+        self._loop = asyncio.get_running_loop()
         try:
             self._building = asyncio.create_task(self._build())
             await self._building
@@ -141,10 +146,18 @@ class Controller(Actor, Configurable):
 
     def __supervise__(self, failure: Any) -> bool:
         """A process of ours died: end the run in order instead of with it."""
-        error = RunError(f"a process of the run died: {' '.join(str(failure).split())}")
+        # Monarch's own actors in a process are reported beside ours, in any order: only ours say which process it was.
+        report = " ".join(str(failure).split())
+        self._deaths.append(report)
+        if len(self._deaths) == 1:
+            self._loop.call_soon_threadsafe(self._loop.call_later, DEATH_REPORTS_S, self._mourn)
+        return True
+
+    def _mourn(self) -> None:
+        named = [report for report in self._deaths if any(role in report for role in ("trainer", "generator", "hosted_"))]
+        error = RunError(f"a process of the run died: {(named or self._deaths)[0]}")
         self._policy.fail(error)
         self._frozen.fail(error)
-        return True
 
     def _fail(self, error: Exception) -> None:
         if self._rollouts is not None:
@@ -289,8 +302,8 @@ class Controller(Actor, Configurable):
             metrics = (await asyncio.gather(*calls))[0]
             return metrics | next(iter((await self._trainer.optim_step.call(step)).values()))
         except Exception:
-            self._files["failed batch"] = self._run_dir / f"failed-batch-{step}.pt"
-            torch.save(packed.microbatches, self._files["failed batch"])
+            self._files["batch"] = self._run_dir / f"failed-batch-{step}.pt"
+            torch.save(packed.microbatches, self._files["batch"])
             raise
 
     async def _publish(self, version: int) -> None:

@@ -20,9 +20,9 @@ class SyncReport:
     canary_max_diff: float
     """Largest difference of a canary token's log-probability, trainer to generator, over all replicas."""
     copy_out_s: float
-    """Trainer: gather and copy. Training waits for it."""
+    """Trainer: gather, copy, fingerprint. Training waits for it."""
     publish_s: float
-    """Trainer: fingerprint and put, beside its canary and the next forward."""
+    """Trainer: put into the store, beside its canary and the next forward."""
     load_s: float
     """Generators: get, map, verify, the engine's reload, canary."""
     verify_s: float
