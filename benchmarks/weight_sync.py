@@ -132,6 +132,7 @@ async def measure(model: str, versions: int, warmup: int) -> dict[str, list[floa
 
 
 async def synchronise(version: int, sync: WeightSync, generator) -> dict[str, float]:
+    """One version by every side: seconds by name."""
     started = time.perf_counter()
     report = await sync.update(await sync.copy_out(version))
     total = time.perf_counter() - started

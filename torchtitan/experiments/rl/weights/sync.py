@@ -10,7 +10,7 @@ import numpy as np
 from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
 from torchtitan.experiments.rl.errors import RunError
 
-CANARY_TOKENS = 16
+CANARY_TOKENS = 8
 """Enough to tell stale weights from new ones, few enough that scoring them costs a fraction of loading a model."""
 
 
