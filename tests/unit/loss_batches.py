@@ -15,6 +15,7 @@ def batch_of(shape: tuple[int, int], **streams) -> TrainingBatch:
         positions=torch.arange(length, dtype=torch.int32).expand(rows, length).clone(),
         loss_mask=torch.zeros(shape, dtype=torch.bool),
         policy_versions=torch.full(shape, -1, dtype=torch.int32),
+        role_ids=torch.full(shape, -1, dtype=torch.int8),
         task_ids=torch.zeros(shape, dtype=torch.int32),
         temperatures=torch.ones(shape),
     )

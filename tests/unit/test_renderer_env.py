@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, TalkingEnv, answer_with, completion_of, hang
-from torchtitan.experiments.rl.envs.message_env import ResetOutput, StepOutput
+from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer, renderer_names
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
@@ -332,3 +334,47 @@ def test_renderer_that_does_not_fit_the_tokenizer_is_a_config_error(tokenizer_pa
         build_renderer(RendererConfig(), tmp_path / "missing")
     with pytest.raises(ConfigError, match="holds no tokenizer"):
         build_renderer(RendererConfig(), tmp_path)
+
+
+class SyncEnv(MessageEnv):
+    """Plain functions, which wait without awaiting."""
+
+    def __init__(self, nap_s: float):
+        self.nap_s, self.threads = nap_s, []
+
+    def reset(self):
+        return self._after_a_nap(ResetOutput(messages=[{"role": "user", "content": "start"}]))
+
+    def step_message(self, message):
+        return self._after_a_nap(StepOutput(env_messages=[], done=True))
+
+    def close(self):
+        self._after_a_nap(None)
+
+    def _after_a_nap(self, output):
+        self.threads.append(threading.current_thread())
+        time.sleep(self.nap_s)
+        return output
+
+
+async def test_env_of_plain_functions_runs_in_threads_and_the_event_loop_goes_on(wrap, tokenizer):
+    inner, ticks = SyncEnv(0.05), 0
+
+    async def tick():
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.001)
+            ticks += 1
+
+    ticker = asyncio.ensure_future(tick())
+    env = wrap(inner)
+    await env.initial_prompt()
+    step = await env.step_completion(completion_of(tokenizer, "one"))
+    ticker.cancel()
+    assert step.status is RolloutStatus.COMPLETED and ticks >= 10
+    assert len(inner.threads) == 3 and threading.main_thread() not in inner.threads
+
+
+async def test_plain_function_that_hangs_is_a_timeout(wrap):
+    step = await wrap(SyncEnv(1.0), step_timeout_s=0.2).initial_prompt()
+    assert step.status is RolloutStatus.TIMEOUT and "SyncEnv.reset: no answer within 0.2 s" in step.error

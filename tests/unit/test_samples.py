@@ -44,6 +44,7 @@ def test_turns_that_extend_each_other_are_one_sample():
     assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
     assert sample.generator_logprobs.tolist() == [0, 0, -1, -2, 0, -3]
     assert sample.policy_versions.tolist() == [-1, -1, 5, 5, -1, 7]
+    assert sample.role_ids.tolist() == [-1, -1, 3, 3, -1, 3] and sample.role_ids.dtype == np.int8
     assert (sample.temperature, sample.task_name, sample.rollout_id) == (0.7, "t", "g/0")
     assert sample.token_ids.dtype == np.int32 and sample.generator_logprobs.dtype == np.float32
     assert sample.advantages is None

@@ -12,6 +12,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Whose message a token belongs to; role_ids index into it."""
+
 
 @dataclass(kw_only=True, slots=True)
 class TrainingSample:
@@ -25,6 +28,9 @@ class TrainingSample:
     """float32 [L]. Log-probability under the generator's weights and temperature; 0 where nothing was sampled."""
     policy_versions: np.ndarray
     """int32 [L]. Policy version the token was sampled with; -1 where nothing was sampled."""
+    role_ids: np.ndarray | None = None
+    """int8 [L]. Whose message the token belongs to, an index into ROLES; -1 on template outside any message. Sampled tokens are
+    the assistant's. None: not known."""
     advantages: np.ndarray | None = None
     """float32 [L]. None is legal only where no token has an rl weight."""
     rl_weights: np.ndarray | None = None
@@ -58,6 +64,8 @@ class TrainingBatch:
     """float32 [B, L]."""
     policy_versions: torch.Tensor
     """int32 [B, L]. -1 where nothing was sampled."""
+    role_ids: torch.Tensor
+    """int8 [B, L]. -1 on padding and where no message is known. Only metrics read it."""
     advantages: torch.Tensor
     """float32 [B, L]. 0 where the sample had none."""
     rl_weights: torch.Tensor

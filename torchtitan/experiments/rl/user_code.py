@@ -2,15 +2,17 @@
 
 1. Every call has a time limit. Async code that is late is cancelled and, if it ignores that, abandoned; sync code runs in a
    daemon thread, which can only be abandoned (a subprocess can be killed: rubrics/isolated.py).
-2. Async code runs in a task of its own. A ``sys.exit()`` inside a task would otherwise stop the whole event loop, and a
+2. ``call_user`` tells the two apart: async functions run on the event loop, all others in worker threads.
+3. Async code runs in a task of its own. A ``sys.exit()`` inside a task would otherwise stop the whole event loop, and a
    CancelledError raised by the user's code could not be told from ours.
-3. Our own cancellation passes through, after the user's code was cancelled too.
+4. Our own cancellation passes through, after the user's code was cancelled too.
 
 Async code that blocks without awaiting (``time.sleep``, a sync HTTP call) holds up the event loop and every rollout on it; no
 time limit can interrupt it. Such code belongs in ``asyncio.to_thread``.
 """
 
 import asyncio
+import inspect
 import logging
 import math
 import queue
@@ -149,6 +151,26 @@ class Threads:
             job.left = True
         if hung:
             self._start_thread()
+
+
+USER_THREADS = Threads(32)
+"""Where the process's sync user code runs. Code that waits for something, such as a judge, should be async."""
+
+
+async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float | None) -> Any:
+    """Run ``function(*args)``, async or not, for at most ``timeout_s`` seconds, without holding up the event loop.
+
+    Raises:
+        UserCodeTimeout: it took longer.
+        UserCodeError: it raised anything.
+        asyncio.CancelledError: the caller was cancelled.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await call_bounded(lambda: function(*args), timeout_s=timeout_s)
+    try:
+        return await call_bounded(lambda: USER_THREADS.call(function, *args, timeout_s=timeout_s), timeout_s=None)
+    except UserCodeError as error:
+        raise error.__cause__ if isinstance(error.__cause__, UserCodeTimeout) else error
 
 
 class _Job:

@@ -9,8 +9,9 @@ from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutTurn
+from torchtitan.experiments.rl.types import ROLES
 
-ROLES = ("system", "developer", "user", "tool")
+ENV_ROLES = tuple(role for role in ROLES if role != "assistant")
 
 
 class Echo(GRPO):
@@ -38,8 +39,9 @@ class Echo(GRPO):
                     f"{field}.alpha", self.alpha, 'no role has a weight: name one, such as {"tool": 0.1}, or use GRPO'
                 )
             for role, weight in self.alpha.items():
-                if role not in ROLES:
-                    raise ConfigError(f"{field}.alpha", role, f"is no role of an env's message: use one of {', '.join(ROLES)}")
+                if role not in ENV_ROLES:
+                    cure = f"is no role of an env's message: use one of {', '.join(ENV_ROLES)}"
+                    raise ConfigError(f"{field}.alpha", role, cure)
                 if not weight > 0:
                     raise ConfigError(f"{field}.alpha.{role}", weight, "must be above 0; to leave a role out, don't name it")
 

@@ -18,6 +18,7 @@ STREAMS = {
     "loss_mask": (np.bool_, False),
     "generator_logprobs": (np.float32, 0),
     "policy_versions": (np.int32, -1),
+    "role_ids": (np.int8, -1),
     "advantages": (np.float32, 0),
     "rl_weights": (np.float32, 0),
     "ce_weights": (np.float32, 0),

@@ -24,7 +24,10 @@ class StepOutput:
 
 
 class MessageEnv(abc.ABC):
-    """One conversation, used once: reset, then a step per assistant message until done."""
+    """One conversation, used once: reset, then a step per assistant message until done.
+
+    Methods that compute for long or wait without ``await`` are written as plain functions: those run in worker threads.
+    """
 
     @abc.abstractmethod
     async def reset(self) -> ResetOutput:

@@ -6,9 +6,8 @@ from typing import Any
 
 from renderers import Message, ParsedResponse, RenderedTokens, ToolCallParseStatus
 
+from torchtitan.experiments.rl.types import ROLES
 from torchtitan.experiments.rl.user_code import is_finite_number
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:

@@ -13,7 +13,7 @@ from renderers import Message, RenderedTokens, Renderer
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.messages import assistant_message, check_all_rendered, checked_messages, checked_rewards
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.user_code import UserCodeError, UserCodeTimeout, call_bounded, cause_of
+from torchtitan.experiments.rl.user_code import UserCodeError, UserCodeTimeout, call_user, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +55,9 @@ class RendererEnv:
     Nothing the MessageEnv does is raised here: exceptions, SystemExit, wrong return types and hangs become a status with its
     cause. The MessageEnv is closed as soon as the status is terminal; a caller that stops earlier calls close().
 
-    An env whose async methods block without awaiting (``time.sleep``, a sync HTTP client) stalls every rollout of the process,
-    and no timeout can interrupt it: such envs wrap the call in ``asyncio.to_thread``.
+    An env whose methods are plain functions runs in a worker thread. One whose async methods block without awaiting
+    (``time.sleep``, a sync HTTP client) stalls every rollout of the process, and no timeout can interrupt it: the metric
+    ``perf/event_loop_lag_max_s`` shows it.
     """
 
     def __init__(self, *, message_env: MessageEnv, renderer: Renderer, config: RendererEnvConfig):
@@ -141,7 +142,7 @@ class RendererEnv:
         if type(self._env).close is MessageEnv.close:
             return
         try:
-            await call_bounded(self._env.close, timeout_s=self._config.step_timeout_s)
+            await call_user(self._env.close, timeout_s=self._config.step_timeout_s)
         except UserCodeError as error:
             logger.warning("%s.close failed: %s", type(self._env).__name__, error)
 
@@ -161,7 +162,7 @@ class RendererEnv:
             await self.close()
 
     async def _reset(self) -> None:
-        reset = await self._call_env("reset", self._env.reset, ResetOutput)
+        reset = await self._call_env("reset", ResetOutput)
         self._messages = checked_messages(reset.messages, "ResetOutput.messages")
         if not self._messages:
             raise ValueError("ResetOutput.messages is empty: a conversation starts with a message")
@@ -185,7 +186,7 @@ class RendererEnv:
 
         # A copy: an env may edit the message it is given, and the record must not follow.
         message = copy.deepcopy(turn.assistant_message)
-        step = await self._call_env("step_message", lambda: self._env.step_message(message), StepOutput)
+        step = await self._call_env("step_message", StepOutput, message)
         if not isinstance(step.done, bool | np.bool_):
             raise TypeError(f"StepOutput.done is {step.done!r}, want True or False")
         turn.reward_components = checked_rewards(step.reward_components, "StepOutput.reward_components")
@@ -202,10 +203,10 @@ class RendererEnv:
             check_all_rendered(bridged, turn.env_messages)
         self._set_prompt(bridged or self._rendered_anew())
 
-    async def _call_env(self, method: str, call: Callable[[], Awaitable[Any]], wanted: type) -> Any:
+    async def _call_env(self, method: str, wanted: type, *args: Any) -> Any:
         name = f"{type(self._env).__name__}.{method}"
         try:
-            output = await call_bounded(call, timeout_s=self._config.step_timeout_s)
+            output = await call_user(getattr(self._env, method), *args, timeout_s=self._config.step_timeout_s)
         except UserCodeError as error:
             raise type(error)(f"{name}: {error}") from error
         if not isinstance(output, wanted):

@@ -11,7 +11,7 @@ from torchtitan.experiments.rl.losses.metrics import MetricSums
 from torchtitan.experiments.rl.losses.mismatch import mismatch_kl
 from torchtitan.experiments.rl.losses.ref_kl import RefKL
 from torchtitan.experiments.rl.losses.variants import DPPO, RLLoss, RLTokens
-from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch
+from torchtitan.experiments.rl.types import ROLES, LossDenominators, TrainingBatch
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,6 +66,8 @@ def compute_loss(
     losses = cross_entropy(at(member, policy_logprobs))
     ce = total("ce", member, batch.ce_weights, losses, denominators.ce)
     metrics.add_mean("ce/nll", losses, member)
+    for index, role in enumerate(ROLES):
+        metrics.add_mean(f"ce/{role}/nll", losses, member & (batch.role_ids == index))
 
     member = ref_kl_members(batch)
     logprobs, generator = at(member, policy_logprobs), at(member, batch.generator_logprobs)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan.experiments.rl.rollouts.types import RolloutTurn
-from torchtitan.experiments.rl.types import TrainingSample
+from torchtitan.experiments.rl.types import ROLES, TrainingSample
+
+ROLE_IDS = {role: index for index, role in enumerate(ROLES)}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -74,6 +76,7 @@ def samples_from_turns(
             loss_mask=np.zeros(last_span.end, bool),
             generator_logprobs=np.zeros(last_span.end, np.float32),
             policy_versions=np.full(last_span.end, -1, np.int32),
+            role_ids=np.full(last_span.end, -1, np.int8),
             temperature=temperature,
             task_name=task_name,
             rollout_id=rollout_id,
@@ -83,5 +86,8 @@ def samples_from_turns(
             sample.loss_mask[sampled] = True
             sample.generator_logprobs[sampled] = turn.completion.logprobs
             sample.policy_versions[sampled] = turn.completion.policy_versions
+            sample.role_ids[sampled] = ROLE_IDS["assistant"]
+            added = [ROLE_IDS.get(role, -1) for role in turn.prompt_roles[span.new : span.completion]]
+            sample.role_ids[span.new : span.completion] = added
         samples.append(sample)
     return samples

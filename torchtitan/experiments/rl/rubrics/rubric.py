@@ -10,7 +10,6 @@ It never counts as a 0: a bug in the scoring must not look like a bad answer.
 
 import asyncio
 import functools
-import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -23,13 +22,9 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.isolated import IsolatedCalls
-from torchtitan.experiments.rl.user_code import Threads, UserCodeError, call_bounded, is_finite_number
+from torchtitan.experiments.rl.user_code import Threads, UserCodeError, call_bounded, call_user, is_finite_number
 
 logger = logging.getLogger(__name__)
-
-SYNC_THREADS = Threads(16)
-"""Where every rubric's sync functions run. A function that waits for something, such as a judge, should be async."""
-
 
 @dataclass(slots=True)
 class Reward:
@@ -150,9 +145,7 @@ class Rubric(UserConfigurable):
         if entry.isolate:  # the child has the time limit; waiting for a free one doesn't count
             call = functools.partial(self._isolated.call, entry.fn, (subject, env_input), timeout_s=timeout_s)
             return await call_bounded(lambda: self._isolated_threads.call(call, timeout_s=None), timeout_s=None)
-        if inspect.iscoroutinefunction(entry.fn):
-            return await call_bounded(lambda: entry.fn(subject, env_input), timeout_s=timeout_s)
-        return await call_bounded(lambda: SYNC_THREADS.call(entry.fn, subject, env_input, timeout_s=timeout_s), timeout_s=None)
+        return await call_user(entry.fn, subject, env_input, timeout_s=timeout_s)
 
     def _log_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:
         named = {entry.name for entry in self._fns}

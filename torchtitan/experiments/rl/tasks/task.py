@@ -115,7 +115,7 @@ class Task(UserConfigurable):
     # ---- what a user overrides
 
     def make_env(self, sample: DataSample) -> MessageEnv:
-        """A fresh env for one rollout of ``sample``."""
+        """A fresh env for one rollout of ``sample``. Runs on the event loop: what takes long belongs in the env's ``reset``."""
         raise NotImplementedError(f"{type(self).__name__}.make_env")
 
     async def make_envs(self, sample: DataSample, n: int) -> list[MessageEnv]:
