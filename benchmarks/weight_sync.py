@@ -64,11 +64,11 @@ class MeasuredGenerator(Generator):
     @concurrent_endpoint
     async def keep(self) -> None:
         def keep() -> None:
-            model = self._engine._engine.model_config.model
+            model = self._thread.engine._engine.model_config.model
             self._kept = {name: tensor.clone() for name, tensor in load_file(f"{model}/model.safetensors").items()}
             self._target = {name: torch.zeros_like(tensor) for name, tensor in self._kept.items()}
 
-        await self._on_engine(keep)
+        await self._thread.call(keep)
 
     @concurrent_endpoint
     async def reload_seconds(self) -> tuple[float, float]:
@@ -77,13 +77,13 @@ class MeasuredGenerator(Generator):
         def reload() -> tuple[float, float]:
             from torchtitan.experiments.rl.weights.vllm_worker import _repack_tied_head
 
-            engine, started = self._engine._engine, time.perf_counter()
+            engine, started = self._thread.engine._engine, time.perf_counter()
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(self._kept.items())})
             reloaded = time.perf_counter()
             engine.apply_model(_repack_tied_head)
             return reloaded - started, time.perf_counter() - started
 
-        return await self._on_engine(reload)
+        return await self._thread.call(reload)
 
     @concurrent_endpoint
     async def copy_seconds(self) -> float:
@@ -93,7 +93,7 @@ class MeasuredGenerator(Generator):
                 self._target[name].copy_(tensor)
             return time.perf_counter() - started
 
-        return await self._on_engine(copy)
+        return await self._thread.call(copy)
 
 
 async def measure(model: str, versions: int, warmup: int) -> dict[str, list[float]]:

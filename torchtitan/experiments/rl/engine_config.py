@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+WeightUpdate = Literal["keep", "recompute", "drain"]
+"""Explained where it is set: ``Generator.Config.weight_update``."""
+
 
 @dataclass(kw_only=True, slots=True)
 class EngineConfig:

@@ -1,4 +1,4 @@
-"""vLLM's engine behind four verbs: add, step, load, close. Synchronous, and used by one thread only."""
+"""vLLM's engine behind a few verbs: add, step, withdraw, load, abort, close. Synchronous, and used by one thread only."""
 
 import os
 from collections.abc import Iterable
@@ -82,25 +82,47 @@ class Engine:
                 results.append(_to_result(request, output))
         return results
 
-    def load(self, manifest: Manifest, path: str) -> dict[str, Any]:
-        """Take over a new version between two steps. Running requests go on, on the keys and values they have.
+    def withdraw(self) -> list[Request]:
+        """Take back every request that has no token yet, oldest first."""
+        states = self._engine.output_processor.request_states
+        fresh = {
+            key: request
+            for key, (request, internal_id) in self._open.items()
+            if states[internal_id].detokenizer.num_output_tokens() == 0
+        }
+        self._engine.abort_request(list(fresh))
+        for key in fresh:
+            del self._open[key]
+        return list(fresh.values())
 
-        A request that has no token yet starts afresh: its cached prefix, if any, belongs to the old version.
+    def load(self, manifest: Manifest, path: str, *, recompute: bool) -> dict[str, Any]:
+        """Take over a new version between two steps. Open requests go on, on the keys and values they have or on new ones.
+
+        Those without a token have to be withdrawn before: a prefix they found cached belongs to the old version.
         """
         reports = self._engine.collective_rpc("load_snapshot", args=(manifest, path))
         self.version = manifest.version
         self._engine.set_weight_version(str(manifest.version))
-        states = self._engine.output_processor.request_states
-        for key, (request, internal_id) in list(self._open.items()):
-            if states[internal_id].detokenizer.num_output_tokens() == 0:
-                self._engine.abort_request([key])
-                del self._open[key]
-                self.add(request)
+        if recompute:
+            self._recompute()
         return {
             "fingerprint": reports[0]["fingerprint"],
             "verify_s": max(report["verify_s"] for report in reports),
             "reload_s": max(report["reload_s"] for report in reports),
         }
+
+    def _recompute(self) -> None:
+        """Have every open request's keys and values computed anew, from its prompt and the tokens it has.
+
+        vLLM preempts the running ones and empties the prefix cache. A preempted request keeps its tokens and its random
+        generator, so it goes on in the same stream. Its blocks are hashed again with the version they are about to be computed
+        with: the conversation's next turn, and the rest of the group, then find them.
+        """
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        for request in self._engine.engine_core.engine_core.scheduler.requests.values():
+            request.cache_salt = str(self.version)
+            request.block_hashes.clear()
+            request.update_block_hashes()
 
     def abort(self, request_ids: Iterable[int]) -> None:
         keys = [str(i) for i in request_ids if str(i) in self._open]
