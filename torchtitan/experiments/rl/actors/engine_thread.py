@@ -36,8 +36,8 @@ class EngineThread:
         self.engine: Engine | None = None
         self._deliver = deliver
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._once_idle: Callable[[], None] | None = None
-        """A command that waits until the engine has nothing to do."""
+        self._once_drained: Callable[[], None] | None = None
+        """A command that waits until the engine has nothing left to do."""
         self._held: dict[int, Request] | None = None
         """Requests that wait for the next version, oldest first; None where none has to."""
         self._canary: Future[np.ndarray] | None = None
@@ -66,8 +66,10 @@ class EngineThread:
     def abort(self, request_ids: list[int]) -> None:
         self._commands.put(lambda: self._abort(request_ids))
 
-    async def call(self, command: Callable[[], Any], *, once_idle: bool = False) -> Any:
-        """Run ``command`` between two engine steps, or once there is no step left to make, and return what it returns.
+    async def call(self, command: Callable[[], Any], *, drain: bool = False) -> Any:
+        """Run ``command`` between two engine steps, and return what it returns.
+
+        With ``drain`` it runs when every request that has a token by now has ended; the others wait, and so do new ones.
 
         Raises:
             RunError: the engine failed or was stopped before.
@@ -81,10 +83,11 @@ class EngineThread:
                 logger.exception("a command to the engine failed")
                 done.set_exception(error)
 
-        def wait() -> None:
-            self._once_idle = run
+        def start_draining() -> None:
+            self._hold()
+            self._once_drained = run
 
-        self._commands.put(wait if once_idle else run)
+        self._commands.put(start_draining if drain else run)
         return await asyncio.wrap_future(done)
 
     async def update_weights(
@@ -100,9 +103,7 @@ class EngineThread:
             return self._load(manifest, path, canary_token_ids, recompute=how == "recompute")
 
         async with self._canary_turn:
-            if how == "drain":
-                await self.call(self._hold)
-            report, canary = await self.call(load, once_idle=how == "drain")
+            report, canary = await self.call(load, drain=how == "drain")
             return WeightReceipt(version=manifest.version, canary_logprobs=await asyncio.wrap_future(canary), **report)
 
     async def score_canary(self, token_ids: np.ndarray) -> np.ndarray:
@@ -136,12 +137,11 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            while self._running:
-                self._run_commands()
+            while self._run_commands():
                 if self._busy:
                     self._hand_out(self.engine.step())
-                if self._once_idle is not None and not self._busy:
-                    command, self._once_idle = self._once_idle, None
+                if self._once_drained is not None and not self._busy:
+                    command, self._once_drained = self._once_drained, None
                     command()
             self._refuse(RunError("the generator was shut down"))
         except Exception as error:
@@ -154,16 +154,17 @@ class EngineThread:
     def _busy(self) -> bool:
         return self.engine is not None and self.engine.busy
 
-    def _run_commands(self) -> None:
-        """Run what is queued; wait for a command when the engine has nothing to do."""
+    def _run_commands(self) -> bool:
+        """Run what is queued; wait for a command when the engine has nothing to do. False when one of them was to stop."""
         idle = not self._busy
         while self._running:
             try:
                 command = self._commands.get(block=idle)
             except queue.Empty:
-                return
+                break
             command()
             idle = False
+        return self._running
 
     def _add(self, requests: Iterable[Request]) -> None:
         if self._held is not None:
