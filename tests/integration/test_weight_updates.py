@@ -1,0 +1,374 @@
+"""Weights that change while a real engine samples: in every mode a token has the log-probability of the version on its label.
+
+A generator of two replicas; the versions are random models that have nothing in common. transformers says what their tokens'
+log-probabilities are, given a whole prefix or a cache that older versions have filled.
+"""
+
+import asyncio
+import itertools
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from monarch.actor import Channel, concurrent_endpoint
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from torchtitan.experiments.rl.actors.generator import Generator
+from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
+from torchtitan.experiments.rl.actors.messages import GenerateRequest, GenerateResult, Result, ScoreRequest, ScoreResult
+from torchtitan.experiments.rl.engine_config import WeightUpdate
+from torchtitan.experiments.rl.provision import spawn
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
+from torchtitan.experiments.rl.weights.store import start_store
+
+MODES = get_args(WeightUpdate)
+SEATS = 4
+"""Sequences in one engine step."""
+MAX_LEN = 1024
+CANARY = np.random.default_rng(0).integers(3, 96, 8).astype(np.int32)
+
+every_mode = pytest.mark.parametrize("how", MODES)
+
+
+class SwitchedGenerator(Generator):
+    """A Generator whose way to update can be changed, so that one engine serves all tests, and which watches its cache."""
+
+    @concurrent_endpoint
+    async def switch(self, how: WeightUpdate) -> None:
+        self.config.weight_update = how
+
+    @concurrent_endpoint
+    async def watch_cache(self) -> None:
+        engine = self._thread.engine._engine
+        self._from_cache: dict[str, int] = {}
+        step = engine.step
+
+        def watched_step() -> list:
+            outputs = step()
+            self._from_cache.update((output.request_id, output.num_cached_tokens) for output in outputs)
+            return outputs
+
+        engine.step = watched_step
+
+    @concurrent_endpoint
+    async def from_cache(self, request_id: int) -> int:
+        """Tokens of an answered request's prompt that were not computed but found."""
+        return self._from_cache[str(request_id)]
+
+
+class Fleet:
+    """The generator's replicas, the versions published to them, and the models those are."""
+
+    def __init__(self, path: str, mesh: Any):
+        self.mesh = mesh
+        self.generator = mesh.slice(procs=0)
+        """The replica that tests speak to where one is enough."""
+        self.version = 0
+        self.models: dict[int, Qwen3ForCausalLM] = {0: Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()}
+        self._publisher = SnapshotPublisher(rank=0, one_host=True, dtype=torch.float32)
+        self._config = Qwen3Config.from_pretrained(path)
+        self._ids = itertools.count()
+
+    async def begin(self, how: WeightUpdate) -> None:
+        """A test of its own: no answer of an earlier one, no prefix cached, every replica on the same weights."""
+        port, self._receiver = Channel.open()
+        await self.generator.attach.call_one(port)
+        await self.mesh.switch.call(how)
+        await self.publish()
+        await self.mesh.update_weights.call(self.version, CANARY)
+
+    async def publish(self, *, same: bool = False) -> None:
+        """Put the next version into the store: a random model, or the last one once more."""
+        last = self.models[self.version]
+        self.version += 1
+        torch.manual_seed(self.version)
+        self.models[self.version] = last if same else Qwen3ForCausalLM(self._config).float().eval()
+        self._publisher.write(self.version, self.models[self.version].state_dict())
+        await self._publisher.publish(self.version, remote_readers=False)
+
+    async def update(self):
+        return await self.generator.update_weights.call_one(self.version, CANARY)
+
+    def start_update(self) -> asyncio.Task:
+        return asyncio.create_task(self.update())
+
+    def request(self, prompt: np.ndarray, tokens: int, seed: int = 0) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=next(self._ids),
+            prompt_token_ids=prompt,
+            sampling=SamplingConfig(max_tokens=tokens),
+            seed=seed,
+            stop_token_ids=[],
+        )
+
+    def submit(self, *requests) -> None:
+        self.generator.submit.broadcast(list(requests))
+
+    async def results(self, count: int) -> dict[int, Result]:
+        """The next ``count`` results, by request."""
+        results: list[Result] = []
+        async with asyncio.timeout(60):
+            while len(results) < count:
+                results += await self._receiver.recv()
+        assert len(results) == count and all(isinstance(r, GenerateResult | ScoreResult) for r in results), results
+        return {result.request_id: result for result in results}
+
+    async def answer(self, request: GenerateRequest) -> Completion:
+        """The next result, which is that of ``request``."""
+        return (await self.results(1))[request.request_id].completion
+
+    async def complete(self, prompt: np.ndarray, tokens: int, seed: int = 0) -> Completion:
+        request = self.request(prompt, tokens, seed)
+        self.submit(request)
+        return await self.answer(request)
+
+    async def under_way(self, *requests: GenerateRequest) -> None:
+        """Submit, and return when each has tokens: a short one that came later was answered."""
+        assert len(requests) < SEATS
+        self.submit(*requests)
+        await self.complete(prompt_of(5), 3)
+
+
+@pytest.fixture(scope="module")
+def fleet(untied_model, tmp_path_factory) -> Iterator[Fleet]:
+    config = Generator.Config(replicas=2)
+    config.engine.max_model_len, config.engine.max_num_seqs = MAX_LEN, SEATS
+    cores = sorted(os.sched_getaffinity(0))
+    procs = spawn(None, "generator", ((cores[0],), (cores[-1],)), "cpu")
+
+    async def build() -> Fleet:
+        run_dir = str(tmp_path_factory.mktemp("fleet"))
+        mesh = procs.spawn("generator", SwitchedGenerator, config, model_path=untied_model, device="cpu", run_dir=run_dir)
+        await start_store(procs.slice(procs=0))
+        await mesh.setup.call()
+        await mesh.watch_cache.call()
+        return Fleet(untied_model, mesh)
+
+    async def close(mesh: Any) -> None:
+        await mesh.shutdown.call()
+        await procs.stop()
+
+    made = asyncio.run(build())
+    yield made
+    asyncio.run(close(made.mesh))
+
+
+def prompt_of(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, 96, length).astype(np.int32)
+
+
+# ---- what the log-probabilities should be
+
+
+@torch.no_grad()
+def given_whole_prefix(model: Qwen3ForCausalLM, prompt: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    """[T]: of each token, by one model that reads everything before it."""
+    tokens = torch.from_numpy(np.concatenate([prompt, token_ids]).astype(np.int64))
+    return chosen(model(tokens[None, :-1]).logits[0, len(prompt) - 1 :], tokens[len(prompt) :])
+
+
+@torch.no_grad()
+def given_kept_cache(models: dict[int, Qwen3ForCausalLM], prompt: np.ndarray, completion: Completion) -> np.ndarray:
+    """[T]: of each token, by its version, which reads what the versions before it have left in the cache."""
+    tokens = torch.from_numpy(np.concatenate([prompt, completion.token_ids]).astype(np.int64))
+    cache, read, logprobs = DynamicCache(), 0, []
+    for version, group in itertools.groupby(completion.policy_versions.tolist()):
+        # To sample n tokens, a version reads up to the one before the last of them.
+        upto = max(read, len(prompt) - 1) + len(list(group))
+        logits = models[version](tokens[None, read:upto], past_key_values=cache).logits[0]
+        first = max(read, len(prompt) - 1)
+        logprobs.append(chosen(logits[first - read :], tokens[first + 1 : upto + 1]))
+        read = upto
+    return np.concatenate(logprobs)
+
+
+def chosen(logits: torch.Tensor, tokens: torch.Tensor) -> np.ndarray:
+    return logits.double().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1).numpy()
+
+
+def by_label(fleet: Fleet, prompt: np.ndarray, completion: Completion) -> np.ndarray:
+    """[T]: of each token, by the version on its label, which reads everything before it."""
+    expected = np.zeros(len(completion.token_ids))
+    for version in set(completion.policy_versions.tolist()):
+        mine = completion.policy_versions == version
+        expected[mine] = given_whole_prefix(fleet.models[version], prompt, completion.token_ids)[mine]
+    return expected
+
+
+def assert_agree(seen: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-4)
+
+
+def assert_other(seen: np.ndarray, expected: np.ndarray) -> None:
+    """So that agreement means something: nearly no token's log-probability is within the tolerance of those."""
+    assert len(seen) == 0 or (np.mean(np.abs(seen - expected) > 1e-3) > 0.9 and np.abs(seen - expected).max() > 0.1)
+
+
+# ---- labels
+
+
+@every_mode
+async def test_every_token_has_the_log_probability_of_its_label_over_two_updates(fleet, how):
+    await fleet.begin(how)
+    first = fleet.version
+    # Three long ones have tokens when the first update comes; of the others, one has, and the rest waits for a seat.
+    requests = [fleet.request(prompt_of(length, seed), 700, seed) for seed, length in enumerate((10, 200, 300))]
+    await fleet.under_way(*requests)
+    requests += [fleet.request(prompt_of(150, seed), 60, seed) for seed in range(3, 12)]
+    fleet.submit(*requests[3:])
+    for _ in range(2):
+        await fleet.publish()
+        receipt = await fleet.update()
+        assert receipt.version == fleet.version
+        canary = given_whole_prefix(fleet.models[fleet.version], CANARY[:1], CANARY[1:])
+        assert_agree(receipt.canary_logprobs[1:], canary)
+    results = await fleet.results(len(requests))
+    completions = [results[request.request_id].completion for request in requests]
+    seen = set()
+    for request, completion in zip(requests, completions, strict=True):
+        prompt, versions = request.prompt_token_ids, completion.policy_versions
+        seen.update(versions.tolist())
+        assert (np.diff(versions) >= 0).all()
+        labelled = by_label(fleet, prompt, completion)
+        if how == "keep":
+            assert_agree(completion.logprobs, given_kept_cache(fleet.models, prompt, completion))
+            later = versions > versions[0]
+            assert_other(completion.logprobs[later], labelled[later])
+        else:
+            assert_agree(completion.logprobs, labelled)
+        for version in range(first, fleet.version + 1):
+            others = versions != version
+            assert_other(
+                completion.logprobs[others], given_whole_prefix(fleet.models[version], prompt, completion.token_ids)[others]
+            )
+        if how == "drain":
+            assert len(set(versions.tolist())) == 1
+    assert seen == {first, first + 1, first + 2}
+    long_versions = [set(completion.policy_versions.tolist()) for completion in completions[:3]]
+    assert long_versions == [{first} if how == "drain" else seen] * 3
+
+
+@pytest.mark.parametrize("how", ["keep", "recompute"])
+async def test_the_random_stream_of_a_completion_goes_on_through_an_update(fleet, how):
+    await fleet.begin(how)
+    request = fleet.request(prompt_of(200), 300, seed=5)
+    undisturbed = await fleet.complete(request.prompt_token_ids, 300, seed=5)
+    await fleet.under_way(request)
+    await fleet.publish(same=True)
+    await fleet.update()
+    completion = await fleet.answer(request)
+    assert set(completion.policy_versions.tolist()) == {fleet.version - 1, fleet.version}
+    assert completion.token_ids.tolist() == undisturbed.token_ids.tolist()
+    assert_agree(completion.logprobs, undisturbed.logprobs)
+
+
+# ---- caches
+
+
+@every_mode
+async def test_no_prompt_is_answered_from_another_versions_cache(fleet, how):
+    await fleet.begin(how)
+    prompt, spread = prompt_of(300, seed=1), fleet.request(prompt_of(300, seed=2), 500)
+    answered = await fleet.complete(prompt, 150)
+    await fleet.under_way(spread)
+    await fleet.publish()
+    await fleet.update()
+    begun_before = await fleet.answer(spread)
+    turns = [
+        prompt,
+        np.concatenate([prompt, answered.token_ids, prompt_of(20)]),
+        np.concatenate([spread.prompt_token_ids, begun_before.token_ids, prompt_of(20)]),
+    ]
+    # Whole blocks of 128 tokens are cached. The new version has read the prompt when the next turn comes, and, where it had to
+    # read the completion under way once more, all of that but its last token.
+    from_cache = [0, 256, 768 if how == "recompute" else 0]
+    for turn, expected in zip(turns * 2, [*from_cache, 256, 384, 768], strict=True):
+        request = fleet.request(turn, 5)
+        fleet.submit(request)
+        completion = await fleet.answer(request)
+        assert set(completion.policy_versions.tolist()) == {fleet.version}
+        assert_agree(completion.logprobs, given_whole_prefix(fleet.models[fleet.version], turn, completion.token_ids))
+        assert_other(completion.logprobs, given_whole_prefix(fleet.models[fleet.version - 1], turn, completion.token_ids))
+        assert await fleet.generator.from_cache.call_one(request.request_id) == expected
+
+
+@every_mode
+async def test_tokens_to_score_are_read_by_one_version(fleet, how):
+    await fleet.begin(how)
+    await fleet.under_way(*(fleet.request(prompt_of(50, seed), 300, seed) for seed in range(3)))
+    await fleet.publish()
+    scores = [ScoreRequest(request_id=10**6 + i, token_ids=prompt_of(400, seed=i)) for i in range(20)]
+    fleet.submit(*scores)
+    await fleet.update()
+    results, versions = await fleet.results(23), []
+    for score in scores:
+        for version in (fleet.version - 1, fleet.version):
+            expected = given_whole_prefix(fleet.models[version], score.token_ids[:1], score.token_ids[1:])
+            if np.allclose(results[score.request_id].logprobs[1:], expected, rtol=0, atol=1e-4):
+                versions.append(version)
+    assert len(versions) == 20 and versions[-1] == fleet.version
+
+
+# ---- draining
+
+
+async def test_aborting_what_an_engine_drains_lets_the_update_come(fleet):
+    await fleet.begin("drain")
+    long = [fleet.request(prompt_of(10, seed), 1000, seed) for seed in range(3)]
+    await fleet.under_way(*long)
+    await fleet.publish()
+    updating = fleet.start_update()
+    waiting = [fleet.request(prompt_of(10, seed), 5, seed) for seed in range(8)]
+    fleet.submit(*waiting)
+    await fleet.generator.abort.call_one([request.request_id for request in long + waiting[4:]])
+    await asyncio.wait_for(updating, 60)
+    results = await fleet.results(4)
+    for request in waiting[:4]:
+        completion = results[request.request_id].completion
+        assert_agree(completion.logprobs, by_label(fleet, request.prompt_token_ids, completion))
+
+
+# ---- replicas
+
+
+@every_mode
+@pytest.mark.parametrize("lockstep", [False, True])
+async def test_replicas_change_their_weights_each_on_its_own_and_answer_together(fleet, how, lockstep):
+    await fleet.begin(how)
+    old, client = fleet.version, GeneratorClient(lockstep=lockstep)
+    await client.connect(fleet.mesh, 2)
+    sampling = SamplingConfig(max_tokens=400)
+
+    async def talk(seed: int) -> list[tuple[np.ndarray, Completion]]:
+        session = client.session(rollout_id=str(seed), seed=seed, sampling=sampling, stop_token_ids=[])
+        prompt, turns = prompt_of(40, seed), []
+        for tokens in (30 * (seed + 1), 40):
+            completion = await session.generate(prompt, max_tokens=tokens)
+            turns.append((prompt, completion))
+            prompt = np.concatenate([prompt, completion.token_ids, prompt_of(10, seed)])
+        session.close()
+        return turns
+
+    try:
+        talks = [asyncio.create_task(talk(seed)) for seed in range(10)]
+        await asyncio.sleep(0.1)
+        await fleet.publish()
+        receipts = await asyncio.wait_for(client.update_weights(fleet.version, CANARY), 60)
+        expected = given_whole_prefix(fleet.models[fleet.version], CANARY[:1], CANARY[1:])
+        assert len(receipts) == 2 and client.version == fleet.version
+        for receipt in receipts:
+            assert_agree(receipt.canary_logprobs[1:], expected)
+        turns = sum(await asyncio.wait_for(asyncio.gather(*talks), 60), [])
+    finally:
+        client.close()
+    reference = partial(given_kept_cache, fleet.models) if how == "keep" else partial(by_label, fleet)
+    for prompt, completion in turns:
+        assert set(completion.policy_versions.tolist()) <= {old, fleet.version}
+        assert_agree(completion.logprobs, reference(prompt, completion))
+    assert turns[-1][1].policy_versions.tolist() == [fleet.version] * 40
