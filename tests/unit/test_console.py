@@ -35,13 +35,14 @@ def summary(**changes) -> RunSummary:
 
 
 def test_a_step_line_shows_every_field_in_short():
-    assert step_line(report(val_reward=0.5)).split() == "12/110 0.483 0.500 12.0k 0.75/2 0.10 61.2 0.02 0".split()
+    line = step_line(report(val_reward=0.5, val_step=10))
+    assert line.split() == "12/110 0.483 0.500 @10 12.0k 0.75/2 0.10 61.2 0.02 0".split()
 
 
 def test_a_step_without_validation_or_reward_says_so_without_moving_its_columns():
     line = step_line(report(reward=None))
     assert line.split() == "12/110 - 12.0k 0.75/2 0.10 61.2 0.02 0".split()
-    assert len(line) == len(step_line(report(val_reward=0.5)))
+    assert len(line) == len(step_line(report(val_reward=0.5, val_step=10)))
 
 
 @pytest.mark.parametrize("scale", [1, 1_000])

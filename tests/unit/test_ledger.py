@@ -1,5 +1,7 @@
 """The ledger: every rollout in one column, and a lost one is noticed."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,64 +10,82 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.ledger import Ledger
 
 
+def dispatched(**tasks: int) -> Ledger:
+    """A ledger with rollouts ``<task>/0``, ``<task>/1``, ... dispatched at version 3."""
+    ledger = Ledger()
+    for task, count in tasks.items():
+        ledger.dispatch(task, [f"{task}/{index}" for index in range(count)], version=3)
+    return ledger
+
+
 def test_columns_of_a_task_are_counted_and_the_rest_is_open():
-    ledger = Ledger()
-    ledger.dispatch("sums", 8)
-    ledger.dispatch("sums", 8)
-    ledger.dispatch("sort", 4)
-    ledger.end("sums", "trained", 5)
-    ledger.end("sums", "filtered/zero_advantage", 3)
-    ledger.end("sums", "failed/error")
-    assert (ledger.open("sums"), ledger.open("sort")) == (7, 4)
+    ledger = dispatched(sums=4, sort=2)
+    ledger.end("sums/0", "trained", version=4)
+    ledger.end("sums/2", "trained", version=4)
+    ledger.end("sums/1", "filtered/zero_advantage", version=3)
+    assert (ledger.open("sums"), ledger.open("sort")) == (1, 2)
     assert ledger.counts() == {
-        "sums/dispatched": 16,
-        "sums/failed/error": 1,
-        "sums/filtered/zero_advantage": 3,
-        "sums/trained": 5,
-        "sums/open": 7,
-        "sort/dispatched": 4,
-        "sort/open": 4,
+        "sums/dispatched": 4,
+        "sums/filtered/zero_advantage": 1,
+        "sums/trained": 2,
+        "sums/open": 1,
+        "sort/dispatched": 2,
+        "sort/open": 2,
     }
+    ledger.check({"sums/3", "sort/0", "sort/1"})
 
 
-def test_an_empty_column_is_not_named():
-    ledger = Ledger()
-    ledger.dispatch("sums", 2)
-    ledger.end("sums", "untrained", 0)
-    assert ledger.counts() == {"sums/dispatched": 2, "sums/open": 2}
+@pytest.mark.parametrize("seen, named", [(["sums/1"], "lost .*sums/2"), (["sums/0", "sums/1", "sums/2"], "sums/0")])
+def test_a_ledger_that_does_not_balance_stops_the_run(seen, named):
+    ledger = dispatched(sums=3)
+    ledger.end("sums/0", "trained", version=4)
+    with pytest.raises(RunError, match=f"does not balance.*{named}"):
+        ledger.check(seen)
 
 
-@pytest.mark.parametrize("ended, seen", [(3, 4), (5, 4), (9, 0)], ids=["lost", "counted twice", "more than there were"])
-def test_a_ledger_that_does_not_balance_stops_the_run(ended, seen):
-    ledger = Ledger()
-    ledger.dispatch("sums", 8)
-    ledger.end("sums", "trained", ended)
-    with pytest.raises(RunError, match="ledger of sums does not balance: 8 dispatched"):
-        ledger.check({"sums": seen})
+def test_a_rollout_ends_once():
+    ledger = dispatched(sums=1)
+    ledger.end("sums/0", "trained", version=4)
+    with pytest.raises(RunError, match="rollout sums/0 ends as oversized, but it is not open"):
+        ledger.end("sums/0", "oversized", version=4)
+    with pytest.raises(RunError, match="rollout other/0 .* not open"):
+        ledger.end("other/0", "trained", version=4)
 
 
-def test_one_task_does_not_make_up_for_another():
-    ledger = Ledger()
-    ledger.dispatch("sums", 2)
-    ledger.dispatch("sort", 2)
-    ledger.end("sums", "trained", 2)
-    with pytest.raises(RunError, match="sums"):
-        ledger.check({"sums": 1, "sort": 1})
-    ledger.check({"sums": 0, "sort": 2})
+def test_a_rollout_is_dispatched_once():
+    with pytest.raises(RunError, match="rollout sums/1 was dispatched twice"):
+        dispatched(sums=2).dispatch("sums", ["sums/1"], version=5)
+
+
+def test_each_ended_rollout_is_a_line_of_the_file(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.dispatch("sums", ["sums-0/0", "sums-0/1"], version=3)
+    ledger.end("sums-0/1", "failed/timeout", version=5)
+    ledger.close()
+    (line,) = (tmp_path / "ledger.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "rollout_id": "sums-0/1",
+        "task": "sums",
+        "dispatched_version": 3,
+        "column": "failed/timeout",
+        "ended_version": 5,
+    }
 
 
 COLUMNS = st.sampled_from(["trained", "oversized", "failed/timeout"])
 
 
-@given(st.lists(st.tuples(st.sampled_from("ab"), COLUMNS, st.integers(0, 5))))
-def test_columns_and_open_always_sum_to_dispatched(events):
+@given(st.lists(st.tuples(st.sampled_from("ab"), COLUMNS)), st.data())
+def test_columns_and_open_always_sum_to_dispatched(events, data):
     ledger = Ledger()
-    for task, _, rollouts in events:
-        ledger.dispatch(task, rollouts)
-    for task, column, rollouts in events:
-        ledger.end(task, column, rollouts)
+    open_rollouts = {}
+    for index, (task, column) in enumerate(events):
+        ledger.dispatch(task, [f"{task}/{index}"], version=index)
+        open_rollouts[f"{task}/{index}"] = column
+    for rollout_id in data.draw(st.permutations(sorted(open_rollouts))):
+        ledger.end(rollout_id, open_rollouts.pop(rollout_id), version=99)
+        ledger.check(open_rollouts)
         counts = ledger.counts()
-        for name in {task for task, _, _ in events}:
+        for name in {task for task, _ in events}:
             columns = sum(n for key, n in counts.items() if key.startswith(f"{name}/") and not key.endswith("/dispatched"))
             assert columns == counts[f"{name}/dispatched"]
-    ledger.check({})

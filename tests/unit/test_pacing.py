@@ -224,10 +224,13 @@ def test_no_group_is_admitted_without_a_slot_or_twice():
         pacer.admit("c", 0)
 
 
-def test_a_group_that_was_taken_can_not_be_dropped():
+def test_a_batch_dropped_whole_frees_its_slots_and_another_may_be_taken_at_the_same_version():
     pacer = Pacer(groups_per_step=1, max_offpolicy_steps=0)
     pacer.admit("a", 0)
     pacer.finish("a")
-    pacer.take_batch(0)
-    with pytest.raises(AssertionError):
-        pacer.drop("a")
+    assert pacer.take_batch(0) == ["a"]
+    pacer.drop("a")
+    assert pacer.free_slots == 1
+    pacer.admit("b", 0)
+    pacer.finish("b")
+    assert pacer.take_batch(0) == ["b"]

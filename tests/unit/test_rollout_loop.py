@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from tests.unit.test_samples import samples_of, turn_of
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.group_runner import LocalRunner
 from torchtitan.experiments.rl.pacing import Pacer
 from torchtitan.experiments.rl.rollout_loop import RolloutLoop, RunStopped
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
@@ -74,18 +76,21 @@ class StubTask:
 class Loop(RolloutLoop):
     """With the test's own end of a step: trained, and live at once."""
 
-    def __init__(self, *tasks: StubTask, groups_per_step=2, max_offpolicy_steps=1, steps=3, filters=(), max_drops=5):
+    def __init__(
+        self, *tasks: StubTask, groups_per_step=2, max_offpolicy_steps=1, steps=3, filters=(), post_filters=(), max_drops=5
+    ):
         self.version = 0
         self.pacer = Pacer(groups_per_step=groups_per_step, max_offpolicy_steps=max_offpolicy_steps)
         self.policy = SimpleNamespace(version=0)
         super().__init__(
             tasks={task.name: task for task in tasks},
             mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0 for task in tasks}),
+            runner=LocalRunner(self.policy, seed=0),
             policy=self.policy,
             pacer=self.pacer,
             batcher=Batcher.Config(row_length=ROW_LENGTH).build(),
-            filters=[entry.build() for entry in filters],
-            seed=0,
+            pre_batch_filters=[entry.build() for entry in filters],
+            post_batch_filters=[entry.build() for entry in post_filters],
             total_groups=groups_per_step * steps,
             max_drops_in_a_row=max_drops,
         )
@@ -283,8 +288,95 @@ async def test_run_that_keeps_nothing_ends_with_the_causes():
     loop.fill()
     with pytest.raises(RunError, match="6 groups in a row gave nothing to train on") as failure:
         await loop.batch()
-    for cause in ("4 filtered/zero_advantage", "2 failed/error", "2 failed/timeout", "4 oversized", "controller.jsonl"):
+    for cause in (
+        "4 filtered/zero_advantage",
+        "2 failed/error",
+        "2 failed/timeout",
+        "4 oversized",
+        "rewards 0 in 50%, 1 in 50%",
+    ):
         assert cause in str(failure.value)
+    await loop.close()
+    assert loop.ledger.counts()["stub/open"] == 0
+
+
+async def test_run_whose_every_reward_ties_ends_and_says_so_though_nothing_is_filtered():
+    loop = Loop(StubTask(lambda number: [0.25, 0.25]), max_drops=4, steps=100)
+
+    async def train():
+        loop.fill()
+        while True:
+            loop.step_taken(await loop.batch())
+
+    # The stub's advantage is its reward; here they are those of rewards that tie.
+    loop._tasks["stub"].rollout = lambda *args: with_advantage(StubTask.rollout(loop._tasks["stub"], *args), 0.0)
+    with pytest.raises(RunError, match=r"none of the first 4 groups teaches anything: .* same reward \(0.25 in 100%\)"):
+        await train()
+    await loop.close()
+
+
+async def test_ties_after_a_group_that_taught_something_are_what_success_looks_like():
+    task = StubTask(lambda number: [0.0, 1.0] if number == 0 else [0.0, 0.0])
+    loop = Loop(task, groups_per_step=1, steps=20, max_drops=4)
+    loop.fill()
+    for _ in range(20):
+        loop.step_taken(await loop.batch())
+    await loop.close()
+    assert loop.ledger.counts()["stub/trained"] == 40
+
+
+def with_advantage(rollout, value):
+    rollout.assign_advantages(value)
+    return rollout
+
+
+class Late(Filter):
+    """Matches every rollout of the groups it is told, when it is asked the second time: after it passed the first slot."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Filter.Config):
+        groups: tuple[int, ...] = ()
+
+    def matches(self, group):
+        return [int(group.group_id.rsplit("-", 1)[1]) in self.config.groups] * len(group.scored)
+
+
+async def test_second_slot_makes_the_batch_smaller_and_refills_nothing():
+    task = StubTask(lambda number: [0.0, 1.0])
+    loop = Loop(task, post_filters=[Late.Config(groups=(1,)), Half.Config()], max_offpolicy_steps=0, steps=2)
+    loop.fill()
+    batch = await loop.batch()
+    assert ids(batch) == [0] and [rollout.sample_idx for rollout in batch.groups[0].rollouts] == [0]
+    assert batch.dropped_groups == 1 and batch.filter_matches == {"late": 2, "half": 2}
+    loop.step_taken(batch)
+    assert loop.ledger.counts() == {
+        "stub/dispatched": 8,
+        "stub/filtered/half": 1,
+        "stub/filtered/late": 2,
+        "stub/trained": 1,
+        "stub/open": 4,
+    }
+    assert loop.pacer.free_slots == 0
+    await loop.close()
+
+
+async def test_batch_that_the_second_slot_empties_is_replaced():
+    task = StubTask(lambda number: [0.0, 1.0])
+    loop = Loop(task, post_filters=[Late.Config(groups=(0, 1))], max_offpolicy_steps=0, steps=1)
+    loop.fill()
+    batch = await loop.batch()
+    assert ids(batch) == [2, 3] and batch.dropped_groups == 2
+    loop.step_taken(batch)
+    assert loop.pacer.free_slots == 2 and loop.ledger.counts()["stub/filtered/late"] == 4
+    await loop.close()
+
+
+async def test_second_slot_that_empties_every_batch_ends_the_run_with_its_name():
+    task = StubTask(lambda number: [0.0, 1.0])
+    loop = Loop(task, post_filters=[Late.Config(groups=tuple(range(100)))], max_drops=6)
+    loop.fill()
+    with pytest.raises(RunError, match="6 groups in a row gave nothing to train on .rollouts: 12 filtered/late"):
+        await loop.batch()
     await loop.close()
     assert loop.ledger.counts()["stub/open"] == 0
 

@@ -1,5 +1,7 @@
 """Validation: the same held-out examples each time, and a mean of what was scored."""
 
+import asyncio
+import itertools
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,12 +10,15 @@ from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, rais
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.group_runner import LocalRunner
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
 from torchtitan.experiments.rl.tasks.group_run import derive_seed
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.validation import ValidationConfig, validate
+from torchtitan.experiments.rl.validation import ValidationReport, Validator, evaluation_metrics, pass_at_k
+from torchtitan.experiments.rl.validation_config import ValidationConfig
 
 
 class Numbers(Dataset):
@@ -75,8 +80,16 @@ def answers(*lengths: int):
     return lambda rollout_id, turn: "x" * lengths[int(rollout_id.split("/")[0].rsplit("-", 1)[1])]
 
 
-async def run(policy, *tasks, seed=0, **config):
-    return await validate({task.name: task for task in tasks}, policy, ValidationConfig(**config), seed=seed)
+def validator_of(policy, *tasks, seed=0, **config) -> Validator:
+    return Validator({task.name: task for task in tasks}, LocalRunner(policy, seed=seed), ValidationConfig(**config))
+
+
+async def run(policy, *tasks, **config):
+    """One evaluation of every task; an empty report where none takes part."""
+    validator = validator_of(policy, *tasks, **config)
+    validator.start(0)
+    await validator.wait()
+    return next(iter(validator.take()), ValidationReport(step=0, reward=None))
 
 
 async def test_reward_is_the_mean_over_the_examples(build, tokenizer):
@@ -134,6 +147,127 @@ async def test_tasks_count_alike_whatever_their_number_of_examples(build, tokeni
 async def test_task_without_held_out_examples_takes_no_part(build, tokenizer):
     report = await run(ScriptedPolicy(tokenizer), build(validation=None))
     assert (report.reward, report.metrics) == (None, {})
+
+
+# ---- k attempts
+
+
+@pytest.mark.parametrize("n, passed", [(n, passed) for n in range(1, 7) for passed in range(n + 1)])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_attempts_with_one_that_passes(n, passed):
+    for k in range(1, n + 1):
+        choices = list(itertools.combinations([index < passed for index in range(n)], k))
+        assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, choices)) / len(choices), abs=1e-12)
+
+
+def attempts(*rewards: float | None) -> RolloutGroup:
+    rollouts = [
+        Rollout(group_id="g", sample_idx=index, task_name="ask", status=RolloutStatus.COMPLETED, reward=reward)
+        for index, reward in enumerate(rewards)
+    ]
+    return RolloutGroup(group_id="g", task_name="ask", data_sample=DataSample(sample_id="0", env_input=0), rollouts=rollouts)
+
+
+def test_avg_at_k_and_pass_at_k_by_hand():
+    groups = [attempts(1.0, 0.0, 0.0, 0.5), attempts(0.0, 0.0, 0.0, 0.0)]
+    metrics = evaluation_metrics("ask", groups, ValidationConfig(attempts=4, temperature=1.0))
+    # First example: one of four passes. pass@1 = 1/4, pass@2 = 1 - C(3, 2)/C(4, 2) = 1/2, pass@4 = 1; the second: 0.
+    assert metrics["validation/ask/avg@4"] == metrics["validation/ask/reward"] == (0.375 + 0) / 2
+    assert metrics["validation/ask/pass@1"] == 0.125 and metrics["validation/ask/pass@2"] == 0.25
+    assert metrics["validation/ask/pass@4"] == 0.5 and metrics["validation/ask/failed"] == 0
+    lenient = evaluation_metrics("ask", groups, ValidationConfig(attempts=4, temperature=1.0, pass_reward=0.5))
+    assert lenient["validation/ask/pass@1"] == 0.25
+
+
+def test_attempts_that_failed_are_left_out_and_a_k_that_is_no_power_of_two_is_reported_too():
+    groups = [attempts(1.0, None, 0.0), attempts(None, None, None)]
+    metrics = evaluation_metrics("ask", groups, ValidationConfig(attempts=3, temperature=1.0))
+    assert metrics["validation/ask/avg@3"] == 0.5 and metrics["validation/ask/failed"] == 4
+    # Two attempts are left of three: pass@1 = 1/2; both together pass.
+    assert [metrics[f"validation/ask/pass@{k}"] for k in (1, 2, 3)] == [0.5, 1.0, 1.0]
+
+
+async def test_each_example_is_tried_k_times_with_seeds_of_its_own(build, tokenizer):
+    policy = ScriptedPolicy(tokenizer)
+    report = await run(policy, build(), attempts=3, temperature=0.8)
+    assert len(policy.sessions) == 12 and len({session.seed for session in policy.sessions}) == 12
+    assert "validation/ask/avg@3" in report.metrics
+
+
+# ---- schedules
+
+
+async def test_each_task_has_its_own_schedule_and_the_final_policy_is_tried_on_all(build, tokenizer):
+    often, seldom = build("often", validation_schedule=ValidationConfig(every=2)), build("seldom")
+    never = build("never", validation_schedule=ValidationConfig(every=0))
+    validator = validator_of(ScriptedPolicy(tokenizer), often, seldom, never, every=3)
+    tried = {}
+    for step in range(6):
+        validator.start(step, final=step == 5)
+        await validator.wait()
+        for report in validator.take():
+            tried[report.step] = sorted(name.split("/")[1] for name in report.metrics if name.endswith("/examples"))
+    assert tried == {0: ["often", "seldom"], 2: ["often"], 3: ["seldom"], 4: ["often"], 5: ["often", "seldom"]}
+
+
+async def test_evaluation_runs_beside_its_caller_and_one_that_is_still_running_is_not_started_again(build, tokenizer):
+    held = asyncio.Event()
+
+    class Slow(ScriptedPolicy):
+        def session(self, **arguments):
+            session = super().session(**arguments)
+            generate = session.generate
+
+            async def slow(*args, **kwargs):
+                await held.wait()
+                return await generate(*args, **kwargs)
+
+            session.generate = slow
+            return session
+
+    policy = Slow(tokenizer)
+    validator = validator_of(policy, build(), every=1)
+    validator.start(1)
+    await asyncio.sleep(0.01)
+    validator.start(2)
+    assert validator.take() == [] and len(policy.sessions) == 4
+    held.set()
+    await validator.wait()
+    (report,) = validator.take()
+    assert report.step == 1 and report.metrics["validation/ask/left_out"] == 1
+    assert report.metrics["validation/ask/version_min"] == report.metrics["validation/ask/version_max"] == 3
+
+
+async def test_evaluation_that_is_closed_leaves_nothing_open(build, tokenizer):
+    policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: None)
+    validator = validator_of(policy, build())
+    validator.start(0)
+    await asyncio.sleep(0.01)
+    await validator.close()
+    assert validator.take() == [] and [session.closed for session in policy.sessions] == [1] * 4
+
+
+async def test_what_our_own_code_raises_reaches_the_run(build, tokenizer):
+    failures, task = [], build()
+    task.score_rewards = None
+    validator = Validator(
+        {"ask": task}, LocalRunner(ScriptedPolicy(tokenizer), seed=0), ValidationConfig(), on_failure=failures.append
+    )
+    validator.start(0)
+    await validator.wait()
+    assert validator.take() == [] and isinstance(failures[0], TypeError)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(attempts=4), "validation.attempts = 4: greedy attempts are all alike: set validation.temperature"),
+        (dict(samples=0), "validation.samples = 0: must be at least 1"),
+        (dict(every=-1), "validation.every = -1: must be at least 0"),
+    ],
+)
+def test_bad_schedules_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ValidationConfig(**changes).validate(field="validation")
 
 
 async def test_validation_leaves_the_training_examples_alone(build, tokenizer):

@@ -40,9 +40,6 @@ def check(config: "Controller.Config") -> None:
         ("generator.engine.tensor_parallel_degree", config.generator.engine.tensor_parallel_degree, 1),
         ("generator.engine.max_num_seqs", config.generator.engine.max_num_seqs, 1),
         ("generator.engine.cpu_kv_cache_gib", config.generator.engine.cpu_kv_cache_gib, 1),
-        ("validation.every", config.validation.every, 0),
-        ("validation.samples", config.validation.samples, 1),
-        ("validation.temperature", config.validation.temperature, 0),
     ):
         if not value >= least:
             raise ConfigError(field, value, f"must be at least {least}")
@@ -60,9 +57,15 @@ def check(config: "Controller.Config") -> None:
         raise ConfigError("trainer.data_parallel_replicate_degree", config.trainer.data_parallel_replicate_degree, cure)
     config.metrics.validate()
     temperatures = {f"tasks.{name}.sampling.temperature": task.sampling.temperature for name, task in config.tasks.items()}
+    temperatures |= {
+        f"tasks.{name}.validation_schedule.temperature": task.validation_schedule.temperature
+        for name, task in config.tasks.items()
+        if task.validation_schedule is not None
+    }
     for field, value in (temperatures | {"validation.temperature": config.validation.temperature}).items():
         if value > MAX_TEMPERATURE:
             raise ConfigError(field, value, f"the engine samples at {MAX_TEMPERATURE:g} at most")
+    config.validation.validate(field="validation")
     for name, task in config.tasks.items():
         field = f"tasks.{name}"
         task.validate(field=field, policy_path=config.model.hf_assets_path)

@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsTask
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.validation import ValidationConfig
+from torchtitan.experiments.rl.validation_config import ValidationConfig
 
 TINY_MODEL = str(Path(__file__).parents[3] / "assets" / "tiny_qwen3")
 TINY_TEACHER = TINY_MODEL + "_teacher"

@@ -1,9 +1,4 @@
-"""The Controller actor: builds the run, owns every part of it, and takes its steps.
-
-One step consumes a batch of groups, produces metrics and the next policy version, and waits for: finished groups whose deadline
-is due (`rollout_loop`), the trainer's step, and, before it publishes again, the generators' answer for the version before.
-Rollouts run on beside all of it.
-"""
+"""The Controller actor: builds the run, owns every part of it, and takes it down. `training_loop` takes the steps."""
 
 import asyncio
 import json
@@ -13,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan.config import Configurable
@@ -21,28 +15,32 @@ from torchtitan.experiments.rl.actors.engine import torch_dtype
 from torchtitan.experiments.rl.actors.generator import Generator
 from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
 from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
-from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
+from torchtitan.experiments.rl.actors.trainer_client import TrainerClient
+from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config_checks import check, plan_run
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.frozen.clients import FrozenClients
 from torchtitan.experiments.rl.frozen.models import hosted_models
+from torchtitan.experiments.rl.group_runner import LocalRunner
+from torchtitan.experiments.rl.ledger import LEDGER_FILE, Ledger
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
 from torchtitan.experiments.rl.observability.resolved_config import resolved_config
 from torchtitan.experiments.rl.observability.step_metrics import StepRecord
-from torchtitan.experiments.rl.observability.timing import Stopwatch
 from torchtitan.experiments.rl.pacing import Pacer
 from torchtitan.experiments.rl.plan import RunPlan
 from torchtitan.experiments.rl.provision import ProvisionConfig, RunMeshes, plan_placement
-from torchtitan.experiments.rl.rollout_loop import RolloutLoop, RunStopped
+from torchtitan.experiments.rl.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.validation import ValidationConfig, ValidationReport, validate
-from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport, WeightSync, canary_tolerance
+from torchtitan.experiments.rl.training_loop import TrainingLoop
+from torchtitan.experiments.rl.validation import ValidationReport, Validator
+from torchtitan.experiments.rl.validation_config import ValidationConfig
+from torchtitan.experiments.rl.weights.sync import WeightSync, canary_tolerance
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +66,16 @@ class Controller(Actor, Configurable):
         max_offpolicy_steps: int = 1
         """Versions a group may be behind when it is trained on. 0 is synchronous, and on CPU deterministic by seed."""
         max_drops_in_a_row: int = 100
-        """Groups in a row that gave nothing to train on (failed, filtered, oversized) after which the run is given up."""
+        """Groups in a row that gave nothing to train on (failed, filtered, oversized) after which the run is given up; as are
+        runs whose first groups, this many, teach nothing because every reward ties."""
         seed: int = 0
         task_mix: TaskMix.Config = field(default_factory=WeightedRoundRobin.Config)
-        filters: list[Filter.Config] = field(default_factory=list)
+        pre_batch_filters: list[Filter.Config] = field(default_factory=list)
+        """Before a rollout takes a place in a batch: what they drop is replaced by further groups."""
+        post_batch_filters: list[Filter.Config] = field(default_factory=list)
+        """When a batch was taken: what they drop leaves it smaller."""
         validation: ValidationConfig = field(default_factory=ValidationConfig)
+        """Schedule of tasks that name none of their own."""
         metrics: MetricsLogger.Config = field(default_factory=MetricsLogger.Config)
         provision: ProvisionConfig = field(default_factory=ProvisionConfig)
         output_dir: str = "outputs"
@@ -98,16 +101,18 @@ class Controller(Actor, Configurable):
         self._metrics: MetricsLogger | None = None
         self._meshes: RunMeshes | None = None
         self._rollouts: RolloutLoop | None = None
+        self._training: TrainingLoop | None = None
+        self._trainer: TrainerClient | None = None
         self._deaths: list[str] = []
         self._building: asyncio.Task[None] | None = None
         self._stopped_by: str | None = None
         self._console = Console()
-        self._watch = Stopwatch()
-        self._sync: asyncio.Task[SyncReport] | None = None
-        self._last_sync: SyncReport | None = None
-        self._validations: list[float | None] = []
-        self._steps_done = 0
-        self._files = {"metrics": self._run_dir / METRICS_FILE, "logs": self._run_dir / "logs"}
+        self._validations: list[float] = []
+        self._files = {
+            "metrics": self._run_dir / METRICS_FILE,
+            "ledger": self._run_dir / LEDGER_FILE,
+            "logs": self._run_dir / "logs",
+        }
 
     @concurrent_endpoint
     async def run(self) -> RunSummary:
@@ -141,8 +146,8 @@ class Controller(Actor, Configurable):
         self._stopped_by = reason
         if self._building is not None:
             self._building.cancel()
-        if self._rollouts is not None:
-            self._rollouts.stop()
+        if self._training is not None:
+            self._training.stop()
 
     def __supervise__(self, failure: Any) -> bool:
         """A process of ours died: end the run in order instead of with it."""
@@ -190,16 +195,32 @@ class Controller(Actor, Configurable):
         await self._spawn_actors()
         for task in self._tasks.values():
             await task.setup(self._policy)
+        runner = LocalRunner(self._policy, seed=config.seed)
         self._rollouts = RolloutLoop(
             tasks=self._tasks,
             mix=config.task_mix.build(weights={name: task.config.weight for name, task in self._tasks.items()}),
+            runner=runner,
             policy=self._policy,
             pacer=Pacer(groups_per_step=plan.groups_per_step, max_offpolicy_steps=config.max_offpolicy_steps),
             batcher=self._batcher,
-            filters=[entry.build() for entry in config.filters],
-            seed=config.seed,
+            pre_batch_filters=[entry.build() for entry in config.pre_batch_filters],
+            post_batch_filters=[entry.build() for entry in config.post_batch_filters],
             total_groups=plan.groups_per_step * config.steps,
             max_drops_in_a_row=config.max_drops_in_a_row,
+            ledger=Ledger(self._files["ledger"]),
+        )
+        self._training = TrainingLoop(
+            steps=config.steps,
+            ranks=config.trainer.ranks,
+            synchronous=config.max_offpolicy_steps == 0,
+            rollouts=self._rollouts,
+            batcher=self._batcher,
+            trainer=self._trainer,
+            weights=self._weights,
+            validator=Validator(self._tasks, runner, config.validation, on_failure=self._fail),
+            generated_tokens=lambda: self._policy.generated_tokens,
+            on_start=self._start_report,
+            on_step=self._step_report,
         )
 
     async def _spawn_actors(self) -> None:
@@ -213,7 +234,7 @@ class Controller(Actor, Configurable):
         )
         meshes = self._meshes = RunMeshes(placement, plan.device)
         dtype = config.generator.engine.dtype
-        self._trainer = meshes.trainer_procs.spawn(
+        trainers = meshes.trainer_procs.spawn(
             "trainer",
             PolicyTrainer,
             config.trainer,
@@ -234,13 +255,14 @@ class Controller(Actor, Configurable):
         )
         logger.info("processes spawned")
         hosted = self._frozen.spawn(meshes.hosted_procs, device=plan.device, run_dir=run_dir)
-        remote_readers = await meshes.start(self._trainer, generators, hosted)
+        remote_readers = await meshes.start(trainers, generators, hosted)
         logger.info("actors set up")
         await self._policy.connect(generators, config.generator.replicas)
         await self._frozen.connect()
         spec = policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length)
+        self._trainer = TrainerClient(trainers, run_dir=self._run_dir)
         self._weights = WeightSync(
-            self._trainer,
+            trainers,
             self._policy,
             vocab_size=spec.model.vocab_size,
             remote_readers=remote_readers > 0,
@@ -250,107 +272,32 @@ class Controller(Actor, Configurable):
         logger.info("trainer and generators agree on version 0")
 
     async def _train(self) -> None:
-        initial = await self._validate(step=0)
-        self._metrics.log(0, initial.metrics)
-        self._rollouts.fill()
-        try:
-            while self._steps_done < self.config.steps and self._stopped_by is None:
-                await self._step(self._steps_done + 1)
-        except RunStopped:
-            pass
-        if self._steps_done:
-            folder = next(iter((await self._trainer.save_final.call(self._steps_done)).values()))
+        await self._training.run()
+        if self._training.steps_done:
+            folder = await self._trainer.save_final(self._training.steps_done)
             if folder is not None:
                 self._files["policy"] = folder
 
-    async def _step(self, step: int) -> None:
-        """Take a batch, train on it, send the new version on its way, and say what happened."""
-        record = StepRecord(step=step, total_steps=self.config.steps, generated_tokens=self._policy.generated_tokens)
-        with self._watch.span("wait"):
-            batch = await self._rollouts.next_batch(version=step - 1)
-        with self._watch.span("train"):
-            samples = [sample for group in batch.groups for rollout in group.rollouts for sample in rollout.samples]
-            packed = self._batcher.plan(samples, ranks=self.config.trainer.ranks)
-            trained = await self._optimize(step, packed)
-        self._rollouts.trained(batch)
-        with self._watch.span("sync"):
-            await self._publish(step)
-        self._steps_done = step
-        last = step == self.config.steps or self._stopped_by is not None
-        validation = await self._validate(step) if last or self._due(step) else None
-        record.finish(
-            batch=batch,
-            packed=packed,
-            trained=trained,
-            spans=self._watch.lap(),
-            last_sync=self._last_sync,
-            generated_tokens=self._policy.generated_tokens,
-        )
-        if validation is not None:
-            record.metrics |= validation.metrics
-        record.metrics |= {f"ledger/{column}": n for column, n in self._rollouts.ledger.counts().items()}
-        self._metrics.log(step, record.metrics)
-        self._console.step(record.report(validation.reward if validation else None))
-
-    async def _optimize(self, step: int, packed: BatchPlan) -> dict[str, float]:
-        """One optimizer step: each rank is sent its own rows only. A batch that fails is written out."""
-        calls = [
-            self._trainer.slice(procs=rank).forward_backward.call_one(microbatches, step - 1)
-            for rank, microbatches in enumerate(packed.microbatches)
-        ]
-        try:
-            metrics = (await asyncio.gather(*calls))[0]
-            return metrics | next(iter((await self._trainer.optim_step.call(step)).values()))
-        except Exception:
-            self._files["batch"] = self._run_dir / f"failed-batch-{step}.pt"
-            torch.save(packed.microbatches, self._files["batch"])
-            raise
-
-    async def _publish(self, version: int) -> None:
-        """Start publishing ``version``; where groups may be off-policy the generators take it over while training goes on."""
-        await self._synced()
-        copied = await self._weights.copy_out(version)
-        self._sync = asyncio.create_task(self._update(copied))
-        if self.config.max_offpolicy_steps == 0:
-            await self._synced()
-
-    async def _update(self, copied: CopiedOut) -> SyncReport:
-        try:
-            report = await self._weights.update(copied)
-        except Exception as error:
-            self._fail(error)
-            raise
-        self._rollouts.live(copied.version)
-        return report
-
-    async def _synced(self) -> None:
-        if self._sync is not None:
-            self._last_sync = await self._sync
-            self._sync = None
-
-    def _due(self, step: int) -> bool:
-        return self.config.validation.every > 0 and step % self.config.validation.every == 0
-
-    async def _validate(self, step: int) -> ValidationReport:
-        if self.config.validation.every == 0:
-            return ValidationReport(reward=None, metrics={})
-        with self._watch.span("sync"):
-            await self._synced()
-        with self._watch.span("validate"):
-            report = await validate(self._tasks, self._policy, self.config.validation, seed=self.config.seed)
-        self._validations.append(report.reward)
-        if step == 0 and report.reward is not None:
+    def _start_report(self, report: ValidationReport) -> None:
+        self._metrics.log(0, report.metrics)
+        if report.reward is not None:
+            self._validations.append(report.reward)
             self._console.note(f"validation before the first step: reward {report.reward:.3f}")
-        return report
+
+    def _step_report(self, record: StepRecord) -> None:
+        self._metrics.log(record.step, record.metrics)
+        if record.validation is not None:
+            self._validations.append(record.validation.reward)
+        self._console.step(record.report())
 
     async def _close(self) -> None:
         """Take down whatever was built, in an order that leaves nothing waiting for a part that is gone."""
+        if self._training is not None:
+            await self._training.close()
         if self._rollouts is not None:
             await self._rollouts.close()
         for task in self._tasks.values():
             await task.close()
-        if self._sync is not None:
-            self._sync.cancel()
         self._policy.close()
         await self._frozen.close()
         if self._meshes is not None:
@@ -359,9 +306,11 @@ class Controller(Actor, Configurable):
             self._metrics.close()
 
     def _summary(self, wall_time_s: float) -> RunSummary:
-        rewards = [reward for reward in self._validations if reward is not None]
+        rewards = self._validations
+        if self._trainer is not None and self._trainer.failed_batch is not None:
+            self._files["batch"] = self._trainer.failed_batch
         return RunSummary(
-            steps=self._steps_done,
+            steps=self._training.steps_done if self._training else 0,
             total_steps=self.config.steps,
             wall_time_s=wall_time_s,
             start_val_reward=rewards[0] if rewards else None,

@@ -1,41 +1,87 @@
-"""Where every dispatched rollout ended. The columns of a task always sum to what it dispatched."""
+"""Where every dispatched rollout ended: one record a rollout, and columns that always sum to what was dispatched."""
 
+import json
 from collections import Counter
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
 
 from torchtitan.experiments.rl.errors import RunError
 
+LEDGER_FILE = "ledger.jsonl"
+
+
+@dataclass(kw_only=True, slots=True)
+class LedgerRecord:
+    rollout_id: str
+    task: str
+    dispatched_version: int
+    """Policy version the generators held when it was dispatched."""
+    column: str | None = None
+    """Where it ended; None while it is open: in flight or buffered."""
+    ended_version: int | None = None
+    """Version the generators held then."""
+
 
 class Ledger:
-    """Counts rollouts per task and column: ``trained``, ``filtered/<by>``, ``failed/<why>``, ``oversized``, ``untrained``
-    (open when the run stopped). What is in no column is open: in flight or buffered."""
+    """Columns: ``trained``, ``filtered/<by>``, ``failed/<why>``, ``oversized``, ``untrained`` (open when the run stopped).
 
-    def __init__(self):
+    With a path, each record is appended to that file as a JSON line when its rollout ends.
+    """
+
+    def __init__(self, path: Path | None = None):
         self._dispatched: Counter[str] = Counter()
         self._ended: dict[str, Counter[str]] = {}
+        self._open: dict[str, LedgerRecord] = {}
+        self._file: TextIO | None = path.open("a", encoding="utf-8") if path is not None else None
 
-    def dispatch(self, task: str, rollouts: int) -> None:
-        self._dispatched[task] += rollouts
+    def dispatch(self, task: str, rollout_ids: Collection[str], *, version: int) -> None:
+        """Rollouts of a group that starts now."""
+        for rollout_id in rollout_ids:
+            if rollout_id in self._open:
+                raise RunError(f"rollout {rollout_id} was dispatched twice")
+            self._open[rollout_id] = LedgerRecord(rollout_id=rollout_id, task=task, dispatched_version=version)
+        self._dispatched[task] += len(rollout_ids)
 
-    def end(self, task: str, column: str, rollouts: int = 1) -> None:
-        if rollouts:
-            self._ended.setdefault(task, Counter())[column] += rollouts
+    def end(self, rollout_id: str, column: str, *, version: int) -> None:
+        """
+        Raises:
+            RunError: it is not open: it ended before, or was never dispatched.
+        """
+        record = self._open.pop(rollout_id, None)
+        if record is None:
+            raise RunError(f"rollout {rollout_id} ends as {column}, but it is not open: it was counted before")
+        record.column, record.ended_version = column, version
+        self._ended.setdefault(record.task, Counter())[column] += 1
+        if self._file is not None:
+            self._file.write(json.dumps(asdict(record)) + "\n")
 
     def open(self, task: str) -> int:
+        """Rollouts of a task that are in no column: dispatched less ended."""
         return self._dispatched[task] - sum(self._ended.get(task, Counter()).values())
 
-    def check(self, open_rollouts: dict[str, int]) -> None:
-        """Compare what is in no column with what the caller sees open.
+    def check(self, seen: Collection[str]) -> None:
+        """Compare what is open here with the rollouts the caller sees open, and both with the counts.
 
         Raises:
             RunError: a rollout was lost or counted twice.
         """
+        seen = set(seen)
+        if seen != self._open.keys():
+            lost, unknown = sorted(self._open.keys() - seen), sorted(seen - self._open.keys())
+            raise RunError(
+                f"the ledger does not balance: lost {lost[:3] or 'none'}, ended but still seen {unknown[:3] or 'none'}"
+            )
+        by_task = Counter(record.task for record in self._open.values())
         for task, dispatched in self._dispatched.items():
-            seen = open_rollouts.get(task, 0)
-            if self.open(task) != seen:
+            if self.open(task) != by_task[task]:
                 raise RunError(
                     f"the ledger of {task} does not balance: {dispatched} dispatched, {dict(self._ended.get(task, {}))} ended, "
-                    f"{seen} open; a rollout was lost or counted twice"
+                    f"{by_task[task]} open"
                 )
+        if self._file is not None:
+            self._file.flush()
 
     def counts(self) -> dict[str, int]:
         """``<task>/<column>`` to rollouts, dispatched and open included."""
@@ -45,3 +91,8 @@ class Ledger:
             counts |= {f"{task}/{column}": n for column, n in sorted(self._ended.get(task, Counter()).items())}
             counts[f"{task}/open"] = self.open(task)
         return counts
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -63,9 +63,11 @@ class Pacer:
         self._slots[group_id].finished = True
 
     def drop(self, group_id: str) -> None:
-        """The group leaves untrained (failed, filtered, oversized); its slot frees at once."""
-        slot = self._slots.pop(group_id)
-        assert slot.leads_to is None
+        """The group leaves untrained (failed, filtered, oversized); its slot frees at once.
+
+        Also where a batch had taken it: if every group of a batch is dropped, that step's place is there for another batch.
+        """
+        del self._slots[group_id]
 
     def take_batch(self, version: int) -> list[str] | None:
         """Groups for the step that consumes at ``version``, earliest deadline first; None while the trainer has to wait."""

@@ -2,17 +2,22 @@
 
 Consumes data samples and the policy; produces scored `RolloutGroup`s; waits for a free slot before it starts one, and for
 nothing else. The pacer says who may start and what a batch takes, the ledger where every rollout ended.
+
+A group's way: dispatched, run and scored (`GroupRunner`), filtered before it takes a place in a batch, taken by a batch,
+filtered again, trained. Wherever it leaves, its slot frees exactly once and each of its rollouts ends in one column.
 """
 
 import asyncio
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.data.task_mix import TaskMix
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.give_up import DropsInARow, IdleStart
+from torchtitan.experiments.rl.group_runner import GroupRunner
 from torchtitan.experiments.rl.ledger import Ledger
 from torchtitan.experiments.rl.pacing import Pacer
 from torchtitan.experiments.rl.rollouts.filters import Filter, apply_filters
@@ -30,16 +35,23 @@ class RunStopped(Exception):
 @dataclass(kw_only=True, slots=True)
 class _OpenGroup:
     task: Task
-    rollouts: int
+    rollout_ids: set[str]
     """Rollouts of the group that are in no ledger column yet."""
     work: asyncio.Task | None = None
     group: RolloutGroup | None = None
-    """Set when it is finished: only rollouts that will be trained on are left in it."""
+    """Set when it was scored; holds all its rollouts."""
+    outcomes: dict[str, str] = field(default_factory=dict)
+    """Ledger column of each rollout that has ended."""
+
+    @property
+    def kept(self) -> list[Rollout]:
+        return [rollout for rollout in self.group.rollouts if rollout.rollout_id in self.rollout_ids]
 
 
 @dataclass(kw_only=True, slots=True)
 class Batch:
     groups: list[RolloutGroup]
+    """Only rollouts that will be trained on are left in them."""
     dropped_groups: int
     """Groups that left untrained since the last batch."""
     filter_matches: Counter[str] = field(default_factory=Counter)
@@ -52,28 +64,34 @@ class RolloutLoop:
         *,
         tasks: dict[str, Task],
         mix: TaskMix,
+        runner: GroupRunner,
         policy: PolicyClient,
         pacer: Pacer,
         batcher: Batcher,
-        filters: Sequence[Filter],
-        seed: int,
+        pre_batch_filters: Sequence[Filter],
+        post_batch_filters: Sequence[Filter],
         total_groups: int,
         max_drops_in_a_row: int,
+        ledger: Ledger | None = None,
+        recorder: Any = None,
     ):
         """
         Args:
             total_groups: groups the run will train on; no more are started than may still be needed.
-            max_drops_in_a_row: dropped groups without one kept between them after which the run is given up.
+            max_drops_in_a_row: dropped groups without one kept between them after which the run is given up; and groups from
+                the start of which none teaches anything.
         """
-        self.ledger = Ledger()
-        self._tasks, self._mix, self._policy = tasks, mix, policy
-        self._pacer, self._batcher, self._filters = pacer, batcher, filters
-        self._seed = seed
+        self.ledger = ledger or Ledger()
+        self._tasks, self._mix, self._runner, self._policy = tasks, mix, runner, policy
+        self._pacer, self._batcher, self._recorder = pacer, batcher, recorder
+        self._pre_batch, self._post_batch = pre_batch_filters, post_batch_filters
         self._groups_left = total_groups
-        self._max_drops_in_a_row = max_drops_in_a_row
         self._open: dict[str, _OpenGroup] = {}
         self._started = 0
-        self._drops_in_a_row: Counter[str] = Counter()
+        # A filter of the second slot that empties every batch must show though its groups pass the first.
+        self._drops = DropsInARow(max_drops_in_a_row)
+        self._emptied = DropsInARow(max_drops_in_a_row)
+        self._idle_start = IdleStart(max_drops_in_a_row)
         self._batch_drops = 0
         self._filter_matches: Counter[str] = Counter()
         self._changed = asyncio.Event()
@@ -86,9 +104,11 @@ class RolloutLoop:
             task = self._tasks[self._mix.next()]
             group_id = f"{task.name}-{self._started}"
             self._started += 1
-            self._pacer.admit(group_id, self._policy.version, frozen=task.frozen_source is not None)
-            self.ledger.dispatch(task.name, task.config.group_size)
-            entry = self._open[group_id] = _OpenGroup(task=task, rollouts=task.config.group_size)
+            version = self._policy.version
+            self._pacer.admit(group_id, version, frozen=task.frozen_source is not None)
+            entry = _OpenGroup(task=task, rollout_ids={f"{group_id}/{index}" for index in range(task.config.group_size)})
+            self.ledger.dispatch(task.name, entry.rollout_ids, version=version)
+            self._open[group_id] = entry
             entry.work = asyncio.create_task(self._run_group(group_id, entry), name=group_id)
 
     async def next_batch(self, version: int) -> Batch:
@@ -105,11 +125,22 @@ class RolloutLoop:
                 raise RunStopped
             self._changed.clear()
             taken = self._pacer.take_batch(version)
-            if taken is not None:
+            if taken is None:
+                await self._changed.wait()
+                continue
+            groups = [self._for_batch(group_id) for group_id in taken]
+            if any(group.rollouts for group in groups):
                 break
-            await self._changed.wait()
+            for group_id in taken:
+                self._pacer.drop(group_id)
+                self._drop(group_id, self._emptied)
+            self.fill()
+        self._emptied.clear()
+        for group in groups:
+            if not group.rollouts:  # its slot frees with the batch's
+                self._drop(group.group_id)
+        groups = [group for group in groups if group.rollouts]
         self._groups_left -= len(taken)
-        groups = [self._open[group_id].group for group_id in taken]
         batch = Batch(groups=groups, dropped_groups=self._batch_drops, filter_matches=self._filter_matches)
         self._batch_drops, self._filter_matches = 0, Counter()
         return batch
@@ -118,7 +149,9 @@ class RolloutLoop:
         """The optimizer step on ``batch`` was taken; its rollouts are in their last column."""
         for group in batch.groups:
             entry = self._open.pop(group.group_id)
-            self.ledger.end(group.task_name, "trained", entry.rollouts)
+            for rollout in group.rollouts:
+                self._end(entry, rollout.rollout_id, "trained")
+            self._record(entry)
         self.ledger.check(self._open_rollouts())
 
     def live(self, version: int) -> None:
@@ -144,75 +177,81 @@ class RolloutLoop:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
         for entry in self._open.values():
-            self.ledger.end(entry.task.name, "untrained", entry.rollouts)
+            for rollout_id in sorted(entry.rollout_ids):
+                self._end(entry, rollout_id, "untrained")
+            self._record(entry)
         self._open.clear()
-        self.ledger.check({})
+        self.ledger.check([])
+        self.ledger.close()
 
-    def _open_rollouts(self) -> dict[str, int]:
-        counts: Counter[str] = Counter()
-        for entry in self._open.values():
-            counts[entry.task.name] += entry.rollouts
-        return counts
+    def _open_rollouts(self) -> set[str]:
+        return {rollout_id for entry in self._open.values() for rollout_id in entry.rollout_ids}
 
     async def _run_group(self, group_id: str, entry: _OpenGroup) -> None:
         try:
             task = entry.task
-            group = await task.run_group(task.sampler.next(), self._policy, group_id=group_id, seed=self._seed)
-            problem = await task.score_group(group)
+            group, problem = await self._runner.run(task, task.sampler.next(), group_id=group_id)
             task.sampler.observe(group)
+            self._mix.observe(group)
             self._settle(group, entry, problem)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # our own code or a filter's: user envs, rewards and algorithms end in statuses
-            logger.exception("group %s", group_id)
+            if self._failure is None:
+                logger.exception("group %s", group_id)
             self.fail(error)
         self._changed.set()
 
     def _settle(self, group: RolloutGroup, entry: _OpenGroup, problem: str | None) -> None:
-        """Sort a scored group's rollouts into the ones to train on and the columns of the others."""
+        """Sort a scored group's rollouts into the ones that may be trained on and the columns of the others."""
+        entry.group = group
         for rollout in group.rollouts:
             if rollout.reward is None:
-                self._end(entry, f"failed/{rollout.status.value}", f"rollout {rollout.rollout_id}: {rollout.error}")
-        kept: list[Rollout] = group.scored
+                self._end(entry, rollout.rollout_id, f"failed/{rollout.status.value}", rollout.error)
         if problem is not None:
-            for _ in kept:
-                self._end(entry, "failed/group_too_small", f"group {group.group_id}: {problem}")
-            kept = []
+            for rollout in group.scored:
+                self._end(entry, rollout.rollout_id, "failed/group_too_small", problem)
         else:
-            filtered = apply_filters(self._filters, group)
-            self._filter_matches.update(filtered.matched)
-            for _, name in filtered.dropped:
-                self._end(entry, f"filtered/{name}", None)
-            kept = []
-            for rollout in filtered.kept:
+            self._idle_start.add(group)
+            self._filter(self._pre_batch, group, entry)
+            for rollout in entry.kept:
                 if self._batcher.oversized(rollout.samples):
-                    self._end(entry, "oversized", f"rollout {rollout.rollout_id} is longer than batcher.row_length")
-                else:
-                    kept.append(rollout)
-        group.rollouts = kept
-        if kept:
-            entry.group = group
+                    self._end(entry, rollout.rollout_id, "oversized", "longer than batcher.row_length")
+        if entry.rollout_ids:
             self._pacer.finish(group.group_id)
-            self._drops_in_a_row.clear()
+            self._drops.clear()
         else:
-            self._drop(group.group_id)
+            self._pacer.drop(group.group_id)
+            self._drop(group.group_id, self._drops)
+            self.fill()
 
-    def _end(self, entry: _OpenGroup, column: str, why: str | None) -> None:
-        entry.rollouts -= 1
-        self.ledger.end(entry.task.name, column)
-        self._drops_in_a_row[column] += 1
+    def _for_batch(self, group_id: str) -> RolloutGroup:
+        """The group as a batch takes it: without what the second slot of filters drops."""
+        entry = self._open[group_id]
+        self._filter(self._post_batch, replace(entry.group, rollouts=entry.kept), entry)
+        return replace(entry.group, rollouts=entry.kept)
+
+    def _filter(self, filters: Sequence[Filter], group: RolloutGroup, entry: _OpenGroup) -> None:
+        filtered = apply_filters(filters, group)
+        self._filter_matches.update(filtered.matched)
+        for rollout, name in filtered.dropped:
+            self._end(entry, rollout.rollout_id, f"filtered/{name}")
+
+    def _end(self, entry: _OpenGroup, rollout_id: str, column: str, why: str | None = None) -> None:
+        entry.rollout_ids.remove(rollout_id)
+        entry.outcomes[rollout_id] = column
+        self.ledger.end(rollout_id, column, version=self._policy.version)
         if why is not None:
-            logger.info("%s: %s", column, why)
+            logger.info("%s: rollout %s: %s", column, rollout_id, why)
 
-    def _drop(self, group_id: str) -> None:
-        self._open.pop(group_id)
-        self._pacer.drop(group_id)
+    def _drop(self, group_id: str, row: DropsInARow | None = None) -> None:
+        """The group leaves with nothing to train on."""
+        entry = self._open.pop(group_id)
+        self._record(entry)
         self._batch_drops += 1
-        self._drops_in_a_row["groups"] += 1
-        if self._drops_in_a_row["groups"] >= self._max_drops_in_a_row:
-            causes = ", ".join(f"{n} {column}" for column, n in self._drops_in_a_row.most_common() if column != "groups")
-            raise RunError(
-                f"{self._drops_in_a_row['groups']} groups in a row gave nothing to train on (rollouts: {causes}); "
-                "see logs/controller.jsonl for each cause"
-            )
-        self.fill()
+        if row is not None:
+            row.add(entry.outcomes.values(), entry.group)
+
+    def _record(self, entry: _OpenGroup) -> None:
+        if self._recorder is not None and entry.group is not None:
+            self._recorder.record(entry.group, entry.outcomes)

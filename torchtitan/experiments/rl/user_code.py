@@ -170,7 +170,9 @@ async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float |
     try:
         return await call_bounded(lambda: USER_THREADS.call(function, *args, timeout_s=timeout_s), timeout_s=None)
     except UserCodeError as error:
-        raise error.__cause__ if isinstance(error.__cause__, UserCodeTimeout) else error
+        if isinstance(error.__cause__, UserCodeTimeout):
+            raise error.__cause__ from None
+        raise
 
 
 class _Job:

@@ -1,62 +1,162 @@
-"""How good the policy is: greedy completions of the same held-out examples, each time."""
+"""How good the policy is: the same held-out examples of each task, on the task's own schedule, beside training.
+
+An evaluation of step s starts when the generators hold version s. Training goes on, so a long evaluation sees later versions
+too: ``validation/<task>/version_max`` says which. Only the first (of version 0) and the last (of the final policy) have the
+generators' version to themselves.
+"""
 
 import asyncio
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torchtitan.experiments.rl.rollouts.policy import PolicyClient
-from torchtitan.experiments.rl.rollouts.types import Rollout
+from torchtitan.experiments.rl.group_runner import GroupRunner
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
-
-
-@dataclass(kw_only=True, slots=True)
-class ValidationConfig:
-    every: int = 10
-    """Steps between two validations; before the first step and after the last there always is one. 0 turns all off."""
-    samples: int = 128
-    """Examples of each task's validation set, from its start; all of a smaller set."""
-    temperature: float = 0.0
-    """0 is greedy."""
+from torchtitan.experiments.rl.validation_config import ValidationConfig
 
 
 @dataclass(kw_only=True, slots=True)
 class ValidationReport:
+    step: int
+    """Version of the policy it began with."""
     reward: float | None
-    """Mean over tasks of their mean reward; None when no task has a validation set."""
-    metrics: dict[str, float]
+    """Mean over tasks of their avg@k; None when nothing was scored."""
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
-async def validate(tasks: dict[str, Task], policy: PolicyClient, config: ValidationConfig, *, seed: int) -> ValidationReport:
-    """Run every task's held-out examples once. The weights must not change meanwhile.
+class Validator:
+    """Runs evaluations as asyncio tasks. One that is due while the task's last is still running is left out, and counted."""
 
-    A rollout that failed has no reward: it is left out of the mean and counted.
+    def __init__(
+        self,
+        tasks: dict[str, Task],
+        runner: GroupRunner,
+        default: ValidationConfig,
+        *,
+        on_failure: Callable[[Exception], None] = lambda error: None,
+    ):
+        """
+        Args:
+            default: schedule of tasks that have none of their own.
+            on_failure: hears of what our own code raised.
+        """
+        self._tasks, self._runner, self._on_failure = tasks, runner, on_failure
+        self._configs = {
+            name: task.config.validation_schedule or default for name, task in tasks.items() if task.validation is not None
+        }
+        self._running: dict[str, asyncio.Task] = {}
+        self._rounds: set[asyncio.Task] = set()
+        self._reports: list[ValidationReport] = []
+        self._left_out: dict[str, int] = {}
+
+    def due(self, step: int) -> list[str]:
+        """Tasks whose schedule names this step."""
+        return [name for name, config in self._configs.items() if config.every > 0 and step % config.every == 0]
+
+    def start(self, step: int, *, final: bool = False) -> None:
+        """Begin what is due at ``step``: at the first and the final step every task that is ever evaluated."""
+        names = [name for name, config in self._configs.items() if config.every > 0] if final else self.due(step)
+        begun = []
+        for name in names:
+            if name in self._running:
+                self._left_out[name] = self._left_out.get(name, 0) + 1
+                continue
+            work = self._running[name] = asyncio.create_task(self._evaluate(name), name=f"validation-{name}-{step}")
+            work.add_done_callback(lambda _, name=name: self._running.pop(name))
+            begun.append(work)
+        if begun:
+            self._rounds.add(asyncio.create_task(self._report(step, begun)))
+
+    async def wait(self) -> None:
+        """Until nothing is running."""
+        while self._rounds:
+            await asyncio.wait(set(self._rounds))
+
+    def take(self) -> list[ValidationReport]:
+        """Reports that were finished since the last call, oldest first."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    async def close(self) -> None:
+        """Cancel what is running."""
+        work = [*self._running.values(), *self._rounds]
+        for task in work:
+            task.cancel()
+        await asyncio.gather(*work, return_exceptions=True)
+
+    async def _report(self, step: int, evaluations: Sequence[asyncio.Task]) -> None:
+        """One report of all tasks that were begun together."""
+        try:
+            metrics = {name: value for part in await asyncio.gather(*evaluations) for name, value in part.items()}
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._on_failure(error)
+            return
+        finally:
+            self._rounds.discard(asyncio.current_task())
+        rewards = [value for name, value in metrics.items() if name.endswith("/reward")]
+        metrics["validation/step"] = step
+        metrics |= {f"validation/{name}/left_out": count for name, count in self._left_out.items()}
+        reward = float(np.mean(rewards)) if rewards else None
+        if reward is not None:
+            metrics["validation/reward"] = reward
+        self._reports.append(ValidationReport(step=step, reward=reward, metrics=metrics))
+
+    async def _evaluate(self, name: str) -> dict[str, float]:
+        task, config = self._tasks[name], self._configs[name]
+        sampling = replace(task.config.sampling, temperature=config.temperature)
+
+        async def one(index: int) -> RolloutGroup:
+            return await self._runner.measure(
+                task,
+                task.validation[index],
+                group_id=f"validation-{name}-{index}",
+                sampling=sampling,
+                group_size=config.attempts,
+            )
+
+        groups = await asyncio.gather(*(one(index) for index in range(min(config.samples, len(task.validation)))))
+        return evaluation_metrics(name, groups, config)
+
+
+def evaluation_metrics(task: str, groups: Sequence[RolloutGroup], config: ValidationConfig) -> dict[str, float]:
+    """Metrics of one task's evaluation, k attempts at each example.
+
+    ``avg@k`` (``reward`` is the same) is the mean over examples of the mean reward of their attempts, ``pass@k`` the chance
+    that one of k attempts passes. An attempt that failed has no reward: it is in neither, and counted.
     """
-    rewards, metrics = [], {}
-    for name, task in tasks.items():
-        if task.validation is None:
-            continue
-        rollouts = await _rollouts(task, policy, config, seed)
-        scored = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-        metrics[f"validation/{name}/failed"] = len(rollouts) - len(scored)
-        metrics[f"validation/{name}/completion_tokens"] = float(np.mean([rollout.completion_tokens for rollout in rollouts]))
-        if scored:
-            metrics[f"validation/{name}/reward"] = float(np.mean(scored))
-            rewards.append(metrics[f"validation/{name}/reward"])
-    if rewards:
-        metrics["validation/reward"] = float(np.mean(rewards))
-    return ValidationReport(reward=metrics.get("validation/reward"), metrics=metrics)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    versions = [turn.completion.policy_versions for rollout in rollouts for turn in rollout.turns]
+    versions = np.concatenate(versions) if versions else np.zeros(0, np.int32)
+    prefix = f"validation/{task}"
+    metrics = {
+        f"{prefix}/examples": len(groups),
+        f"{prefix}/failed": sum(rollout.reward is None for rollout in rollouts),
+        f"{prefix}/truncated": float(np.mean([rollout.status.is_truncated() for rollout in rollouts])),
+        f"{prefix}/completion_tokens": float(np.mean([rollout.completion_tokens for rollout in rollouts])),
+    }
+    if len(versions):
+        metrics |= {f"{prefix}/version_min": int(versions.min()), f"{prefix}/version_max": int(versions.max())}
+    scored = [[rollout.reward for rollout in group.scored] for group in groups if group.scored]
+    if scored:
+        average = float(np.mean([np.mean(rewards) for rewards in scored]))
+        metrics |= {f"{prefix}/reward": average, f"{prefix}/avg@{config.attempts}": average}
+        k = 1
+        while k <= config.attempts:
+            passing = [
+                pass_at_k(len(rewards), sum(reward >= config.pass_reward for reward in rewards), min(k, len(rewards)))
+                for rewards in scored
+            ]
+            metrics[f"{prefix}/pass@{k}"] = float(np.mean(passing))
+            k = k * 2 if k * 2 <= config.attempts or k == config.attempts else config.attempts
+    return metrics
 
 
-async def _rollouts(task: Task, policy: PolicyClient, config: ValidationConfig, seed: int) -> list[Rollout]:
-    sampling = replace(task.config.sampling, temperature=config.temperature)
-
-    async def one(index: int) -> Rollout:
-        group_id = f"validation-{task.name}-{index}"
-        group = await task.run_group(
-            task.validation[index], policy, group_id=group_id, seed=seed, sampling=sampling, group_size=1, credit=False
-        )
-        await task.score_rewards(group)
-        return group.rollouts[0]
-
-    return await asyncio.gather(*(one(index) for index in range(min(config.samples, len(task.validation)))))
+def pass_at_k(n: int, passed: int, k: int) -> float:
+    """Unbiased chance that one of k attempts passes, from n of which ``passed`` did: 1 − C(n − c, k) / C(n, k), equation 1 of
+    Chen et al., arXiv:2107.03374."""
+    return 1.0 - math.comb(n - passed, k) / math.comb(n, k)

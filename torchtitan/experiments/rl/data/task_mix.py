@@ -7,6 +7,7 @@ from typing import Any
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.user_code import is_finite_number
 
 
@@ -29,6 +30,9 @@ class TaskMix(UserConfigurable, abc.ABC):
     @abc.abstractmethod
     def next(self) -> str:
         """Name of the next task."""
+
+    def observe(self, group: RolloutGroup) -> None:
+        """A scored group of any task: feedback for mixes that follow how tasks go."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on where this one is: plain JSON values."""

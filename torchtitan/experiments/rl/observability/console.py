@@ -38,7 +38,9 @@ class StepReport:
     reward: float | None
     """Mean over the rollouts of the step's groups; None where no reward is given (distillation, supervised)."""
     val_reward: float | None = None
-    """None on steps without validation."""
+    """None on steps in which no evaluation ended."""
+    val_step: int | None = None
+    """Version of the policy that evaluation began with."""
     tokens_per_second: float
     """Tokens of the batch, prompts included, per second of the step."""
     age_mean: float
@@ -69,11 +71,11 @@ class RunSummary:
 
 
 _COLUMNS = {
-    "step": 13,
+    "step": 11,
     "reward": 8,
-    "val": 8,
+    "val": 12,
     "tokens/s": 9,
-    "age mean/max": 13,
+    "age mean/max": 12,
     "wait s": 8,
     "train s": 8,
     "sync s": 8,
@@ -95,7 +97,7 @@ def step_line(report: StepReport) -> str:
     cells = (
         f"{report.step}/{report.total_steps}",
         _reward(report.reward),
-        "" if report.val_reward is None else _reward(report.val_reward),
+        "" if report.val_reward is None else f"{_reward(report.val_reward)} @{report.val_step}",
         _count(report.tokens_per_second),
         f"{report.age_mean:.2f}/{report.age_max}",
         _seconds(report.wait_s),

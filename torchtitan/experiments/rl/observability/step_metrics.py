@@ -2,12 +2,14 @@
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.observability.console import StepReport
 from torchtitan.experiments.rl.rollout_loop import Batch
+from torchtitan.experiments.rl.validation import ValidationReport
 from torchtitan.experiments.rl.weights.sync import SyncReport
 
 
@@ -19,6 +21,8 @@ class StepRecord:
         self._generated_tokens = generated_tokens
         self._started = time.perf_counter()
         self.metrics: dict[str, float] = {}
+        self.validation: ValidationReport | None = None
+        """The newest that ended since the last step."""
 
     def finish(
         self,
@@ -26,18 +30,25 @@ class StepRecord:
         batch: Batch,
         packed: BatchPlan,
         trained: dict[str, float],
+        validations: Sequence[ValidationReport],
         spans: dict[str, float],
         last_sync: SyncReport | None,
         generated_tokens: int,
+        event_loop_lag_s: float,
+        ledger: dict[str, int],
     ) -> None:
         """
         Args:
             trained: what the trainer reported.
+            validations: evaluations that ended since the last step, oldest first.
             spans: seconds by what the controller waited for.
             last_sync: of the newest version every generator holds.
             generated_tokens: sampled since the run began, training and validation.
+            event_loop_lag_s: longest time since the last step that the controller's event loop was held up.
+            ledger: rollouts so far by task and column.
         """
         self._batch, self._spans = batch, spans
+        self.validation = next((report for report in reversed(validations) if report.reward is not None), None)
         self._seconds = time.perf_counter() - self._started
         self._ages = _ages(batch, self._step - 1)
         self._sampled = len(self._ages)
@@ -58,7 +69,11 @@ class StepRecord:
             "time/step_s": self._seconds,
             "perf/trained_tokens_per_s": packed.tokens / self._seconds,
             "perf/generated_tokens_per_s": (generated_tokens - self._generated_tokens) / self._seconds,
+            "perf/event_loop_lag_max_s": event_loop_lag_s,
+            **{f"ledger/{column}": count for column, count in ledger.items()},
         }
+        for report in validations:
+            self.metrics |= report.metrics
         if last_sync is not None:
             # Which version's sync has answered by now depends on the clock.
             self.metrics |= {
@@ -71,12 +86,18 @@ class StepRecord:
                 "time/sync_reload_s": last_sync.reload_s,
             }
 
-    def report(self, val_reward: float | None) -> StepReport:
+    @property
+    def step(self) -> int:
+        return self._step
+
+    def report(self) -> StepReport:
+        """The console's line."""
         return StepReport(
             step=self._step,
             total_steps=self._total_steps,
             reward=self.metrics.get("rollout/reward_mean"),
-            val_reward=val_reward,
+            val_reward=self.validation.reward if self.validation else None,
+            val_step=self.validation.step if self.validation else None,
             tokens_per_second=self.metrics["perf/trained_tokens_per_s"],
             age_mean=self.metrics["policy/age_mean"],
             age_max=int(self.metrics["policy/age_max"]),

@@ -30,6 +30,7 @@ from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, Rollou
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.group_run import GroupRun
 from torchtitan.experiments.rl.user_code import UserCodeError, call_bounded, cause_of, is_finite_number
+from torchtitan.experiments.rl.validation_config import ValidationConfig
 
 
 class Task(UserConfigurable):
@@ -41,6 +42,8 @@ class Task(UserConfigurable):
         dataset: Dataset.Config
         validation: Dataset.Config | None = None
         """Examples the policy is measured on and never trained on."""
+        validation_schedule: ValidationConfig | None = None
+        """When and how; None: as the run's `validation` says."""
         rubric: Rubric.Config = field(default_factory=Rubric.Config)
         sampler: SampleStrategy.Config = field(default_factory=ShuffledCursor.Config)
         env: RendererEnvConfig = field(default_factory=RendererEnvConfig)
@@ -84,6 +87,8 @@ class Task(UserConfigurable):
                     raise ConfigError(f"{field}.{name}", value, "must be above 0")
             if self.group_size > 1 and self.min_group_size > self.group_size:
                 raise ConfigError(f"{field}.min_group_size", self.min_group_size, f"groups have {self.group_size}: lower it")
+            if self.validation_schedule is not None:
+                self.validation_schedule.validate(field=f"{field}.validation_schedule")
             # A frozen model's samples have no ratio to bias.
             frozen = self.algorithm.frozen_source() is not None
             if not (sampling.temperature > 0 or frozen):

@@ -1,0 +1,159 @@
+"""Takes the run's steps.
+
+One step consumes a batch of groups, produces metrics and the next policy version, and waits for: finished groups whose deadline
+is due (`rollout_loop`), the trainer's step, and, before it publishes again, the generators' answer for the version before.
+Rollouts, scoring, weight updates and evaluations run on beside all of it.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
+from torchtitan.experiments.rl.observability.loop_lag import LoopLag
+from torchtitan.experiments.rl.observability.step_metrics import StepRecord
+from torchtitan.experiments.rl.observability.timing import Stopwatch
+from torchtitan.experiments.rl.rollout_loop import RolloutLoop, RunStopped
+from torchtitan.experiments.rl.validation import ValidationReport, Validator
+from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
+
+
+class Trainer(Protocol):
+    """What takes optimizer steps: actors/trainer_client.py."""
+
+    async def step(self, packed: BatchPlan, step: int) -> dict[str, float]: ...
+
+
+class Weights(Protocol):
+    """What brings a version to the generators: weights/sync.py."""
+
+    async def copy_out(self, version: int) -> CopiedOut: ...
+
+    async def update(self, copied: CopiedOut) -> SyncReport: ...
+
+
+class TrainingLoop:
+    def __init__(
+        self,
+        *,
+        steps: int,
+        ranks: int,
+        synchronous: bool,
+        rollouts: RolloutLoop,
+        batcher: Batcher,
+        trainer: Trainer,
+        weights: Weights,
+        validator: Validator,
+        generated_tokens: Callable[[], int],
+        on_start: Callable[[ValidationReport], None] = lambda report: None,
+        on_step: Callable[[StepRecord], None] = lambda record: None,
+    ):
+        """
+        Args:
+            steps: optimizer steps to take.
+            ranks: of the trainer, each of which gets its own rows.
+            synchronous: rollouts of a version begin only when the step before it is live, and an evaluation ends before them.
+            generated_tokens: sampled since the run began.
+            on_start: hears how good the policy was before the first step.
+            on_step: hears of every finished step.
+        """
+        self.steps_done = 0
+        self._steps, self._ranks, self._synchronous = steps, ranks, synchronous
+        self._rollouts, self._batcher, self._trainer, self._weights = rollouts, batcher, trainer, weights
+        self._validator, self._generated_tokens = validator, generated_tokens
+        self._on_start, self._on_step = on_start, on_step
+        self._watch, self._lag = Stopwatch(), LoopLag()
+        self._sync: asyncio.Task[SyncReport] | None = None
+        self._last_sync: SyncReport | None = None
+        self._stopping = False
+
+    async def run(self) -> None:
+        """Take the steps, unless stopped."""
+        self._lag.start()
+        try:
+            self._validator.start(0)
+            self._rollouts.fill()
+            await self._validator.wait()  # of version 0, before there is another
+            for report in self._validator.take():
+                self._on_start(report)
+            while self.steps_done < self._steps and not self._stopping:
+                await self._step(self.steps_done + 1)
+        except RunStopped:
+            pass
+        finally:
+            self._lag.stop()
+
+    def stop(self) -> None:
+        """End after the step that is being taken."""
+        self._stopping = True
+        self._rollouts.stop()
+
+    async def close(self) -> None:
+        """Cancel what runs beside the steps."""
+        await self._validator.close()
+        if self._sync is not None:
+            self._sync.cancel()
+
+    async def _step(self, step: int) -> None:
+        """Take a batch, train on it, send the new version on its way, and say what happened."""
+        record = StepRecord(step=step, total_steps=self._steps, generated_tokens=self._generated_tokens())
+        with self._watch.span("wait"):
+            batch = await self._rollouts.next_batch(version=step - 1)
+        with self._watch.span("train"):
+            samples = [sample for group in batch.groups for rollout in group.rollouts for sample in rollout.samples]
+            packed = self._batcher.plan(samples, ranks=self._ranks)
+            trained = await self._trainer.step(packed, step)
+        self._rollouts.trained(batch)
+        with self._watch.span("sync"):
+            await self._publish(step)
+        self.steps_done = step
+        if step == self._steps or self._stopping:
+            await self._evaluate_final(step)
+        elif self._synchronous:
+            with self._watch.span("validate"):
+                await self._validator.wait()
+        record.finish(
+            batch=batch,
+            packed=packed,
+            trained=trained,
+            validations=self._validator.take(),
+            spans=self._watch.lap(),
+            last_sync=self._last_sync,
+            generated_tokens=self._generated_tokens(),
+            event_loop_lag_s=self._lag.lap(),
+            ledger=self._rollouts.ledger.counts(),
+        )
+        self._on_step(record)
+
+    async def _publish(self, version: int) -> None:
+        """Start publishing ``version``; where groups may be off-policy the generators take it over while training goes on."""
+        await self._synced()
+        copied = await self._weights.copy_out(version)
+        self._sync = asyncio.create_task(self._update(copied))
+        if self._synchronous:
+            await self._synced()
+
+    async def _update(self, copied: CopiedOut) -> SyncReport:
+        try:
+            report = await self._weights.update(copied)
+        except Exception as error:
+            self._rollouts.fail(error)
+            raise
+        if copied.version < self._steps:
+            self._validator.start(copied.version)
+        self._rollouts.live(copied.version)
+        return report
+
+    async def _synced(self) -> None:
+        if self._sync is not None:
+            self._last_sync = await self._sync
+            self._sync = None
+
+    async def _evaluate_final(self, step: int) -> None:
+        """Of the last version, which the generators keep: nothing changes under it any more."""
+        with self._watch.span("sync"):
+            await self._synced()
+        with self._watch.span("validate"):
+            await self._validator.wait()
+            self._validator.start(step, final=True)
+            await self._validator.wait()

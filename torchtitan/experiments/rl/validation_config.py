@@ -1,0 +1,35 @@
+"""When and how a task's held-out examples are tried."""
+
+from dataclasses import dataclass
+
+from torchtitan.experiments.rl.errors import ConfigError
+
+
+@dataclass(kw_only=True, slots=True)
+class ValidationConfig:
+    every: int = 10
+    """Steps between two evaluations; before the first step and after the last there always is one. 0 turns all off."""
+    samples: int = 128
+    """Examples of the validation set, from its start; all of a smaller set."""
+    attempts: int = 1
+    """Rollouts of each example: the k of avg@k and pass@k."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    pass_reward: float = 1.0
+    """Reward from which an attempt has passed."""
+
+    def validate(self, *, field: str) -> None:
+        """
+        Raises:
+            ConfigError: naming the field at fault, its value and the cure.
+        """
+        for name, value, least in (
+            ("every", self.every, 0),
+            ("samples", self.samples, 1),
+            ("attempts", self.attempts, 1),
+            ("temperature", self.temperature, 0),
+        ):
+            if not value >= least:
+                raise ConfigError(f"{field}.{name}", value, f"must be at least {least}")
+        if self.attempts > 1 and self.temperature == 0:
+            raise ConfigError(f"{field}.attempts", self.attempts, f"greedy attempts are all alike: set {field}.temperature")
