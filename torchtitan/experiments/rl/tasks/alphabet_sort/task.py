@@ -1,0 +1,86 @@
+"""Several user turns: sort names, then merge more into the list. Copy this folder for a conversation that follows a script."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.tasks.alphabet_sort.data import NAMES, make_examples
+from torchtitan.experiments.rl.tasks.alphabet_sort.env import AlphabetSortEnv
+from torchtitan.experiments.rl.tasks.alphabet_sort.rubric import AlphabetSortRubric
+from torchtitan.experiments.rl.tasks.task import Task
+
+
+class AlphabetSortDataset(Dataset):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Dataset.Config):
+        split: Literal["train", "validation"] = "train"
+        count: int = 10_000
+        seed: int = 0
+        min_rounds: int = 2
+        max_rounds: int = 3
+        """Lists of names in an example, and so the model's turns."""
+        min_names: int = 2
+        max_names: int = 5
+        """Names in each list."""
+
+        def validate(self, *, field: str) -> None:
+            """Raises ConfigError where no example can be made."""
+            for name, low, high, least in (
+                ("rounds", self.min_rounds, self.max_rounds, 1),
+                # A single name to open with is nothing to sort, and too few of them to split.
+                ("names", self.min_names, self.max_names, 2),
+            ):
+                if not least <= low <= high:
+                    raise ConfigError(f"{field}.min_{name}", low, f"must be at least {least}, at most max_{name} = {high}")
+            if self.max_rounds * self.max_names > len(NAMES):
+                cure = f"with max_rounds = {self.max_rounds} more than the {len(NAMES)} names there are; lower either"
+                raise ConfigError(f"{field}.max_names", self.max_names, cure)
+
+    def __init__(self, config: Config):
+        self._examples = make_examples(
+            config.count,
+            split=config.split,
+            seed=config.seed,
+            min_rounds=config.min_rounds,
+            max_rounds=config.max_rounds,
+            min_names=config.min_names,
+            max_names=config.max_names,
+        )
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: int) -> DataSample:
+        rounds = self._examples[index]
+        info = {"rounds": len(rounds), "names": sum(map(len, rounds))}
+        return DataSample(sample_id=str(index), env_input=rounds, info=info)
+
+
+class AlphabetSortTask(Task):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        dataset: Dataset.Config = field(default_factory=AlphabetSortDataset.Config)
+        validation: Dataset.Config | None = field(
+            default_factory=lambda: AlphabetSortDataset.Config(split="validation", count=64, seed=1)
+        )
+        rubric: Rubric.Config = field(default_factory=AlphabetSortRubric.Config)
+        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=8, max_rollout_tokens=1024))
+        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=128))
+
+        def validate(self, *, field: str, policy_path: str | None = None) -> None:
+            super(AlphabetSortTask.Config, self).validate(field=field, policy_path=policy_path)
+            for name, dataset in (("dataset", self.dataset), ("validation", self.validation)):
+                if not isinstance(dataset, AlphabetSortDataset.Config):
+                    continue
+                dataset.validate(field=f"{field}.{name}")
+                if dataset.max_rounds > self.env.max_turns:
+                    cure = f"{field}.{name} has up to {dataset.max_rounds} rounds, a turn each: raise this"
+                    raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, cure)
+
+    def make_env(self, sample: DataSample) -> AlphabetSortEnv:
+        return AlphabetSortEnv(sample.env_input)

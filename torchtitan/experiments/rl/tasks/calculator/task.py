@@ -1,0 +1,77 @@
+"""A tool the model must call. Copy this folder for an env with tools of its own."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.tasks.calculator.data import make_examples
+from torchtitan.experiments.rl.tasks.calculator.env import CalculatorEnv
+from torchtitan.experiments.rl.tasks.calculator.rubric import CalculatorRubric
+from torchtitan.experiments.rl.tasks.task import Task
+
+
+class CalculatorDataset(Dataset):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Dataset.Config):
+        split: Literal["train", "validation"] = "train"
+        count: int = 10_000
+        seed: int = 0
+        min_operands: int = 2
+        max_operands: int = 4
+        """Numbers in an expression."""
+        max_operand: int = 999
+
+        def validate(self, *, field: str) -> None:
+            """Raises ConfigError where no example can be made."""
+            # The most that stays within the calculator's bounds: 20 factors of 999 have 200 bits and 118 characters.
+            for name, value, least, most in (
+                ("min_operands", self.min_operands, 2, self.max_operands),
+                ("max_operands", self.max_operands, 2, 20),
+                ("max_operand", self.max_operand, 9, 999),
+            ):
+                if not least <= value <= most:
+                    raise ConfigError(f"{field}.{name}", value, f"must be {least} to {most}")
+
+    def __init__(self, config: Config):
+        self._expressions = make_examples(
+            config.count,
+            split=config.split,
+            seed=config.seed,
+            min_operands=config.min_operands,
+            max_operands=config.max_operands,
+            max_operand=config.max_operand,
+        )
+
+    def __len__(self) -> int:
+        return len(self._expressions)
+
+    def __getitem__(self, index: int) -> DataSample:
+        return DataSample(sample_id=str(index), env_input=self._expressions[index])
+
+
+class CalculatorTask(Task):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        dataset: Dataset.Config = field(default_factory=CalculatorDataset.Config)
+        validation: Dataset.Config | None = field(
+            default_factory=lambda: CalculatorDataset.Config(split="validation", count=64, seed=1)
+        )
+        rubric: Rubric.Config = field(default_factory=CalculatorRubric.Config)
+        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=4, max_rollout_tokens=1024))
+        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=128))
+
+        def validate(self, *, field: str, policy_path: str | None = None) -> None:
+            super(CalculatorTask.Config, self).validate(field=field, policy_path=policy_path)
+            for name, dataset in (("dataset", self.dataset), ("validation", self.validation)):
+                if isinstance(dataset, CalculatorDataset.Config):
+                    dataset.validate(field=f"{field}.{name}")
+            if self.env.max_turns < 2:
+                raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, "a call and an answer take 2 turns: raise this")
+
+    def make_env(self, sample: DataSample) -> CalculatorEnv:
+        return CalculatorEnv(sample.env_input)

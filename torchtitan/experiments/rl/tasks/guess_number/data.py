@@ -1,0 +1,62 @@
+"""Games of guessing a number: what the `guess_number` task plays.
+
+    I am thinking of a number between 41 and 47. You have 3 guesses. ...
+
+Everything follows from the arguments, as in sum_digits. Splits are by range, not by number: were some numbers of a range kept
+for validation, a policy could learn never to guess them.
+"""
+
+import random
+import zlib
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["train", "validation"]
+
+VALIDATION_ONE_IN = 8
+"""One range in this many, on average, is kept for validation."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Game:
+    low: int
+    high: int
+    """The last number of the range."""
+    secret: int
+    guesses: int
+    """Replies the model has; one without a number costs a guess too."""
+
+
+def opening_text(game: Game) -> str:
+    """The user's first message."""
+    return (
+        f"I am thinking of a number between {game.low} and {game.high}. You have {game.guesses} guesses. "
+        "Reply with one number per turn."
+    )
+
+
+def split_of(low: int, high: int) -> Split:
+    """The split this range belongs to, the same whatever the seed."""
+    return "validation" if zlib.crc32(f"{low} {high}".encode()) % VALIDATION_ONE_IN == 0 else "train"
+
+
+def first_numbers(*, split: Split, numbers: int, max_number: int) -> list[int]:
+    """Where the split's ranges of `numbers` numbers from 1 to `max_number` begin."""
+    return [low for low in range(1, max_number - numbers + 2) if split_of(low, low + numbers - 1) == split]
+
+
+def make_examples(
+    count: int, *, split: Split, seed: int = 0, numbers: int = 100, max_number: int = 1000, guesses: int = 7
+) -> list[Game]:
+    """`count` games, every range of the split and every number in it equally likely.
+
+    A longer call with the same arguments starts with the shorter one's games.
+    """
+    stream = random.Random(f"guess_number/{split}/{seed}")
+    lows = first_numbers(split=split, numbers=numbers, max_number=max_number)
+
+    def draw() -> Game:
+        low = stream.choice(lows)
+        return Game(low=low, high=low + numbers - 1, secret=low + stream.randrange(numbers), guesses=guesses)
+
+    return [draw() for _ in range(count)]

@@ -1,0 +1,45 @@
+"""The game: the env says higher or lower until the number is found or no guess is left."""
+
+import re
+
+from renderers import Message
+
+from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
+from torchtitan.experiments.rl.tasks.guess_number.data import Game, opening_text
+
+
+class GuessNumberEnv(MessageEnv):
+    """Rewards the end alone: component "found" is 1 or 0 in the last step."""
+
+    def __init__(self, game: Game):
+        self.game = game
+        self._left = game.guesses
+
+    async def reset(self) -> ResetOutput:
+        return ResetOutput(messages=[{"role": "user", "content": opening_text(self.game)}])
+
+    async def step_message(self, message: Message) -> StepOutput:
+        guess, secret = number_in(message["content"]), self.game.secret
+        self._left -= 1
+        found = guess == secret
+        if found or not self._left:
+            answer = f"{'Correct! The' if found else 'Wrong: the'} number was {secret}. Game over."
+        else:
+            hint = "reply with one number" if guess is None else f"the number is {_direction(guess, secret)} than {guess}"
+            answer = f"Wrong: {hint}. You have {self._left} guesses left."
+        done = found or not self._left
+        return StepOutput(
+            env_messages=[{"role": "user", "content": answer}],
+            done=done,
+            reward_components={"found": float(found)} if done else {},
+        )
+
+
+def number_in(text: str) -> int | None:
+    """The one integer in the text; None where there is none, several, or one of more than nine digits."""
+    numbers = re.findall(r"-?\d+", text)
+    return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 10 else None
+
+
+def _direction(guess: int, secret: int) -> str:
+    return "higher" if guess < secret else "lower"

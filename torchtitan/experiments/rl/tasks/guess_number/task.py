@@ -1,0 +1,80 @@
+"""A game of several turns with a reward at its end alone. Copy this folder for an env that reacts to what the model does."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.tasks.guess_number.data import first_numbers, make_examples
+from torchtitan.experiments.rl.tasks.guess_number.env import GuessNumberEnv
+from torchtitan.experiments.rl.tasks.guess_number.rubric import GuessNumberRubric
+from torchtitan.experiments.rl.tasks.task import Task
+
+
+class GuessNumberDataset(Dataset):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Dataset.Config):
+        split: Literal["train", "validation"] = "train"
+        count: int = 10_000
+        seed: int = 0
+        numbers: int = 100
+        """Numbers in a game's range. Halving it finds every one of 2^g - 1 numbers within g guesses."""
+        max_number: int = 1000
+        """No range goes beyond it."""
+        guesses: int = 7
+
+        def validate(self, *, field: str) -> None:
+            """Raises ConfigError where no game can be made."""
+            for name, value, least in (("numbers", self.numbers, 2), ("guesses", self.guesses, 1)):
+                if value < least:
+                    raise ConfigError(f"{field}.{name}", value, f"must be at least {least}")
+            if not first_numbers(split=self.split, numbers=self.numbers, max_number=self.max_number):
+                cure = f"leaves no range of {self.numbers} numbers to {self.split}: raise it"
+                raise ConfigError(f"{field}.max_number", self.max_number, cure)
+
+    def __init__(self, config: Config):
+        self._games = make_examples(
+            config.count,
+            split=config.split,
+            seed=config.seed,
+            numbers=config.numbers,
+            max_number=config.max_number,
+            guesses=config.guesses,
+        )
+
+    def __len__(self) -> int:
+        return len(self._games)
+
+    def __getitem__(self, index: int) -> DataSample:
+        return DataSample(sample_id=str(index), env_input=self._games[index])
+
+
+class GuessNumberTask(Task):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        dataset: Dataset.Config = field(default_factory=GuessNumberDataset.Config)
+        validation: Dataset.Config | None = field(
+            default_factory=lambda: GuessNumberDataset.Config(split="validation", count=64, seed=1)
+        )
+        rubric: Rubric.Config = field(default_factory=GuessNumberRubric.Config)
+        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=8, max_rollout_tokens=1024))
+        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=128))
+
+        def validate(self, *, field: str, policy_path: str | None = None) -> None:
+            super(GuessNumberTask.Config, self).validate(field=field, policy_path=policy_path)
+            for name, dataset in (("dataset", self.dataset), ("validation", self.validation)):
+                if not isinstance(dataset, GuessNumberDataset.Config):
+                    continue
+                dataset.validate(field=f"{field}.{name}")
+                if dataset.guesses > self.env.max_turns:
+                    cure = f"{field}.{name} allows {dataset.guesses} guesses, a turn each: raise this"
+                    raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, cure)
+            if isinstance(self.rubric, GuessNumberRubric.Config) and not 0 < self.rubric.discount <= 1:
+                raise ConfigError(f"{field}.rubric.discount", self.rubric.discount, "must be above 0, at most 1")
+
+    def make_env(self, sample: DataSample) -> GuessNumberEnv:
+        return GuessNumberEnv(sample.env_input)
