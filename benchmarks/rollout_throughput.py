@@ -38,6 +38,7 @@ from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noq
 from torchtitan.experiments.rl.controller import Controller  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
 from torchtitan.experiments.rl.observability.logs import setup_process_logging  # noqa: E402
+from torchtitan.experiments.rl.group_runner import LocalRunner  # noqa: E402
 from torchtitan.experiments.rl.pacing import Pacer  # noqa: E402
 from torchtitan.experiments.rl.provision import plan_placement, spawn  # noqa: E402
 from torchtitan.experiments.rl.rollout_loop import RolloutLoop  # noqa: E402
@@ -61,11 +62,12 @@ class RolloutPath:
         loop = RolloutLoop(
             tasks={self._task.name: self._task},
             mix=config.task_mix.build(weights={self._task.name: 1.0}),
+            runner=LocalRunner(self._client, seed=seed),
             policy=self._client,
             pacer=Pacer(groups_per_step=self._groups_per_step, max_offpolicy_steps=config.max_offpolicy_steps),
             batcher=config.batcher.build(),
-            filters=[],
-            seed=seed,
+            pre_batch_filters=[],
+            post_batch_filters=[],
             total_groups=steps * self._groups_per_step,
             max_drops_in_a_row=config.max_drops_in_a_row,
         )
