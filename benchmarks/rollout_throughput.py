@@ -37,8 +37,8 @@ from torchtitan.experiments.rl.actors.generator_client import GeneratorClient  #
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.controller import Controller  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
-from torchtitan.experiments.rl.observability.logs import setup_process_logging  # noqa: E402
 from torchtitan.experiments.rl.group_runner import LocalRunner  # noqa: E402
+from torchtitan.experiments.rl.observability.logs import setup_process_logging  # noqa: E402
 from torchtitan.experiments.rl.pacing import Pacer  # noqa: E402
 from torchtitan.experiments.rl.provision import plan_placement, spawn  # noqa: E402
 from torchtitan.experiments.rl.rollout_loop import RolloutLoop  # noqa: E402

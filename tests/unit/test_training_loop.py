@@ -1,0 +1,183 @@
+"""The steps: what overlaps, what waits for what, how a run ends. Trainer and weights are stand-ins that note each call."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.test_rollout_loop import ROW_LENGTH, StubTask, settle
+from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.group_runner import LocalRunner
+from torchtitan.experiments.rl.pacing import Pacer
+from torchtitan.experiments.rl.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.training_loop import TrainingLoop
+from torchtitan.experiments.rl.validation import ValidationReport
+from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
+
+
+class Parts:
+    """Trainer, weights and validator in one: each call is noted, and answered at once unless its name is held."""
+
+    def __init__(self, policy):
+        self.policy, self.events, self.held, self.released = policy, [], set(), asyncio.Event()
+        self.reports: list[ValidationReport] = []
+
+    async def _answer(self, *event):
+        self.events.append(event)
+        if event in self.held:
+            await self.released.wait()
+
+    async def step(self, packed, step):
+        await self._answer("train", step)
+        return {"loss/total": 0.5}
+
+    async def copy_out(self, version):
+        await self._answer("copy", version)
+        return CopiedOut(version=version, seconds=0.0)
+
+    async def update(self, copied):
+        await self._answer("update", copied.version)
+        self.policy.version = copied.version
+        self.events.append(("live", copied.version))
+        zeros = dict.fromkeys(("canary_max_diff", "copy_out_s", "publish_s", "load_s", "verify_s", "reload_s"), 0.0)
+        return SyncReport(version=copied.version, **zeros)
+
+    def start(self, step, *, final=False):
+        self.events.append(("evaluate", step, "final" if final else "due"))
+        self.reports.append(ValidationReport(step=step, reward=step / 10, metrics={"validation/reward": step / 10}))
+
+    async def wait(self):
+        await self._answer("evaluated")
+
+    def take(self):
+        reports, self.reports = self.reports, []
+        return reports
+
+    async def close(self):
+        self.events.append(("closed",))
+
+
+def build(*, steps=3, bound=1, task=None):
+    task = task or StubTask(lambda number: [0.0, 1.0])
+    policy = SimpleNamespace(version=0)
+    parts, batcher = Parts(policy), Batcher.Config(row_length=ROW_LENGTH).build()
+    rollouts = RolloutLoop(
+        tasks={task.name: task},
+        mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0}),
+        runner=LocalRunner(policy, seed=0),
+        policy=policy,
+        pacer=Pacer(groups_per_step=2, max_offpolicy_steps=bound),
+        batcher=batcher,
+        pre_batch_filters=[],
+        post_batch_filters=[],
+        total_groups=2 * steps,
+        max_drops_in_a_row=5,
+    )
+    records, starts = [], []
+    loop = TrainingLoop(
+        steps=steps,
+        ranks=1,
+        synchronous=bound == 0,
+        rollouts=rollouts,
+        batcher=batcher,
+        trainer=parts,
+        weights=parts,
+        validator=parts,
+        generated_tokens=lambda: 0,
+        on_start=starts.append,
+        on_step=records.append,
+    )
+    return SimpleNamespace(loop=loop, parts=parts, rollouts=rollouts, task=task, records=records, starts=starts)
+
+
+async def test_every_step_trains_copies_out_and_is_recorded():
+    run = build(steps=3)
+    await run.loop.run()
+    await run.rollouts.close()
+    assert [event for event in run.parts.events if event[0] == "train"] == [("train", 1), ("train", 2), ("train", 3)]
+    assert [event for event in run.parts.events if event[0] == "live"] == [("live", 1), ("live", 2), ("live", 3)]
+    assert run.loop.steps_done == 3 and [record.step for record in run.records] == [1, 2, 3]
+    last = run.records[-1].metrics
+    assert last["loss/total"] == 0.5 and last["ledger/stub/trained"] == 12 and last["ledger/stub/open"] == 0
+    assert "perf/event_loop_lag_max_s" in last and run.rollouts.ledger.counts()["stub/open"] == 0
+
+
+async def test_trainer_takes_its_next_step_while_the_generators_load():
+    run = build(steps=3, bound=1)
+    run.parts.held = {("update", 1)}
+    running = asyncio.create_task(run.loop.run())
+    await asyncio.sleep(0.05)
+    # Version 1 is not live, and step 2 was taken; its weights wait, since the buffers of version 1 are still being read.
+    assert ("train", 2) in run.parts.events and ("copy", 2) not in run.parts.events
+    assert ("live", 1) not in run.parts.events
+    run.parts.released.set()
+    await asyncio.wait_for(running, 5)
+    await run.rollouts.close()
+    assert run.loop.steps_done == 3
+
+
+async def test_synchronous_step_begins_when_the_one_before_is_live_and_evaluated():
+    run = build(steps=3, bound=0)
+    await run.loop.run()
+    await run.rollouts.close()
+    events = run.parts.events
+    for step in (2, 3):
+        assert events.index(("live", step - 1)) < events.index(("evaluate", step - 1, "due")) < events.index(("train", step))
+        assert ("evaluated",) in events[events.index(("evaluate", step - 1, "due")) : events.index(("train", step))]
+
+
+async def test_asynchronous_training_goes_on_beside_an_evaluation():
+    run = build(steps=3, bound=1)
+    await run.loop.run()
+    await run.rollouts.close()
+    between = run.parts.events[run.parts.events.index(("train", 1)) : run.parts.events.index(("train", 3))]
+    assert ("evaluate", 1, "due") in between and ("evaluated",) not in between
+
+
+async def test_first_and_final_policy_are_evaluated_with_nothing_changing_under_them():
+    run = build(steps=2, bound=1)
+    await run.loop.run()
+    await run.rollouts.close()
+    events = run.parts.events
+    assert events[:2] == [("evaluate", 0, "due"), ("evaluated",)] and [report.step for report in run.starts] == [0]
+    assert events.index(("live", 2)) < events.index(("evaluate", 2, "final")) and ("evaluate", 2, "due") not in events
+    assert run.records[-1].validation.step == 2 and run.records[-1].metrics["validation/reward"] == 0.2
+
+
+async def test_run_that_is_stopped_ends_after_its_step_with_a_final_evaluation():
+    run = build(steps=100)
+    running = asyncio.create_task(run.loop.run())
+    while run.loop.steps_done < 2:
+        await settle()
+    run.loop.stop()
+    await asyncio.wait_for(running, 5)
+    await run.rollouts.close()
+    assert 2 <= run.loop.steps_done < 100
+
+
+async def test_weights_that_do_not_arrive_end_the_run():
+    run = build(steps=3)
+
+    async def update(copied):
+        raise RunError("generators disagree")
+
+    run.parts.update = update
+    with pytest.raises(RunError, match="generators disagree"):
+        await asyncio.wait_for(run.loop.run(), 5)
+    await run.rollouts.close()
+    await run.loop.close()
+
+
+async def test_step_that_fails_ends_the_run_and_the_ledger_still_balances():
+    run = build(steps=3)
+
+    async def step(packed, step):
+        raise RunError("the gradient is not finite")
+
+    run.parts.step = step
+    with pytest.raises(RunError, match="not finite"):
+        await run.loop.run()
+    await run.rollouts.close()
+    assert run.rollouts.ledger.counts()["stub/open"] == 0
