@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,13 +17,15 @@ from torchtitan.experiments.rl.actors.messages import (
     ScoreRequest,
     ScoreResult,
 )
+from torchtitan.experiments.rl.engine_config import WeightUpdate
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SnapshotLayout
 
 CANARY = np.array([1, 2, 3], np.int32)
-MODES = ("keep", "recompute", "drain")
+MODES = get_args(WeightUpdate)
 
 
 class FakeEngine:
@@ -321,3 +324,17 @@ async def test_whoever_gives_up_on_an_update_does_not_stop_the_engine(harness):
     harness.submit(generate(2, 1))
     await harness.step(4)
     await until(lambda: set(harness.versions()) == {1, 2})
+
+
+# ---- how it is chosen
+
+
+@pytest.mark.parametrize("how", MODES)
+def test_the_command_line_chooses_a_mode(how):
+    assert main(["--config", "rl_grpo_qwen3_debug", "--generator.weight-update", how, "--dry-run"]) == 0
+
+
+def test_a_mode_that_is_none_is_refused_with_the_modes_there_are(capsys):
+    assert main(["--config", "rl_grpo_qwen3_debug", "--generator.weight-update", "sometimes", "--dry-run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--generator.weight-update" in line and all(f"'{how}'" in line for how in MODES)
