@@ -209,6 +209,7 @@ async def run_ours(
         trainer=StubTrainer(),
         weights=engine,
         validator=Validator({"sum": task}, runner, ValidationConfig(every=0)),
+        runner=runner,
         generated_tokens=lambda: 0,
         on_step=on_step,
     )

@@ -53,7 +53,7 @@ class Pair:
 
     async def attach(self) -> None:
         port, self._receiver = Channel.open()
-        await self.generator.attach.call_one(port)
+        await self.generator.attach.call_one(0, port)
 
     def prompt(self, length: int, seed: int = 0) -> np.ndarray:
         return np.random.default_rng(seed).integers(3, self.vocabulary, length).astype(np.int32)

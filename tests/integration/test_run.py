@@ -80,10 +80,9 @@ class Run:
         return {pid for pid, stat in stats.items() if stat and stat[2] == self._process.pid and stat[0] != "Z"}
 
     def worker(self, name: str) -> int:
-        """The process of the one trainer rank or of the one generator, which is the one with vLLM in it."""
-        workers = [pid for pid in self.alive() if b"monarch" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        with_vllm = {pid for pid in workers if "/vllm/" in Path(f"/proc/{pid}/maps").read_text()}
-        (pid,) = with_vllm if name == "generator" else set(workers) - with_vllm
+        """The process that holds the log file of this role's first rank."""
+        log = str(self.folder / "logs" / f"{name}-0.jsonl")
+        (pid,) = {pid for pid in self.alive() if log in map(os.path.realpath, Path(f"/proc/{pid}/fd").glob("*"))}
         return pid
 
     def assert_nothing_left(self) -> None:
@@ -307,10 +306,12 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(st
     run.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["generator", "trainer"])
+@pytest.mark.parametrize("name", ["generator", "trainer", "rollout_worker"])
 def test_killed_process_ends_the_run_with_one_error_line_that_names_it(start, name):
-    run = start(*ENDLESS)
+    run = start(*ENDLESS, *(["--rollout-workers", "2"] if name == "rollout_worker" else []))
     run.until_step(2)
+    for record in run.steps:
+        assert_ledger_balances(record)
     os.kill(run.worker(name), signal.SIGKILL)
     assert run.wait() == 1, run.err
     errors = [line for line in run.err.splitlines() if line.startswith("error:")]

@@ -78,7 +78,7 @@ class Fleet:
     async def begin(self, how: WeightUpdate) -> None:
         """A test of its own: no answer of an earlier one, no prefix cached, every replica on the same weights."""
         port, self._receiver = Channel.open()
-        await self.generator.attach.call_one(port)
+        await self.generator.attach.call_one(0, port)
         await self.mesh.switch.call(how)
         await self.publish()
         await self.mesh.update_weights.call(self.version, CANARY)

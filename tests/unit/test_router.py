@@ -41,7 +41,7 @@ class FakeReplica:
     def __init__(self):
         self.messages: list[list] = []
         self.aborted: list[int] = []
-        self.attach = Endpoint(lambda port: setattr(self, "port", port))
+        self.attach = Endpoint(lambda client_id, port: setattr(self, "port", port))
         self.submit = Endpoint(lambda requests: self.messages.append(requests))
         self.abort = Endpoint(lambda ids: self.aborted.extend(ids))
 

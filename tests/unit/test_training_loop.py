@@ -62,11 +62,12 @@ class Parts:
 def build(*, steps=3, bound=1, task=None):
     task = task or StubTask(lambda number: [0.0, 1.0])
     policy = SimpleNamespace(version=0)
+    runner = LocalRunner(policy, seed=0)
     parts, batcher = Parts(policy), Batcher.Config(row_length=ROW_LENGTH).build()
     rollouts = RolloutLoop(
         tasks={task.name: task},
         mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0}),
-        runner=LocalRunner(policy, seed=0),
+        runner=runner,
         policy=policy,
         pacer=Pacer(groups_per_step=2, max_offpolicy_steps=bound),
         batcher=batcher,
@@ -85,6 +86,7 @@ def build(*, steps=3, bound=1, task=None):
         trainer=parts,
         weights=parts,
         validator=parts,
+        runner=runner,
         generated_tokens=lambda: 0,
         on_start=starts.append,
         on_step=records.append,

@@ -36,6 +36,7 @@ def check(config: "Controller.Config") -> None:
         ("trainer.data_parallel_replicate_degree", config.trainer.data_parallel_replicate_degree, 1),
         ("trainer.logprob_chunk_tokens", config.trainer.logprob_chunk_tokens, 1),
         ("trainer.checkpoint_interval", config.trainer.checkpoint_interval, 0),
+        ("rollout_workers", config.rollout_workers, 0),
         ("generator.replicas", config.generator.replicas, 1),
         ("generator.engine.tensor_parallel_degree", config.generator.engine.tensor_parallel_degree, 1),
         ("generator.engine.max_num_seqs", config.generator.engine.max_num_seqs, 1),
@@ -55,6 +56,9 @@ def check(config: "Controller.Config") -> None:
     if config.trainer.ranks % config.trainer.data_parallel_replicate_degree:
         cure = f"must divide trainer.ranks = {config.trainer.ranks}"
         raise ConfigError("trainer.data_parallel_replicate_degree", config.trainer.data_parallel_replicate_degree, cure)
+    if config.rollout_workers and config.max_offpolicy_steps == 0:
+        cure = "synchronous runs repeat bit for bit, which takes one process: set it to 0, or max_offpolicy_steps to 1 or more"
+        raise ConfigError("rollout_workers", config.rollout_workers, cure)
     config.metrics.validate()
     temperatures = {f"tasks.{name}.sampling.temperature": task.sampling.temperature for name, task in config.tasks.items()}
     temperatures |= {

@@ -11,21 +11,15 @@ from typing import Any
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.actors.engine import torch_dtype
 from torchtitan.experiments.rl.actors.generator import Generator
-from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
 from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
-from torchtitan.experiments.rl.actors.trainer_client import TrainerClient
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config_checks import check, plan_run
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.frozen.clients import FrozenClients
-from torchtitan.experiments.rl.frozen.models import hosted_models
-from torchtitan.experiments.rl.group_runner import LocalRunner
 from torchtitan.experiments.rl.ledger import LEDGER_FILE, Ledger
-from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
@@ -33,14 +27,14 @@ from torchtitan.experiments.rl.observability.resolved_config import resolved_con
 from torchtitan.experiments.rl.observability.step_metrics import StepRecord
 from torchtitan.experiments.rl.pacing import Pacer
 from torchtitan.experiments.rl.plan import RunPlan
-from torchtitan.experiments.rl.provision import ProvisionConfig, RunMeshes, plan_placement
+from torchtitan.experiments.rl.provision import ProvisionConfig
 from torchtitan.experiments.rl.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.run_actors import ROLES, RunActors
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.training_loop import TrainingLoop
 from torchtitan.experiments.rl.validation import ValidationReport, Validator
 from torchtitan.experiments.rl.validation_config import ValidationConfig
-from torchtitan.experiments.rl.weights.sync import WeightSync, canary_tolerance
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +71,9 @@ class Controller(Actor, Configurable):
         validation: ValidationConfig = field(default_factory=ValidationConfig)
         """Schedule of tasks that name none of their own."""
         metrics: MetricsLogger.Config = field(default_factory=MetricsLogger.Config)
+        rollout_workers: int = 0
+        """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's own, on one core's worth of
+        Python; perf/event_loop_lag_max_s says when that is too little."""
         provision: ProvisionConfig = field(default_factory=ProvisionConfig)
         output_dir: str = "outputs"
         """Run folders are made in it."""
@@ -94,15 +91,11 @@ class Controller(Actor, Configurable):
         self.config = config
         self._run_dir, self._config_name = Path(run_dir), config_name
         self._plan = config.validate()
-        lockstep = config.max_offpolicy_steps == 0
-        self._frozen = FrozenClients(hosted_models(config.tasks), lockstep=lockstep, on_failure=self._fail)
-        self._policy = GeneratorClient(lockstep=lockstep, on_failure=self._fail, frozen=self._frozen.find)
+        self._actors = RunActors(config, self._plan, run_dir=self._run_dir, on_failure=self._fail)
         self._tasks: dict[str, Task] = {}
         self._metrics: MetricsLogger | None = None
-        self._meshes: RunMeshes | None = None
         self._rollouts: RolloutLoop | None = None
         self._training: TrainingLoop | None = None
-        self._trainer: TrainerClient | None = None
         self._deaths: list[str] = []
         self._building: asyncio.Task[None] | None = None
         self._stopped_by: str | None = None
@@ -159,10 +152,9 @@ class Controller(Actor, Configurable):
         return True
 
     def _mourn(self) -> None:
-        named = [report for report in self._deaths if any(role in report for role in ("trainer", "generator", "hosted_"))]
+        named = [report for report in self._deaths if any(role in report for role in ROLES)]
         error = RunError(f"a process of the run died: {(named or self._deaths)[0]}")
-        self._policy.fail(error)
-        self._frozen.fail(error)
+        self._actors.fail(error)
 
     def _fail(self, error: Exception) -> None:
         if self._rollouts is not None:
@@ -191,18 +183,16 @@ class Controller(Actor, Configurable):
         )
         renderer = build_renderer(config.renderer, config.model.hf_assets_path)
         self._tasks = {name: task.build(name=name, renderer=renderer, seed=config.seed) for name, task in config.tasks.items()}
-        self._batcher = config.batcher.build()
-        await self._spawn_actors()
-        for task in self._tasks.values():
-            await task.setup(self._policy)
-        runner = LocalRunner(self._policy, seed=config.seed)
+        batcher = config.batcher.build()
+        await self._actors.start()
+        runner = await self._actors.start_runner(self._tasks)
         self._rollouts = RolloutLoop(
             tasks=self._tasks,
             mix=config.task_mix.build(weights={name: task.config.weight for name, task in self._tasks.items()}),
             runner=runner,
-            policy=self._policy,
+            policy=self._actors.policy,
             pacer=Pacer(groups_per_step=plan.groups_per_step, max_offpolicy_steps=config.max_offpolicy_steps),
-            batcher=self._batcher,
+            batcher=batcher,
             pre_batch_filters=[entry.build() for entry in config.pre_batch_filters],
             post_batch_filters=[entry.build() for entry in config.post_batch_filters],
             total_groups=plan.groups_per_step * config.steps,
@@ -214,67 +204,20 @@ class Controller(Actor, Configurable):
             ranks=config.trainer.ranks,
             synchronous=config.max_offpolicy_steps == 0,
             rollouts=self._rollouts,
-            batcher=self._batcher,
-            trainer=self._trainer,
-            weights=self._weights,
+            batcher=batcher,
+            trainer=self._actors.trainer,
+            weights=self._actors.weights,
             validator=Validator(self._tasks, runner, config.validation, on_failure=self._fail),
-            generated_tokens=lambda: self._policy.generated_tokens,
+            runner=runner,
+            generated_tokens=lambda: self._actors.policy.generated_tokens,
             on_start=self._start_report,
             on_step=self._step_report,
         )
 
-    async def _spawn_actors(self) -> None:
-        config, plan, run_dir = self.config, self._plan, str(self._run_dir)
-        placement = plan_placement(
-            device=plan.device,
-            trainer_ranks=plan.trainer_ranks,
-            replicas=plan.generator_replicas,
-            tensor_parallel_degree=plan.tensor_parallel_degree,
-            hosted=tuple(hosted_models(config.tasks).values()),
-        )
-        meshes = self._meshes = RunMeshes(placement, plan.device)
-        dtype = config.generator.engine.dtype
-        trainers = meshes.trainer_procs.spawn(
-            "trainer",
-            PolicyTrainer,
-            config.trainer,
-            model=config.model,
-            device=plan.device,
-            max_seq_len=config.batcher.row_length,
-            total_steps=config.steps,
-            run_dir=run_dir,
-            generator_dtype=torch_dtype(dtype),
-        )
-        generators = meshes.generator_procs.spawn(
-            "generator",
-            Generator,
-            config.generator,
-            model_path=config.model.hf_assets_path,
-            device=plan.device,
-            run_dir=run_dir,
-        )
-        logger.info("processes spawned")
-        hosted = self._frozen.spawn(meshes.hosted_procs, device=plan.device, run_dir=run_dir)
-        remote_readers = await meshes.start(trainers, generators, hosted)
-        logger.info("actors set up")
-        await self._policy.connect(generators, config.generator.replicas)
-        await self._frozen.connect()
-        spec = policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length)
-        self._trainer = TrainerClient(trainers, run_dir=self._run_dir)
-        self._weights = WeightSync(
-            trainers,
-            self._policy,
-            vocab_size=spec.model.vocab_size,
-            remote_readers=remote_readers > 0,
-            tolerance=canary_tolerance(dtype),
-        )
-        await self._weights.check_initial()
-        logger.info("trainer and generators agree on version 0")
-
     async def _train(self) -> None:
         await self._training.run()
         if self._training.steps_done:
-            folder = await self._trainer.save_final(self._training.steps_done)
+            folder = await self._actors.trainer.save_final(self._training.steps_done)
             if folder is not None:
                 self._files["policy"] = folder
 
@@ -298,17 +241,14 @@ class Controller(Actor, Configurable):
             await self._rollouts.close()
         for task in self._tasks.values():
             await task.close()
-        self._policy.close()
-        await self._frozen.close()
-        if self._meshes is not None:
-            await self._meshes.close()
+        await self._actors.close()
         if self._metrics is not None:
             self._metrics.close()
 
     def _summary(self, wall_time_s: float) -> RunSummary:
         rewards = self._validations
-        if self._trainer is not None and self._trainer.failed_batch is not None:
-            self._files["batch"] = self._trainer.failed_batch
+        if self._training is not None and self._actors.trainer.failed_batch is not None:
+            self._files["batch"] = self._actors.trainer.failed_batch
         return RunSummary(
             steps=self._training.steps_done if self._training else 0,
             total_steps=self.config.steps,

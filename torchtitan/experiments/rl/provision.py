@@ -45,6 +45,8 @@ class Placement:
     """One tuple a generator replica; as many GPUs as its tensor parallel degree."""
     hosted: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """The same for each hosted model."""
+    rollout_workers: tuple[tuple[int, ...], ...] = ()
+    """Cores of each rollout worker, which has no GPU. They share all there are: most of the time they wait."""
 
 
 def plan_placement(
@@ -54,6 +56,7 @@ def plan_placement(
     replicas: int,
     tensor_parallel_degree: int,
     hosted: Sequence[HostedModel] = (),
+    rollout_workers: int = 0,
     available: list[int] | None = None,
 ) -> Placement:
     """Divide this host's cores or GPUs.
@@ -65,6 +68,7 @@ def plan_placement(
     Raises:
         ConfigError: fewer GPUs than the config asks for.
     """
+    workers = (tuple(sorted(os.sched_getaffinity(0))),) * rollout_workers
     if available is None:
         available = sorted(os.sched_getaffinity(0)) if device == "cpu" else list(range(torch.cuda.device_count()))
     if device == "cuda":
@@ -84,7 +88,10 @@ def plan_placement(
         engines = iter([tuple(islice(rest, size)) for size in sizes])
         generators = tuple(islice(engines, replicas))
         return Placement(
-            trainer=ranks, generators=generators, hosted=tuple(tuple(islice(engines, model.replicas)) for model in hosted)
+            trainer=ranks,
+            generators=generators,
+            hosted=tuple(tuple(islice(engines, model.replicas)) for model in hosted),
+            rollout_workers=workers,
         )
     half = max(1, len(available) // 2)
     generator_cores, trainer_cores = available[:half], available[half:] or available
@@ -92,6 +99,7 @@ def plan_placement(
         trainer=_share(trainer_cores, trainer_ranks),
         generators=_share(generator_cores, replicas),
         hosted=tuple(_share(generator_cores, model.replicas) for model in hosted),
+        rollout_workers=workers,
     )
 
 
@@ -102,6 +110,9 @@ class RunMeshes:
         self.trainer_procs = spawn(host, "trainer", placement.trainer, device)
         self.generator_procs = spawn(host, "generator", placement.generators, device)
         self.hosted_procs = [spawn(host, f"hosted_{index}", shares, device) for index, shares in enumerate(placement.hosted)]
+        self.rollout_worker_procs = (
+            spawn(host, "rollout_worker", placement.rollout_workers, "cpu") if placement.rollout_workers else None
+        )
         self._actors: list[Any] = []
 
     async def start(self, trainer: Any, generators: Any, hosted: Sequence[Any] = ()) -> int:
@@ -128,10 +139,16 @@ class RunMeshes:
         trainer_host, generator_hosts, _ = await asyncio.gather(start_trainer(), start_generators(), start_hosted())
         return len(generator_hosts - {trainer_host})
 
+    def add(self, actors: Any) -> None:
+        """Actors that ``close`` has to shut down too; before the others, which they use."""
+        self._actors.insert(0, actors)
+
     async def close(self) -> None:
         """Shut the actors down, then stop the processes, whatever state they are in."""
         await asyncio.gather(*(_within_limit(f"shutdown of {actor}", actor.shutdown.call()) for actor in self._actors))
-        procs = (self.trainer_procs, self.generator_procs, *self.hosted_procs)
+        procs = [self.trainer_procs, self.generator_procs, *self.hosted_procs]
+        if self.rollout_worker_procs is not None:
+            procs.append(self.rollout_worker_procs)
         await asyncio.gather(*(_within_limit(f"stopping {mesh}", mesh.stop()) for mesh in procs))
 
 

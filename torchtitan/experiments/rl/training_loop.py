@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
+from torchtitan.experiments.rl.group_runner import GroupRunner
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
 from torchtitan.experiments.rl.observability.step_metrics import StepRecord
 from torchtitan.experiments.rl.observability.timing import Stopwatch
@@ -44,6 +45,7 @@ class TrainingLoop:
         trainer: Trainer,
         weights: Weights,
         validator: Validator,
+        runner: GroupRunner,
         generated_tokens: Callable[[], int],
         on_start: Callable[[ValidationReport], None] = lambda report: None,
         on_step: Callable[[StepRecord], None] = lambda record: None,
@@ -60,7 +62,7 @@ class TrainingLoop:
         self.steps_done = 0
         self._steps, self._ranks, self._synchronous = steps, ranks, synchronous
         self._rollouts, self._batcher, self._trainer, self._weights = rollouts, batcher, trainer, weights
-        self._validator, self._generated_tokens = validator, generated_tokens
+        self._validator, self._runner, self._generated_tokens = validator, runner, generated_tokens
         self._on_start, self._on_step = on_start, on_step
         self._watch, self._lag = Stopwatch(), LoopLag()
         self._sync: asyncio.Task[SyncReport] | None = None
@@ -120,7 +122,7 @@ class TrainingLoop:
             spans=self._watch.lap(),
             last_sync=self._last_sync,
             generated_tokens=self._generated_tokens(),
-            event_loop_lag_s=self._lag.lap(),
+            event_loop_lag_s=max(self._lag.lap(), self._runner.lap_lag_s()),
             ledger=self._rollouts.ledger.counts(),
         )
         self._on_step(record)

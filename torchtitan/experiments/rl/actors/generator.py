@@ -14,7 +14,7 @@ from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.actors.engine import Engine
 from torchtitan.experiments.rl.actors.engine_thread import EngineThread
-from torchtitan.experiments.rl.actors.messages import Request, Result, WeightReceipt
+from torchtitan.experiments.rl.actors.messages import CLIENT_BITS, GeneratorFailed, Request, Result, WeightReceipt
 from torchtitan.experiments.rl.engine_config import EngineConfig, WeightUpdate
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.weights.snapshot import Manifest
@@ -22,7 +22,7 @@ from torchtitan.experiments.rl.weights.store import local_copy, manifest_key, us
 
 
 class Generator(Actor, Configurable):
-    """One replica: ``setup``, ``attach`` a port, then ``submit`` requests and read results from the port."""
+    """One replica: ``setup``, ``attach`` a port for each client, then ``submit`` requests and read results from it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -46,7 +46,7 @@ class Generator(Actor, Configurable):
         self.config = config
         self._model_path = model_path
         self._device = device
-        self._port: Port[list[Result]] | None = None
+        self._ports: dict[int, Port[list[Result]]] = {}
         setup_process_logging(run_dir, f"{role}-{current_rank().rank}")
         self._thread = EngineThread(self._send)
 
@@ -58,13 +58,13 @@ class Generator(Actor, Configurable):
         return socket.gethostname()
 
     @concurrent_endpoint
-    async def attach(self, port: Port[list[Result]]) -> None:
-        """Send results to ``port`` from now on."""
-        self._port = port
+    async def attach(self, client_id: int, port: Port[list[Result]]) -> None:
+        """Send the results of this client's requests to ``port`` from now on."""
+        self._ports[client_id] = port
 
     @concurrent_endpoint
     async def submit(self, requests: list[Request]) -> None:
-        """Queue requests. Each is answered on the port by its request_id (0 or more): a result or a RequestFailed."""
+        """Queue requests. Each is answered on its client's port by its request_id: a result or a RequestFailed."""
         self._thread.submit(requests)
 
     @concurrent_endpoint
@@ -94,5 +94,12 @@ class Generator(Actor, Configurable):
         await self._thread.stop()
 
     def _send(self, results: list[Result]) -> None:
-        if self._port is not None:
-            self._port.send(results)
+        if any(isinstance(result, GeneratorFailed) for result in results):
+            for port in self._ports.values():
+                port.send(results)
+            return
+        by_client: dict[int, list[Result]] = {}
+        for result in results:
+            by_client.setdefault(result.request_id >> CLIENT_BITS, []).append(result)
+        for client_id, own in by_client.items():
+            self._ports[client_id].send(own)

@@ -15,6 +15,7 @@ import numpy as np
 from monarch.actor import Channel
 
 from torchtitan.experiments.rl.actors.messages import (
+    CLIENT_BITS,
     GenerateRequest,
     GeneratorFailed,
     Request,
@@ -73,17 +74,24 @@ class GeneratorClient:
     def __init__(
         self,
         *,
+        client_id: int = 0,
         lockstep: bool = False,
         on_failure: Callable[[RunError], None] = lambda failure: None,
         frozen: Callable[[ModelReference], ModelClient] | None = None,
     ):
-        """``on_failure`` hears of a replica that can't go on; ``frozen`` finds the run's frozen models."""
+        """
+        Args:
+            client_id: distinct among the clients of a mesh.
+            on_failure: hears of a replica that can't go on.
+            frozen: finds the run's frozen models.
+        """
+        self._client_id = client_id
         self._on_failure = on_failure
         self._find_frozen = frozen
         self.version = 0
         self._lockstep = lockstep
         self._sessions = 0
-        self._ids = itertools.count()
+        self._ids = itertools.count(client_id << CLIENT_BITS)
         self._outbox: list[_Waiting] = []
         self._open: dict[int, _Waiting] = {}
         self._flush_scheduled = False
@@ -101,7 +109,7 @@ class GeneratorClient:
         self._router = Router(replicas)
         for replica in self._replicas:
             port, receiver = Channel.open()
-            await replica.attach.call_one(port)
+            await replica.attach.call_one(self._client_id, port)
             self._readers.append(asyncio.create_task(self._read(receiver)))
 
     def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "GeneratorSession":

@@ -1,11 +1,17 @@
-"""What the controller and a generator say to each other. Many of each travel in one actor message."""
+"""What a client and a generator, or the controller and a rollout worker, say to each other.
+
+Many requests to a generator travel in one actor message, and so do their results.
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, RolloutGroup
+
+CLIENT_BITS = 40
+"""A request's id says whose it is: the client's id lies above this many bits, the client's own count below."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -65,3 +71,27 @@ class WeightReceipt:
     """float32 [L] of the canary tokens under the loaded weights."""
     verify_s: float
     reload_s: float
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupRequest:
+    """A group for a rollout worker to run."""
+
+    task: str
+    data_sample: DataSample
+    group_id: str
+    policy_version: int
+    """What the generators hold now."""
+    sampling: SamplingConfig | None = None
+    """The task's when None."""
+    measured_size: int | None = None
+    """Rollouts of a group that is only measured, for validation; None: a training group, of the task's size."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupResult:
+    group: RolloutGroup
+    problem: str | None
+    """Why it can't be trained on."""
+    event_loop_lag_s: float
+    """Longest time since the worker's last result that its event loop was held up."""

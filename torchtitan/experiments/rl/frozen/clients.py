@@ -25,14 +25,18 @@ class FrozenClients:
         hosted: Mapping[str, HostedModel],
         *,
         lockstep: bool,
+        client_id: int = 0,
         on_failure: Callable[[RunError], None] = lambda failure: None,
     ):
         """
         Args:
             hosted: by path, what the run hosts.
-            lockstep, on_failure: as GeneratorClient's.
+            lockstep, client_id, on_failure: as GeneratorClient's.
         """
-        self._hosted = {path: HostedClient(model, lockstep, on_failure) for path, model in hosted.items()}
+        self._hosted = {
+            path: HostedClient(model, GeneratorClient(client_id=client_id, lockstep=lockstep, on_failure=on_failure))
+            for path, model in hosted.items()
+        }
         self._endpoints: dict[tuple, EndpointClient] = {}
 
     def find(self, model: ModelReference) -> ModelClient:
@@ -56,6 +60,11 @@ class FrozenClients:
             client.mesh = mesh.spawn(name, Generator, config, model_path=model.path, device=device, run_dir=run_dir, role=name)
         return [client.mesh for client in self._hosted.values()]
 
+    def adopt(self, meshes: Sequence[Any]) -> None:
+        """Take what another process's ``spawn`` returned."""
+        for client, mesh in zip(self._hosted.values(), meshes, strict=True):
+            client.mesh = mesh
+
     async def connect(self) -> None:
         """Attach to the spawned meshes, once they are set up."""
         for client in self._hosted.values():
@@ -75,10 +84,9 @@ class FrozenClients:
 class HostedClient:
     """Implements rollouts.policy.ModelClient over a Generator mesh that stays at its checkpoint."""
 
-    def __init__(self, model: HostedModel, lockstep: bool, on_failure: Callable[[RunError], None]):
-        self.model = model
+    def __init__(self, model: HostedModel, generators: GeneratorClient):
+        self.model, self.generators = model, generators
         self.mesh: Any = None
-        self.generators = GeneratorClient(lockstep=lockstep, on_failure=on_failure)
         self._places = asyncio.Semaphore(model.max_concurrency)
 
     def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "HostedSession":

@@ -44,7 +44,7 @@ class StepRecord:
             spans: seconds by what the controller waited for.
             last_sync: of the newest version every generator holds.
             generated_tokens: sampled since the run began, training and validation.
-            event_loop_lag_s: longest time since the last step that the controller's event loop was held up.
+            event_loop_lag_s: longest time since the last step that an event loop with rollouts was held up.
             ledger: rollouts so far by task and column.
         """
         self._batch, self._spans = batch, spans

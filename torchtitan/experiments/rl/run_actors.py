@@ -1,0 +1,131 @@
+"""The run's actors, from a checked config to clients of everything: trainer, generators, hosted models, rollout workers."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan.experiments.rl.actors.engine import torch_dtype
+from torchtitan.experiments.rl.actors.generator import Generator
+from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
+from torchtitan.experiments.rl.actors.rollout_worker import RolloutWorker
+from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
+from torchtitan.experiments.rl.actors.trainer_client import TrainerClient
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.frozen.clients import FrozenClients
+from torchtitan.experiments.rl.frozen.models import hosted_models
+from torchtitan.experiments.rl.group_runner import GroupRunner, LocalRunner, WorkerRunner
+from torchtitan.experiments.rl.models.policy import policy_spec
+from torchtitan.experiments.rl.plan import RunPlan
+from torchtitan.experiments.rl.provision import RunMeshes, plan_placement
+from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.weights.sync import WeightSync, canary_tolerance
+
+if TYPE_CHECKING:
+    from torchtitan.experiments.rl.controller import Controller
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("trainer", "generator", "hosted_", "rollout_worker")
+"""What the names of the run's own actors begin with."""
+
+
+class RunActors:
+    """``start``, then ``start_runner``; ``close`` takes down whatever was started."""
+
+    trainer: TrainerClient
+    weights: WeightSync
+
+    def __init__(self, config: "Controller.Config", plan: RunPlan, *, run_dir: Path, on_failure: Callable[[Exception], None]):
+        """``on_failure`` hears of a part that can't go on."""
+        self._config, self._plan, self._run_dir = config, plan, run_dir
+        lockstep = config.max_offpolicy_steps == 0
+        self._frozen = FrozenClients(hosted_models(config.tasks), lockstep=lockstep, on_failure=on_failure)
+        self.policy = GeneratorClient(lockstep=lockstep, on_failure=on_failure, frozen=self._frozen.find)
+        self._meshes: RunMeshes | None = None
+
+    async def start(self) -> None:
+        """Spawn and connect trainer, generators and hosted models, and check that the first two agree on version 0.
+
+        Raises:
+            RunError: they don't.
+        """
+        config, plan, run_dir = self._config, self._plan, str(self._run_dir)
+        placement = plan_placement(
+            device=plan.device,
+            trainer_ranks=plan.trainer_ranks,
+            replicas=plan.generator_replicas,
+            tensor_parallel_degree=plan.tensor_parallel_degree,
+            hosted=tuple(hosted_models(config.tasks).values()),
+            rollout_workers=config.rollout_workers,
+        )
+        meshes = self._meshes = RunMeshes(placement, plan.device)
+        dtype = config.generator.engine.dtype
+        trainers = meshes.trainer_procs.spawn(
+            "trainer",
+            PolicyTrainer,
+            config.trainer,
+            model=config.model,
+            device=plan.device,
+            max_seq_len=config.batcher.row_length,
+            total_steps=config.steps,
+            run_dir=run_dir,
+            generator_dtype=torch_dtype(dtype),
+        )
+        self._generators = meshes.generator_procs.spawn(
+            "generator",
+            Generator,
+            config.generator,
+            model_path=config.model.hf_assets_path,
+            device=plan.device,
+            run_dir=run_dir,
+        )
+        self._hosted = self._frozen.spawn(meshes.hosted_procs, device=plan.device, run_dir=run_dir)
+        logger.info("processes spawned")
+        remote_readers = await meshes.start(trainers, self._generators, self._hosted)
+        logger.info("actors set up")
+        await self.policy.connect(self._generators, config.generator.replicas)
+        await self._frozen.connect()
+        spec = policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length)
+        self.trainer = TrainerClient(trainers, run_dir=self._run_dir)
+        self.weights = WeightSync(
+            trainers,
+            self.policy,
+            vocab_size=spec.model.vocab_size,
+            remote_readers=remote_readers > 0,
+            tolerance=canary_tolerance(dtype),
+        )
+        await self.weights.check_initial()
+        logger.info("trainer and generators agree on version 0")
+
+    async def start_runner(self, tasks: dict[str, Task]) -> GroupRunner:
+        """Set the tasks up where their rollouts will run: here, or in workers that are spawned now."""
+        config = self._config
+        if not config.rollout_workers:
+            for task in tasks.values():
+                await task.setup(self.policy)
+            return LocalRunner(self.policy, seed=config.seed)
+        workers = self._meshes.rollout_worker_procs.spawn(
+            "rollout_worker",
+            RolloutWorker,
+            config.tasks,
+            renderer=config.renderer,
+            tokenizer_path=config.model.hf_assets_path,
+            seed=config.seed,
+            run_dir=str(self._run_dir),
+        )
+        self._meshes.add(workers)
+        await workers.setup.call(self._generators, config.generator.replicas, self._hosted)
+        return WorkerRunner(workers, config.rollout_workers, self.policy)
+
+    def fail(self, failure: RunError) -> None:
+        """Answer every open and future request of the rollouts with ``failure``."""
+        self.policy.fail(failure)
+        self._frozen.fail(failure)
+
+    async def close(self) -> None:
+        """Stop every actor and process, whatever state they are in."""
+        self.policy.close()
+        await self._frozen.close()
+        if self._meshes is not None:
+            await self._meshes.close()
