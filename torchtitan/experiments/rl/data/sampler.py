@@ -18,7 +18,15 @@ class SampleStrategy(UserConfigurable, abc.ABC):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        pass
+        def validate(self, *, field: str) -> None:
+            """Refuse what can't work, before any process starts.
+
+            Args:
+                field: path of this config, such as "tasks.sum_digits.sampler".
+
+            Raises:
+                ConfigError: naming the field at fault, its value and the cure.
+            """
 
     def __init__(self, config: Config, *, dataset: Sequence[DataSample], seed: int):
         if len(dataset) == 0:
@@ -42,8 +50,21 @@ class SampleStrategy(UserConfigurable, abc.ABC):
         """Continue from a state_dict.
 
         Raises:
-            ConfigError: the state is of another dataset or seed.
+            ConfigError: the state is of another strategy, dataset or seed.
         """
+
+    def origin(self) -> dict[str, Any]:
+        """What a state belongs to: strategies put it into their state_dict, for ``check_origin`` to find."""
+        return {"strategy": type(self).__name__, "seed": self.seed, "examples": len(self.dataset)}
+
+    def check_origin(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            ConfigError: the state is of another strategy, dataset or seed.
+        """
+        for name, value in self.origin().items():
+            if state.get(name) != value:
+                raise ConfigError(f"sampler.{name}", value, f"the checkpoint has {state.get(name)}: resume with that")
 
 
 class ShuffledCursor(SampleStrategy):
@@ -61,12 +82,10 @@ class ShuffledCursor(SampleStrategy):
         return self.dataset[int(index)]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "cursor": self._cursor, "seed": self.seed, "examples": len(self.dataset)}
+        return self.origin() | {"epoch": self._epoch, "cursor": self._cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, value in (("seed", self.seed), ("examples", len(self.dataset))):
-            if state[name] != value:
-                raise ConfigError(f"sampler.{name}", value, f"the checkpoint has {state[name]}: resume with that")
+        self.check_origin(state)
         self._start(epoch=state["epoch"], cursor=state["cursor"])
 
     def _start(self, *, epoch: int, cursor: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
 
@@ -23,8 +23,24 @@ class Filter(UserConfigurable, abc.ABC):
         mode: Literal["enforce", "monitor"] = "enforce"
         """enforce: matching rollouts are dropped. monitor: they are only counted."""
 
+        def validate(self, *, field: str) -> None:
+            """Refuse what can't work, before any process starts.
+
+            A subclass adds its checks after ``super(MyFilter.Config, self).validate(...)``: a slotted dataclass is made anew by
+            its decorator, which a bare ``super()`` doesn't know.
+
+            Args:
+                field: path of this config, such as "pre_batch_filters[0]".
+
+            Raises:
+                ConfigError: naming the field at fault, its value and the cure.
+            """
+            if self.mode not in ("enforce", "monitor"):
+                raise ConfigError(f"{field}.mode", self.mode, 'must be "enforce" or "monitor"')
+
     def __init__(self, config: Config):
         self.config = config
+        config.validate(field=self.name)
 
     @property
     def name(self) -> str:
@@ -48,6 +64,13 @@ class ZeroAdvantage(Filter):
             for sample in samples
         )
         return [nothing] * len(group.scored)
+
+
+class Truncated(Filter):
+    """Matches rollouts that a limit ended: a completion's length, the prompt's room, or the turns."""
+
+    def matches(self, group: RolloutGroup) -> list[bool]:
+        return [rollout.status.is_truncated() for rollout in group.scored]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -89,6 +89,7 @@ class Task(UserConfigurable):
                 raise ConfigError(f"{field}.min_group_size", self.min_group_size, f"groups have {self.group_size}: lower it")
             if self.validation_schedule is not None:
                 self.validation_schedule.validate(field=f"{field}.validation_schedule")
+            self.sampler.validate(field=f"{field}.sampler")
             # A frozen model's samples have no ratio to bias.
             frozen = self.algorithm.frozen_source() is not None
             if not (sampling.temperature > 0 or frozen):

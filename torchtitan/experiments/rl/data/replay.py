@@ -1,0 +1,157 @@
+"""Examples whose groups taught something, again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
+from torchtitan.experiments.rl.user_code import is_finite_number
+
+
+@dataclass(kw_only=True, slots=True)
+class _Stored:
+    sample: DataSample
+    variance: float
+    order: int
+
+
+class Replay(SampleStrategy):
+    """Hands out the examples of stored groups again, among fresh ones.
+
+    A group is stored if it was informative: its rewards differ, so that some advantage is not 0, and their mean lies between
+    the bounds. With probability ``fraction`` the next example is that of a stored group, any with the same chance; otherwise,
+    or while none is stored, it is a fresh one.
+
+    What is replayed is the example alone. Its rollouts are sampled anew by the current policy, so nothing is trained twice and
+    the bound on how far off-policy tokens are holds as for any other group. A stored group is taken out when its example is
+    handed out; it comes back with the new group, if that is informative too. So an example leaves once the policy has mastered
+    it, and what is stored follows the edge of what the policy can do.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SampleStrategy.Config):
+        fresh: SampleStrategy.Config = field(default_factory=ShuffledCursor.Config)
+        """Where fresh examples come from; it observes every group, replays included."""
+        fraction: float = 0.25
+        """Share of replays while something is stored; above 0, at most 1."""
+        capacity: int = 1024
+        """Groups stored."""
+        keep: Literal["recent", "variance"] = "recent"
+        """Which groups stay once there are more: the latest, or those whose rewards vary most."""
+        mean_above: float | None = None
+        """A group is stored if its mean reward is above this; None: any."""
+        mean_below: float | None = None
+        """A group is stored if its mean reward is below this; None: any."""
+
+        def validate(self, *, field: str) -> None:
+            """See SampleStrategy.Config."""
+            if not 0 < self.fraction <= 1:
+                raise ConfigError(
+                    f"{field}.fraction", self.fraction, "must be above 0 and at most 1; for 0, use the fresh sampler"
+                )
+            if not self.capacity >= 1:
+                raise ConfigError(f"{field}.capacity", self.capacity, "must be at least 1")
+            if self.keep not in ("recent", "variance"):
+                raise ConfigError(f"{field}.keep", self.keep, 'must be "recent" or "variance"')
+            for name in ("mean_above", "mean_below"):
+                bound = getattr(self, name)
+                if bound is not None and not is_finite_number(bound):
+                    raise ConfigError(f"{field}.{name}", bound, "must be a finite number, or None for no bound")
+            if None not in (self.mean_above, self.mean_below) and not self.mean_above < self.mean_below:
+                raise ConfigError(f"{field}.mean_below", self.mean_below, f"must be above mean_above = {self.mean_above:g}")
+            self.fresh.validate(field=f"{field}.fresh")
+
+    def __init__(self, config: Config, *, dataset: Sequence[DataSample], seed: int):
+        super().__init__(config, dataset=dataset, seed=seed)
+        config.validate(field="sampler")
+        self.fresh: SampleStrategy = config.fresh.build(dataset=dataset, seed=seed)
+        self._draws = 0
+        self._stores = 0
+        self._stored: list[_Stored] = []
+        """In any order: what leaves is replaced by the last."""
+        self._places: dict[str, int] = {}
+        """Place in _stored, by sample id."""
+
+    def next(self) -> DataSample:
+        # A stream per draw: its number is all there is to save.
+        random = np.random.default_rng([self.seed, self._draws])
+        self._draws += 1
+        if self._stored and random.random() < self.config.fraction:
+            return self._take(int(random.integers(len(self._stored)))).sample
+        return self.fresh.next()
+
+    def observe(self, group: RolloutGroup) -> None:
+        self.fresh.observe(group)
+        place = self._places.get(group.data_sample.sample_id)
+        if place is not None:
+            self._take(place)
+        rewards = np.array([rollout.reward for rollout in group.scored], np.float64)
+        if not self._informative(rewards):
+            return
+        self._store(_Stored(sample=group.data_sample, variance=float(rewards.var()), order=self._stores))
+        self._stores += 1
+        if len(self._stored) > self.config.capacity:
+            self._take(min(range(len(self._stored)), key=self._worth))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.origin() | {
+            "draws": self._draws,
+            "stores": self._stores,
+            "stored": [[entry.sample.sample_id, entry.variance, entry.order] for entry in self._stored],
+            "fresh": self.fresh.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state_dict. Reads the dataset once, from its start to the last example that was stored.
+
+        Raises:
+            ConfigError: the state is of another strategy, dataset or seed.
+        """
+        self.check_origin(state)
+        samples = self._find({sample_id for sample_id, _, _ in state["stored"]})
+        self.fresh.load_state_dict(state["fresh"])
+        self._draws, self._stores = state["draws"], state["stores"]
+        self._stored, self._places = [], {}
+        for sample_id, variance, order in state["stored"]:
+            self._store(_Stored(sample=samples[sample_id], variance=variance, order=order))
+
+    def _informative(self, rewards: np.ndarray) -> bool:
+        if rewards.size == 0 or rewards.min() == rewards.max():
+            return False
+        above, below, mean = self.config.mean_above, self.config.mean_below, rewards.mean()
+        return bool((above is None or mean > above) and (below is None or mean < below))
+
+    def _worth(self, place: int) -> tuple[float, int]:
+        entry = self._stored[place]
+        return (entry.variance if self.config.keep == "variance" else 0.0, entry.order)
+
+    def _store(self, entry: _Stored) -> None:
+        self._places[entry.sample.sample_id] = len(self._stored)
+        self._stored.append(entry)
+
+    def _take(self, place: int) -> _Stored:
+        entry, last = self._stored[place], self._stored.pop()
+        del self._places[entry.sample.sample_id]
+        if last is not entry:
+            self._stored[place] = last
+            self._places[last.sample.sample_id] = place
+        return entry
+
+    def _find(self, sample_ids: set[str]) -> dict[str, DataSample]:
+        found: dict[str, DataSample] = {}
+        for index in range(len(self.dataset) if sample_ids else 0):
+            sample = self.dataset[index]
+            if sample.sample_id in sample_ids:
+                found[sample.sample_id] = sample
+                if len(found) == len(sample_ids):
+                    break
+        missing = sorted(sample_ids - found.keys())
+        if missing:
+            raise ConfigError(
+                "dataset", f"no example {missing[0]!r}", "the checkpoint stored it: resume with the same examples"
+            )
+        return found
