@@ -72,7 +72,7 @@ class Controller(Actor, Configurable):
         """Schedule of tasks that name none of their own."""
         metrics: MetricsLogger.Config = field(default_factory=MetricsLogger.Config)
         rollout_workers: int = 0
-        """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's own, on one core's worth of
+        """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's own, on one core of
         Python; perf/event_loop_lag_max_s says when that is too little."""
         provision: ProvisionConfig = field(default_factory=ProvisionConfig)
         output_dir: str = "outputs"
