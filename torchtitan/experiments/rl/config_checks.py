@@ -80,6 +80,9 @@ def check(config: "Controller.Config") -> None:
             if task.env.max_rollout_tokens > limit:
                 cure = f"{limit_field} is {limit}; lower this or raise that"
                 raise ConfigError(f"{field}.env.max_rollout_tokens", task.env.max_rollout_tokens, cure)
+    for slot in ("pre_batch_filters", "post_batch_filters"):
+        for index, entry in enumerate(getattr(config, slot)):
+            entry.validate(field=f"{slot}[{index}]")
     for field, reference in find_references(config.tasks, field="tasks"):
         reference.validate(field=field)
     hosted_models(config.tasks)
