@@ -58,7 +58,7 @@ class Load:
 
     async def run(self) -> None:
         port, receiver = Channel.open()
-        await self._generator.attach.call_one(port)
+        await self._generator.attach.call_one(0, port)
         self._submit(self._at_once)
         while True:
             results: list[GenerateResult] = await receiver.recv()
