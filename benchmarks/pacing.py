@@ -57,6 +57,12 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
+    def run_in_executor(self, executor, func, *args):
+        """At once: while a thread works, the clock would jump."""
+        done = self.create_future()
+        done.set_result(func(*args))
+        return done
+
 
 class _Jump(selectors.DefaultSelector):
     def __init__(self, loop: VirtualClockLoop):

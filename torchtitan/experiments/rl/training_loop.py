@@ -103,7 +103,8 @@ class TrainingLoop:
             batch = await self._rollouts.next_batch(version=step - 1)
         with self._watch.span("train"):
             samples = [sample for group in batch.groups for rollout in group.rollouts for sample in rollout.samples]
-            packed = self._batcher.plan(samples, ranks=self._ranks)
+            # In a thread: it copies every stream of the batch, and rollouts go on meanwhile.
+            packed = await asyncio.to_thread(self._batcher.plan, samples, ranks=self._ranks)
             trained = await self._trainer.step(packed, step)
         self._rollouts.trained(batch)
         with self._watch.span("sync"):
