@@ -3,6 +3,7 @@
 Finished requests of one engine step go back in one message.
 """
 
+import logging
 import socket
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,6 +20,8 @@ from torchtitan.experiments.rl.engine_config import EngineConfig, WeightUpdate
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.weights.snapshot import Manifest
 from torchtitan.experiments.rl.weights.store import local_copy, manifest_key, use_torchstore
+
+logger = logging.getLogger(__name__)
 
 
 class Generator(Actor, Configurable):
@@ -102,4 +105,7 @@ class Generator(Actor, Configurable):
         for result in results:
             by_client.setdefault(result.request_id >> CLIENT_BITS, []).append(result)
         for client_id, own in by_client.items():
-            self._ports[client_id].send(own)
+            if client_id in self._ports:
+                self._ports[client_id].send(own)
+            else:
+                logger.warning("client %d submitted %d requests and attached no port", client_id, len(own))

@@ -64,6 +64,8 @@ class StepRecord:
             "policy/version": self._step,
             "policy/age_mean": float(self._ages.mean()) if self._sampled else 0.0,
             "policy/age_max": int(self._ages.max()) if self._sampled else 0,
+            **{f"policy/age/{age}": float(np.mean(self._ages == age)) for age in np.unique(self._ages).tolist()},
+            "policy/mixed_version_completions": _mixed_version_share(batch),
             **{f"filter/{name}": count for name, count in batch.filter_matches.items()},
             **{f"time/{name}_s": seconds for name, seconds in spans.items()},
             "time/step_s": self._seconds,
@@ -113,6 +115,13 @@ def _ages(batch: Batch, version: int) -> np.ndarray:
     samples = [sample for group in batch.groups for rollout in group.rollouts for sample in rollout.samples]
     sampled = [version - sample.policy_versions[sample.loss_mask] for sample in samples]
     return np.concatenate(sampled) if sampled else np.zeros(0, np.int32)
+
+
+def _mixed_version_share(batch: Batch) -> float:
+    """Share of the completions with tokens that weights changed under."""
+    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    versions = [turn.completion.policy_versions for rollout in rollouts for turn in rollout.turns]
+    return float(np.mean([v[0] != v[-1] for v in versions if len(v)] or [False]))
 
 
 def _rollout_metrics(batch: Batch) -> dict[str, float]:
