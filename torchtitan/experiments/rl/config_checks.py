@@ -109,11 +109,13 @@ def groups_per_step(config: "Controller.Config") -> int:
 
 
 def check_frozen_models(config: "Controller.Config") -> None:
-    """What the run needs of this machine for its frozen models: checkpoints to host, keys of servers.
+    """What the run needs of this machine beside the policy: its tasks' files and packages, checkpoints to host, keys of servers.
 
     Raises:
         ConfigError: one is missing.
     """
+    for name, task in config.tasks.items():
+        task.check_present(field=f"tasks.{name}")
     for field, reference in find_references(config.tasks, field="tasks"):
         reference.check_present(field=field)
 

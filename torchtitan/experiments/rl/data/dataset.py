@@ -17,7 +17,12 @@ class Dataset(UserConfigurable, Sequence[DataSample]):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        pass
+        def validate(self, *, field: str) -> None:
+            """Refuse what can't work, before any process starts. Raises ConfigError."""
+
+        def check_present(self, *, field: str) -> None:
+            """Refuse what this machine lacks, a file or a package: asked before a run, not before a plan of one. Raises
+            ConfigError."""
 
     def __init__(self, config: Config):
         self.config = config

@@ -87,6 +87,9 @@ class Task(UserConfigurable):
                     raise ConfigError(f"{field}.{name}", value, "must be above 0")
             if self.group_size > 1 and self.min_group_size > self.group_size:
                 raise ConfigError(f"{field}.min_group_size", self.min_group_size, f"groups have {self.group_size}: lower it")
+            self.dataset.validate(field=f"{field}.dataset")
+            if self.validation is not None:
+                self.validation.validate(field=f"{field}.validation")
             if self.validation_schedule is not None:
                 self.validation_schedule.validate(field=f"{field}.validation_schedule")
             self.sampler.validate(field=f"{field}.sampler")
@@ -104,6 +107,16 @@ class Task(UserConfigurable):
                 max_rollout_tokens=env.max_rollout_tokens,
                 policy_path=policy_path,
             )
+
+        def check_present(self, *, field: str) -> None:
+            """Refuse what this machine lacks, a file or a package: asked before a run, not before a plan of one.
+
+            Raises:
+                ConfigError: as ``validate`` does.
+            """
+            self.dataset.check_present(field=f"{field}.dataset")
+            if self.validation is not None:
+                self.validation.check_present(field=f"{field}.validation")
 
     def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
         if type(self).make_env is Task.make_env and type(self).make_envs is Task.make_envs:
