@@ -128,7 +128,7 @@ class GeneratorClient:
         return answer.logprobs
 
     async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> list[WeightReceipt]:
-        """Have every replica load a published version. ``Generator.Config.weight_update`` says what becomes of running requests."""
+        """Have every replica load a published version; of running requests, see ``Generator.Config.weight_update``."""
         receipts = await self._mesh.update_weights.call(version, canary_token_ids)
         self.version = version
         return list(receipts.values())
