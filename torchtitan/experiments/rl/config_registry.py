@@ -18,6 +18,7 @@ from torchtitan.experiments.rl.frozen import HostedModel
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.provision import ProvisionConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.tasks.math.task import MathDataset, MathTask
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsTask
 from torchtitan.experiments.rl.tasks.task import Task
@@ -126,6 +127,21 @@ def rl_grpo_qwen3_14b() -> Controller.Config:
 def rl_grpo_qwen3_32b() -> Controller.Config:
     """Qwen3-32B on 8 GPUs of 141 GB: six train, one generator of two."""
     return _qwen3("32B", trainer_ranks=6, replicas=1, tensor_parallel_degree=2)
+
+
+def rl_math_qwen3_1_7b() -> Controller.Config:
+    """Grade-school word problems (GSM8K, from the hub) with Qwen3-1.7B on 4 GPUs."""
+    config = rl_grpo_qwen3_1_7b()
+    gsm8k = {"path": "openai/gsm8k", "name": "main", "answer_marker": "####"}
+    config.tasks = {
+        "math": MathTask.Config(
+            algorithm=GRPO.Config(),
+            group_size=16,
+            dataset=MathDataset.Config(**gsm8k),
+            validation=MathDataset.Config(split="test", **gsm8k),
+        )
+    }
+    return config
 
 
 def _debug(steps: int, **tasks: Task.Config) -> Controller.Config:

@@ -1,0 +1,41 @@
+"""Whether two answers are the same mathematics, by math-verify; that package is imported with this module.
+
+Only child processes call ``correct``: comparing 1 with 9^{9^{9}} takes forever, and sympy can't be interrupted.
+"""
+
+import logging
+
+from math_verify import parse, verify
+
+from torchtitan.experiments.rl.rollouts.types import Rollout
+from torchtitan.experiments.rl.rubrics.rubric import last_assistant_text
+from torchtitan.experiments.rl.tasks.math.boxed import last_boxed
+from torchtitan.experiments.rl.tasks.math.data import MathProblem
+
+# It warns that its own time limits are off.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+
+def correct(rollout: Rollout, problem: MathProblem) -> float:
+    """1 if the last \\boxed{} of the final message equals the problem's answer, else 0; no box, or one with no mathematics in
+    it, is wrong.
+
+    Raises:
+        ValueError: the problem's own answer can't be read.
+    """
+    answer = last_boxed(last_assistant_text(rollout))
+    return float(answer is not None and same_answer(problem.answer, answer))
+
+
+def same_answer(expected: str, given: str) -> bool:
+    """Whether they are equal as numbers, expressions, sets, intervals or text. Not symmetric: "x = 2" is a right answer where
+    "2" is expected. Two that can't be compared are not equal.
+
+    Raises:
+        ValueError: ``expected`` can't be read.
+    """
+    # math-verify's own limits make a late answer a wrong one, and raise outside the main thread: the child's limit is enough.
+    wanted = parse(f"\\boxed{{{expected}}}", parsing_timeout=None)
+    if not wanted:
+        raise ValueError(f"the dataset's answer {expected!r} can't be read as mathematics")
+    return verify(wanted, parse(f"\\boxed{{{given}}}", parsing_timeout=None), timeout_seconds=None)

@@ -1,0 +1,24 @@
+"""1 for the right answer in the last \\boxed{}, else 0. Whether there was a box at all is logged beside it."""
+
+from dataclasses import dataclass
+
+from torchtitan.experiments.rl.rollouts.types import Rollout
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
+from torchtitan.experiments.rl.tasks.math.boxed import last_boxed
+from torchtitan.experiments.rl.tasks.math.data import MathProblem
+
+
+class MathRubric(Rubric):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Rubric.Config):
+        timeout_s: float = 10.0
+        """For each comparison. One that takes longer makes its rollout an error: nobody knows whether the answer was right."""
+
+    def register_funcs(self) -> list[RewardFn]:
+        from torchtitan.experiments.rl.tasks.math.answers import correct  # imports math-verify
+
+        return [RewardFn(correct, isolate=True), RewardFn(boxed, weight=0.0), *super().register_funcs()]
+
+
+async def boxed(rollout: Rollout, problem: MathProblem) -> float:
+    return float(last_boxed(last_assistant_text(rollout)) is not None)

@@ -1,0 +1,42 @@
+"""Math problems with checkable answers, from any dataset of questions and answers. For real models."""
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.tasks.math.data import MathDataset
+from torchtitan.experiments.rl.tasks.math.env import MathEnv
+from torchtitan.experiments.rl.tasks.math.rubric import MathRubric
+from torchtitan.experiments.rl.tasks.task import Task
+
+__all__ = ["MathDataset", "MathTask"]
+
+TEMPLATE = "{question}\n\nReason step by step, and put your final answer within \\boxed{}."
+
+
+class MathTask(Task):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        template: str = TEMPLATE
+        """The user's message; {question} is replaced. The answer is read from the last \\boxed{}, so it should ask for one."""
+        system_prompt: str | None = None
+        rubric: Rubric.Config = field(default_factory=MathRubric.Config)
+        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=4096))
+        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=3072))
+
+        def validate(self, *, field: str, policy_path: str | None = None) -> None:
+            super(MathTask.Config, self).validate(field=field, policy_path=policy_path)
+            if "{question}" not in self.template:
+                raise ConfigError(f"{field}.template", self.template, "must contain {question}")
+
+        def check_present(self, *, field: str) -> None:
+            if isinstance(self.rubric, MathRubric.Config) and find_spec("math_verify") is None:
+                raise ConfigError(f"{field}.rubric", "math-verify", "is not installed: pip install math-verify")
+            super(MathTask.Config, self).check_present(field=field)
+
+    def make_env(self, sample: DataSample) -> MathEnv:
+        return MathEnv(sample.env_input.question, template=self.config.template, system_prompt=self.config.system_prompt)
