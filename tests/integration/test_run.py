@@ -321,6 +321,52 @@ def test_killed_process_ends_the_run_with_one_error_line_that_names_it(start, na
     run.assert_nothing_left()
 
 
+HOPELESS = """
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
+
+
+async def constant(rollout, env_input):
+    return 0.5
+
+
+class Nothing(Filter):
+    def matches(self, group):
+        return [True] * len(group.scored)
+
+
+def ties():
+    "Every reward is the same."
+    config = rl_grpo_qwen3_debug()
+    config.tasks["sum_digits"].rubric = Rubric.Config(reward_fns=[RewardFn(constant)])
+    return config
+
+
+def rejects():
+    "A filter rejects everything."
+    config = rl_grpo_qwen3_debug()
+    config.pre_batch_filters = [Nothing.Config()]
+    return config
+"""
+
+
+def test_runs_that_can_not_learn_end_with_an_error_that_says_why(start, tmp_path, monkeypatch):
+    (tmp_path / "hopeless.py").write_text(HOPELESS)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    words = ["--module", "hopeless", *ENDLESS, "--max-drops-in-a-row", "12"]
+    runs = {name: start(*words, config=name) for name in ("ties", "rejects")}
+    said = {name: (run.wait(), run.err.splitlines()[-1]) for name, run in runs.items()}
+    assert {code for code, _ in said.values()} == {1}
+    wanted = "error: none of the first 12 groups teaches anything: .* same reward .0.5 in 100%."
+    assert re.match(wanted, said["ties"][1])
+    wanted = "error: 12 groups in a row gave nothing to train on .rollouts: 96 filtered/nothing; rewards"
+    assert re.match(wanted, said["rejects"][1])
+    for run in runs.values():
+        assert "Traceback" not in run.err
+        run.assert_nothing_left()
+
+
 # ---- runs that never begin
 
 

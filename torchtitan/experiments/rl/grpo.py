@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.cli import config_functions, load_config, parse_command
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, RunError
 
 SIGNAL_POLL_S = 0.2
 
@@ -121,7 +121,8 @@ def _cause(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if died := re.search(r"(\w+){'procs': (\d+)/\d+}> and all its descendants have failed: (.+)", " ".join(lines)):
         return f"{died[1]} {died[2]}: {died[3]}"
-    return lines[-1] if lines else type(error).__name__
+    # A RunError is a sentence for the person who runs it; other errors need their type.
+    return lines[-1].removeprefix(f"{RunError.__module__}.RunError: ") if lines else type(error).__name__
 
 
 if __name__ == "__main__":
