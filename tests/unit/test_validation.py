@@ -275,3 +275,13 @@ async def test_validation_leaves_the_training_examples_alone(build, tokenizer):
     before = task.sampler.state_dict()
     await run(ScriptedPolicy(tokenizer), task)
     assert task.sampler.state_dict() == before
+
+
+@pytest.mark.parametrize("step, final, at_once", [(0, False, 4), (5, False, 2), (5, True, 4)])
+async def test_evaluation_beside_training_leaves_room_in_the_generators(build, tokenizer, step, final, at_once):
+    policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: None)
+    validator = validator_of(policy, build(), every=5, attempts=3, temperature=1.0, max_concurrency=7)
+    validator.start(step, final=final)
+    await asyncio.sleep(0.01)
+    assert len(policy.sessions) == 3 * at_once  # of four examples, three attempts each
+    await validator.close()

@@ -64,7 +64,8 @@ class Validator:
             if name in self._running:
                 self._left_out[name] = self._left_out.get(name, 0) + 1
                 continue
-            work = self._running[name] = asyncio.create_task(self._evaluate(name), name=f"validation-{name}-{step}")
+            evaluation = self._evaluate(name, alone=final or step == 0)
+            work = self._running[name] = asyncio.create_task(evaluation, name=f"validation-{name}-{step}")
             work.add_done_callback(lambda _, name=name: self._running.pop(name))
             begun.append(work)
         if begun:
@@ -106,20 +107,23 @@ class Validator:
             metrics["validation/reward"] = reward
         self._reports.append(ValidationReport(step=step, reward=reward, metrics=metrics))
 
-    async def _evaluate(self, name: str) -> dict[str, float]:
+    async def _evaluate(self, name: str, *, alone: bool) -> dict[str, float]:
         task, config = self._tasks[name], self._configs[name]
         sampling = replace(task.config.sampling, temperature=config.temperature)
+        examples = min(config.samples, len(task.validation))
+        places = asyncio.Semaphore(examples if alone else max(1, config.max_concurrency // config.attempts))
 
         async def one(index: int) -> RolloutGroup:
-            return await self._runner.measure(
-                task,
-                task.validation[index],
-                group_id=f"validation-{name}-{index}",
-                sampling=sampling,
-                group_size=config.attempts,
-            )
+            async with places:
+                return await self._runner.measure(
+                    task,
+                    task.validation[index],
+                    group_id=f"validation-{name}-{index}",
+                    sampling=sampling,
+                    group_size=config.attempts,
+                )
 
-        groups = await asyncio.gather(*(one(index) for index in range(min(config.samples, len(task.validation)))))
+        groups = await asyncio.gather(*(one(index) for index in range(examples)))
         return evaluation_metrics(name, groups, config)
 
 

@@ -15,6 +15,9 @@ class ValidationConfig:
     """Rollouts of each example: the k of avg@k and pass@k."""
     temperature: float = 0.0
     """0 is greedy."""
+    max_concurrency: int = 64
+    """Rollouts at once while training goes on: the engine serves requests in turn, and training's have to get theirs. The first
+    and the last evaluation have the generators to themselves and no limit."""
     pass_reward: float = 1.0
     """Reward from which an attempt has passed."""
 
@@ -27,6 +30,7 @@ class ValidationConfig:
             ("every", self.every, 0),
             ("samples", self.samples, 1),
             ("attempts", self.attempts, 1),
+            ("max_concurrency", self.max_concurrency, 1),
             ("temperature", self.temperature, 0),
         ):
             if not value >= least:
