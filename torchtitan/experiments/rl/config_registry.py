@@ -18,7 +18,11 @@ from torchtitan.experiments.rl.frozen import HostedModel
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.provision import ProvisionConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortDataset, AlphabetSortTask
+from torchtitan.experiments.rl.tasks.calculator.task import CalculatorDataset, CalculatorTask
+from torchtitan.experiments.rl.tasks.guess_number.task import GuessNumberDataset, GuessNumberTask
 from torchtitan.experiments.rl.tasks.math.task import MathDataset, MathTask
+from torchtitan.experiments.rl.tasks.reasoning_gym.task import PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsTask
 from torchtitan.experiments.rl.tasks.task import Task
@@ -29,6 +33,8 @@ TINY_TEACHER = TINY_MODEL + "_teacher"
 """As TINY_MODEL, trained on right demonstrations only (scripts/make_tiny_teachers.py)."""
 TINY_READER = TINY_MODEL + "_reader"
 """As TINY_MODEL, and follows a demonstration where the prompt has one."""
+TINY_CONVERSATIONS = TINY_MODEL + "_conversations"
+"""As TINY_MODEL, with first skills in alphabet_sort, calculator and guess_number (scripts/make_tiny_conversations.py)."""
 HUB_FOLDER = "assets/hf"
 """Where real models are looked for, from the folder the command is run in: as torchtitan's download script leaves them."""
 
@@ -99,6 +105,51 @@ def rl_mixed_qwen3_debug() -> Controller.Config:
     )
 
 
+def rl_alphabet_sort_qwen3_debug() -> Controller.Config:
+    """Sorting names over two user turns, with the 1M-parameter model on two CPU cores."""
+    sizes = {"min_rounds": 2, "max_rounds": 2, "min_names": 2, "max_names": 3}
+    return _conversation(
+        60,
+        alphabet_sort=AlphabetSortTask.Config(
+            algorithm=GRPO.Config(),
+            dataset=AlphabetSortDataset.Config(**sizes),
+            validation=AlphabetSortDataset.Config(split="validation", count=256, seed=1, **sizes),
+            env=RendererEnvConfig(max_turns=2, max_rollout_tokens=256),
+            sampling=SamplingConfig(max_tokens=32),
+        ),
+    )
+
+
+def rl_calculator_qwen3_debug() -> Controller.Config:
+    """Arithmetic with a calculator tool that has to be called, with the 1M-parameter model on two CPU cores."""
+    sizes = {"max_operands": 2, "max_operand": 99}
+    return _conversation(
+        40,
+        calculator=CalculatorTask.Config(
+            algorithm=GRPO.Config(),
+            dataset=CalculatorDataset.Config(**sizes),
+            validation=CalculatorDataset.Config(split="validation", count=256, seed=1, **sizes),
+            env=RendererEnvConfig(max_turns=3, max_rollout_tokens=384),
+            sampling=SamplingConfig(max_tokens=40),
+        ),
+    )
+
+
+def rl_guess_number_qwen3_debug() -> Controller.Config:
+    """A guessing game of up to four turns, rewarded at its end, with the 1M-parameter model on two CPU cores."""
+    sizes = {"numbers": 15, "max_number": 99, "guesses": 4}
+    return _conversation(
+        60,
+        guess_number=GuessNumberTask.Config(
+            algorithm=GRPO.Config(),
+            dataset=GuessNumberDataset.Config(**sizes),
+            validation=GuessNumberDataset.Config(split="validation", count=256, seed=1, **sizes),
+            env=RendererEnvConfig(max_turns=4, max_rollout_tokens=256),
+            sampling=SamplingConfig(max_tokens=8),
+        ),
+    )
+
+
 def rl_grpo_qwen3_0_6b() -> Controller.Config:
     """Qwen3-0.6B on 2 GPUs: one trains, one generates."""
     return _qwen3("0.6B", trainer_ranks=1, replicas=1)
@@ -144,10 +195,38 @@ def rl_math_qwen3_1_7b() -> Controller.Config:
     return config
 
 
+def rl_reasoning_gym_qwen3_1_7b() -> Controller.Config:
+    """A mixture of four reasoning_gym puzzles with Qwen3-1.7B on 4 GPUs."""
+    config = rl_grpo_qwen3_1_7b()
+    puzzles = {
+        "chain_sum": PuzzleGenerator(config={"max_terms": 6, "max_digits": 4}),
+        "leg_counting": PuzzleGenerator(),
+        "spell_backward": PuzzleGenerator(),
+        "number_sorting": PuzzleGenerator(weight=0.5),
+    }
+    config.tasks = {
+        "puzzles": ReasoningGymTask.Config(
+            algorithm=GRPO.Config(),
+            group_size=16,
+            dataset=ReasoningGymDataset.Config(generators=puzzles, count=100_000),
+            validation=ReasoningGymDataset.Config(generators=puzzles, count=256, seed=1_000_000),
+        )
+    }
+    return config
+
+
 def _debug(steps: int, **tasks: Task.Config) -> Controller.Config:
     """rl_grpo_qwen3_debug with other tasks."""
     config = rl_grpo_qwen3_debug()
     config.steps, config.tasks = steps, tasks
+    return config
+
+
+def _conversation(steps: int, **tasks: Task.Config) -> Controller.Config:
+    """rl_grpo_qwen3_debug with tasks of several turns and a model that has seen them."""
+    config = _debug(steps, **tasks)
+    config.model = ModelConfig(hf_assets_path=TINY_CONVERSATIONS)
+    config.generator.engine.max_model_len = 384
     return config
 
 
