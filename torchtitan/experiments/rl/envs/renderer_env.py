@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,8 @@ class RendererEnv:
         self._status = RolloutStatus.ONGOING
         self._error: str | None = None
         self._started = self._closed = False
+        self._prompted_at = 0.0
+        self._reset_s = 0.0
 
     @property
     def turns(self) -> list[RolloutTurn]:
@@ -123,6 +126,7 @@ class RendererEnv:
             completion=completion,
             assistant_message={"role": "assistant", "content": ""},
             tools=self._tools,
+            generate_s=time.perf_counter() - self._prompted_at,
         )
         await self._until_settled(lambda: self._step(turn))
         return self._output(turn)
@@ -162,7 +166,9 @@ class RendererEnv:
             await self.close()
 
     async def _reset(self) -> None:
+        started = time.perf_counter()
         reset = await self._call_env("reset", ResetOutput)
+        self._reset_s = time.perf_counter() - started
         self._messages = checked_messages(reset.messages, "ResetOutput.messages")
         if not self._messages:
             raise ValueError("ResetOutput.messages is empty: a conversation starts with a message")
@@ -186,7 +192,11 @@ class RendererEnv:
 
         # A copy: an env may edit the message it is given, and the record must not follow.
         message = copy.deepcopy(turn.assistant_message)
-        step = await self._call_env("step_message", StepOutput, message)
+        started = time.perf_counter()
+        try:
+            step = await self._call_env("step_message", StepOutput, message)
+        finally:
+            turn.env_s = time.perf_counter() - started + (self._reset_s if len(self._turns) == 1 else 0.0)
         if not isinstance(step.done, bool | np.bool_):
             raise TypeError(f"StepOutput.done is {step.done!r}, want True or False")
         turn.reward_components = checked_rewards(step.reward_components, "StepOutput.reward_components")
@@ -226,6 +236,7 @@ class RendererEnv:
             self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
 
     def _output(self, turn: RolloutTurn | None) -> TokenizedStepOutput:
+        self._prompted_at = time.perf_counter()
         return TokenizedStepOutput(
             next_prompt_token_ids=list(self._prompt.token_ids) if self._prompt else None,
             next_prompt_messages=list(self._messages),

@@ -89,6 +89,10 @@ class RolloutTurn:
     """The env's answer."""
     reward_components: dict[str, float] = field(default_factory=dict)
     """What the env itself rewarded in this turn."""
+    generate_s: float = 0.0
+    """Seconds from the prompt to its completion, waiting for a place in the engine included."""
+    env_s: float = 0.0
+    """Seconds the env took to answer; in the first turn its reset too."""
 
 
 @dataclass(kw_only=True, slots=True)

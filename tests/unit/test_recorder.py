@@ -1,0 +1,405 @@
+"""Rollouts on disk: read again they are what they were, bit for bit, and recording never holds up or ends a run."""
+
+import errno
+import json
+import threading
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
+from tests.unit.test_samples import turn_of
+from torchtitan.experiments.rl.algorithms import GRPO
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts import recorder as recorder_module
+from torchtitan.experiments.rl.rollouts.json_values import bits_of, decoded_stream, encoded_stream
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
+from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
+from torchtitan.experiments.rl.tasks.task import Task
+
+
+def assert_same(left, right, path="rollout") -> None:
+    """Every field of the records, arrays bit for bit with their dtypes."""
+    assert type(left) is type(right), path
+    if isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype and left.tobytes() == right.tobytes(), path
+    elif hasattr(left, "__dataclass_fields__"):
+        for field in fields(left):
+            assert_same(getattr(left, field.name), getattr(right, field.name), f"{path}.{field.name}")
+    elif isinstance(left, list | tuple):
+        assert len(left) == len(right), path
+        for index, pair in enumerate(zip(left, right, strict=True)):
+            assert_same(*pair, f"{path}[{index}]")
+    else:
+        assert left == right, path
+
+
+def rollout_of(index: int = 0, *, turns=None, env_input=None, group_id="t-0", **changes) -> Rollout:
+    rollout = Rollout(
+        group_id=group_id,
+        sample_idx=index,
+        task_name="t",
+        data_sample=DataSample(sample_id="s", env_input=env_input, info={"level": 3}),
+        turns=[turn_of([1, 2], [3, 4]), turn_of([1, 2, 3, 4, 9], [6])] if turns is None else turns,
+        status=RolloutStatus.COMPLETED,
+        reward=0.1,
+        reward_components={"right": 1 / 3},
+    )
+    rollout.samples = samples_from_turns(rollout.turns, task_name="t", rollout_id=rollout.rollout_id, temperature=0.7)
+    for name, value in changes.items():
+        setattr(rollout, name, value)
+    return rollout
+
+
+def group_of(*rollouts: Rollout, version: int = 5) -> RolloutGroup:
+    first = rollouts[0]
+    return RolloutGroup(
+        group_id=first.group_id,
+        task_name=first.task_name,
+        data_sample=first.data_sample,
+        rollouts=list(rollouts),
+        admitted_version=version,
+    )
+
+
+def write(folder: Path, *groups: RolloutGroup, outcome: str = "trained", **config) -> RolloutRecorder:
+    recorder = RolloutRecorder.Config(**config).build(run_dir=folder)
+    for group in groups:
+        recorder.record(group, {rollout.rollout_id: outcome for rollout in group.rollouts})
+    recorder.close()
+    return recorder
+
+
+def round_trip(folder: Path, rollout: Rollout):
+    (folder / "rollouts.jsonl").unlink(missing_ok=True)
+    write(folder, group_of(rollout))
+    (record,) = read_rollouts(folder)
+    return record
+
+
+# ---- what is read is what was written
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return DataSample(sample_id="a", env_input={"question": "héllo 你好", "digits": [1, 2]})
+
+
+class TalkTask(Task):
+    def make_env(self, sample):
+        return TalkingEnv(turns=3, role="tool")
+
+
+async def test_group_that_was_run_and_scored_is_read_as_it_was(tmp_path, renderer, tokenizer):
+    config = TalkTask.Config(
+        algorithm=GRPO.Config(), dataset=Numbers.Config(), rubric=Rubric.Config(reward_fns=[env_component("steps")])
+    )
+    task = config.build(name="talk", renderer=renderer)
+    replies = ["first", 'hm\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "<think>\nso\n</think>\n\n"]
+
+    def reply(rollout_id, turn):
+        return RuntimeError("the engine fell over") if rollout_id.startswith("talk-7/3") and turn == 1 else replies[turn]
+
+    group = await task.run_group(task.dataset[0], ScriptedPolicy(tokenizer, reply), group_id="talk-7", seed=0, group_size=4)
+    assert await task.score_group(group) is None
+    outcomes = {f"talk-7/{index}": "trained" for index in range(3)} | {"talk-7/3": "failed/error"}
+    recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
+    recorder.record(group, outcomes)
+    recorder.close()
+
+    records = list(read_rollouts(tmp_path))
+    assert [record.outcome for record in records] == ["trained"] * 3 + ["failed/error"]
+    assert {record.admitted_version for record in records} == {3} and recorder.recorded == 4
+    assert [len(record.rollout.turns) for record in records] == [3, 3, 3, 1]
+    assert "the engine fell over" in records[3].rollout.error
+    assert records[0].rollout.turns[1].assistant_message["tool_calls"][0]["function"]["name"] == "add"
+    for record, rollout in zip(records, group.rollouts, strict=True):
+        assert_same(record.rollout, rollout)
+        assert all(turn.generate_s > 0 and turn.env_s > 0 for turn in record.rollout.turns[:2])
+
+
+def test_streams_an_algorithm_wrote_are_read_again_and_derived_ones_are_not_written(tmp_path):
+    rollout = rollout_of()
+    (sample,) = rollout.samples
+    rollout.assign_advantages([0.1, -0.2, 1e-30])
+    sample.ce_weights = np.array([0, 0, 0, 0, 0.1, 0], np.float32)
+    sample.ref_logprobs = np.array([0, -1, np.nan, np.inf, -np.inf, -0.0], np.float32)
+    assert_same(round_trip(tmp_path, rollout).rollout, rollout)
+    (line,) = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    (written,) = json.loads(line)["samples"]
+    assert written.keys() == {"tokens", "temperature", "advantages", "ce_weights", "ref_logprobs"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss_mask": np.array([False, False, True, False, False, True])},
+        {"role_ids": None},
+        {"token_ids": np.array([1, 2, 3, 4, 9, 7], np.int32)},
+        {"generator_logprobs": np.array([0, 0, -0.0, -1, 0, -1], np.float32)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_sample_that_is_not_what_its_turns_give_is_written_as_it_is(tmp_path, change):
+    rollout = rollout_of()
+    for name, value in change.items():
+        setattr(rollout.samples[0], name, value)
+    assert_same(round_trip(tmp_path, rollout).rollout, rollout)
+
+
+def test_samples_with_no_counterpart_in_the_turns_are_written_as_they_are(tmp_path):
+    rollout = rollout_of()
+    rollout.samples += rollout_of(turns=[turn_of([7], [8, 9])]).samples
+    assert_same(round_trip(tmp_path, rollout).rollout, rollout)
+    rollout.turns = []
+    assert_same(round_trip(tmp_path, rollout).rollout, rollout)
+
+
+@given(arrays.arrays(np.float32, st.integers(0, 50)), st.lists(st.tuples(st.floats(width=32), st.integers(1, 20)), max_size=5))
+def test_every_float32_survives_text(values, runs):
+    repeated = np.repeat(np.array([value for value, _ in runs], np.float32), [count for _, count in runs])
+    for array in (values, repeated):
+        read = decoded_stream(json.loads(json.dumps(encoded_stream(array, np.float32), allow_nan=False)), np.float32)
+        # A NaN is one, whichever of its many bit patterns.
+        assert np.array_equal(np.isnan(read), np.isnan(array))
+        assert np.array_equal(bits_of(read, np.float32)[~np.isnan(read)], bits_of(array, np.float32)[~np.isnan(array)])
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=4), st.integers(0, 30)),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_turns_that_extend_or_rewrite_each_other_are_read_exactly(tmp_path_factory, drawn):
+    """A prompt is some part of all before it and then other tokens: token alphabets this small meet by chance, too."""
+    turns, history = [], []
+    for new, sampled, kept in drawn:
+        prompt = history[:kept] + new
+        turn = turn_of(prompt, sampled, logprobs=[-0.1] * len(sampled), versions=[len(turns)] * len(sampled))
+        turn.prompt_roles = [["user", None, "tool"][token] for token in prompt]
+        turn.prompt_is_content = np.array(prompt, bool)
+        turns.append(turn)
+        history = prompt + sampled
+    rollout = rollout_of(turns=turns)
+    assert_same(round_trip(tmp_path_factory.getbasetemp(), rollout).rollout, rollout)
+
+
+def test_long_conversation_is_written_once_not_once_a_turn(tmp_path):
+    def conversation(length):
+        turns, history, messages = [], [1] * 50, [{"role": "user", "content": "x" * 200}]
+        for _ in range(length):
+            turn = turn_of(history, [2] * 50)
+            turn.prompt_messages, turn.env_messages = list(messages), [{"role": "user", "content": "x" * 200}]
+            turns.append(turn)
+            messages += [turn.assistant_message, *turn.env_messages]
+            history = history + [2] * 50 + [3] * 50
+        return rollout_of(turns=turns)
+
+    sizes = []
+    for length in (20, 40):
+        assert_same(round_trip(tmp_path, conversation(length)).rollout, conversation(length))
+        sizes.append((tmp_path / "rollouts.jsonl").stat().st_size)
+    assert sizes[1] < 2.1 * sizes[0]
+
+
+class Opaque:
+    def __repr__(self):
+        return "Opaque(1)"
+
+
+class Unprintable:
+    def __repr__(self):
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize(
+    ("env_input", "read"),
+    [
+        ({"a": (1, 2), "b": np.float64(0.5), "c": np.arange(2)}, {"a": [1, 2], "b": 0.5, "c": [0, 1]}),
+        ("line\nbreak \u2028 \x00 \U0001f600", "line\nbreak \u2028 \x00 \U0001f600"),
+        ("half a character \ud83d", "half a character \ud83d"),
+        (Opaque(), "Opaque(1)"),
+        ({"deep": [Opaque()]}, "{'deep': [Opaque(1)]}"),
+        ({(1, 2): "tuples are no keys"}, "{(1, 2): 'tuples are no keys'}"),
+        (float("nan"), "nan"),
+        (Unprintable(), "<Unprintable, whose repr raised ValueError>"),
+    ],
+)
+def test_env_input_is_json_where_it_can_be_and_its_repr_where_not(tmp_path, env_input, read):
+    assert round_trip(tmp_path, rollout_of(env_input=env_input)).rollout.data_sample.env_input == read
+
+
+def test_what_users_put_into_messages_and_rewards_never_breaks_a_line(tmp_path):
+    endless: dict = {"role": "user", "content": "hi", "extra": Opaque(), (1, 2): 3, "nan": float("nan")}
+    endless["self"] = endless
+    turn = turn_of([1], [2])
+    turn.prompt_messages = [endless]
+    rollout = rollout_of(turns=[turn], reward_components={"odd": float("inf"), 3: 1.0})
+    record = round_trip(tmp_path, rollout)
+    (message,) = record.rollout.turns[0].prompt_messages
+    assert (message["content"], message["extra"], message["(1, 2)"], message["nan"]) == ("hi", "Opaque(1)", 3, "nan")
+    assert record.rollout.reward_components == {"odd": "inf", "3": 1.0}
+    assert record.rollout.turns[0].completion.token_ids.tolist() == [2]
+
+
+# ---- which, and how much
+
+
+def test_chosen_groups_are_the_same_in_every_run_and_about_the_fraction():
+    recorder = RolloutRecorder(RolloutRecorder.Config(fraction=0.25), run_dir=Path("unused"))
+    chosen = [recorder.chosen(f"task-{number}") for number in range(4000)]
+    recorder.close()
+    # Binomial(4000, 0.25): 1000, standard deviation 27.
+    assert abs(sum(chosen) - 1000) < 110
+    assert [number for number in range(20) if chosen[number]] == FIRST_CHOSEN
+
+
+FIRST_CHOSEN = [3, 6, 12, 13]
+
+
+def test_whole_groups_are_recorded_or_none_of_a_group(tmp_path):
+    groups = [group_of(*(rollout_of(index, group_id=f"task-{number}") for index in range(3))) for number in range(20)]
+    write(tmp_path, *groups, fraction=0.25)
+    kept = [record.rollout.rollout_id for record in read_rollouts(tmp_path)]
+    assert kept == [f"task-{number}/{index}" for number in FIRST_CHOSEN for index in range(3)]
+
+
+def test_fraction_0_makes_no_file_and_no_thread(tmp_path):
+    threads = threading.active_count()
+    recorder = RolloutRecorder(RolloutRecorder.Config(fraction=0.0), run_dir=tmp_path)
+    assert threading.active_count() == threads
+    recorder.record(group_of(rollout_of()), {})
+    recorder.close()
+    assert list(tmp_path.iterdir()) == [] and recorder.not_recorded == 0
+
+
+def test_rollout_above_its_limit_keeps_how_it_ended_and_says_what_is_missing(tmp_path):
+    long = rollout_of(1, env_input="x" * 5000, status=RolloutStatus.TRUNCATED_LENGTH)
+    write(tmp_path, group_of(rollout_of(0), long), max_rollout_bytes=2000)
+    whole, cut = read_rollouts(tmp_path)
+    assert whole.left_out is None and len(whole.rollout.turns) == 2
+    assert "more than 2,000 bytes (recorder.max_rollout_bytes)" in cut.left_out
+    assert (cut.rollout.turns, cut.rollout.samples, cut.outcome) == ([], [], "trained")
+    assert (cut.rollout.status, cut.rollout.reward) == (RolloutStatus.TRUNCATED_LENGTH, 0.1)
+    assert cut.rollout.reward_components == {"right": 1 / 3} and cut.rollout.data_sample.sample_id == "s"
+    assert all(len(line) < 2500 for line in (tmp_path / "rollouts.jsonl").open())
+    last = json.loads((tmp_path / "rollouts.jsonl").read_text().splitlines()[1])
+    assert (last["turn_count"], last["completion_tokens"]) == (2, 3)
+
+
+def test_full_file_ends_the_recording_with_one_line_in_the_log(tmp_path, caplog):
+    groups = [group_of(rollout_of(0, group_id=f"t-{number}"), rollout_of(1, group_id=f"t-{number}")) for number in range(6)]
+    write(tmp_path, groups[0])
+    size = (tmp_path / "rollouts.jsonl").stat().st_size
+    # What an earlier run wrote counts: one more group fits.
+    recorder = write(tmp_path, *groups[1:], max_file_bytes=int(size * 2.5))
+    assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == ["t-0", "t-0", "t-1", "t-1"]
+    assert (recorder.recorded, recorder.not_recorded) == (2, 8)
+    assert caplog.text.count("no further rollouts are recorded") == 1 and "recorder.max_file_bytes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [({"fraction": 1.5}, "fraction"), ({"fraction": -0.1}, "fraction"), ({"fraction": float("nan")}, "fraction"),
+     ({"max_rollout_bytes": 0}, "max_rollout_bytes"), ({"max_file_bytes": 0}, "max_file_bytes")],
+)  # fmt: skip
+def test_limits_out_of_range_are_refused(config, field):
+    with pytest.raises(ConfigError, match=f"recorder.{field}"):
+        RolloutRecorder.Config(**config).validate()
+
+
+# ---- what goes wrong
+
+
+def test_thread_that_cannot_keep_up_loses_groups_and_holds_up_nobody(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(recorder_module, "QUEUED_GROUPS", 2)
+    gate = threading.Event()
+    encode = recorder_module.encode_rollout
+    monkeypatch.setattr(recorder_module, "encode_rollout", lambda *args, **kwargs: gate.wait() and encode(*args, **kwargs))
+    recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
+    groups = [group_of(rollout_of(group_id=f"t-{number}")) for number in range(9)]
+    recorder.record(groups[0], {})
+    while not recorder._queue.empty():  # the thread has the first
+        time.sleep(0.001)
+    for group in groups[1:]:
+        recorder.record(group, {})  # nothing is waited for: the gate is shut
+    gate.set()
+    recorder.close()
+    assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == ["t-0", "t-1", "t-2"]
+    assert (recorder.recorded, recorder.not_recorded) == (3, 6)
+    assert caplog.text.count("can't keep up") == 1
+
+
+def test_folder_that_is_gone_ends_the_recording_not_the_run(tmp_path, caplog):
+    recorder = write(tmp_path / "gone", group_of(rollout_of()), group_of(rollout_of()))
+    assert (recorder.recorded, recorder.not_recorded) == (0, 2)
+    assert caplog.text.count("no further rollouts are recorded: FileNotFoundError") == 1
+
+
+def test_full_disk_leaves_whole_lines_only(tmp_path, monkeypatch, caplog):
+    class FullDisk(recorder_module._RecordFile):
+        def __init__(self, path):
+            super().__init__(path)
+            real, self._written = self._file, 0
+            outer = self
+
+            class Raw:
+                def write(self, data):
+                    if outer._written >= 1000:
+                        raise OSError(errno.ENOSPC, "No space left on device")
+                    outer._written += real.write(data[:100])
+                    return 100 if len(data) >= 100 else len(data)
+
+                truncate, close = real.truncate, real.close
+
+            self._file = Raw()
+
+    monkeypatch.setattr(recorder_module, "_RecordFile", FullDisk)
+    recorder = write(tmp_path, *(group_of(rollout_of(group_id=f"t-{number}")) for number in range(5)))
+    kept = [record.rollout.group_id for record in read_rollouts(tmp_path)]
+    assert kept == ["t-0"] and (tmp_path / "rollouts.jsonl").read_bytes().endswith(b"\n")
+    assert (recorder.recorded, recorder.not_recorded) == (1, 4)
+    assert caplog.text.count("No space left on device") == 1
+
+
+def test_rollout_that_cannot_be_encoded_costs_its_group_alone(tmp_path, caplog):
+    broken = rollout_of(group_id="t-1")
+    broken.turns[0].prompt_token_ids = None
+    recorder = write(tmp_path, group_of(rollout_of()), group_of(broken), group_of(rollout_of(group_id="t-2")))
+    assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == ["t-0", "t-2"]
+    assert recorder.not_recorded == 1 and "group t-1 can't be recorded" in caplog.text
+
+
+def test_torn_lines_are_passed_over(tmp_path, caplog):
+    path = tmp_path / "rollouts.jsonl"
+    write(tmp_path, group_of(rollout_of(group_id="t-0")), group_of(rollout_of(group_id="t-1")))
+    first, second = path.read_bytes().splitlines(keepends=True)
+    for end in range(1, len(second)):
+        path.write_bytes(first + second[:-end])
+        assert [record.rollout.group_id for record in read_rollouts(path)] == ["t-0"]
+        if end % 40:
+            continue
+        write(tmp_path, group_of(rollout_of(group_id="t-2")))  # a run that goes on in the same folder
+        assert [record.rollout.group_id for record in read_rollouts(path)] == ["t-0", "t-2"]
+    assert "line 2" in caplog.text
+
+
+def test_a_second_close_and_a_record_after_it_do_nothing(tmp_path):
+    recorder = write(tmp_path, group_of(rollout_of()))
+    recorder.record(group_of(rollout_of(group_id="t-1")), {})
+    recorder.close()
+    assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == ["t-0"]

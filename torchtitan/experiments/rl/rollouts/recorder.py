@@ -1,0 +1,194 @@
+"""Writes rollouts to ``rollouts.jsonl`` in the run folder, a line each (`records.py`), and reads them again.
+
+Recording never holds up or ends a run. A thread of its own encodes and writes; what it can't keep up with is dropped and
+counted, and a disk that fails ends the recording with one line in the log.
+"""
+
+import hashlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_rollout, encode_rollout
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+
+logger = logging.getLogger(__name__)
+
+ROLLOUTS_FILE = "rollouts.jsonl"
+
+QUEUED_GROUPS = 1024
+"""Groups that may wait for the thread. A step ends all of its groups at once."""
+
+CLOSE_LIMIT_S = 120.0
+"""How long the end of a run waits for what is queued; a network disk may hang."""
+
+
+class RolloutRecorder(Configurable):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        fraction: float = 1.0
+        """Share of the groups that are recorded, each whole or not at all; 0 records none. Which ones follows from their ids,
+        so two runs record the same. A run of 512 rollouts of 32k tokens a step writes 300 MB a step: there, 0.05 is plenty."""
+        max_rollout_bytes: int = 4 * 2**20
+        """A longer line loses its turns and samples: some 150k tokens fit. How the rollout ended, and its rewards, stay."""
+        max_file_bytes: int = 4 * 2**30
+        """Recording ends when the file would become larger."""
+
+        def validate(self, *, field: str = "recorder") -> None:
+            """
+            Raises:
+                ConfigError: a value out of range.
+            """
+            if not 0 <= self.fraction <= 1:
+                raise ConfigError(f"{field}.fraction", self.fraction, "is a share of the groups: use 0 to 1")
+            for name, value in (("max_rollout_bytes", self.max_rollout_bytes), ("max_file_bytes", self.max_file_bytes)):
+                if value < 1:
+                    raise ConfigError(f"{field}.{name}", value, "must be at least 1; to record nothing set fraction to 0")
+
+    def __init__(self, config: Config, *, run_dir: Path):
+        """Appends to the file of an earlier run in the same folder."""
+        config.validate()
+        self.config = config
+        self.path = Path(run_dir) / ROLLOUTS_FILE
+        self.recorded = 0
+        """Rollouts written."""
+        self._late = self._lost = 0
+        self._ended: str | None = None
+        self._queue: queue.Queue[tuple[RolloutGroup, dict[str, str]] | None] = queue.Queue(QUEUED_GROUPS)
+        self._thread: threading.Thread | None = None
+        if config.fraction > 0:
+            self._thread = threading.Thread(target=self._work, name="rollout-recorder", daemon=True)
+            self._thread.start()
+
+    @property
+    def not_recorded(self) -> int:
+        """Rollouts of chosen groups that are not in the file: the thread was late, the file full, or the disk failed."""
+        return self._late + self._lost
+
+    def chosen(self, group_id: str) -> bool:
+        """Whether a group is among the recorded share."""
+        draw = int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "big")
+        return draw < self.config.fraction * 2**64
+
+    def record(self, group: RolloutGroup, outcomes: Mapping[str, str]) -> None:
+        """Have a group that has left written, if it is chosen. Returns at once; nothing may change the group afterwards.
+
+        Args:
+            outcomes: column of the ledger by rollout id.
+        """
+        if self._thread is None or not self.chosen(group.group_id):
+            return
+        try:
+            self._queue.put_nowait((group, dict(outcomes)))
+        except queue.Full:
+            if not self._late:
+                logger.warning("%s can't keep up: groups are dropped from it; lower recorder.fraction", self.path)
+            self._late += len(group.rollouts)
+
+    def close(self) -> None:
+        """Write what is queued. Blocks until then; a second call does nothing."""
+        if self._thread is None:
+            return
+        thread, self._thread = self._thread, None
+        try:
+            self._queue.put(None, timeout=CLOSE_LIMIT_S)
+            thread.join(CLOSE_LIMIT_S)
+        except queue.Full:
+            pass
+        if thread.is_alive():
+            logger.warning("%s is not complete: its disk took more than %.0f s", self.path, CLOSE_LIMIT_S)
+
+    def _work(self) -> None:
+        file = None
+        while (item := self._queue.get()) is not None:
+            group, outcomes = item
+            written = False
+            try:
+                if self._ended is None:
+                    file = file or _RecordFile(self.path)
+                    written = self._write(file, group, outcomes)
+            except OSError as error:
+                self._end(f"{type(error).__name__}: {error}")
+            except Exception:  # no record of a rollout is worth the run
+                if not self._lost:
+                    logger.exception("group %s can't be recorded", group.group_id)
+            if written:
+                self.recorded += len(group.rollouts)
+            else:
+                self._lost += len(group.rollouts)
+        if file is not None:
+            file.close()
+
+    def _write(self, file: "_RecordFile", group: RolloutGroup, outcomes: dict[str, str]) -> bool:
+        lines = b"".join(
+            encode_rollout(
+                rollout,
+                outcome=outcomes.get(rollout.rollout_id),
+                admitted_version=group.admitted_version,
+                max_bytes=self.config.max_rollout_bytes,
+            )
+            for rollout in group.rollouts
+        )
+        if file.size + len(lines) > self.config.max_file_bytes:
+            self._end(f"it has reached recorder.max_file_bytes ({self.config.max_file_bytes:,}); lower recorder.fraction")
+            return False
+        file.append(lines)
+        return True
+
+    def _end(self, why: str) -> None:
+        self._ended = why
+        logger.warning("%s: no further rollouts are recorded: %s", self.path, why)
+
+
+class _RecordFile:
+    """Appends whole lines or nothing."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("ab+", buffering=0)
+        self.size = self._file.seek(0, os.SEEK_END)
+        if self.size:
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":  # torn by a process killed in mid-write
+                self.append(b"\n")
+
+    def append(self, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            try:
+                self._file.truncate(self.size)
+            except OSError:  # the reader passes over a torn line
+                pass
+            raise
+        self.size += len(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rollouts(path: str | Path) -> Iterator[RecordedRollout]:
+    """The rollouts of a file, or of a run folder, in the order in which they ended; one at a time, so any file fits in memory.
+
+    Passes over lines torn by a process that was killed, with a warning where it is not the last.
+
+    Raises:
+        FileNotFoundError: nothing was recorded there.
+    """
+    path = Path(path)
+    path = path / ROLLOUTS_FILE if path.is_dir() else path
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield decode_rollout(line)
+            except ValueError as error:
+                logger.warning("%s, line %d: %s", path, number, error)

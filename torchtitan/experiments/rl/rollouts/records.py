@@ -1,0 +1,281 @@
+"""A rollout as one line of JSON, and the same rollout from that line.
+
+A line reads from left to right: who it is and how it ended, what its env was made from, its turns, its training samples.
+
+1. Nothing is written twice. Of a turn's prompt, messages and token ids, only what follows the longest part it shares with the
+   turn before (``prompt_kept`` tokens, ``messages_kept`` messages), so a long conversation is written once, not once a turn.
+   Streams of samples that `samples_from_turns` gives again are left out; an algorithm's (advantages, weights) are written.
+2. Nothing is lost. float32 values have 9 significant digits, which name each of them exactly; values that are not finite, which
+   JSON lacks, are strings. Streams with few changes are ``{"runs": [[count, value], ...]}``.
+3. What JSON can't hold is written as well as it can: an env_input as its ``repr``, under ``env_input_repr``.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from torchtitan.experiments.rl.rollouts.json_values import bits_of, decoded_stream, encoded_stream, is_json, json_bytes, shown
+from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
+from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutStatus, RolloutTurn
+from torchtitan.experiments.rl.types import TrainingSample
+
+FORMAT = 1
+
+STREAMS = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "generator_logprobs": np.float32,
+    "policy_versions": np.int32,
+    "role_ids": np.int8,
+    "advantages": np.float32,
+    "rl_weights": np.float32,
+    "ce_weights": np.float32,
+    "ref_kl_weights": np.float32,
+    "ref_logprobs": np.float32,
+}
+"""Of a training sample, and their dtypes."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RecordedRollout:
+    rollout: Rollout
+    """As it was, but for what JSON changes in env_input and info: tuples are lists, keys strings, other objects their repr."""
+    outcome: str | None
+    """Column of the ledger it ended in, such as "trained" or "filtered/zero_advantage"."""
+    admitted_version: int
+    """Policy version the generators held when its group was admitted."""
+    left_out: str | None = None
+    """Why the rollout has no turns and no samples here; None: it is whole."""
+
+
+def encode_rollout(rollout: Rollout, *, outcome: str | None, admitted_version: int, max_bytes: int) -> bytes:
+    """One line, its newline included. Above ``max_bytes`` turns and samples are left out, and ``left_out`` says so."""
+    header = {
+        "format": FORMAT,
+        "rollout_id": rollout.rollout_id,
+        "task": rollout.task_name,
+        "outcome": outcome,
+        "status": rollout.status.value,
+        "reward": rollout.reward,
+        "reward_components": dict(rollout.reward_components),
+        "error": rollout.error,
+        "group_id": rollout.group_id,
+        "sample_idx": rollout.sample_idx,
+        "admitted_version": admitted_version,
+        "completion_tokens": rollout.completion_tokens,
+    }
+    data = rollout.data_sample
+    if data is not None:
+        header["sample_id"] = data.sample_id
+    # In pieces: one call of the encoder holds the interpreter until it is done.
+    head = json_bytes(header)[:-1]
+    pieces, size = [head], len(head)
+    for piece in _body(rollout):
+        pieces.append(piece)
+        size += len(piece)
+        if size > max_bytes:
+            reason = f"turns, samples and env_input: more than {max_bytes:,} bytes (recorder.max_rollout_bytes)"
+            rest = json_bytes({"turn_count": len(rollout.turns), "left_out": reason})
+            return head + b"," + rest[1:] + b"\n"
+    return b"".join(pieces) + b"}\n"
+
+
+def decode_rollout(line: bytes | str) -> RecordedRollout:
+    """
+    Raises:
+        ValueError: not a line of `encode_rollout`'s, or torn.
+    """
+    try:
+        record = json.loads(line)
+        if record["format"] != FORMAT:
+            raise ValueError(f"a record of format {record['format']}, want {FORMAT}")
+        data = None
+        if "sample_id" in record:
+            env_input = record.get("env_input", record.get("env_input_repr"))
+            data = DataSample(sample_id=record["sample_id"], env_input=env_input, info=record.get("info", {}))
+        rollout = Rollout(
+            group_id=record["group_id"],
+            sample_idx=record["sample_idx"],
+            task_name=record["task"],
+            data_sample=data,
+            turns=_decoded_turns(record.get("turns", [])),
+            status=RolloutStatus(record["status"]),
+            reward=record["reward"],
+            reward_components=record["reward_components"],
+            error=record["error"],
+        )
+        rollout.samples = _decoded_samples(record.get("samples", []), rollout)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a rollout's record: {type(error).__name__}: {error}") from error
+    return RecordedRollout(
+        rollout=rollout,
+        outcome=record["outcome"],
+        admitted_version=record["admitted_version"],
+        left_out=record.get("left_out"),
+    )
+
+
+def _body(rollout: Rollout) -> Iterable[bytes]:
+    """What follows the header, as pieces of JSON text."""
+    data = rollout.data_sample
+    if data is not None:
+        if is_json(data.env_input):
+            yield b',"env_input":' + json_bytes(data.env_input)
+        else:
+            yield b',"env_input_repr":' + json_bytes(shown(data.env_input))
+        yield b',"info":' + json_bytes(data.info)
+    yield b',"turns":['
+    before: RolloutTurn | None = None
+    for turn in rollout.turns:
+        yield b"," * (before is not None) + json_bytes(_turn(turn, before))
+        before = turn
+    yield b'],"samples":['
+    derived = _derived_samples(rollout, [sample.temperature for sample in rollout.samples])
+    for index, sample in enumerate(rollout.samples):
+        base = derived[index] if index < len(derived) else None
+        yield b"," * (index > 0) + json_bytes(_sample(sample, base))
+    yield b"]"
+
+
+# ---- turns
+
+
+def _turn(turn: RolloutTurn, before: RolloutTurn | None) -> dict[str, Any]:
+    kept_tokens = _shared(turn.prompt_token_ids, _tokens(before))
+    kept_messages = _shared_messages(turn.prompt_messages, _conversation(before))
+    record = {
+        "messages_kept": kept_messages,
+        "messages": turn.prompt_messages[kept_messages:],
+        "assistant_message": turn.assistant_message,
+        "env_messages": turn.env_messages,
+        "finish_reason": turn.completion.finish_reason,
+        "reward_components": turn.reward_components,
+        "generate_s": turn.generate_s,
+        "env_s": turn.env_s,
+        "prompt_kept": kept_tokens,
+        "prompt_ids": turn.prompt_token_ids[kept_tokens:].tolist(),
+        "prompt_spans": _spans(turn, kept_tokens),
+        "completion_ids": turn.completion.token_ids.tolist(),
+        "logprobs": encoded_stream(turn.completion.logprobs, np.float32),
+        "policy_versions": encoded_stream(turn.completion.policy_versions, np.int32),
+    }
+    if before is None or turn.tools != before.tools:
+        record["tools"] = turn.tools
+    return record
+
+
+def _decoded_turns(records: list[dict[str, Any]]) -> list[RolloutTurn]:
+    turns: list[RolloutTurn] = []
+    for record in records:
+        before = turns[-1] if turns else None
+        added = np.asarray(record["prompt_ids"], np.int32)
+        spans = record["prompt_spans"]
+        counts = [count for count, _, _ in spans]
+        turns.append(
+            RolloutTurn(
+                prompt_messages=_conversation(before)[: record["messages_kept"]] + record["messages"],
+                prompt_token_ids=np.concatenate([_tokens(before)[: record["prompt_kept"]], added]),
+                prompt_roles=[role for count, role, _ in spans for _ in range(count)],
+                prompt_is_content=np.repeat(np.array([content for _, _, content in spans], bool), counts),
+                completion=Completion(
+                    token_ids=np.asarray(record["completion_ids"], np.int32),
+                    logprobs=decoded_stream(record["logprobs"], np.float32),
+                    policy_versions=decoded_stream(record["policy_versions"], np.int32),
+                    finish_reason=record["finish_reason"],
+                ),
+                assistant_message=record["assistant_message"],
+                tools=record["tools"] if before is None else record.get("tools", before.tools),
+                env_messages=record["env_messages"],
+                reward_components=record["reward_components"],
+                generate_s=record["generate_s"],
+                env_s=record["env_s"],
+            )
+        )
+    return turns
+
+
+def _tokens(turn: RolloutTurn | None) -> np.ndarray:
+    """Prompt and completion."""
+    if turn is None:
+        return np.empty(0, np.int32)
+    return np.concatenate([turn.prompt_token_ids, turn.completion.token_ids]).astype(np.int32, copy=False)
+
+
+def _conversation(turn: RolloutTurn | None) -> list:
+    return [] if turn is None else [*turn.prompt_messages, turn.assistant_message, *turn.env_messages]
+
+
+def _shared(ids: np.ndarray, before: np.ndarray) -> int:
+    """Length of the common prefix."""
+    length = min(len(ids), len(before))
+    differ = ids[:length] != before[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+def _shared_messages(messages: list, before: list) -> int:
+    """As _shared, by identity: the turns of a conversation hold the same messages."""
+    count = 0
+    for message, same in zip(messages, before, strict=False):
+        if message is not same:
+            break
+        count += 1
+    return count
+
+
+def _spans(turn: RolloutTurn, kept: int) -> list[list]:
+    """Runs of ``[count, role, is_content]`` over the prompt."""
+    roles, content = turn.prompt_roles, turn.prompt_is_content
+    # A bridged prompt describes only what it added; to say so run by run of a long history takes too long.
+    start = kept if roles[:kept].count(None) == kept and not content[:kept].any() else 0
+    described = zip(roles[start:], content[start:].tolist(), strict=True)
+    runs = [[sum(1 for _ in run), role, is_content] for (role, is_content), run in groupby(described)]
+    return [[start, None, False], *runs] if start else runs
+
+
+# ---- samples
+
+
+def _derived_samples(rollout: Rollout, temperatures: Sequence[float]) -> list[TrainingSample]:
+    """What the turns alone give; nothing where they can't give any."""
+    try:
+        samples = samples_from_turns(rollout.turns, task_name=rollout.task_name, rollout_id=rollout.rollout_id, temperature=1.0)
+    except ValueError:
+        return []
+    for sample, temperature in zip(samples, temperatures, strict=False):
+        sample.temperature = temperature
+    return samples
+
+
+def _sample(sample: TrainingSample, base: TrainingSample | None) -> dict[str, Any]:
+    record = {"tokens": len(sample), "temperature": sample.temperature}
+    if base is None or len(base) != len(sample):
+        record["from_turns"], base = False, None
+    for name, dtype in STREAMS.items():
+        values, derived = getattr(sample, name), getattr(base, name, None)
+        if values is None:
+            if derived is not None:
+                record[name] = None
+        elif derived is None or bits_of(values, dtype).tobytes() != bits_of(derived, dtype).tobytes():
+            record[name] = encoded_stream(values, dtype)
+    return record
+
+
+def _decoded_samples(records: list[dict[str, Any]], rollout: Rollout) -> list[TrainingSample]:
+    derived = _derived_samples(rollout, [record["temperature"] for record in records]) if records else []
+    samples = []
+    for index, record in enumerate(records):
+        streams = {name: decoded_stream(record[name], dtype) for name, dtype in STREAMS.items() if name in record}
+        if record.get("from_turns", True):
+            sample = derived[index]
+            for name, values in streams.items():
+                setattr(sample, name, values)
+        else:
+            sample = TrainingSample(
+                temperature=record["temperature"], task_name=rollout.task_name, rollout_id=rollout.rollout_id, **streams
+            )
+        samples.append(sample)
+    return samples
