@@ -53,7 +53,7 @@ def file(tmp_path):
 
 def config(path, *, rubric=None, **dataset):
     task = MathTask.Config(algorithm=GRPO.Config(), dataset=MathDataset.Config(path=path, **dataset), group_size=4)
-    task.rubric = rubric or task.rubric
+    task.rubric = rubric or MathRubric.Config(isolated_workers=1)
     return task
 
 

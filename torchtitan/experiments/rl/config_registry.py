@@ -202,7 +202,7 @@ def rl_reasoning_gym_qwen3_1_7b() -> Controller.Config:
         "chain_sum": PuzzleGenerator(config={"max_terms": 6, "max_digits": 4}),
         "leg_counting": PuzzleGenerator(),
         "spell_backward": PuzzleGenerator(),
-        "number_sorting": PuzzleGenerator(weight=0.5),
+        "letter_counting": PuzzleGenerator(weight=0.5),
     }
     config.tasks = {
         "puzzles": ReasoningGymTask.Config(

@@ -1,0 +1,26 @@
+"""Scores answers with reasoning_gym's own scorers; that package is imported with this module. For child processes."""
+
+import functools
+import json
+
+import reasoning_gym
+from reasoning_gym.dataset import ProceduralDataset
+
+from torchtitan.experiments.rl.rollouts.types import Rollout
+from torchtitan.experiments.rl.rubrics.rubric import last_assistant_text
+from torchtitan.experiments.rl.tasks.reasoning_gym.answers import answer_in
+from torchtitan.experiments.rl.tasks.reasoning_gym.data import Puzzle
+
+
+def solved(rollout: Rollout, puzzle: Puzzle, *, answer_tag: str | None) -> float:
+    """The generator's score of the answer, 0 to 1; 0 where there is none. Raises what the scorer raises."""
+    answer = answer_in(last_assistant_text(rollout), answer_tag)
+    if not answer:
+        return 0.0
+    return float(_generator(puzzle.generator, json.dumps(puzzle.config)).score_answer(answer, puzzle.entry))
+
+
+@functools.cache
+def _generator(name: str, config: str) -> ProceduralDataset:
+    """Built once in a process: some read word lists and grids from files."""
+    return reasoning_gym.create_dataset(name, **json.loads(config))

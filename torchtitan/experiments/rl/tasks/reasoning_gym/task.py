@@ -1,0 +1,53 @@
+"""Puzzles of reasoning_gym, over a hundred generators of them, endless and each with its own scorer. For real models."""
+
+from dataclasses import dataclass, field
+
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.tasks.reasoning_gym.data import PuzzleGenerator, ReasoningGymDataset
+from torchtitan.experiments.rl.tasks.reasoning_gym.env import PuzzleEnv
+from torchtitan.experiments.rl.tasks.reasoning_gym.rubric import PuzzleRubric
+from torchtitan.experiments.rl.tasks.task import Task
+
+__all__ = ["PuzzleGenerator", "PuzzleRubric", "ReasoningGymDataset", "ReasoningGymTask"]
+
+TEMPLATE = "{question}\n\nReason step by step, and put nothing but your final answer between <answer> and </answer>."
+
+
+class ReasoningGymTask(Task):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        template: str = TEMPLATE
+        """The user's message; {question} is replaced. It should ask for the rubric's answer_tag."""
+        rubric: Rubric.Config = field(default_factory=PuzzleRubric.Config)
+        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=4096))
+        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=3072))
+
+        def validate(self, *, field: str, policy_path: str | None = None) -> None:
+            super(ReasoningGymTask.Config, self).validate(field=field, policy_path=policy_path)
+            if "{question}" not in self.template:
+                raise ConfigError(f"{field}.template", self.template, "must contain {question}")
+            _check_disjoint(self.dataset, self.validation, field=field)
+
+    def make_env(self, sample: DataSample) -> PuzzleEnv:
+        return PuzzleEnv(sample.env_input.entry["question"], template=self.config.template)
+
+
+def _check_disjoint(training: Dataset.Config, validation: Dataset.Config | None, *, field: str) -> None:
+    """Seeds 0 and 1 look like two datasets and share all but one puzzle.
+
+    Raises:
+        ConfigError: training and validation would share puzzles.
+    """
+    if not (isinstance(training, ReasoningGymDataset.Config) and isinstance(validation, ReasoningGymDataset.Config)):
+        return
+    apart = training.seed + training.count <= validation.seed or validation.seed + validation.count <= training.seed
+    same = [name for name, own in validation.generators.items() if training.generators.get(name) == own]
+    if same and not apart:
+        end = training.seed + training.count
+        cure = f"puzzle i is made from seed + i, and {same[0]} trains on seeds {training.seed} to {end - 1}: take {end} or more"
+        raise ConfigError(f"{field}.validation.seed", validation.seed, cure)
