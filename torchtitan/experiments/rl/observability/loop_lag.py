@@ -19,8 +19,8 @@ class LoopLag:
     def start(self) -> None:
         """Begin to look, on the running loop; and take what the process has built so far out of garbage collection.
 
-        Torch, vLLM and the tasks are a million objects. Each full collection looked at all of them, which held up the event loop
-        of a run for 0.3 s every few steps.
+        Torch, vLLM and the tasks are a million objects. Each full collection looked at all of them and held up the event loop
+        for 0.3 s, every few steps.
         """
         gc.collect()
         gc.freeze()
