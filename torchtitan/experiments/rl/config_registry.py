@@ -12,6 +12,8 @@ from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo, MaxRL
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller import Controller
+from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
+from torchtitan.experiments.rl.data.sampler import ShuffledCursor
 from torchtitan.experiments.rl.engine_config import EngineConfig
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.frozen import HostedModel
@@ -148,6 +150,25 @@ def rl_guess_number_qwen3_debug() -> Controller.Config:
             sampling=SamplingConfig(max_tokens=8),
         ),
     )
+
+
+def rl_difficulty_pool_qwen3_debug() -> Controller.Config:
+    """Digit sums of which four in five are too long for the 1M-parameter model: a difficulty pool finds the others."""
+    config = _debug(150, sum_digits=_sum_digits(GRPO.Config()))
+    config.rollouts_per_step, config.max_offpolicy_steps = 128, 0
+    config.validation.every = 5
+    task = config.tasks["sum_digits"]
+    task.dataset = SumDigitsDataset.Config(max_digits=21)
+    # One right answer in eight is luck: the example is no nearer.
+    task.sampler = DifficultyPool.Config(hard_up_to=0.2)
+    return config
+
+
+def rl_shuffled_cursor_qwen3_debug() -> Controller.Config:
+    """As rl_difficulty_pool_qwen3_debug, every example in turn: what benchmarks/difficulty_pool.py compares it with."""
+    config = rl_difficulty_pool_qwen3_debug()
+    config.tasks["sum_digits"].sampler = ShuffledCursor.Config()
+    return config
 
 
 def rl_grpo_qwen3_0_6b() -> Controller.Config:
