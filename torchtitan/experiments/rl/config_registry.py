@@ -28,6 +28,7 @@ from torchtitan.experiments.rl.tasks.reasoning_gym.task import PuzzleGenerator, 
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsTask
 from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.verifiers.task import VerifiersDataset, VerifiersTask
 from torchtitan.experiments.rl.validation_config import ValidationConfig
 
 TINY_MODEL = str(Path(__file__).parents[3] / "assets" / "tiny_qwen3")
@@ -126,7 +127,7 @@ def rl_calculator_qwen3_debug() -> Controller.Config:
     """Arithmetic with a calculator tool that has to be called, with the 1M-parameter model on two CPU cores."""
     sizes = {"max_operands": 2, "max_operand": 99}
     return _conversation(
-        40,
+        20,
         calculator=CalculatorTask.Config(
             algorithm=GRPO.Config(),
             dataset=CalculatorDataset.Config(**sizes),
@@ -141,7 +142,7 @@ def rl_guess_number_qwen3_debug() -> Controller.Config:
     """A guessing game of up to four turns, rewarded at its end, with the 1M-parameter model on two CPU cores."""
     sizes = {"numbers": 15, "max_number": 99, "guesses": 4}
     return _conversation(
-        60,
+        40,
         guess_number=GuessNumberTask.Config(
             algorithm=GRPO.Config(),
             dataset=GuessNumberDataset.Config(**sizes),
@@ -231,6 +232,20 @@ def rl_reasoning_gym_qwen3_1_7b() -> Controller.Config:
             group_size=16,
             dataset=ReasoningGymDataset.Config(generators=puzzles, count=100_000),
             validation=ReasoningGymDataset.Config(generators=puzzles, count=256, seed=1_000_000),
+        )
+    }
+    return config
+
+
+def rl_verifiers_qwen3_1_7b() -> Controller.Config:
+    """An environment of the verifiers package, its gsm8k as an example, with Qwen3-1.7B on 4 GPUs."""
+    config = rl_grpo_qwen3_1_7b()
+    config.tasks = {
+        "gsm8k": VerifiersTask.Config(
+            algorithm=GRPO.Config(),
+            group_size=16,
+            dataset=VerifiersDataset.Config(environment="gsm8k"),
+            validation=VerifiersDataset.Config(environment="gsm8k", split="eval"),
         )
     }
     return config
