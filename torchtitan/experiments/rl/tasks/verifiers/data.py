@@ -1,0 +1,92 @@
+"""The rows of a verifiers environment's own datasets."""
+
+import json
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.user_code import cause_of
+
+CURE = "pip install verifiers==0.3.1"
+"""Later versions have no such environments (their tasks are played by programs in sandboxes, which is another adapter)."""
+
+
+class VerifiersDataset(Dataset):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Dataset.Config):
+        environment: str
+        """Name of the environment, as verifiers.load_environment takes it: its module, installed or on PYTHONPATH, with hyphens
+        or underscores, and with or without an owner before a slash."""
+        args: dict[str, Any] = field(default_factory=dict)
+        """Arguments of the module's load_environment; plain JSON values."""
+        split: Literal["train", "eval"] = "train"
+        count: int | None = None
+        """The first so many rows. None: all."""
+
+        @property
+        def module(self) -> str:
+            return self.environment.rpartition("/")[2].replace("-", "_")
+
+        def validate(self, *, field: str) -> None:
+            if not self.module.isidentifier():
+                raise ConfigError(f"{field}.environment", self.environment, "name the environment's module")
+            try:
+                json.dumps(self.args)
+            except TypeError as error:
+                raise ConfigError(f"{field}.args", self.args, f"must be plain JSON values: {error}") from None
+            if self.count is not None and self.count < 1:
+                raise ConfigError(f"{field}.count", self.count, "must be at least 1, or None for all rows")
+
+        def check_present(self, *, field: str) -> None:
+            try:
+                found = version("verifiers")
+            except PackageNotFoundError:
+                raise ConfigError(f"{field}.environment", self.environment, f"needs verifiers: {CURE}") from None
+            if tuple(map(int, found.split(".")[:2])) >= (0, 4):
+                raise ConfigError(f"{field}.environment", self.environment, f"verifiers {found} can't load it: {CURE}")
+            if find_spec(self.module) is None:
+                cure = f"no module {self.module!r}: install the environment's package, or put its folder on PYTHONPATH"
+                raise ConfigError(f"{field}.environment", self.environment, cure)
+
+        def load(self) -> Any:
+            """The environment; the same object for the same name and arguments.
+
+            Raises:
+                ConfigError: its code failed, or it can't be trained on here.
+            """
+            from torchtitan.experiments.rl.tasks.verifiers.loading import load_environment, scores_groups
+
+            try:
+                environment = load_environment(self.environment, json.dumps(self.args, sort_keys=True))
+            except Exception as error:
+                cure = f"can't be loaded: {cause_of(error.__cause__ or error)}"
+                raise ConfigError("dataset.environment", self.environment, cure) from error
+            if scores_groups(environment):
+                cure = "its rubric compares rollouts: give each its reward, and leave comparing to the algorithm"
+                raise ConfigError("dataset.environment", self.environment, cure)
+            if not environment.score_rollouts:
+                raise ConfigError("dataset.environment", self.environment, "it is set not to score rollouts (score_rollouts)")
+            return environment
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        environment = config.load()
+        # Asked for an eval dataset it doesn't have, an environment gives the training rows.
+        rows = environment.build_dataset() if config.split == "train" else environment.build_eval_dataset()
+        if rows is None:
+            cure = f"environment {config.environment} has no such dataset; validation = None goes without"
+            raise ConfigError("dataset.split", config.split, cure)
+        self._rows = rows if config.count is None else rows.select(range(min(config.count, len(rows))))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> DataSample:
+        row = self._rows[index]
+        answer = row.get("answer")
+        info = {"demonstration": answer} if isinstance(answer, str) and answer else {}
+        return DataSample(sample_id=str(index), env_input=row, info=info)
