@@ -204,51 +204,28 @@ def rl_grpo_qwen3_32b() -> Controller.Config:
 
 def rl_math_qwen3_1_7b() -> Controller.Config:
     """Grade-school word problems (GSM8K, from the hub) with Qwen3-1.7B on 4 GPUs."""
-    config = rl_grpo_qwen3_1_7b()
     gsm8k = {"path": "openai/gsm8k", "name": "main", "answer_marker": "####"}
-    config.tasks = {
-        "math": MathTask.Config(
-            algorithm=GRPO.Config(),
-            group_size=16,
-            dataset=MathDataset.Config(**gsm8k),
-            validation=MathDataset.Config(split="test", **gsm8k),
-        )
-    }
-    return config
+    train, test = MathDataset.Config(**gsm8k), MathDataset.Config(split="test", **gsm8k)
+    return _qwen3_1_7b(math=MathTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
 
 
 def rl_reasoning_gym_qwen3_1_7b() -> Controller.Config:
     """A mixture of four reasoning_gym puzzles with Qwen3-1.7B on 4 GPUs."""
-    config = rl_grpo_qwen3_1_7b()
-    puzzles = {
+    generators = {
         "chain_sum": PuzzleGenerator(config={"max_terms": 6, "max_digits": 4}),
         "leg_counting": PuzzleGenerator(),
         "spell_backward": PuzzleGenerator(),
         "letter_counting": PuzzleGenerator(weight=0.5),
     }
-    config.tasks = {
-        "puzzles": ReasoningGymTask.Config(
-            algorithm=GRPO.Config(),
-            group_size=16,
-            dataset=ReasoningGymDataset.Config(generators=puzzles, count=100_000),
-            validation=ReasoningGymDataset.Config(generators=puzzles, count=256, seed=1_000_000),
-        )
-    }
-    return config
+    train = ReasoningGymDataset.Config(generators=generators, count=100_000)
+    test = ReasoningGymDataset.Config(generators=generators, count=256, seed=1_000_000)
+    return _qwen3_1_7b(puzzles=ReasoningGymTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
 
 
 def rl_verifiers_qwen3_1_7b() -> Controller.Config:
     """An environment of the verifiers package, its gsm8k as an example, with Qwen3-1.7B on 4 GPUs."""
-    config = rl_grpo_qwen3_1_7b()
-    config.tasks = {
-        "gsm8k": VerifiersTask.Config(
-            algorithm=GRPO.Config(),
-            group_size=16,
-            dataset=VerifiersDataset.Config(environment="gsm8k"),
-            validation=VerifiersDataset.Config(environment="gsm8k", split="eval"),
-        )
-    }
-    return config
+    train, test = (VerifiersDataset.Config(environment="gsm8k", split=split) for split in ("train", "eval"))
+    return _qwen3_1_7b(gsm8k=VerifiersTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
 
 
 def _debug(steps: int, **tasks: Task.Config) -> Controller.Config:
@@ -279,6 +256,13 @@ def _sum_digits_rounds(algorithm: Algorithm.Config) -> SumDigitsRoundsTask.Confi
 
 def _tiny_teacher() -> HostedModel:
     return HostedModel(path=TINY_TEACHER, engine=EngineConfig(max_model_len=256))
+
+
+def _qwen3_1_7b(**tasks: Task.Config) -> Controller.Config:
+    """rl_grpo_qwen3_1_7b with other tasks."""
+    config = rl_grpo_qwen3_1_7b()
+    config.tasks = tasks
+    return config
 
 
 def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_degree: int = 1) -> Controller.Config:
