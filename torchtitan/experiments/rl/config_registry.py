@@ -154,14 +154,17 @@ def rl_guess_number_qwen3_debug() -> Controller.Config:
 
 
 def rl_difficulty_pool_qwen3_debug() -> Controller.Config:
-    """Digit sums of which four in five are too long for the 1M-parameter model: a difficulty pool finds the others."""
+    """Digit sums, nine in ten hopelessly long for the 1M-parameter model: a difficulty pool finds the others."""
     config = _debug(150, sum_digits=_sum_digits(GRPO.Config()))
     config.rollouts_per_step, config.max_offpolicy_steps = 128, 0
+    config.trainer.optimizer.lr = 1e-4
     config.validation.every = 5
     task = config.tasks["sum_digits"]
-    task.dataset = SumDigitsDataset.Config(max_digits=21)
-    # One right answer in eight is luck: the example is no nearer.
-    task.sampler = DifficultyPool.Config(hard_up_to=0.2)
+    task.dataset = SumDigitsDataset.Config(max_digits=41)
+    task.env.max_rollout_tokens = 160
+    # Many small groups: examples worth a second look are found, and varied, sooner.
+    task.group_size = 4
+    task.sampler = DifficultyPool.Config()
     return config
 
 
