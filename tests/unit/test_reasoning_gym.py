@@ -187,7 +187,7 @@ MISTAKES = {
     ),
     "no question": ({"template": "Solve it."}, "tasks.t.template = 'Solve it.': must contain {question}"),
     "validation among the training's seeds": (
-        {"validation": dataset(seed=1)},
+        {"validation": dataset({"chain_sum": PuzzleGenerator(config=SMALL_SUMS, weight=2.0)}, seed=1)},
         "tasks.t.validation.seed = 1: puzzle i is made from seed + i, and chain_sum trains on seeds 0 to 19: take 20 or more",
     ),
 }

@@ -234,6 +234,15 @@ async def test_tools_are_shown_called_and_answered_and_their_errors_too(renderer
     assert rollout.reward_components["env/lookup_calls"] == 2.0
 
 
+async def test_thoughts_go_through_the_environment_and_back_and_no_sampled_token_is_lost(renderer, tokenizer):
+    replies = ["<think>\nhm\n</think>\n\n5", "<think>\nlower\n</think>\n\n2"]
+    _, _, (rollout,) = await run(config("hints"), renderer, tokenizer, replies, index=1)
+    assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 1.0)
+    assert [turn.assistant_message["reasoning_content"] for turn in rollout.turns] == ["hm", "lower"]
+    trained = [sample.token_ids[sample.loss_mask].tolist() for sample in rollout.samples]
+    assert sum(trained, []) == [id for reply in replies for id in completion_of(tokenizer, reply).token_ids]
+
+
 async def test_a_malformed_call_is_text_and_ends_the_conversation_as_verifiers_has_it(renderer, tokenizer):
     _, _, (rollout,) = await run(config("tools"), renderer, tokenizer, ["<tool_call>\n{nonsense\n</tool_call>"])
     assert (rollout.status, rollout.reward, len(rollout.turns)) == (RolloutStatus.COMPLETED, 0.0, 1)

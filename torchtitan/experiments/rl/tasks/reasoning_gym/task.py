@@ -46,7 +46,8 @@ def _check_disjoint(training: Dataset.Config, validation: Dataset.Config | None,
     if not (isinstance(training, ReasoningGymDataset.Config) and isinstance(validation, ReasoningGymDataset.Config)):
         return
     apart = training.seed + training.count <= validation.seed or validation.seed + validation.count <= training.seed
-    same = [name for name, own in validation.generators.items() if training.generators.get(name) == own]
+    trained = {name: generator.config for name, generator in training.generators.items()}
+    same = [name for name, own in validation.generators.items() if trained.get(name) == own.config]
     if same and not apart:
         end = training.seed + training.count
         cure = f"puzzle i is made from seed + i, and {same[0]} trains on seeds {training.seed} to {end - 1}: take {end} or more"
