@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_data import Letters, ids
+from torchtitan.experiments.rl.config_registry import rl_difficulty_pool_qwen3_debug
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.replay import Replay
 from torchtitan.experiments.rl.errors import ConfigError
@@ -142,6 +143,19 @@ def test_without_a_weighted_pool_the_fallback_is_unseen_then_normal_then_hard_th
     assert draw(strategy, 2) == [second, first]  # now easy is not
 
 
+def test_most_groups_inform_though_one_example_in_ten_does():
+    # Weights 0.6 for the 100 normal examples and 0.05 for the 900 hard ones: 12 of 13 turns, once all have been seen.
+    strategy = pool(count=1000)
+    informed = []
+    for _ in range(5300):
+        sample = strategy.next()
+        rewards = [0, 1] if int(sample.sample_id) % 10 == 0 else [0, 0]
+        informed.append(len(set(rewards)) == 2)
+        strategy.observe(group_of(sample, *rewards))
+    assert strategy.pool_sizes() == {"unseen": 0, "normal": 100, "hard": 900, "easy": 0}
+    assert sum(informed[-1300:]) == 1200
+
+
 def test_no_example_is_out_twice_while_there_is_another():
     strategy = pool(count=6)
     assert len(set(ids(strategy, 6))) == 6
@@ -251,3 +265,11 @@ def test_pool_that_cannot_be_is_refused(config, field):
     with pytest.raises(ConfigError) as error:
         pool(**config)
     assert error.value.field == field
+
+
+def test_sampler_is_checked_with_the_run():
+    config = rl_difficulty_pool_qwen3_debug()
+    config.tasks["sum_digits"].sampler = Replay.Config(fresh=DifficultyPool.Config(easy_from=0.1))
+    with pytest.raises(ConfigError) as error:
+        config.validate()
+    assert error.value.field == "tasks.sum_digits.sampler.fresh.easy_from"

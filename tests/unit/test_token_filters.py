@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_samples import turn_of
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.filters import Filter, Truncated, apply_filters
 from torchtitan.experiments.rl.rollouts.token_filters import Gibberish, Repetition, longest_run, ngram_hashes
@@ -205,6 +206,15 @@ def test_filter_that_cannot_be_is_refused(config, field):
     with pytest.raises(ConfigError) as error:
         config.build()
     assert error.value.field == field
+
+
+@pytest.mark.parametrize("slot", ["pre_batch_filters", "post_batch_filters"])
+def test_filters_are_checked_with_the_run(slot):
+    config = rl_grpo_qwen3_debug()
+    setattr(config, slot, [Truncated.Config(), Repetition.Config(window=0)])
+    with pytest.raises(ConfigError) as error:
+        config.validate()
+    assert error.value.field == f"{slot}[1].window"
 
 
 def test_a_filter_of_ones_own_is_checked_by_its_base():
