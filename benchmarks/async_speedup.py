@@ -1,7 +1,7 @@
 """Steps per second of asynchronous over synchronous training, real actors, the same work on the same cores.
 
-1. Both sides are the command itself on rl_grpo_qwen3_debug, in turn, as many times as asked: --max-offpolicy-steps 0, where
-   generating and training take turns, and 1, where they overlap. Generator and trainer have a core of their own in both modes;
+1. Both sides are the command itself, in turn, as many times as asked: with --max-offpolicy-steps 0, where
+   generating and training take turns, and with 1, where they overlap. Generator and trainer have a core of their own in both modes;
    the controller floats.
 2. A step's time is what metrics.jsonl says, without the first steps (warm-up) and without the last, which validates.
 3. The gain depends on how alike generation and training times are: the synchronous run's are printed. Twice is the most.
@@ -34,8 +34,8 @@ class Side:
     reward: float
 
 
-def run(bound: int, *, steps: int, folder: Path) -> Side:
-    words = f"--config rl_grpo_qwen3_debug --steps {steps} --max-offpolicy-steps {bound} --validation.every {steps}".split()
+def run(config: str, bound: int, *, steps: int, folder: Path) -> Side:
+    words = f"--config {config} --steps {steps} --max-offpolicy-steps {bound} --validation.every {steps}".split()
     words += ["--run-dir", str(folder), "--trainer.no-save-final-model"]
     subprocess.run(
         [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL
@@ -56,14 +56,17 @@ def run(bound: int, *, steps: int, folder: Path) -> Side:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument(
+        "--config", default="rl_guess_number_qwen3_debug", help="default: %(default)s, where both times are alike"
+    )
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--pairs", type=int, default=2)
     args = parser.parse_args()
 
     pairs: list[tuple[Side, Side]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for pair in range(args.pairs):
-            sides = [run(bound, steps=args.steps, folder=Path(scratch) / f"{pair}-{bound}") for bound in (0, 1)]
+            sides = [run(args.config, bound, steps=args.steps, folder=Path(scratch) / f"{pair}-{bound}") for bound in (0, 1)]
             pairs.append((sides[0], sides[1]))
             synchronous, asynchronous = sides
             longer, shorter = sorted((synchronous.generation_s, synchronous.train_s), reverse=True)
