@@ -1,8 +1,7 @@
 """Steps per second of asynchronous over synchronous training, real actors, the same work on the same cores.
 
-1. Both sides are the command itself, in turn, as many times as asked: with --max-offpolicy-steps 0, where
-   generating and training take turns, and with 1, where they overlap. Generator and trainer have a core of their own in both modes;
-   the controller floats.
+1. Both sides are the command itself, in turn, as often as asked: with --max-offpolicy-steps 0, where generating and training
+   take turns, and with 1, where they overlap. Generator and trainer have a core of their own in both; the controller floats.
 2. A step's time is what metrics.jsonl says, without the first steps (warm-up) and without the last, which validates.
 3. The gain depends on how alike generation and training times are: the synchronous run's are printed. Twice is the most.
 4. The reward on held-out examples at the end must not be worse for it.

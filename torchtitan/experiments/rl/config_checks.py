@@ -108,7 +108,7 @@ def groups_per_step(config: "Controller.Config") -> int:
     return config.rollouts_per_step // next(iter(sizes.values()))
 
 
-def check_frozen_models(config: "Controller.Config") -> None:
+def check_present(config: "Controller.Config") -> None:
     """What the run needs of this machine beside the policy: its tasks' files and packages, checkpoints to host, keys of servers.
 
     Raises:

@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _dry_run(config)
         _check_model(config)
         config.validate()
-        _check_frozen(config)
+        _check_present(config)
         run_dir = _run_dir(command.run_dir, config.output_dir, command.config_name)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -56,7 +56,7 @@ def _dry_run(config: Any) -> int:
             raise
         print(f"before a run   {error}")
     try:
-        _check_frozen(config)
+        _check_present(config)
     except ConfigError as error:
         print(f"before a run   {error}")
     return 0
@@ -68,10 +68,10 @@ def _check_model(config: Any) -> None:
     check_model_folder(config.model.hf_assets_path)
 
 
-def _check_frozen(config: Any) -> None:
-    from torchtitan.experiments.rl.config_checks import check_frozen_models
+def _check_present(config: Any) -> None:
+    from torchtitan.experiments.rl.config_checks import check_present
 
-    check_frozen_models(config)
+    check_present(config)
 
 
 def _run_dir(given: str | None, output_dir: str, config_name: str) -> str:

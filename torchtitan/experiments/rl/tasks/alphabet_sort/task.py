@@ -77,7 +77,6 @@ class AlphabetSortTask(Task):
             for name, dataset in (("dataset", self.dataset), ("validation", self.validation)):
                 if not isinstance(dataset, AlphabetSortDataset.Config):
                     continue
-                dataset.validate(field=f"{field}.{name}")
                 if dataset.max_rounds > self.env.max_turns:
                     cure = f"{field}.{name} has up to {dataset.max_rounds} rounds, a turn each: raise this"
                     raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, cure)

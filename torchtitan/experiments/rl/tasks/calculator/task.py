@@ -67,9 +67,6 @@ class CalculatorTask(Task):
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(CalculatorTask.Config, self).validate(field=field, policy_path=policy_path)
-            for name, dataset in (("dataset", self.dataset), ("validation", self.validation)):
-                if isinstance(dataset, CalculatorDataset.Config):
-                    dataset.validate(field=f"{field}.{name}")
             if self.env.max_turns < 2:
                 raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, "a call and an answer take 2 turns: raise this")
 

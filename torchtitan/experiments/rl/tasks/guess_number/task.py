@@ -69,7 +69,6 @@ class GuessNumberTask(Task):
             for name, dataset in (("dataset", self.dataset), ("validation", self.validation)):
                 if not isinstance(dataset, GuessNumberDataset.Config):
                     continue
-                dataset.validate(field=f"{field}.{name}")
                 if dataset.guesses > self.env.max_turns:
                     cure = f"{field}.{name} allows {dataset.guesses} guesses, a turn each: raise this"
                     raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, cure)
