@@ -52,6 +52,71 @@ async def test_next_prompt_extends_prompt_and_completion_token_for_token(wrap, t
     assert step.env_reward_components == {"steps": 1.0}
 
 
+async def test_prompts_of_a_conversation_share_their_memory(wrap, tokenizer):
+    env = wrap(TalkingEnv(turns=9))
+    step = await env.initial_prompt()
+    given = []
+    for reply in ("one", "two", "three"):
+        given.append(list(step.next_prompt_token_ids))
+        assert env.prompt_token_ids.tolist() == given[-1] and env.prompt_token_ids.dtype == np.int32
+        step = await env.step_completion(completion_of(tokenizer, reply))
+    assert [turn.prompt_token_ids.tolist() for turn in env.turns] == given
+    # A long conversation would otherwise be in memory once for each of its turns.
+    assert all(np.shares_memory(turn.prompt_token_ids, env.prompt_token_ids) for turn in env.turns)
+
+
+async def test_text_too_long_for_any_tokenizer_overflows_without_being_tokenised(wrap, tokenizer):
+    for role, opening in (("user", "x" * 10**6), ("tool", "start")):
+        inner = TalkingEnv(turns=9, opening=opening, role=role)
+        env, on_main = wrap(inner), []
+        env._renderer = Noting(env._renderer, on_main)
+        step = await env.initial_prompt()
+        if opening == "start":
+            inner.step_message = BrokenEnv("step_message", answer_with(env_messages=[tool("y" * 10**6)])).step_message
+            step = await env.step_completion(completion_of(tokenizer, "one"))
+            assert len(env.turns) == 1 and len(env.turns[0].env_messages[0]["content"]) == 10**6
+        assert step.status is RolloutStatus.TRUNCATED_PROMPT_OVERFLOW and inner.closed == 1
+        assert len(on_main) == (opening == "start")  # the short opening alone
+
+
+@pytest.mark.parametrize("where", ["opening", "answer"])
+async def test_large_text_is_tokenised_off_the_event_loop_with_the_same_tokens(wrap, tokenizer, where):
+    text = "The sum of it all, 12 + 34. " * 2000  # 56,000 characters
+    inner = TalkingEnv(turns=9, opening=text if where == "opening" else "start")
+    if where == "answer":
+        inner.step_message = BrokenEnv("step_message", answer_with(env_messages=[tool(text)])).step_message
+    env = wrap(inner, max_rollout_tokens=100_000)
+    threads: list[bool] = []
+    env._renderer = Noting(env._renderer, threads)
+    step = await env.initial_prompt()
+    if where == "answer":
+        step = await env.step_completion(completion_of(tokenizer, "one"))
+    assert threads == ([False] if where == "opening" else [True, False])
+    assert step.status is RolloutStatus.ONGOING and text in tokenizer.decode(step.next_prompt_token_ids)
+
+
+class Noting:
+    """A renderer that notes whether its calls are on the main thread."""
+
+    def __init__(self, renderer, on_main):
+        self._renderer, self._on_main = renderer, on_main
+
+    def render(self, *args, **kwargs):
+        self._on_main.append(threading.current_thread() is threading.main_thread())
+        return self._renderer.render(*args, **kwargs)
+
+    def bridge_to_next_turn(self, *args, **kwargs):
+        self._on_main.append(threading.current_thread() is threading.main_thread())
+        return self._renderer.bridge_to_next_turn(*args, **kwargs)
+
+    def __getattr__(self, name):
+        return getattr(self._renderer, name)
+
+
+def tool(text):
+    return {"role": "tool", "content": text}
+
+
 async def test_prompt_attribution_covers_only_what_a_turn_added(wrap, tokenizer):
     env = wrap(TalkingEnv(turns=2, role="tool"))
     first = (await env.initial_prompt()).next_prompt_token_ids

@@ -9,10 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from renderers import Message, RenderedTokens, Renderer
+from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
-from torchtitan.experiments.rl.envs.messages import assistant_message, check_all_rendered, checked_messages, checked_rewards
+from torchtitan.experiments.rl.envs.messages import assistant_message, checked_messages, checked_rewards
+from torchtitan.experiments.rl.envs.prompt import (
+    LARGE_COMPLETION,
+    Prompt,
+    cannot_fit,
+    first_prompt,
+    next_prompt,
+    off_the_loop_if,
+)
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.user_code import UserCodeError, UserCodeTimeout, call_user, cause_of
 
@@ -67,8 +75,10 @@ class RendererEnv:
         self._config = config
         self._messages: list[Message] = []
         self._tools: list | None = None
-        self._prompt: RenderedTokens | None = None
+        self._prompt: Prompt | None = None
         self._turns: list[RolloutTurn] = []
+        self._chain: list[RolloutTurn] = []
+        """The last turns, whose prompts are prefixes of the next."""
         self._status = RolloutStatus.ONGOING
         self._error: str | None = None
         self._started = self._closed = False
@@ -90,9 +100,14 @@ class RendererEnv:
         return self._error
 
     @property
+    def prompt_token_ids(self) -> np.ndarray | None:
+        """int32 [P]. The next prompt as generators take it; None where TokenizedStepOutput.next_prompt_token_ids is."""
+        return self._prompt.token_ids if self._prompt else None
+
+    @property
     def max_completion_tokens(self) -> int:
         """Tokens the next completion may have within max_rollout_tokens; 0 when there is no next prompt."""
-        return self._config.max_rollout_tokens - len(self._prompt.token_ids) if self._prompt else 0
+        return self._config.max_rollout_tokens - len(self._prompt.ids) if self._prompt else 0
 
     async def initial_prompt(self) -> TokenizedStepOutput:
         """Reset the env and render its opening conversation.
@@ -120,9 +135,9 @@ class RendererEnv:
             raise RuntimeError(f"no prompt to complete: the rollout is {'over' if self._started else 'not started'}")
         turn = RolloutTurn(
             prompt_messages=list(self._messages),
-            prompt_token_ids=np.asarray(self._prompt.token_ids, np.int32),
-            prompt_roles=_roles(self._prompt),
-            prompt_is_content=np.asarray(self._prompt.is_content or [False] * len(self._prompt.token_ids), bool),
+            prompt_token_ids=self._prompt.token_ids,
+            prompt_roles=self._prompt.roles,
+            prompt_is_content=self._prompt.is_content,
             completion=completion,
             assistant_message={"role": "assistant", "content": ""},
             tools=self._tools,
@@ -173,7 +188,9 @@ class RendererEnv:
         if not self._messages:
             raise ValueError("ResetOutput.messages is empty: a conversation starts with a message")
         self._tools = list(reset.tools) or None
-        self._set_prompt(self._rendered_anew())
+        if cannot_fit(self._messages, self._config.max_rollout_tokens):
+            return self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
+        self._set_prompt(await first_prompt(self._renderer, self._messages, self._tools))
 
     async def _step(self, turn: RolloutTurn) -> None:
         completion = turn.completion
@@ -181,8 +198,12 @@ class RendererEnv:
         if len(lengths) > 1 or completion.finish_reason not in ("stop", "length", "abort"):
             raise ValueError(f"bad completion: stream lengths {sorted(lengths)}, finish_reason {completion.finish_reason!r}")
         self._turns.append(turn)
-        prompt_ids, sampled_ids = self._prompt.token_ids, np.asarray(completion.token_ids).tolist()
-        parsed = self._renderer.parse_response(sampled_ids, tools=self._tools, prompt_ids=prompt_ids)
+        self._chain.append(turn)
+        prompt, sampled_ids = self._prompt, np.asarray(completion.token_ids).tolist()
+        parsed = await off_the_loop_if(
+            len(sampled_ids) > LARGE_COMPLETION,
+            lambda: self._renderer.parse_response(sampled_ids, tools=self._tools, prompt_ids=prompt.ids),
+        )
         turn.assistant_message = assistant_message(parsed, turn=len(self._turns) - 1)
         self._messages.append(turn.assistant_message)
         if completion.finish_reason == "abort":
@@ -208,10 +229,13 @@ class RendererEnv:
             return self.finish(RolloutStatus.TRUNCATED_MAX_TURNS)
         if not turn.env_messages:
             raise ValueError("StepOutput.env_messages is empty though done is False: the model would answer itself")
-        bridged = self._renderer.bridge_to_next_turn(prompt_ids, sampled_ids, turn.env_messages, tools=self._tools)
-        if bridged is not None:
-            check_all_rendered(bridged, turn.env_messages)
-        self._set_prompt(bridged or self._rendered_anew())
+        if cannot_fit(turn.env_messages, self._config.max_rollout_tokens):
+            return self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
+        self._set_prompt(
+            await next_prompt(
+                self._renderer, prompt, sampled_ids, turn.env_messages, conversation=self._messages, tools=self._tools
+            )
+        )
 
     async def _call_env(self, method: str, wanted: type, *args: Any) -> Any:
         name = f"{type(self._env).__name__}.{method}"
@@ -223,22 +247,21 @@ class RendererEnv:
             raise TypeError(f"{name} returned {type(output).__name__}, want {wanted.__name__}")
         return output
 
-    def _rendered_anew(self) -> RenderedTokens:
-        rendered = self._renderer.render(self._messages, tools=self._tools, add_generation_prompt=True)
-        check_all_rendered(rendered, self._messages)
-        return rendered
-
-    def _set_prompt(self, rendered: RenderedTokens) -> None:
-        if rendered.multi_modal_data is not None and not rendered.multi_modal_data.is_empty():
-            raise ValueError("the env sent an image or a video: only text reaches the model")
-        self._prompt = rendered
+    def _set_prompt(self, prompt: Prompt) -> None:
+        if self._status.is_terminal():  # finished from outside meanwhile
+            return
+        self._prompt = prompt
         if self.max_completion_tokens < 1:
-            self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
+            return self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
+        self._chain = self._chain if prompt.extends else []
+        # The prompts of a conversation are prefixes of each other: kept as views, a long one is in memory once.
+        for turn in self._chain:
+            turn.prompt_token_ids = prompt.token_ids[: len(turn.prompt_token_ids)]
 
     def _output(self, turn: RolloutTurn | None) -> TokenizedStepOutput:
         self._prompted_at = time.perf_counter()
         return TokenizedStepOutput(
-            next_prompt_token_ids=list(self._prompt.token_ids) if self._prompt else None,
+            next_prompt_token_ids=list(self._prompt.ids) if self._prompt else None,
             next_prompt_messages=list(self._messages),
             status=self._status,
             env_messages=turn.env_messages if turn else [],
@@ -246,7 +269,3 @@ class RendererEnv:
             assistant_message=turn.assistant_message if turn else None,
             error=self._error,
         )
-
-
-def _roles(rendered: RenderedTokens) -> list[str | None]:
-    return [rendered.message_roles[index] if index >= 0 else None for index in rendered.message_indices]

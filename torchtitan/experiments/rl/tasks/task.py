@@ -13,7 +13,6 @@ User code that fails on the way ends in a rollout's status; nothing but cancella
 
 from dataclasses import dataclass, field
 
-import numpy as np
 from renderers import Renderer
 
 from torchtitan.config import Configurable
@@ -151,8 +150,8 @@ class Task(UserConfigurable):
         """
         step = await env.initial_prompt()
         while not step.status.is_terminal():
-            prompt = np.asarray(step.next_prompt_token_ids, np.int32)
-            step = await env.step_completion(await policy.generate(prompt, max_tokens=env.max_completion_tokens))
+            completion = await policy.generate(env.prompt_token_ids, max_tokens=env.max_completion_tokens)
+            step = await env.step_completion(completion)
 
     async def setup(self, policy: PolicyClient) -> None:
         """Before the first group. An override calls ``super().setup(policy)``."""

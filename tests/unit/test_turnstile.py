@@ -1,0 +1,56 @@
+"""Bursts of rendering are spread over iterations of the event loop."""
+
+import asyncio
+
+from torchtitan.experiments.rl.envs.turnstile import Turnstile, turnstile
+
+
+async def iterations(counter: list[int]) -> None:
+    while True:
+        counter[0] += 1
+        await asyncio.sleep(0)
+
+
+async def test_one_caller_an_iteration_in_the_order_they_came():
+    stile, seen, counter = Turnstile(), [], [0]
+
+    async def caller(number: int) -> None:
+        for _ in range(3):
+            await stile.wait_turn()
+            seen.append((number, counter[0]))
+
+    ticker = asyncio.create_task(iterations(counter))
+    await asyncio.gather(*(caller(number) for number in range(20)))
+    ticker.cancel()
+    assert [number for number, _ in seen] == list(range(20)) * 3
+    assert len({iteration for _, iteration in seen}) == 60
+
+
+async def test_caller_that_is_cancelled_while_it_waits_holds_up_nobody():
+    stile, seen = Turnstile(), []
+
+    async def caller(number: int) -> None:
+        await stile.wait_turn()
+        seen.append(number)
+
+    waiting = [asyncio.create_task(caller(number)) for number in range(6)]
+    await asyncio.sleep(0)
+    for number in (0, 1, 3, 5):
+        waiting[number].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert seen == [2, 4]
+    await asyncio.wait_for(caller(6), 5)
+    assert seen == [2, 4, 6]
+
+
+def test_every_event_loop_has_its_own():
+    async def mine() -> Turnstile:
+        await asyncio.wait_for(turnstile().wait_turn(), 5)
+        return turnstile()
+
+    async def abandoned() -> None:
+        asyncio.ensure_future(turnstile().wait_turn())
+        await asyncio.sleep(0)
+
+    asyncio.run(abandoned())
+    assert asyncio.run(mine()) is not asyncio.run(mine())
