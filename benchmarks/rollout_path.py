@@ -31,7 +31,16 @@ from torchtitan.experiments.rl.observability.loop_lag import INTERVAL_S, LoopLag
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus  # noqa: E402
 from torchtitan.experiments.rl.rubrics.rubric import env_component  # noqa: E402
-from torchtitan.experiments.rl.tasks import *  # noqa: E402, F403
+from torchtitan.experiments.rl.tasks import (  # noqa: E402
+    DataSample,
+    Dataset,
+    MessageEnv,
+    RendererEnvConfig,
+    ResetOutput,
+    Rubric,
+    StepOutput,
+    Task,
+)
 from torchtitan.experiments.rl.tasks.calculator.env import CALCULATOR  # noqa: E402
 
 CPU_LIMIT_S = 0.001
