@@ -67,6 +67,11 @@ def test_help_names_our_options_and_a_configs_help_its_fields(command, capsys):
         assert not end.value.code and word in capsys.readouterr().out
 
 
+def test_fields_of_a_field_that_may_be_none_are_options_like_others(command):
+    code, _, err = command(*DEBUG, "--tasks.sum-digits.validation.count", "10", "--rollouts-per-step", "None", "--dry-run")
+    assert code == 0 and err == ""
+
+
 # ---- mistakes
 
 

@@ -108,7 +108,12 @@ def _override(config: Any, overrides: list[str]) -> Any:
     try:
         with contextlib.redirect_stderr(errors):
             return tyro.cli(
-                type(config), default=config, args=overrides, prog="python -m torchtitan.experiments.rl.grpo --config NAME"
+                type(config),
+                default=config,
+                args=overrides,
+                prog="python -m torchtitan.experiments.rl.grpo --config NAME",
+                # A field that may be None would become a subcommand; so it is what the config made it, and its fields are options.
+                config=(tyro.conf.AvoidSubcommands,),
             )
     except SystemExit as end:
         if end.code in (0, None):  # --help

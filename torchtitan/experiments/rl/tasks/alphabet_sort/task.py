@@ -75,9 +75,7 @@ class AlphabetSortTask(Task):
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(AlphabetSortTask.Config, self).validate(field=field, policy_path=policy_path)
             for name, dataset in (("dataset", self.dataset), ("validation", self.validation)):
-                if not isinstance(dataset, AlphabetSortDataset.Config):
-                    continue
-                if dataset.max_rounds > self.env.max_turns:
+                if isinstance(dataset, AlphabetSortDataset.Config) and dataset.max_rounds > self.env.max_turns:
                     cure = f"{field}.{name} has up to {dataset.max_rounds} rounds, a turn each: raise this"
                     raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, cure)
 

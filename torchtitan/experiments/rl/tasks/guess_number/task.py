@@ -67,9 +67,7 @@ class GuessNumberTask(Task):
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(GuessNumberTask.Config, self).validate(field=field, policy_path=policy_path)
             for name, dataset in (("dataset", self.dataset), ("validation", self.validation)):
-                if not isinstance(dataset, GuessNumberDataset.Config):
-                    continue
-                if dataset.guesses > self.env.max_turns:
+                if isinstance(dataset, GuessNumberDataset.Config) and dataset.guesses > self.env.max_turns:
                     cure = f"{field}.{name} allows {dataset.guesses} guesses, a turn each: raise this"
                     raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, cure)
             if isinstance(self.rubric, GuessNumberRubric.Config) and not 0 < self.rubric.discount <= 1:
