@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torchtitan.experiments.rl.actors import generator_client
-from torchtitan.experiments.rl.actors.generator_client import GeneratorClient, Router
+from torchtitan.experiments.rl.actors.generator_client import FULL_MESSAGE, GeneratorClient, Router
 from torchtitan.experiments.rl.actors.messages import (
     GenerateRequest,
     GenerateResult,
@@ -15,6 +15,7 @@ from torchtitan.experiments.rl.actors.messages import (
     ScoreRequest,
     ScoreResult,
 )
+from torchtitan.experiments.rl.envs.turnstile import turnstile
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
@@ -361,3 +362,19 @@ async def test_requests_carry_the_smaller_of_the_two_token_limits(connect):
         request = replica.requests[-1]
         assert isinstance(request, GenerateRequest) and request.sampling.max_tokens == expected
         assert request.stop_token_ids == [2] and request.prompt_token_ids.dtype == np.int32
+
+
+async def test_requests_of_rollouts_that_take_turns_leave_together(connect):
+    client, mesh = await connect()
+    gate = turnstile()
+
+    async def rollout(seed):
+        await gate.wait_turn()  # one in each iteration of the loop
+        await open_session(client, seed).generate(PROMPT, max_tokens=4)
+
+    work = [asyncio.create_task(rollout(seed)) for seed in range(FULL_MESSAGE + 9)]
+    for _ in range(4 * len(work)):
+        await asyncio.sleep(0)
+    assert [len(message) for message in mesh[0].messages] == [FULL_MESSAGE, 9]
+    await mesh[0].answer()
+    await asyncio.gather(*work)

@@ -112,7 +112,7 @@ def _override(config: Any, overrides: list[str]) -> Any:
                 default=config,
                 args=overrides,
                 prog="python -m torchtitan.experiments.rl.grpo --config NAME",
-                # A field that may be None would become a subcommand; so it is what the config made it, and its fields are options.
+                # Else a field that may be None becomes a subcommand; so it stays what the config made it, with options.
                 config=(tyro.conf.AvoidSubcommands,),
             )
     except SystemExit as end:

@@ -60,6 +60,7 @@ def check(config: "Controller.Config") -> None:
         cure = "synchronous runs repeat bit for bit, which takes one process: set it to 0, or max_offpolicy_steps to 1 or more"
         raise ConfigError("rollout_workers", config.rollout_workers, cure)
     config.metrics.validate()
+    config.recorder.validate()
     temperatures = {f"tasks.{name}.sampling.temperature": task.sampling.temperature for name, task in config.tasks.items()}
     temperatures |= {
         f"tasks.{name}.validation_schedule.temperature": task.validation_schedule.temperature
@@ -109,7 +110,7 @@ def groups_per_step(config: "Controller.Config") -> int:
 
 
 def check_present(config: "Controller.Config") -> None:
-    """What the run needs of this machine beside the policy: its tasks' files and packages, checkpoints to host, keys of servers.
+    """What the run needs of this machine beside the policy: tasks' files and packages, checkpoints to host, keys of servers.
 
     Raises:
         ConfigError: one is missing.

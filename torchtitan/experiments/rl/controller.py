@@ -30,6 +30,7 @@ from torchtitan.experiments.rl.plan import RunPlan
 from torchtitan.experiments.rl.provision import ProvisionConfig
 from torchtitan.experiments.rl.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
 from torchtitan.experiments.rl.run_actors import ROLES, RunActors
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.training_loop import TrainingLoop
@@ -71,6 +72,7 @@ class Controller(Actor, Configurable):
         validation: ValidationConfig = field(default_factory=ValidationConfig)
         """Schedule of tasks that name none of their own."""
         metrics: MetricsLogger.Config = field(default_factory=MetricsLogger.Config)
+        recorder: RolloutRecorder.Config = field(default_factory=RolloutRecorder.Config)
         rollout_workers: int = 0
         """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's own, on one core of
         Python; perf/event_loop_lag_max_s says when that is too little."""
@@ -96,6 +98,7 @@ class Controller(Actor, Configurable):
         self._metrics: MetricsLogger | None = None
         self._rollouts: RolloutLoop | None = None
         self._training: TrainingLoop | None = None
+        self._recorder: RolloutRecorder | None = None
         self._deaths: list[str] = []
         self._building: asyncio.Task[None] | None = None
         self._stopped_by: str | None = None
@@ -103,6 +106,7 @@ class Controller(Actor, Configurable):
         self._validations: list[float] = []
         self._files = {
             "metrics": self._run_dir / METRICS_FILE,
+            "records": self._run_dir / ROLLOUTS_FILE,
             "ledger": self._run_dir / LEDGER_FILE,
             "logs": self._run_dir / "logs",
         }
@@ -186,6 +190,7 @@ class Controller(Actor, Configurable):
         batcher = config.batcher.build()
         await self._actors.start()
         runner = await self._actors.start_runner(self._tasks)
+        self._recorder = config.recorder.build(run_dir=self._run_dir)
         self._rollouts = RolloutLoop(
             tasks=self._tasks,
             mix=config.task_mix.build(weights={name: task.config.weight for name, task in self._tasks.items()}),
@@ -198,6 +203,7 @@ class Controller(Actor, Configurable):
             total_groups=plan.groups_per_step * config.steps,
             max_drops_in_a_row=config.max_drops_in_a_row,
             ledger=Ledger(self._files["ledger"]),
+            recorder=self._recorder,
         )
         self._training = TrainingLoop(
             steps=config.steps,
@@ -239,6 +245,10 @@ class Controller(Actor, Configurable):
             await self._training.close()
         if self._rollouts is not None:
             await self._rollouts.close()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
+            if self._recorder.not_recorded:
+                logger.warning("%d rollouts are not in %s", self._recorder.not_recorded, self._files["records"])
         for task in self._tasks.values():
             await task.close()
         await self._actors.close()

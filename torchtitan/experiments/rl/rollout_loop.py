@@ -12,7 +12,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.data.task_mix import TaskMix
@@ -22,6 +21,7 @@ from torchtitan.experiments.rl.ledger import Ledger
 from torchtitan.experiments.rl.pacing import Pacer
 from torchtitan.experiments.rl.rollouts.filters import Filter, apply_filters
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -73,7 +73,7 @@ class RolloutLoop:
         total_groups: int,
         max_drops_in_a_row: int,
         ledger: Ledger | None = None,
-        recorder: Any = None,
+        recorder: RolloutRecorder | None = None,
     ):
         """
         Args:

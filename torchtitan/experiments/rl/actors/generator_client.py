@@ -1,7 +1,8 @@
 """The controller's side of the Generator mesh: routes requests to replicas and answers to whoever waits for them.
 
-Requests made in one event-loop tick leave in one message per replica: a message costs what hundreds of requests cost. Where
-there are very many, some leave before the tick ends: rendering the prompts of a whole step takes as long as an engine step.
+Requests made in one event-loop tick leave in one message per replica: a message costs what hundreds of requests cost. So do the
+requests of rollouts that render one after another (`envs/turnstile.py`), up to a full message: rendering the prompts of a whole
+step takes as long as an engine step.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from torchtitan.experiments.rl.actors.messages import (
     ScoreRequest,
     WeightReceipt,
 )
+from torchtitan.experiments.rl.envs.turnstile import turnstile
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.frozen.models import ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
@@ -32,7 +34,7 @@ from torchtitan.experiments.rl.rollouts.types import Completion
 logger = logging.getLogger(__name__)
 
 FULL_MESSAGE = 64
-"""Requests per replica that don't wait for the end of the tick: 13 % more tokens per second with 256 short rollouts a step."""
+"""Requests per replica that wait for no others: 13 % more tokens per second with 256 short rollouts a step."""
 
 
 class Router:
@@ -179,6 +181,8 @@ class GeneratorClient:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
+        if not self._lockstep and turnstile().busy and len(self._outbox) < FULL_MESSAGE * len(self._replicas):
+            return self._schedule_flush()
         if self._lockstep:
             if self._lockstep_holds():
                 return

@@ -16,6 +16,11 @@ class Turnstile:
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for a turn."""
+        return any(not turn.done() for turn in self._waiting)
+
     async def wait_turn(self) -> None:
         """Return in an iteration that no other caller has."""
         loop = asyncio.get_running_loop()
