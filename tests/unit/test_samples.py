@@ -1,16 +1,12 @@
 """Rollout to samples: the trained ids are the sampled ids, each trained once."""
 
-import asyncio
 import itertools
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.rollout_stubs import TalkingEnv, completion_of
-from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
-from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns, turn_spans
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutTurn
 
@@ -68,6 +64,13 @@ def test_turn_that_sampled_nothing_trains_nothing():
     assert [sample.token_ids.tolist() for sample in samples_of(turns)] == [[1, 2, 3]]
     assert turn_spans(turns)[1] is None
     assert samples_of([turn_of([1, 2], [])]) == [] and samples_of([]) == []
+
+
+def test_roles_that_a_turn_which_sampled_nothing_described_are_kept():
+    first, silent, second = turn_of([1, 2], [3]), turn_of([1, 2, 3, 9], []), turn_of([1, 2, 3, 9, 8], [6])
+    first.prompt_roles, silent.prompt_roles, second.prompt_roles = [None, "user"], [None] * 3 + ["tool"], [None] * 4 + ["user"]
+    (sample,) = samples_of([first, silent, second])
+    assert sample.role_ids.tolist() == [-1, 2, 3, 4, 2, 3]  # ROLES: user 2, assistant 3, tool 4
 
 
 def test_uneven_completion_streams_are_refused_with_their_turn():
@@ -135,37 +138,3 @@ def test_advantages_land_on_the_tokens_they_were_given_for(conversation, data):
     landed = [value for sample in rollout.samples for value in sample.advantages[sample.loss_mask].tolist()]
     assert landed == given_values
     assert all(not sample.advantages[~sample.loss_mask].any() for sample in rollout.samples)
-
-
-# Texts a template is made of, and texts a tokenizer may merge across message borders.
-TEXTS = st.text(max_size=12) | st.sampled_from(
-    ["\n", "<think>\nx\n</think>\n\ny", "<tool_call>\n{}\n</tool_call>", " a", "\n\n\n", "12"]
-)
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    replies=st.lists(TEXTS, min_size=1, max_size=4),
-    role=st.sampled_from(["user", "tool"]),
-    thinking=st.booleans(),
-    retention=st.sampled_from(["all", "tool_cycle"]),
-)
-def test_rendered_conversations_train_exactly_what_was_sampled(tokenizer_path, tokenizer, replies, role, thinking, retention):
-    renderer = build_renderer(RendererConfig(enable_thinking=thinking, thinking_retention=retention), tokenizer_path)
-    env = RendererEnv(
-        message_env=TalkingEnv(turns=len(replies), role=role),
-        renderer=renderer,
-        config=RendererEnvConfig(max_rollout_tokens=10_000),
-    )
-
-    async def play():
-        await env.initial_prompt()
-        for reply in replies:
-            await env.step_completion(completion_of(tokenizer, reply))
-
-    asyncio.run(play())
-    samples = samples_of(env.turns)
-    trained = [token for sample in samples for token in sample.token_ids[sample.loss_mask].tolist()]
-    assert trained == [token for reply in replies for token in completion_of(tokenizer, reply).token_ids.tolist()]
-    if retention == "all" and "</think>" not in "".join(replies) and not thinking:
-        assert len(samples) == 1

@@ -85,9 +85,11 @@ def check_all_rendered(rendered: RenderedTokens, messages: Iterable[Message]) ->
     Raises:
         ValueError: a message of the env's with content has no token in the prompt.
     """
-    present = set(rendered.message_indices)
-    if not any(index >= 0 for index in present):  # this renderer attributes nothing
+    if not rendered.is_content:
+        # The tokenizer's own chat template: whose a token is was guessed there from how long the beginnings of the conversation
+        # are, which is wrong wherever the template rewrites history.
         return
+    present = set(rendered.message_indices)
     for index, message in enumerate(messages):
         if message["content"] and message["role"] != "assistant" and index not in present:
             raise ValueError(f"the renderer dropped message {index}: this model's template has no role {message['role']!r}")

@@ -112,13 +112,15 @@ def _prompt(rendered: RenderedTokens, before: np.ndarray, *, described: int = 0)
     ids = rendered.token_ids
     token_ids = np.concatenate([before[:described], np.asarray(ids[described:], np.int32)])
     is_content = np.zeros(len(ids), bool)
-    if rendered.is_content:
+    roles: list[str | None] = [None] * len(ids)
+    if rendered.is_content:  # without it, roles are guesses (see check_all_rendered)
         is_content[described:] = rendered.is_content[described:]
-    roles = [rendered.message_roles[index] if index >= 0 else None for index in rendered.message_indices[described:]]
+        indices, of_message = rendered.message_indices[described:], rendered.message_roles
+        roles[described:] = [of_message[index] if index >= 0 else None for index in indices]
     return Prompt(
         ids=ids,
         token_ids=token_ids,
-        roles=[None] * described + roles,
+        roles=roles,
         is_content=is_content,
         extends=np.array_equal(token_ids[: len(before)], before),
     )
