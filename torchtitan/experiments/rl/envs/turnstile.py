@@ -18,8 +18,8 @@ class Turnstile:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for a turn."""
-        return any(not turn.done() for turn in self._waiting)
+        """Whether somebody waits for a turn, or has it in this iteration."""
+        return bool(self._waiting)
 
     async def wait_turn(self) -> None:
         """Return in an iteration that no other caller has."""
