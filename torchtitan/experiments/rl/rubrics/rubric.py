@@ -69,7 +69,8 @@ class Rubric(UserConfigurable):
         """With none, every reward is 0: for algorithms that take no credit from rewards."""
         truncation_reward: float | None = None
         """Reward of truncated rollouts; None has the functions score them as far as they got. No number is a safe default:
-        among rewards of -1 and 1, a 0 would make rambling on better than a wrong answer."""
+        among rewards of -1 and 1, a 0 would make rambling on better than a wrong answer. A rollout whose opening prompt
+        overflows is excluded."""
         error_reward: float | None = None
         """Reward of rollouts that failed; None excludes them. Never given for a failed reward function."""
         timeout_s: float = 30.0
@@ -113,13 +114,14 @@ class Rubric(UserConfigurable):
 
     def _needs_scoring(self, rollout: Rollout) -> bool:
         if rollout.status.is_truncated():
-            return self.config.truncation_reward is None
+            return bool(rollout.turns) and self.config.truncation_reward is None
         return not rollout.status.is_error()
 
     def _fixed_reward(self, rollout: Rollout) -> float | None:
         if rollout.status.is_error():
             return self.config.error_reward
-        return self.config.truncation_reward if rollout.status.is_truncated() else None
+        # An opening prompt that overflows says nothing of the policy, which said nothing.
+        return self.config.truncation_reward if rollout.status.is_truncated() and rollout.turns else None
 
     async def _column(self, entry: RewardFn, rollouts: list[Rollout], env_input: Any) -> list[float | str]:
         """One function's value for each rollout, or the cause, a string, where there is none."""
