@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument(
         "--config", default="rl_guess_number_qwen3_debug", help="default: %(default)s, where both times are alike"
     )
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pairs", type=int, default=2)
     args = parser.parse_args()
 
