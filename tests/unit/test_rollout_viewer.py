@@ -1,0 +1,84 @@
+"""What a person sees of recorded rollouts."""
+
+import pytest
+
+from tests.unit.rollout_stubs import ScriptedPolicy
+from torchtitan.experiments.rl.algorithms import GRPO
+from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
+from torchtitan.experiments.rl.observability.rollouts import main
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.tasks.calculator.task import CalculatorTask
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "47 * 86"}}\n</tool_call>'
+
+
+@pytest.fixture
+async def run_folder(tmp_path, tokenizer_path, tokenizer):
+    """Three rollouts: right by the tool, wrong without it, and one whose generator failed."""
+    renderer = build_renderer(RendererConfig(enable_thinking=True), tokenizer_path)
+    task = CalculatorTask.Config(algorithm=GRPO.Config(), max_retries=0).build(name="calculator", renderer=renderer)
+
+    def reply(rollout_id, turn):
+        if rollout_id.endswith("2"):
+            return RuntimeError("the engine is gone")
+        return [f"<think>\nlarge\nnumbers\n</think>\n\nLet me see.\n{CALL}", "4042"][turn] if rollout_id.endswith("0") else "40"
+
+    sample = DataSample(sample_id="s", env_input="47 * 86")
+    group = await task.run_group(sample, ScriptedPolicy(tokenizer, reply), group_id="calculator-0", seed=0, group_size=3)
+    assert await task.score_group(group) is None
+    recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
+    outcomes = ["trained", "trained", "failed/error"]
+    recorder.record(group, {rollout.rollout_id: outcomes[rollout.sample_idx] for rollout in group.rollouts})
+    recorder.close()
+    return tmp_path
+
+
+async def test_conversation_reads_from_top_to_bottom(run_folder, capsys):
+    assert main([str(run_folder), "--limit", "1"]) == 0
+    shown = capsys.readouterr().out
+    parts = [
+        "calculator-0/0 · completed · reward 1 · trained · policy 3",
+        "user │ What is 47 * 86?",
+        "assistant │ (thinks) large\n          │ numbers\n          │ Let me see.\n",
+        '│ (calls) calculator({"expression": "47 * 86"})',
+        "env rewards calculated 1",
+        "tool │ 4042",
+        "assistant │ 4042",
+        "1 training sample, advantage",
+        "made from 47 * 86",
+    ]
+    places = [shown.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places), shown
+    assert shown.count("user │") == shown.count("tool │") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ([], "012"),
+        (["--limit", "2"], "01"),
+        (["--status", "error"], "2"),
+        (["--outcome", "failed"], "2"),
+        (["--min-reward", "0.5"], "0"),
+        (["--max-reward", "0.5"], "1"),
+        (["--task", "calculator", "--status", "completed"], "01"),
+    ],
+)
+async def test_options_choose_rollouts(run_folder, capsys, options, shown):
+    assert main([str(run_folder / "rollouts.jsonl"), *options]) == 0
+    text = capsys.readouterr().out
+    assert [number for number in "012" if f"calculator-0/{number}" in text] == list(shown)
+    assert ("the engine is gone" in text) == ("2" in shown)
+
+
+async def test_nothing_to_show_is_said(run_folder, tmp_path, capsys):
+    assert main([str(run_folder), "--task", "other"]) == 1
+    assert "no rollout matches" in capsys.readouterr().err
+    assert main([str(tmp_path / "nowhere")]) == 1
+    assert "no such file" in capsys.readouterr().err
+
+
+async def test_long_messages_are_cut(run_folder, capsys):
+    assert main([str(run_folder), "--limit", "1", "--chars", "5"]) == 0
+    assert "What … (" in capsys.readouterr().out

@@ -1,0 +1,153 @@
+"""Shows recorded rollouts as conversations, with what they earned.
+
+python -m torchtitan.experiments.rl.observability.rollouts outputs/RUN [--task NAME] [--status STATUS] [--outcome COLUMN]
+    [--min-reward R] [--max-reward R] [--limit N] [--chars N]
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
+from torchtitan.experiments.rl.rollouts.records import RecordedRollout
+from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+
+WIDTH = 100
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Exit code 1 where nothing matches or there is no such file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.experiments.rl.observability.rollouts",
+        description="Show recorded rollouts as conversations, with what they earned.",
+    )
+    parser.add_argument("path", type=Path, help="a run folder, or its rollouts.jsonl")
+    parser.add_argument("--task", help="only this task")
+    parser.add_argument("--status", choices=[status.value for status in RolloutStatus if status.is_terminal()])
+    parser.add_argument("--outcome", help='a column of the ledger, or its beginning: "trained", "failed", "filtered/..."')
+    parser.add_argument("--min-reward", type=float)
+    parser.add_argument("--max-reward", type=float)
+    parser.add_argument("--limit", type=int, default=10, help="show so many (default 10); 0: all")
+    parser.add_argument("--chars", type=int, default=2000, help="of a message, the rest is cut (default 2000); 0: all")
+    options = parser.parse_args(arguments)
+    shown = 0
+    try:
+        for record in matching(options):
+            print("\n".join(lines_of(record, chars=options.chars)))
+            shown += 1
+            if shown == options.limit:
+                break
+    except FileNotFoundError as error:
+        print(f"{error.filename}: no such file; was the run started with recorder.fraction = 0?", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # piped into head
+        sys.stderr.close()
+        return 0
+    if not shown:
+        print("no rollout matches", file=sys.stderr)
+    return 0 if shown else 1
+
+
+def matching(options: argparse.Namespace) -> Iterator[RecordedRollout]:
+    """The records that pass the command's filters."""
+    for record in read_rollouts(options.path):
+        rollout, reward = record.rollout, record.rollout.reward
+        if (
+            (options.task in (None, rollout.task_name))
+            and (options.status in (None, rollout.status.value))
+            and (options.outcome is None or (record.outcome or "").startswith(options.outcome))
+            and (options.min_reward is None or (reward is not None and reward >= options.min_reward))
+            and (options.max_reward is None or (reward is not None and reward <= options.max_reward))
+        ):
+            yield record
+
+
+def lines_of(record: RecordedRollout, *, chars: int = 0) -> list[str]:
+    """One rollout as text: a header, its conversation as the model saw it, and what it earned."""
+    rollout = record.rollout
+    reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:.3g}"
+    facts = [rollout.rollout_id, rollout.status.value, reward, record.outcome or "not counted", f"policy {_versions(record)}"]
+    lines = [f"━━ {' · '.join(facts)} ".ljust(WIDTH, "━")]
+    seen: list[int] = []
+    for turn in rollout.turns:
+        conversation = [id(message) for message in turn.prompt_messages]
+        if conversation[: len(seen)] != seen:
+            lines.append("   (the conversation was rewritten)")
+            seen = []
+        for message in turn.prompt_messages[len(seen) :]:
+            lines += _message(message, chars=chars)
+        tokens = f"{len(turn.completion.token_ids)} tokens, {turn.generate_s:.2f} s, {turn.completion.finish_reason}"
+        lines += _message(turn.assistant_message, note=tokens, chars=chars)
+        seen = [*conversation, id(turn.assistant_message)]
+        if turn.reward_components:
+            lines.append(f"   env rewards {_components(turn.reward_components)} ({turn.env_s:.2f} s)")
+    if rollout.turns:  # the env's last words, which no prompt repeats
+        for message in rollout.turns[-1].env_messages:
+            lines += _message(message, chars=chars)
+    if record.left_out:
+        lines.append(f"   left out: {record.left_out}")
+    if rollout.error:
+        lines.append(f"   {rollout.status.value}: {rollout.error}")
+    if rollout.reward_components:
+        lines.append(f"   rewards {_components(rollout.reward_components)}")
+    lines.append(f"   {_samples(record)}; made from {_cut(_plain(_env_input(record)), 200)}")
+    return [*lines, ""]
+
+
+def _message(message: dict, *, note: str = "", chars: int) -> list[str]:
+    parts = []
+    if thought := message.get("reasoning_content"):
+        parts.append(f"(thinks) {_cut(thought, chars)}")
+    content = message.get("content")
+    if content or not message.get("tool_calls"):
+        parts.append(_cut(_plain(content), chars))
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", {})
+        parts.append(f"(calls) {function.get('name')}({_cut(_plain(function.get('arguments')), chars)})")
+    text = "\n".join(parts).split("\n")
+    name = str(message.get("role"))
+    head = f"{name:>9} │ "
+    lines = [head + text[0], *(f"{'':>9} │ {line}" for line in text[1:])]
+    if note:
+        lines[-1] += f"   [{note}]"
+    return lines
+
+
+def _versions(record: RecordedRollout) -> str:
+    versions = sorted({int(v) for turn in record.rollout.turns for v in set(turn.completion.policy_versions.tolist())})
+    return str(record.admitted_version) if len(versions) < 2 else f"{versions[0]}-{versions[-1]}"
+
+
+def _samples(record: RecordedRollout) -> str:
+    samples = record.rollout.samples
+    text = f"{len(samples)} training sample{'s' * (len(samples) != 1)}"
+    advantages = [s.advantages[s.loss_mask] for s in samples if s.advantages is not None and s.loss_mask.any()]
+    values = sorted({round(float(value), 6) for part in advantages for value in (part.min(), part.max())})
+    if values:
+        text += f", advantage {values[0]:.3g}" + (f" to {values[-1]:.3g}" if len(values) > 1 else "")
+    return text
+
+
+def _env_input(record: RecordedRollout) -> Any:
+    return record.rollout.data_sample.env_input if record.rollout.data_sample else None
+
+
+def _components(components: dict[str, float]) -> str:
+    return ", ".join(
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in components.items()
+    )
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _cut(text: str, chars: int) -> str:
+    return text if not chars or len(text) <= chars else f"{text[:chars]}… ({len(text) - chars:,} characters more)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
