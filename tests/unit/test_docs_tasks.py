@@ -1,0 +1,112 @@
+"""What docs/tasks.md shows works as written."""
+
+import asyncio
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan.experiments.rl.algorithms import GRPO
+from torchtitan.experiments.rl.cli import load_config, parse_command
+from torchtitan.experiments.rl.config_registry import TINY_MODEL
+from torchtitan.experiments.rl.observability import rollouts as viewer
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
+FILES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
+
+
+@pytest.fixture
+def modules(tmp_path, monkeypatch):
+    """The page's files, imported."""
+    for name, code in FILES.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield {name: importlib.import_module(name) for name in FILES}
+    for name in FILES:
+        sys.modules.pop(name, None)
+
+
+def sandbox_task(modules, renderer, **changes):
+    return (
+        modules["sandboxes"].SandboxTask.Config(algorithm=GRPO.Config(), **changes).build(name="phonebook", renderer=renderer)
+    )
+
+
+def test_every_block_of_code_is_one_that_is_run_here():
+    assert set(FILES) == {"phonebook", "test_phonebook", "sandboxes", "slow_tools"}
+    assert PAGE.count("```python") == len(FILES)
+
+
+async def test_the_tests_of_the_task_pass(modules):
+    tests = [test for name, test in vars(modules["test_phonebook"]).items() if name.startswith("test_")]
+    assert len(tests) == 3
+    for test in tests:
+        outcome = test()
+        if inspect.isawaitable(outcome):
+            await outcome
+
+
+def test_the_command_finds_the_config_and_its_override(modules):
+    words = ["--module", "phonebook", "--config", "rl_phonebook", "--tasks.phonebook.env.max-turns", "2"]
+    assert all(word in PAGE for word in words)
+    config = load_config(parse_command(words))
+    assert config.tasks["phonebook"].env.max_turns == 2
+
+
+async def test_a_reply_is_cut_at_its_limit(modules, renderer):
+    task = sandbox_task(modules, renderer)
+    task.config.sampling.max_tokens = 3
+    await task.setup(ScriptedPolicy(TINY_MODEL, []))
+    policy = ScriptedPolicy(TINY_MODEL, ["It is 5514, I think."])
+    group = await task.run_group(task.dataset[0], policy, group_id="g", seed=0, group_size=1)
+    (rollout,) = group.rollouts
+    assert rollout.status is RolloutStatus.TRUNCATED_LENGTH and rollout.completion_tokens == 3
+
+
+async def test_sandboxes_are_lent_to_one_env_at_a_time_and_come_back_whatever_happens(modules, renderer):
+    task = sandbox_task(modules, renderer, max_retries=0)
+    await task.setup(ScriptedPolicy(TINY_MODEL, []))
+    sandboxes = list(task.pool._queue)
+
+    def reply(rollout, turn):
+        if rollout % 3 == 0:
+            raise RuntimeError("the engine is gone")
+        return "It is 5514."
+
+    group = await task.run_group(task.dataset[0], ScriptedPolicy(TINY_MODEL, reply), group_id="g", seed=0, group_size=12)
+    assert [rollout.status for rollout in group.rollouts] == ["error", "completed", "completed"] * 4
+    assert sorted(map(id, task.pool._queue)) == sorted(map(id, sandboxes)) and len(sandboxes) == 4
+    assert sum(sandbox.uses for sandbox in sandboxes) == 12
+
+
+async def test_what_was_said_can_be_read_as_shown(modules, renderer, tmp_path, capsys):
+    class SlowEnv(modules["phonebook"].PhonebookEnv):
+        async def step_message(self, message):
+            await asyncio.sleep(0.05)
+            return await super().step_message(message)
+
+    task = modules["phonebook"].PhonebookTask.Config(algorithm=GRPO.Config()).build(name="phonebook", renderer=renderer)
+    task.make_env = lambda sample: SlowEnv(sample.env_input)
+    policy = ScriptedPolicy(TINY_MODEL, ["It is 1234."])
+    group = await task.run_group(task.dataset[0], policy, group_id="g", seed=0, group_size=2)
+    assert await task.score_group(group) is None
+    recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
+    recorder.record(group, {rollout.rollout_id: "trained" for rollout in group.rollouts})
+    recorder.close()
+    slow = list(modules["slow_tools"].slow_tools(tmp_path, 0.02))
+    assert [entry[:2] for entry in slow] == [("trained", "It is 1234.")] * 2
+    assert not list(modules["slow_tools"].slow_tools(tmp_path, 60.0))
+    assert viewer.main([str(tmp_path), "--max-reward", "0.2", "--limit", "5"]) == 0
+    assert "It is 1234." in capsys.readouterr().out
+
+
+def test_every_status_is_in_the_table():
+    assert set(re.findall(r"^\| `(\w+)` \| ", PAGE, re.MULTILINE)) - set(
+        "Dataset MessageEnv Rubric Task Algorithm".split()
+    ) == {status.value for status in RolloutStatus if status.is_terminal()}

@@ -1,0 +1,71 @@
+"""A policy that says what it is told, so that a task can be tried and tested without a model."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from torchtitan.experiments.rl.frozen.models import ModelReference
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import Completion
+
+
+class ScriptedPolicy:
+    """Implements rollouts.policy.PolicyClient. Every token has log-probability -1; limits on tokens cut replies as they would a
+    model's.
+
+    ``replies`` are what every rollout says, turn by turn, or a function of the rollout's index in its group and the turn.
+    """
+
+    version = 0
+
+    def __init__(self, tokenizer_path: str | Path, replies: Sequence[str] | Callable[[int, int], str]):
+        """
+        Args:
+            tokenizer_path: folder of the tokenizer the task's renderer has.
+        """
+        self.tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_path), local_files_only=True)
+        self.reply = replies if callable(replies) else lambda rollout, turn: replies[turn]
+        self.prompts: list[str] = []
+        """What it was asked, special tokens included, in order."""
+
+    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "ScriptedSession":
+        """See ModelClient.session."""
+        index = int(rollout_id.rpartition("/")[2].partition("~")[0])
+        return ScriptedSession(self, index, sampling, stop_token_ids[0])
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """See ModelClient.score."""
+        return np.where(np.arange(len(token_ids)) > 0, -1, 0).astype(np.float32)
+
+    def frozen(self, model: ModelReference) -> "ScriptedPolicy":
+        """See PolicyClient.frozen. Every model says the same."""
+        return self
+
+
+class ScriptedSession:
+    """Implements rollouts.policy.PolicySession."""
+
+    def __init__(self, policy: ScriptedPolicy, index: int, sampling: SamplingConfig, stop: int):
+        self._policy, self._index, self._sampling, self._stop = policy, index, sampling, stop
+        self._turn = 0
+
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+        """See PolicySession.generate."""
+        policy = self._policy
+        policy.prompts.append(policy.tokenizer.decode(prompt_token_ids))
+        text = policy.reply(self._index, self._turn)
+        self._turn += 1
+        ids = [*policy.tokenizer.encode(text, add_special_tokens=False), self._stop]
+        limit = min(max_tokens, self._sampling.max_tokens)
+        kept = np.asarray(ids[:limit], np.int32)
+        return Completion(
+            token_ids=kept,
+            logprobs=np.full(len(kept), -1, np.float32),
+            policy_versions=np.full(len(kept), policy.version, np.int32),
+            finish_reason="stop" if len(ids) <= limit else "length",
+        )
+
+    def close(self) -> None:
+        pass
