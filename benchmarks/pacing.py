@@ -300,9 +300,7 @@ def main() -> None:
 
     model = Path(__file__).resolve().parents[1] / "assets" / "tiny_qwen3"
     renderer = build_renderer(RendererConfig(), model)
-    print(
-        f"{GROUPS_PER_STEP} groups of {GROUP_SIZE} a step, {args.steps} steps. Durations: log-normal of mean 1, this cv;"
-    )
+    print(f"{GROUPS_PER_STEP} groups of {GROUP_SIZE} a step, {args.steps} steps. Durations: log-normal of mean 1, this cv;")
     print("train: a step's training time / synchronous generation time. Throughput is a share of the ideal.\n")
     print("train   cv bound |   ours   fifo  discard | age max |   mean length, trained / dispatched")
     print("                 |                        |         |   ours  discard   thrown away")

@@ -14,7 +14,10 @@ VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"
 SPECIAL_TOKENS = {
     "qwen3": [],
     "qwen3.5": VISION,
-    "glm-4.5": "[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|> <arg_key> </arg_key> <arg_value> </arg_value>".split(),
+    "glm-4.5": [
+        *"[gMASK] <sop> <|system|> <|user|> <|assistant|> <|observation|>".split(),
+        *"<arg_key> </arg_key> <arg_value> </arg_value>".split(),
+    ],
     "llama-3": "<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|end_of_text|> <|eom_id|>".split(),
     "minimax-m2": ["]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>"],
     "kimi-k2": [
@@ -22,9 +25,11 @@ SPECIAL_TOKENS = {
         *"<|tool_call_end|> <|tool_calls_section_begin|> <|tool_calls_section_end|>".split(),
     ],
     "deepseek-v3": [
-        *"<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>".split(),
-        *"<｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜> <｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜>".split(),
-        *"<｜tool▁output▁begin｜> <｜tool▁output▁end｜>".split(),
+        *"<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜>".split(),
+        *"<｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜>".split(),
+        *"<｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁sep｜>".split(),
+        *"<｜tool▁outputs▁begin｜> <｜tool▁outputs▁end｜> <｜tool▁output▁begin｜>".split(),
+        *"<｜tool▁output▁end｜>".split(),
     ],
     "default": [],
 }

@@ -26,6 +26,7 @@ from torchtitan.experiments.rl.user_code import Threads, UserCodeError, call_bou
 
 logger = logging.getLogger(__name__)
 
+
 @dataclass(slots=True)
 class Reward:
     """What a rubric says of one rollout."""
