@@ -22,8 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         command = parse_command(sys.argv[1:] if arguments is None else arguments)
         if command.list_configs:
-            for name, function in config_functions(command.module).items():
-                print(f"{name:<28} {(function.__doc__ or '').strip().splitlines()[0] if function.__doc__ else ''}".rstrip())
+            functions = config_functions(command.module)
+            width = max(map(len, functions), default=0)
+            for name, function in functions.items():
+                print(f"{name:<{width}}  {(function.__doc__ or '').strip().partition(chr(10))[0]}".rstrip())
             return 0
         config = load_config(command)
         if command.dry_run:
