@@ -13,14 +13,14 @@ from torchtitan.experiments.rl.algorithms.max_rl import MaxRL
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.frozen.models import FrozenModel
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutTurn
-from torchtitan.experiments.rl.types import TrainingSample
+from torchtitan.experiments.rl.types import ROLES, TrainingSample
 
 
 def turn(completion_tokens: int, prompt_roles: list[str | None] = ("user",), prompt_is_content: list[bool] = (True,)):
     return RolloutTurn(
         prompt_messages=[],
         prompt_token_ids=np.zeros(len(prompt_roles), np.int32),
-        prompt_roles=list(prompt_roles),
+        prompt_role_ids=np.array([ROLES.index(role) if role else -1 for role in prompt_roles], np.int8),
         prompt_is_content=np.array(prompt_is_content),
         completion=Completion(
             token_ids=np.zeros(completion_tokens, np.int32),

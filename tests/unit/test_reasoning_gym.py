@@ -49,7 +49,7 @@ def said(message) -> Rollout:
     turn = RolloutTurn(
         prompt_messages=[],
         prompt_token_ids=np.zeros(1, np.int32),
-        prompt_roles=[None],
+        prompt_role_ids=np.full(1, -1, np.int8),
         prompt_is_content=np.zeros(1, bool),
         completion=completion,
         assistant_message=message,

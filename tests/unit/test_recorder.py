@@ -190,7 +190,7 @@ def test_turns_that_extend_or_rewrite_each_other_are_read_exactly(tmp_path_facto
     for new, sampled, kept in drawn:
         prompt = history[:kept] + new
         turn = turn_of(prompt, sampled, logprobs=[-0.1] * len(sampled), versions=[len(turns)] * len(sampled))
-        turn.prompt_roles = [["user", None, "tool"][token] for token in prompt]
+        turn.prompt_role_ids = np.array([[2, -1, 4][token] for token in prompt], np.int8)
         turn.prompt_is_content = np.array(prompt, bool)
         turns.append(turn)
         history = prompt + sampled

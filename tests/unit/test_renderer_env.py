@@ -14,6 +14,7 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+from torchtitan.experiments.rl.types import ROLES
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -117,23 +118,41 @@ def tool(text):
     return {"role": "tool", "content": text}
 
 
-async def test_prompt_attribution_covers_only_what_a_turn_added(wrap, tokenizer):
-    env = wrap(TalkingEnv(turns=2, role="tool"))
-    first = (await env.initial_prompt()).next_prompt_token_ids
-    sampled = completion_of(tokenizer, "one")
-    second = (await env.step_completion(sampled)).next_prompt_token_ids
-    await env.step_completion(completion_of(tokenizer, "two"))
+async def test_every_prompt_says_whose_each_of_its_tokens_is(wrap, tokenizer):
+    env = wrap(TalkingEnv(turns=3, role="tool"))
+    await env.initial_prompt()
+    for reply in ("one", "two", "three"):
+        await env.step_completion(completion_of(tokenizer, reply))
 
     def body(turn, role):
-        keep = [
-            has_role == role and content for has_role, content in zip(turn.prompt_roles, turn.prompt_is_content, strict=True)
-        ]
-        return tokenizer.decode(turn.prompt_token_ids[np.array(keep)])
+        return tokenizer.decode(turn.prompt_token_ids[(turn.prompt_role_ids == ROLES.index(role)) & turn.prompt_is_content])
 
-    assert body(env.turns[0], "user") == "start" and len(env.turns[0].prompt_roles) == len(first)
-    assert body(env.turns[1], "tool") == "more 1" and len(env.turns[1].prompt_roles) == len(second)
-    prior = len(first) + len(sampled.token_ids)
-    assert set(env.turns[1].prompt_roles[:prior]) == {None} and not env.turns[1].prompt_is_content[:prior].any()
+    assert [body(turn, "user") for turn in env.turns] == ["start"] * 3
+    assert [body(turn, "tool") for turn in env.turns] == ["", "more 1", "more 1more 2"]
+    assert [body(turn, "assistant") for turn in env.turns] == ["", "one<|im_end|>", "one<|im_end|>two<|im_end|>"]
+    for turn in env.turns:
+        assert len(turn.prompt_role_ids) == len(turn.prompt_is_content) == len(turn.prompt_token_ids)
+        assert turn.prompt_role_ids.dtype == np.int8 and turn.prompt_role_ids[-1] == -1  # the opening of the next answer
+    # As the ids do: lists of them took 8 bytes a token and turn, and garbage collection went through every one.
+    assert np.shares_memory(env.turns[0].prompt_role_ids, env.turns[1].prompt_role_ids)
+    assert np.shares_memory(env.turns[0].prompt_is_content, env.turns[1].prompt_is_content)
+
+
+async def test_completion_that_goes_on_after_its_end_is_cut_there_and_the_rest_keeps_its_roles(wrap, tokenizer):
+    env = wrap(TalkingEnv(turns=2, role="tool"))
+    first = (await env.initial_prompt()).next_prompt_token_ids
+    sampled = completion_of(tokenizer, "one<|im_end|>two")
+    sampled.token_ids, sampled.logprobs = sampled.token_ids[:-1], sampled.logprobs[:-1]
+    sampled.policy_versions = sampled.policy_versions[:-1]
+    second = (await env.step_completion(sampled)).next_prompt_token_ids
+    await env.step_completion(completion_of(tokenizer, "three"))
+    kept = len(first) + len(completion_of(tokenizer, "one").token_ids)
+    assert second[:kept] == [*first, *sampled.token_ids.tolist()][:kept]
+    assert tokenizer.decode(second[kept:]).startswith("\n<|im_start|>")
+    roles = env.turns[1].prompt_role_ids.tolist()
+    assert roles[: len(first)] == env.turns[0].prompt_role_ids.tolist()
+    assert set(roles[len(first) : kept]) == {ROLES.index("assistant")}
+    assert not np.shares_memory(env.turns[0].prompt_token_ids, env.turns[1].prompt_token_ids)  # it extends nothing
 
 
 async def test_prompt_is_rendered_anew_where_the_renderer_does_not_bridge(tokenizer_path, tokenizer):
@@ -147,7 +166,7 @@ async def test_prompt_is_rendered_anew_where_the_renderer_does_not_bridge(tokeni
         "<|im_start|>assistant\n"
     )
     await env.step_completion(completion_of(tokenizer, "two"))
-    assert set(env.turns[1].prompt_roles) == {"user", "assistant", None}
+    assert set(env.turns[1].prompt_role_ids.tolist()) == {ROLES.index("user"), ROLES.index("assistant"), -1}
 
 
 async def test_tool_calls_arrive_in_openai_format(wrap, tokenizer):

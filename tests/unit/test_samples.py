@@ -16,7 +16,7 @@ def turn_of(prompt, sampled, *, logprobs=None, versions=None) -> RolloutTurn:
     return RolloutTurn(
         prompt_messages=[],
         prompt_token_ids=np.asarray(prompt, np.int32),
-        prompt_roles=[None] * len(prompt),
+        prompt_role_ids=np.full(len(prompt), -1, np.int8),
         prompt_is_content=np.zeros(len(prompt), bool),
         completion=Completion(
             token_ids=np.asarray(sampled, np.int32),
@@ -66,9 +66,9 @@ def test_turn_that_sampled_nothing_trains_nothing():
     assert samples_of([turn_of([1, 2], [])]) == [] and samples_of([]) == []
 
 
-def test_roles_that_a_turn_which_sampled_nothing_described_are_kept():
+def test_roles_are_those_of_the_last_prompt_and_what_was_sampled_is_the_assistants():
     first, silent, second = turn_of([1, 2], [3]), turn_of([1, 2, 3, 9], []), turn_of([1, 2, 3, 9, 8], [6])
-    first.prompt_roles, silent.prompt_roles, second.prompt_roles = [None, "user"], [None] * 3 + ["tool"], [None] * 4 + ["user"]
+    second.prompt_role_ids = np.array([-1, 2, -1, 4, 2], np.int8)
     (sample,) = samples_of([first, silent, second])
     assert sample.role_ids.tolist() == [-1, 2, 3, 4, 2, 3]  # ROLES: user 2, assistant 3, tool 4
 

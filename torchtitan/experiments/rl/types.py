@@ -15,6 +15,8 @@ import torch
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Whose message a token belongs to; role_ids index into it."""
 
+ROLE_IDS = {role: index for index, role in enumerate(ROLES)}
+
 
 @dataclass(kw_only=True, slots=True)
 class TrainingSample:

@@ -48,11 +48,11 @@ class Echo(GRPO):
     async def score_rollout(self, rollout: Rollout) -> None:
         for sample in rollout.samples:
             sample.ce_weights = np.zeros(len(sample), np.float32)
+        alpha = np.array([self.config.alpha.get(role, 0.0) for role in (*ROLES, None)], np.float32)  # -1 is the last
         for turn, span in zip(rollout.turns, turn_spans(rollout.turns), strict=True):
             if span is None or span.new == 0:  # a sample's first prompt: nothing was sampled before it
                 continue
-            weights = np.array([self.config.alpha.get(role, 0.0) for role in turn.prompt_roles], np.float32)
-            weights = weights * turn.prompt_is_content
+            weights = alpha[turn.prompt_role_ids] * turn.prompt_is_content
             if self.config.keep is not None:
                 weights = weights * np.asarray(self.config.keep(rollout, turn), bool)
             answered = slice(span.new, span.completion)

@@ -7,7 +7,9 @@ import numpy as np
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.samples import turn_spans
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
+from torchtitan.experiments.rl.types import ROLE_IDS
 
 
 class GRPO(Algorithm):
@@ -89,9 +91,10 @@ def shorten(rewards: np.ndarray, costs: np.ndarray) -> np.ndarray:
 
 
 def tool_response_tokens(rollout: Rollout) -> int:
-    """Body tokens of tool messages the rollout was given. A prompt rendered anew, not bridged, counts its tools again."""
-    return sum(
-        role == "tool" and is_content
-        for turn in rollout.turns
-        for role, is_content in zip(turn.prompt_roles, turn.prompt_is_content.tolist(), strict=True)
-    )
+    """Body tokens of tool messages the rollout was given. A prompt that starts a sample of its own counts its tools again."""
+    count = 0
+    for turn, span in zip(rollout.turns, turn_spans(rollout.turns), strict=True):
+        if span is not None:
+            added = slice(span.new, span.completion)
+            count += int(np.sum((turn.prompt_role_ids[added] == ROLE_IDS["tool"]) & turn.prompt_is_content[added]))
+    return count

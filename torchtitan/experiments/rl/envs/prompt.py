@@ -11,6 +11,7 @@ from renderers import Message, RenderedTokens, Renderer, ToolSpec
 
 from torchtitan.experiments.rl.envs.messages import check_all_rendered
 from torchtitan.experiments.rl.envs.turnstile import turnstile
+from torchtitan.experiments.rl.types import ROLE_IDS
 
 T = TypeVar("T")
 
@@ -33,12 +34,22 @@ class Prompt:
     """[P]. As the renderer wants them back."""
     token_ids: np.ndarray
     """int32 [P]. The same."""
-    roles: list[str | None]
-    """[P]. See RolloutTurn.prompt_roles."""
+    role_ids: np.ndarray
+    """int8 [P]. See RolloutTurn.prompt_role_ids."""
     is_content: np.ndarray
     """bool [P]. See RolloutTurn.prompt_is_content."""
     extends: bool = False
     """Starts with the last prompt and its completion, token for token."""
+
+    def completed(self, sampled_ids: list[int]) -> "Prompt":
+        """With what was sampled after it."""
+        count = len(sampled_ids)
+        return Prompt(
+            ids=self.ids + sampled_ids,
+            token_ids=np.concatenate([self.token_ids, np.asarray(sampled_ids, np.int32)]),
+            role_ids=np.concatenate([self.role_ids, np.full(count, ROLE_IDS["assistant"], np.int8)]),
+            is_content=np.concatenate([self.is_content, np.ones(count, bool)]),
+        )
 
 
 async def first_prompt(renderer: Renderer, conversation: list[Message], tools: list[ToolSpec] | None) -> Prompt:
@@ -47,7 +58,7 @@ async def first_prompt(renderer: Renderer, conversation: list[Message], tools: l
     Raises:
         ValueError: a message that is not text, or of a role the model's template hasn't.
     """
-    return _prompt(await _rendered_anew(renderer, conversation, tools), np.empty(0, np.int32))
+    return _prompt(await _rendered_anew(renderer, conversation, tools))
 
 
 async def next_prompt(
@@ -66,16 +77,17 @@ async def next_prompt(
     Raises:
         ValueError: a message that is not text, or of a role the model's template hasn't.
     """
-    before = np.concatenate([last.token_ids, np.asarray(sampled_ids, np.int32)])
+    before = last.completed(sampled_ids)
     bridged = await off_the_loop_if(
         _characters(new) > LARGE_TEXT, lambda: renderer.bridge_to_next_turn(last.ids, sampled_ids, new, tools=tools)
     )
     if bridged is None:
-        return _prompt(await _rendered_anew(renderer, conversation, tools), before)
+        anew = await _rendered_anew(renderer, conversation, tools)
+        kept = _kept(anew, before)
+        return _prompt(anew, before, kept=kept if kept == len(before.ids) else 0)
     check_all_rendered(bridged, new)
-    if bridged.token_ids[: len(before)] != last.ids + sampled_ids:  # cut after an earlier end of the turn
-        return _prompt(bridged, before)
-    return _prompt(bridged, before, described=len(before))
+    # It describes the new messages alone. What it kept is less than all where a completion goes on after the end of its turn.
+    return _prompt(bridged, before, kept=_kept(bridged, before))
 
 
 def cannot_fit(messages: Sequence[Message], tokens: int) -> bool:
@@ -100,30 +112,36 @@ async def _rendered_anew(renderer: Renderer, conversation: list[Message], tools:
     return rendered
 
 
-def _prompt(rendered: RenderedTokens, before: np.ndarray, *, described: int = 0) -> Prompt:
+def _kept(rendered: RenderedTokens, before: Prompt) -> int:
+    """Tokens of ``before`` that the prompt starts with."""
+    if rendered.token_ids[: len(before.ids)] == before.ids:
+        return len(before.ids)
+    pairs = enumerate(zip(rendered.token_ids, before.ids, strict=False))
+    return next((index for index, (new, old) in pairs if new != old), len(rendered.token_ids))
+
+
+def _prompt(rendered: RenderedTokens, before: Prompt | None = None, *, kept: int = 0) -> Prompt:
     """
     Args:
-        before: int32. The last prompt and its completion.
-        described: tokens of the prompt that are ``before``, and that earlier turns described. Only the others are converted, or
+        before: the last prompt and its completion.
+        kept: tokens of ``before`` that the prompt starts with, described as they are there. Only the others are converted, or
             the turns of a long conversation would cost milliseconds each.
     """
     if rendered.multi_modal_data is not None and not rendered.multi_modal_data.is_empty():
         raise ValueError("the env sent an image or a video: only text reaches the model")
     ids = rendered.token_ids
-    token_ids = np.concatenate([before[:described], np.asarray(ids[described:], np.int32)])
-    is_content = np.zeros(len(ids), bool)
-    roles: list[str | None] = [None] * len(ids)
+    token_ids = np.asarray(ids[kept:], np.int32)
+    role_ids, is_content = np.full(len(token_ids), -1, np.int8), np.zeros(len(token_ids), bool)
     if rendered.is_content:  # without it, roles are guesses (see check_all_rendered)
-        is_content[described:] = rendered.is_content[described:]
-        indices, of_message = rendered.message_indices[described:], rendered.message_roles
-        roles[described:] = [of_message[index] if index >= 0 else None for index in indices]
-    return Prompt(
-        ids=ids,
-        token_ids=token_ids,
-        roles=roles,
-        is_content=is_content,
-        extends=np.array_equal(token_ids[: len(before)], before),
-    )
+        is_content[:] = rendered.is_content[kept:]
+        of_message = np.array([ROLE_IDS.get(role, -1) for role in rendered.message_roles] + [-1], np.int8)
+        role_ids = of_message[rendered.message_indices[kept:]]  # -1, of no message, is the last
+    if kept:
+        token_ids = np.concatenate([before.token_ids[:kept], token_ids])
+        role_ids = np.concatenate([before.role_ids[:kept], role_ids])
+        is_content = np.concatenate([before.is_content[:kept], is_content])
+    extends = before is not None and kept == len(before.ids)
+    return Prompt(ids=ids, token_ids=token_ids, role_ids=role_ids, is_content=is_content, extends=extends)
 
 
 def _characters(messages: Sequence[Message]) -> int:

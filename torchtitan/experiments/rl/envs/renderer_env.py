@@ -136,7 +136,7 @@ class RendererEnv:
         turn = RolloutTurn(
             prompt_messages=list(self._messages),
             prompt_token_ids=self._prompt.token_ids,
-            prompt_roles=self._prompt.roles,
+            prompt_role_ids=self._prompt.role_ids,
             prompt_is_content=self._prompt.is_content,
             completion=completion,
             assistant_message={"role": "assistant", "content": ""},
@@ -256,7 +256,9 @@ class RendererEnv:
         self._chain = self._chain if prompt.extends else []
         # The prompts of a conversation are prefixes of each other: kept as views, a long one is in memory once.
         for turn in self._chain:
-            turn.prompt_token_ids = prompt.token_ids[: len(turn.prompt_token_ids)]
+            length = len(turn.prompt_token_ids)
+            turn.prompt_token_ids = prompt.token_ids[:length]
+            turn.prompt_role_ids, turn.prompt_is_content = prompt.role_ids[:length], prompt.is_content[:length]
 
     def _output(self, turn: RolloutTurn | None) -> TokenizedStepOutput:
         self._prompted_at = time.perf_counter()

@@ -21,7 +21,7 @@ import numpy as np
 from torchtitan.experiments.rl.rollouts.json_values import bits_of, decoded_stream, encoded_stream, is_json, json_bytes, shown
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.types import TrainingSample
+from torchtitan.experiments.rl.types import ROLE_IDS, ROLES, TrainingSample
 
 FORMAT = 1
 
@@ -158,7 +158,7 @@ def _turn(turn: RolloutTurn, before: RolloutTurn | None) -> dict[str, Any]:
         "env_s": turn.env_s,
         "prompt_kept": kept_tokens,
         "prompt_ids": turn.prompt_token_ids[kept_tokens:].tolist(),
-        "prompt_spans": _spans(turn, kept_tokens),
+        "prompt_spans": _spans(turn, before, kept_tokens),
         "completion_ids": turn.completion.token_ids.tolist(),
         "logprobs": encoded_stream(turn.completion.logprobs, np.float32),
         "policy_versions": encoded_stream(turn.completion.policy_versions, np.int32),
@@ -172,15 +172,14 @@ def _decoded_turns(records: list[dict[str, Any]]) -> list[RolloutTurn]:
     turns: list[RolloutTurn] = []
     for record in records:
         before = turns[-1] if turns else None
-        added = np.asarray(record["prompt_ids"], np.int32)
-        spans = record["prompt_spans"]
-        counts = [count for count, _, _ in spans]
+        prompt = np.concatenate([_tokens(before)[: record["prompt_kept"]], np.asarray(record["prompt_ids"], np.int32)])
+        role_ids, is_content = _decoded_spans(record["prompt_spans"], before, len(prompt))
         turns.append(
             RolloutTurn(
                 prompt_messages=_conversation(before)[: record["messages_kept"]] + record["messages"],
-                prompt_token_ids=np.concatenate([_tokens(before)[: record["prompt_kept"]], added]),
-                prompt_roles=[role for count, role, _ in spans for _ in range(count)],
-                prompt_is_content=np.repeat(np.array([content for _, _, content in spans], bool), counts),
+                prompt_token_ids=prompt,
+                prompt_role_ids=role_ids,
+                prompt_is_content=is_content,
                 completion=Completion(
                     token_ids=np.asarray(record["completion_ids"], np.int32),
                     logprobs=decoded_stream(record["logprobs"], np.float32),
@@ -226,14 +225,41 @@ def _shared_messages(messages: list, before: list) -> int:
     return count
 
 
-def _spans(turn: RolloutTurn, kept: int) -> list[list]:
-    """Runs of ``[count, role, is_content]`` over the prompt."""
-    roles, content = turn.prompt_roles, turn.prompt_is_content
-    # A bridged prompt describes only what it added; to say so run by run of a long history takes too long.
-    start = kept if roles[:kept].count(None) == kept and not content[:kept].any() else 0
-    described = zip(roles[start:], content[start:].tolist(), strict=True)
-    runs = [[sum(1 for _ in run), role, is_content] for (role, is_content), run in groupby(described)]
-    return [[start, None, False], *runs] if start else runs
+def _spans(turn: RolloutTurn, before: RolloutTurn | None, kept: int) -> list[list]:
+    """Runs of ``[count, role, is_content]``: over the whole prompt, or over what follows the kept tokens, where the turn before
+    describes those alike."""
+    role_ids, is_content = turn.prompt_role_ids, turn.prompt_is_content
+    alike = all(
+        np.array_equal(mine[:kept], theirs[:kept])
+        for mine, theirs in zip((role_ids, is_content), _description(before), strict=True)
+    )
+    start = kept if alike else 0
+    described = zip(role_ids[start:].tolist(), is_content[start:].tolist(), strict=True)
+    runs = [(sum(1 for _ in run), role, content) for (role, content), run in groupby(described)]
+    return [[count, ROLES[role] if role >= 0 else None, content] for count, role, content in runs]
+
+
+def _decoded_spans(spans: list[list], before: RolloutTurn | None, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    counts = [count for count, _, _ in spans]
+    kept = tokens - sum(counts)
+    roles = np.array([ROLE_IDS.get(role, -1) for _, role, _ in spans], np.int8)
+    contents = np.array([content for _, _, content in spans], bool)
+    role_ids, is_content = _description(before)
+    return (
+        np.concatenate([role_ids[:kept], np.repeat(roles, counts)]),
+        np.concatenate([is_content[:kept], np.repeat(contents, counts)]),
+    )
+
+
+def _description(turn: RolloutTurn | None) -> tuple[np.ndarray, np.ndarray]:
+    """Role ids and is_content of the prompt and the completion."""
+    if turn is None:
+        return np.empty(0, np.int8), np.empty(0, bool)
+    sampled = len(turn.completion.token_ids)
+    return (
+        np.concatenate([turn.prompt_role_ids, np.full(sampled, ROLE_IDS["assistant"], np.int8)]),
+        np.concatenate([turn.prompt_is_content, np.ones(sampled, bool)]),
+    )
 
 
 # ---- samples

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan.experiments.rl.rollouts.types import RolloutTurn
-from torchtitan.experiments.rl.types import ROLES, TrainingSample
-
-ROLE_IDS = {role: index for index, role in enumerate(ROLES)}
+from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -64,25 +62,24 @@ def samples_from_turns(
             raise ValueError(f"rollout {rollout_id}, turn {index}: completion streams of lengths {[len(s) for s in streams]}")
 
     runs: dict[int, list[tuple[RolloutTurn, TurnSpan]]] = {}
-    role_ids: dict[int, np.ndarray] = {}
-    for turn, span, roles in zip(turns, turn_spans(turns), _role_ids(turns), strict=True):
+    for turn, span in zip(turns, turn_spans(turns), strict=True):
         if span is not None:
             runs.setdefault(span.sample, []).append((turn, span))
-            role_ids[span.sample] = roles
 
     samples = []
-    for index, run in runs.items():
+    for run in runs.values():
         last, last_span = run[-1]
         sample = TrainingSample(
             token_ids=np.concatenate([last.prompt_token_ids, last.completion.token_ids]).astype(np.int32),
             loss_mask=np.zeros(last_span.end, bool),
             generator_logprobs=np.zeros(last_span.end, np.float32),
             policy_versions=np.full(last_span.end, -1, np.int32),
-            role_ids=role_ids[index],
+            role_ids=np.full(last_span.end, ROLE_IDS["assistant"], np.int8),
             temperature=temperature,
             task_name=task_name,
             rollout_id=rollout_id,
         )
+        sample.role_ids[: last_span.completion] = last.prompt_role_ids
         for turn, span in run:
             sampled = slice(span.completion, span.end)
             sample.loss_mask[sampled] = True
@@ -91,18 +88,3 @@ def samples_from_turns(
             sample.role_ids[sampled] = ROLE_IDS["assistant"]
         samples.append(sample)
     return samples
-
-
-def _role_ids(turns: Sequence[RolloutTurn]) -> list[np.ndarray]:
-    """Role ids of each turn's prompt and completion. What a prompt repeats is as the turns before said, those that sampled
-    nothing too."""
-    result: list[np.ndarray] = []
-    tokens, roles = np.empty(0, np.int32), np.empty(0, np.int8)
-    for turn in turns:
-        prompt, sampled = turn.prompt_token_ids, turn.completion.token_ids
-        new = len(tokens) if np.array_equal(prompt[: len(tokens)], tokens) else 0
-        added = np.array([ROLE_IDS.get(role, -1) for role in turn.prompt_roles[new:]], np.int8)
-        roles = np.concatenate([roles[:new], added, np.full(len(sampled), ROLE_IDS["assistant"], np.int8)])
-        tokens = np.concatenate([prompt, sampled])
-        result.append(roles)
-    return result

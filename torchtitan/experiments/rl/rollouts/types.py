@@ -75,11 +75,11 @@ class RolloutTurn:
     """The whole conversation before this turn's completion."""
     prompt_token_ids: np.ndarray
     """int32 [P]. What the generator was given."""
-    prompt_roles: list[str | None]
-    """[P]. Role of the message each prompt token belongs to; None on scaffold outside any message and on tokens the previous
-    turn already described (a bridged prompt repeats them verbatim)."""
+    prompt_role_ids: np.ndarray
+    """int8 [P]. Whose message each prompt token belongs to, an index into ROLES; -1 on template outside any message, and where
+    the renderer doesn't say. Where a prompt repeats the turn before verbatim, what that sampled is the assistant's."""
     prompt_is_content: np.ndarray
-    """bool [P]. True where the token comes from a message's body, not from the template around it."""
+    """bool [P]. True where the token comes from a message's body, or was sampled; not from the template around it."""
     completion: Completion
     assistant_message: Message
     """The completion, parsed."""
