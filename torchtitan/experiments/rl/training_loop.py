@@ -56,7 +56,7 @@ class TrainingLoop:
             ranks: of the trainer, each of which gets its own rows.
             synchronous: rollouts of a version begin only when the step before it is live, and an evaluation ends before them.
             generated_tokens: sampled since the run began.
-            on_start: hears how good the policy was before the first step.
+            on_start: hears once how good the policy was before the first step, or that nobody asked.
             on_step: hears of every finished step.
         """
         self.steps_done = 0
@@ -76,8 +76,7 @@ class TrainingLoop:
             self._validator.start(0)
             self._rollouts.fill()
             await self._validator.wait()  # of version 0, before there is another
-            for report in self._validator.take():
-                self._on_start(report)
+            self._on_start(next(iter(self._validator.take()), ValidationReport(step=0, reward=None)))
             while self.steps_done < self._steps and not self._stopping:
                 await self._step(self.steps_done + 1)
         except RunStopped:
