@@ -171,6 +171,7 @@ def pairs(meshes, tied_model, untied_model, tmp_path_factory) -> Iterator[dict[s
 
 
 async def close_all(meshes: list[RunMeshes]) -> None:
+    await torchstore.shutdown()  # a process has one store at a time, and other tests need theirs
     await asyncio.gather(*(mesh.close() for mesh in meshes))
     meshes.clear()
 

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+import torchstore
 from monarch.actor import Channel, concurrent_endpoint
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
@@ -152,6 +153,7 @@ def fleet(untied_model, tmp_path_factory) -> Iterator[Fleet]:
 
     async def close(mesh: Any) -> None:
         await mesh.shutdown.call()
+        await torchstore.shutdown()  # a process has one store at a time
         await procs.stop()
 
     made = asyncio.run(build())
