@@ -20,6 +20,7 @@ from torchtitan.experiments.rl.frozen import HostedModel
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.provision import ProvisionConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortDataset, AlphabetSortTask
 from torchtitan.experiments.rl.tasks.calculator.task import CalculatorDataset, CalculatorTask
 from torchtitan.experiments.rl.tasks.guess_number.task import GuessNumberDataset, GuessNumberTask
@@ -297,5 +298,6 @@ def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_de
         steps=200,
         rollouts_per_step=512,
         max_offpolicy_steps=2,
+        recorder=RolloutRecorder.Config(fraction=1 / 16),
         provision=ProvisionConfig(device="cuda"),
     )

@@ -5,7 +5,7 @@ from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, 
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
-from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, last_assistant_text
+from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, env_component, last_assistant_text
 from torchtitan.experiments.rl.tasks.task import Task
 
 __all__ = [
@@ -25,5 +25,6 @@ __all__ = [
     "SamplingConfig",
     "StepOutput",
     "Task",
+    "env_component",
     "last_assistant_text",
 ]
