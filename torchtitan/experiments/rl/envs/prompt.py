@@ -58,7 +58,9 @@ async def first_prompt(renderer: Renderer, conversation: list[Message], tools: l
     Raises:
         ValueError: a message that is not text, or of a role the model's template hasn't.
     """
-    return _prompt(await _rendered_anew(renderer, conversation, tools))
+    return await off_the_loop_if(
+        _characters(conversation) > LARGE_TEXT, lambda: _prompt(_rendered_anew(renderer, conversation, tools))
+    )
 
 
 async def next_prompt(
@@ -77,17 +79,24 @@ async def next_prompt(
     Raises:
         ValueError: a message that is not text, or of a role the model's template hasn't.
     """
-    before = last.completed(sampled_ids)
-    bridged = await off_the_loop_if(
-        _characters(new) > LARGE_TEXT, lambda: renderer.bridge_to_next_turn(last.ids, sampled_ids, new, tools=tools)
-    )
-    if bridged is None:
-        anew = await _rendered_anew(renderer, conversation, tools)
-        kept = _kept(anew, before)
-        return _prompt(anew, before, kept=kept if kept == len(before.ids) else 0)
-    check_all_rendered(bridged, new)
-    # It describes the new messages alone. What it kept is less than all where a completion goes on after the end of its turn.
-    return _prompt(bridged, before, kept=_kept(bridged, before))
+
+    def bridged() -> Prompt | None:
+        rendered = renderer.bridge_to_next_turn(last.ids, sampled_ids, new, tools=tools)
+        if rendered is None:
+            return None
+        check_all_rendered(rendered, new)
+        # It describes the new messages alone. It kept less than all where a completion goes on after the end of its turn.
+        before = last.completed(sampled_ids)
+        return _prompt(rendered, before, kept=_kept(rendered, before))
+
+    def anew() -> Prompt:
+        rendered = _rendered_anew(renderer, conversation, tools)
+        before = last.completed(sampled_ids)
+        kept = _kept(rendered, before)
+        return _prompt(rendered, before, kept=kept if kept == len(before.ids) else 0)
+
+    prompt = await off_the_loop_if(_characters(new) > LARGE_TEXT, bridged)
+    return prompt or await off_the_loop_if(_characters(conversation) > LARGE_TEXT, anew)
 
 
 def cannot_fit(messages: Sequence[Message], tokens: int) -> bool:
@@ -103,11 +112,8 @@ async def off_the_loop_if(large: bool, call: Callable[[], T]) -> T:
     return call()
 
 
-async def _rendered_anew(renderer: Renderer, conversation: list[Message], tools: list[ToolSpec] | None) -> RenderedTokens:
-    rendered = await off_the_loop_if(
-        _characters(conversation) > LARGE_TEXT,
-        lambda: renderer.render(conversation, tools=tools, add_generation_prompt=True),
-    )
+def _rendered_anew(renderer: Renderer, conversation: list[Message], tools: list[ToolSpec] | None) -> RenderedTokens:
+    rendered = renderer.render(conversation, tools=tools, add_generation_prompt=True)
     check_all_rendered(rendered, conversation)
     return rendered
 
