@@ -52,7 +52,7 @@ def run(config: str, *, seed: int, target: float, folder: Path) -> Side:
     while True:
         ended = process.poll() is not None
         rewards = validation_rewards(folder)
-        first = next((step for step, reward in rewards.items() if reward >= target), None)
+        first = next((step for step, reward in rewards.items() if step and reward >= target), None)
         if first is not None or ended:
             break
         time.sleep(1)
