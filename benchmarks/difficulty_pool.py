@@ -2,7 +2,7 @@
 
 1. Both sides are the command itself, on rl_shuffled_cursor_qwen3_debug and rl_difficulty_pool_qwen3_debug: the same model,
    examples, rollouts a step, learning rate, seed. Only the sampler differs.
-2. Nine in ten of the lists of digits (6 to 41) are longer than any the model has seen: of 400 replies at each of nine such
+2. Nine in ten of the lists of digits (6 to 41) are longer than any the model has seen: of 400 replies at each of ten such
    lengths it starts with none right. The validation set has lists of the lengths it knows, 2 to 5.
 3. Runs are synchronous, so a seed gives the same steps on any run of one machine. Validation is every 5 steps on 256 examples;
    a side's figure is the first step whose reward is at least ``--target``. The run is then stopped: it has answered.
