@@ -29,16 +29,16 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torchtitan.experiments.rl.algorithms import GRPO  # noqa: E402
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
+from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
+from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
+from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
+from torchtitan.experiments.rl.controller.training_loop import TrainingLoop  # noqa: E402
+from torchtitan.experiments.rl.controller.validation import Validator  # noqa: E402
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
-from torchtitan.experiments.rl.group_runner import LocalRunner  # noqa: E402
-from torchtitan.experiments.rl.pacing import Pacer  # noqa: E402
-from torchtitan.experiments.rl.rollout_loop import RolloutLoop  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask  # noqa: E402
-from torchtitan.experiments.rl.training_loop import TrainingLoop  # noqa: E402
-from torchtitan.experiments.rl.validation import Validator  # noqa: E402
-from torchtitan.experiments.rl.validation_config import ValidationConfig  # noqa: E402
+from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig  # noqa: E402
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport  # noqa: E402
 
 GROUPS_PER_STEP, GROUP_SIZE = 8, 4

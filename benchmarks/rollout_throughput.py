@@ -32,16 +32,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from monarch.actor import shutdown_context  # noqa: E402
 
-from torchtitan.experiments.rl.actors.generator import Generator  # noqa: E402
-from torchtitan.experiments.rl.actors.generator_client import GeneratorClient  # noqa: E402
+from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
-from torchtitan.experiments.rl.controller import Controller  # noqa: E402
+from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
+from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
+from torchtitan.experiments.rl.controller.provision import plan_placement, spawn  # noqa: E402
+from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
-from torchtitan.experiments.rl.group_runner import LocalRunner  # noqa: E402
+from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
+from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.observability.logs import setup_process_logging  # noqa: E402
-from torchtitan.experiments.rl.pacing import Pacer  # noqa: E402
-from torchtitan.experiments.rl.provision import plan_placement, spawn  # noqa: E402
-from torchtitan.experiments.rl.rollout_loop import RolloutLoop  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup  # noqa: E402
 from torchtitan.experiments.rl.tasks.group_run import derive_seed  # noqa: E402
@@ -51,7 +51,7 @@ from torchtitan.experiments.rl.tasks.task import Task  # noqa: E402
 class RolloutPath:
     """Ours: runs steps of groups as the controller does, with a trainer that takes no time."""
 
-    def __init__(self, config: Controller.Config, client: GeneratorClient, task: Task, *, groups_per_step: int):
+    def __init__(self, config: RunConfig, client: GeneratorClient, task: Task, *, groups_per_step: int):
         self._config, self._client, self._task = config, client, task
         self._groups_per_step = groups_per_step
 
@@ -183,7 +183,7 @@ def pin(cores: Sequence[int]) -> None:
         os.sched_setaffinity(int(thread), cores)
 
 
-def bare_arguments(config: Controller.Config) -> dict[str, Any]:
+def bare_arguments(config: RunConfig) -> dict[str, Any]:
     """The generator's engine settings as vLLM calls them."""
     engine = config.generator.engine
     return {
@@ -203,7 +203,7 @@ def bare_arguments(config: Controller.Config) -> dict[str, Any]:
     }
 
 
-async def compare(args: argparse.Namespace, config: Controller.Config, run_dir: str) -> None:
+async def compare(args: argparse.Namespace, config: RunConfig, run_dir: str) -> None:
     placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
     bare = BareEngine(bare_arguments(config), placement.generators[0], run_dir)
     procs, client = spawn(None, "generator", placement.generators, "cpu"), GeneratorClient()
@@ -233,7 +233,7 @@ async def compare(args: argparse.Namespace, config: Controller.Config, run_dir: 
 
 async def compare_load(
     args: argparse.Namespace,
-    config: Controller.Config,
+    config: RunConfig,
     client: GeneratorClient,
     bare: BareEngine,
     *,

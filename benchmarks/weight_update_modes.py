@@ -26,11 +26,14 @@ import torch  # noqa: E402
 from monarch.actor import Channel, concurrent_endpoint, shutdown_context  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from torchtitan.experiments.rl.actors.engine import EngineConfig  # noqa: E402
-from torchtitan.experiments.rl.actors.generator import Generator  # noqa: E402
-from torchtitan.experiments.rl.actors.messages import GenerateRequest, GenerateResult  # noqa: E402
-from torchtitan.experiments.rl.engine_config import WeightUpdate  # noqa: E402
-from torchtitan.experiments.rl.provision import plan_placement, spawn  # noqa: E402
+from torchtitan.experiments.rl.controller.provision import plan_placement, spawn  # noqa: E402
+from torchtitan.experiments.rl.generation.config import (
+    GeneratorConfig,
+    WeightUpdate,  # noqa: E402
+)
+from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
+from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult  # noqa: E402
+from torchtitan.experiments.rl.generation.vllm_engine import EngineConfig  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher  # noqa: E402
 from torchtitan.experiments.rl.weights.store import start_store  # noqa: E402
@@ -110,7 +113,7 @@ async def measure(arguments: argparse.Namespace, run_dir: str) -> dict[str, list
     """Tokens per second, seconds an update and share of tokens after an update, by mode, one for each repeat."""
     placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
     procs = spawn(None, "generator", placement.generators, "cpu")
-    config = Generator.Config(engine=EngineConfig(max_model_len=1024, max_num_seqs=arguments.at_once + 1))
+    config = GeneratorConfig(engine=EngineConfig(max_model_len=1024, max_num_seqs=arguments.at_once + 1))
     generator = procs.spawn("generator", SwitchedGenerator, config, model_path=MODEL, device="cpu", run_dir=run_dir)
     await start_store(procs)
     await generator.setup.call_one()

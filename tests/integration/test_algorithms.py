@@ -17,10 +17,10 @@ import torch
 
 from tests.integration.conftest import process_stat
 from tests.integration.test_learner import compute_in_float64, free_port, full, learner_of, one_rank  # noqa: F401  a fixture
-from torchtitan.experiments.rl.actors.learner import Learner
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config_registry import TINY_TEACHER
 from torchtitan.experiments.rl.observability.metrics import read_metrics
+from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.types import LossDenominators, TrainingSample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ import numpy as np
 from torchtitan.experiments.rl.algorithms import OPD, SFT, Algorithm
 from torchtitan.experiments.rl.algorithms.reference import reach
 from torchtitan.experiments.rl.config_registry import rl_opd_qwen3_debug
-from torchtitan.experiments.rl.frozen import FrozenModel
+from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.losses import RLLoss
 
 

@@ -15,25 +15,26 @@ import torch
 
 from tests.integration.conftest import MODEL
 from tests.integration.test_learner import learner_of, one_rank  # noqa: F401  a fixture
-from torchtitan.experiments.rl.actors.generator import Generator
-from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
-from torchtitan.experiments.rl.actors.learner import Learner
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.controller.provision import spawn
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.provision import spawn
+from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.generation.config import GeneratorConfig
+from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsDataset, SumDigitsRoundsTask
+from torchtitan.experiments.rl.training.learner import Learner
 
 ROUNDS, GROUPS, GROUP_SIZE = 3, 8, 8
 
 
 @pytest.fixture(scope="module")
 def generator(tmp_path_factory) -> Iterator:
-    config = Generator.Config()
+    config = GeneratorConfig()
     config.engine.max_model_len = 512
     procs = spawn(None, "generator", ((max(os.sched_getaffinity(0)),),), "cpu")
 

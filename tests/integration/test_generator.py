@@ -16,14 +16,15 @@ from monarch.actor import Channel
 from tests.integration.conftest import descendants
 from tests.integration.test_learner import samples_of
 from torchtitan.experiments.rl import provision
-from torchtitan.experiments.rl.actors.generator import Generator
-from torchtitan.experiments.rl.actors.learner import OptimizerConfig
-from torchtitan.experiments.rl.actors.messages import GenerateRequest, GeneratorFailed, RequestFailed, ScoreRequest
-from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.controller.provision import RunMeshes, plan_placement
+from torchtitan.experiments.rl.generation.config import GeneratorConfig
+from torchtitan.experiments.rl.generation.generator import Generator
+from torchtitan.experiments.rl.generation.messages import GenerateRequest, GeneratorFailed, RequestFailed, ScoreRequest
 from torchtitan.experiments.rl.models.policy import ModelConfig
-from torchtitan.experiments.rl.provision import RunMeshes, plan_placement
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
+from torchtitan.experiments.rl.training.trainer import PolicyTrainer
 from torchtitan.experiments.rl.weights.snapshot import SharedBuffer
 from torchtitan.experiments.rl.weights.store import manifest_key
 
@@ -128,9 +129,9 @@ def pairs(meshes, tied_model, untied_model, tmp_path_factory) -> Iterator[dict[s
         "untied": Pair(path=untied_model, vocabulary=96, version=1000),
     }
     placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
-    config = PolicyTrainer.Config(optimizer=OptimizerConfig(lr=0.02))
+    config = TrainerConfig(optimizer=OptimizerConfig(lr=0.02))
     config.lr_scheduler.warmup_steps = 0
-    generator_config = Generator.Config()
+    generator_config = GeneratorConfig()
     generator_config.engine.max_model_len, generator_config.engine.max_num_seqs = MAX_LEN, AT_ONCE
 
     async def build(name: str, pair: Pair) -> None:

@@ -14,10 +14,11 @@ import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file, save_file
 
 from tests.integration.conftest import MODEL
-from torchtitan.experiments.rl.actors.learner import Learner, OptimizerConfig, init_process_group
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
+from torchtitan.experiments.rl.training.learner import Learner, init_process_group
 from torchtitan.experiments.rl.types import TrainingSample
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
@@ -57,7 +58,7 @@ def samples_of(count: int = 24, *, vocabulary: int = 768, seed: int = 0) -> list
 
 def learner_of(run_dir, *, model: str | ModelConfig = str(MODEL), dtype=None, lr: float = 1e-3, **config) -> Learner:
     model = model if isinstance(model, ModelConfig) else ModelConfig(hf_assets_path=model)
-    config = Learner.Config(optimizer=OptimizerConfig(lr=lr), **config)
+    config = TrainerConfig(optimizer=OptimizerConfig(lr=lr), **config)
     config.lr_scheduler.warmup_steps = 0
     return Learner(config, model=model, device="cpu", max_seq_len=512, total_steps=10, run_dir=str(run_dir), dtype=dtype)
 

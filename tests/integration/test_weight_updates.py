@@ -18,11 +18,11 @@ import torchstore
 from monarch.actor import Channel, concurrent_endpoint
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from torchtitan.experiments.rl.actors.generator import Generator
-from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
-from torchtitan.experiments.rl.actors.messages import GenerateRequest, GenerateResult, Result, ScoreRequest, ScoreResult
-from torchtitan.experiments.rl.engine_config import WeightUpdate
-from torchtitan.experiments.rl.provision import spawn
+from torchtitan.experiments.rl.controller.provision import spawn
+from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
+from torchtitan.experiments.rl.generation.generator import Generator
+from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Result, ScoreRequest, ScoreResult
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
@@ -138,7 +138,7 @@ class Fleet:
 
 @pytest.fixture(scope="module")
 def fleet(untied_model, tmp_path_factory) -> Iterator[Fleet]:
-    config = Generator.Config(replicas=2)
+    config = GeneratorConfig(replicas=2)
     config.engine.max_model_len, config.engine.max_num_seqs = MAX_LEN, SEATS
     cores = sorted(os.sched_getaffinity(0))
     procs = spawn(None, "generator", ((cores[0],), (cores[-1],)), "cpu")

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_data import Letters, ids
+from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_difficulty_pool_qwen3_debug
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.replay import Replay
@@ -271,5 +272,5 @@ def test_sampler_is_checked_with_the_run():
     config = rl_difficulty_pool_qwen3_debug()
     config.tasks["sum_digits"].sampler = Replay.Config(fresh=DifficultyPool.Config(easy_from=0.1))
     with pytest.raises(ConfigError) as error:
-        config.validate()
+        checked_plan(config)
     assert error.value.field == "tasks.sum_digits.sampler.fresh.easy_from"

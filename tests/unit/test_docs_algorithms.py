@@ -9,9 +9,10 @@ import pytest
 
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl import algorithms, losses
-from torchtitan.experiments.rl.cli import load_config, parse_command
+from torchtitan.experiments.rl.config.checks import checked_plan
+from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.frozen import FrozenModel, HostedModel
+from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
@@ -31,7 +32,7 @@ def config_of(*words: str):
 
 async def test_the_algorithm_in_twenty_lines_gives_its_credit(my_algorithms, renderer, tokenizer):
     config = config_of("--tasks.sum-digits.algorithm.least-reward", "1.0")
-    config.validate()
+    checked_plan(config)
     task = config.tasks["sum_digits"].build(name="sum_digits", renderer=renderer)
     right = str(sum(task.dataset[0].env_input))
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: right if rollout_id.endswith("0") else "x")
@@ -47,7 +48,7 @@ def test_the_algorithm_in_twenty_lines_is_checked_like_the_librarys(my_algorithm
     config = config_of()
     config.tasks["sum_digits"].group_size = 1
     with pytest.raises(ConfigError, match="BestOfGroup compares"):
-        config.validate()
+        checked_plan(config)
 
 
 def test_every_algorithm_and_loss_is_in_its_table():

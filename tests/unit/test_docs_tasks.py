@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.experiments.rl.algorithms import GRPO
-from torchtitan.experiments.rl.cli import load_config, parse_command
+from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.observability import rollouts as viewer
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder

@@ -8,8 +8,10 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from torchtitan.experiments.rl.actors.engine_thread import EngineThread
-from torchtitan.experiments.rl.actors.messages import (
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.generation.config import WeightUpdate
+from torchtitan.experiments.rl.generation.engine_thread import EngineThread
+from torchtitan.experiments.rl.generation.messages import (
     GenerateRequest,
     GenerateResult,
     GeneratorFailed,
@@ -17,8 +19,6 @@ from torchtitan.experiments.rl.actors.messages import (
     ScoreRequest,
     ScoreResult,
 )
-from torchtitan.experiments.rl.engine_config import WeightUpdate
-from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion

@@ -9,12 +9,12 @@ from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, hang
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.controller.group_runner import LocalRunner
+from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.group_runner import LocalRunner
-from torchtitan.experiments.rl.pacing import Pacer
-from torchtitan.experiments.rl.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample

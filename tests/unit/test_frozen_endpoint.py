@@ -11,8 +11,8 @@ import pytest
 from aiohttp import web
 
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.frozen import FrozenModel
-from torchtitan.experiments.rl.frozen.endpoint import EndpointClient
+from torchtitan.experiments.rl.generation.endpoint import EndpointClient
+from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
 KEY = "sk-very-secret"

@@ -7,15 +7,14 @@ import pytest
 
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD, SFT
-from torchtitan.experiments.rl.config_checks import check, needed_gpus, plan_run
-from torchtitan.experiments.rl.engine_config import EngineConfig
+from torchtitan.experiments.rl.config.checks import check, needed_gpus, plan_run
+from torchtitan.experiments.rl.config.placement import plan_placement
+from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.frozen import FrozenModel, HostedModel, LivePolicy
-from torchtitan.experiments.rl.frozen.clients import FrozenClients
-from torchtitan.experiments.rl.frozen.models import find_references, hosted_models
+from torchtitan.experiments.rl.generation.config import EngineConfig
+from torchtitan.experiments.rl.generation.frozen import FrozenClients
+from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy, find_references, hosted_models
 from torchtitan.experiments.rl.grpo import main
-from torchtitan.experiments.rl.observability.resolved_config import resolved_config
-from torchtitan.experiments.rl.provision import plan_placement
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 
 URL = "http://localhost:8000/v1"
@@ -81,7 +80,7 @@ def test_missing_checkpoints_and_keys_are_refused_before_a_run_and_noted_in_a_pl
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     (tmp_path / "absent.py").write_text(
         "from torchtitan.experiments.rl.config_registry import rl_opd_qwen3_debug\n"
-        "from torchtitan.experiments.rl.frozen import FrozenModel, HostedModel\n"
+        "from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel\n"
         "def unhosted():\n"
         "    config = rl_opd_qwen3_debug()\n"
         "    config.tasks['sum_digits'].algorithm.teacher.path = '/nowhere'\n"

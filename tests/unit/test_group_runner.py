@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from torchtitan.experiments.rl.actors.messages import GroupResult
+from torchtitan.experiments.rl.config.checks import checked_plan
+from torchtitan.experiments.rl.controller.group_runner import WorkerRunner
+from torchtitan.experiments.rl.controller.rollout_worker import GroupResult
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.group_runner import WorkerRunner
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutTurn
 
@@ -95,4 +96,4 @@ def test_workers_of_a_synchronous_run_are_refused():
     config = rl_grpo_qwen3_debug()
     config.rollout_workers, config.max_offpolicy_steps = 2, 0
     with pytest.raises(ConfigError, match="rollout_workers = 2: synchronous runs repeat bit for bit"):
-        config.validate()
+        checked_plan(config)

@@ -16,7 +16,7 @@ import logging, sys, threading, warnings
 from pathlib import Path
 from logs import setup_process_logging
 path = setup_process_logging(Path(sys.argv[1]), "trainer-0")
-ours, other = logging.getLogger("torchtitan.experiments.rl.controller"), logging.getLogger("vllm.engine")
+ours, other = logging.getLogger("torchtitan.experiments.rl.controller.actor"), logging.getLogger("vllm.engine")
 """
 
 
@@ -39,7 +39,7 @@ def test_a_record_is_one_json_line_with_its_time_level_logger_and_process(run):
     assert datetime.fromisoformat(record.pop("time")).tzinfo is not None
     assert record == {
         "level": "INFO",
-        "logger": "torchtitan.experiments.rl.controller",
+        "logger": "torchtitan.experiments.rl.controller.actor",
         "process": "trainer-0",
         "message": "step 3\nof two lines",
     }

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.pacing import Pacer
+from torchtitan.experiments.rl.controller.pacing import Pacer
 
 
 class World:

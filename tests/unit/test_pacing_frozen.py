@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.pacing import Pacer
+from torchtitan.experiments.rl.controller.pacing import Pacer
 
 
 def test_a_frozen_group_may_be_trained_on_at_any_age():

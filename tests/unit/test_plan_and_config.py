@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from torchtitan.experiments.rl import config_registry
-from torchtitan.experiments.rl.cli import DEFAULT_MODULE, config_functions
-from torchtitan.experiments.rl.config_checks import plan_run
+from torchtitan.experiments.rl.config.checks import plan_run
+from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
+from torchtitan.experiments.rl.config.plan import GIB, trainer_memory_gib
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.grpo import main
-from torchtitan.experiments.rl.plan import GIB, trainer_memory_gib
 
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]
 TINY_MODEL = Path(config_registry.TINY_MODEL)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan.experiments.rl.config.placement import Placement, ProvisionConfig, plan_placement
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.provision import Placement, ProvisionConfig, plan_placement
 
 
 def place(device, available, *, trainer=1, replicas=1, tensor_parallel=1) -> Placement:

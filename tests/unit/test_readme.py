@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rollout_stubs import ScriptedPolicy
-from torchtitan.experiments.rl.cli import load_config, parse_command
+from torchtitan.experiments.rl.config.checks import checked_plan
+from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
@@ -24,7 +25,7 @@ def my_tasks(tmp_path, monkeypatch):
 
 async def test_the_task_in_twenty_lines_runs_and_scores(my_tasks, renderer, tokenizer):
     config = load_config(parse_command(["--module", "my_tasks", "--config", "rl_backwards"]))
-    config.validate()
+    checked_plan(config)
     task = config.tasks["backwards"].build(name="backwards", renderer=renderer)
     policy = ScriptedPolicy(tokenizer, "elppa")
     group = await task.run_group(task.dataset[0], policy, group_id="g", seed=0, group_size=2)

@@ -9,10 +9,10 @@ import pytest
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.engine_config import EngineConfig
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.frozen import FrozenModel, HostedModel, LivePolicy
+from torchtitan.experiments.rl.generation.config import EngineConfig
+from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage, apply_filters
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus

@@ -9,11 +9,11 @@ import pytest
 
 from tests.unit.test_samples import samples_of, turn_of
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.controller.group_runner import LocalRunner
+from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.group_runner import LocalRunner
-from torchtitan.experiments.rl.pacing import Pacer
-from torchtitan.experiments.rl.rollout_loop import RolloutLoop, RunStopped
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 

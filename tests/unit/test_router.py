@@ -5,9 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from torchtitan.experiments.rl.actors import generator_client
-from torchtitan.experiments.rl.actors.generator_client import FULL_MESSAGE, GeneratorClient, Router
-from torchtitan.experiments.rl.actors.messages import (
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.generation import client as generator_client
+from torchtitan.experiments.rl.generation.client import FULL_MESSAGE, GeneratorClient, Router
+from torchtitan.experiments.rl.generation.messages import (
     GenerateRequest,
     GenerateResult,
     GeneratorFailed,
@@ -15,10 +16,9 @@ from torchtitan.experiments.rl.actors.messages import (
     ScoreRequest,
     ScoreResult,
 )
-from torchtitan.experiments.rl.envs.turnstile import turnstile
-from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.rollouts.yield_queue import turnstile
 
 PROMPT = np.array([5, 6, 7], np.int32)
 

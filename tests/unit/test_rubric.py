@@ -15,9 +15,9 @@ import pytest
 from tests.unit.test_samples import turn_of
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
-from torchtitan.experiments.rl.rubrics.isolated import IsolatedCalls
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component, last_assistant_text
-from torchtitan.experiments.rl.user_code import UserCodeError, UserCodeTimeout
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout
+from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
 
 
 def rollout_of(text: str = "", *, status: RolloutStatus = RolloutStatus.COMPLETED, env_rewards=()) -> Rollout:

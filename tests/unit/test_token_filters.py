@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_samples import turn_of
+from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.filters import Filter, Truncated, apply_filters
@@ -213,7 +214,7 @@ def test_filters_are_checked_with_the_run(slot):
     config = rl_grpo_qwen3_debug()
     setattr(config, slot, [Truncated.Config(), Repetition.Config(window=0)])
     with pytest.raises(ConfigError) as error:
-        config.validate()
+        checked_plan(config)
     assert error.value.field == f"{slot}[1].window"
 
 

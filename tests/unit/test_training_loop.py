@@ -7,13 +7,13 @@ import pytest
 
 from tests.unit.test_rollout_loop import ROW_LENGTH, StubTask, settle
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.controller.group_runner import LocalRunner
+from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
+from torchtitan.experiments.rl.controller.validation import ValidationReport
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.group_runner import LocalRunner
-from torchtitan.experiments.rl.pacing import Pacer
-from torchtitan.experiments.rl.rollout_loop import RolloutLoop
-from torchtitan.experiments.rl.training_loop import TrainingLoop
-from torchtitan.experiments.rl.validation import ValidationReport
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from torchtitan.experiments.rl.envs.turnstile import Turnstile, turnstile
+from torchtitan.experiments.rl.rollouts.yield_queue import Turnstile, turnstile
 
 
 async def iterations(counter: list[int]) -> None:

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from torchtitan.experiments.rl.user_code import Threads, UserCodeError, UserCodeTimeout, call_bounded, cause_of
+from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, UserCodeTimeout, call_bounded, cause_of
 
 
 def test_cause_is_one_line_with_the_place():

@@ -9,16 +9,16 @@ import pytest
 from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, raise_value_error
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.controller.group_runner import LocalRunner
+from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator, evaluation_metrics, pass_at_k
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.group_runner import LocalRunner
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
 from torchtitan.experiments.rl.tasks.group_run import derive_seed
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.validation import ValidationReport, Validator, evaluation_metrics, pass_at_k
-from torchtitan.experiments.rl.validation_config import ValidationConfig
+from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
 
 
 class Numbers(Dataset):

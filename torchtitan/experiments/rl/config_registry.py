@@ -1,4 +1,4 @@
-"""Named configs: each a function that composes a Controller.Config. ``--list`` prints them, ``--config NAME`` runs one.
+"""Named configs: each a function that composes a RunConfig. ``--list`` prints them, ``--config NAME`` runs one.
 
 A registry of your own is any module with such functions, named by ``--module my_package.configs``.
 """
@@ -6,19 +6,16 @@ A registry of your own is any module with such functions, named by ``--module my
 from pathlib import Path
 
 from torchtitan.components.optimizer import LRSchedulersContainer
-from torchtitan.experiments.rl.actors.generator import Generator
-from torchtitan.experiments.rl.actors.learner import OptimizerConfig
-from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo, MaxRL
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.controller import Controller
+from torchtitan.experiments.rl.config.placement import ProvisionConfig
+from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.sampler import ShuffledCursor
-from torchtitan.experiments.rl.engine_config import EngineConfig
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.frozen import HostedModel
+from torchtitan.experiments.rl.generation.config import EngineConfig, GeneratorConfig
+from torchtitan.experiments.rl.generation.references import HostedModel
 from torchtitan.experiments.rl.models.policy import ModelConfig
-from torchtitan.experiments.rl.provision import ProvisionConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortDataset, AlphabetSortTask
@@ -29,8 +26,9 @@ from torchtitan.experiments.rl.tasks.reasoning_gym.task import PuzzleGenerator, 
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsTask
 from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
 from torchtitan.experiments.rl.tasks.verifiers.task import VerifiersDataset, VerifiersTask
-from torchtitan.experiments.rl.validation_config import ValidationConfig
+from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 
 TINY_MODEL = str(Path(__file__).parents[3] / "assets" / "tiny_qwen3")
 TINY_TEACHER = TINY_MODEL + "_teacher"
@@ -43,9 +41,9 @@ HUB_FOLDER = "assets/hf"
 """Where real models are looked for, from the folder the command is run in: as torchtitan's download script leaves them."""
 
 
-def rl_grpo_qwen3_debug() -> Controller.Config:
+def rl_grpo_qwen3_debug() -> RunConfig:
     """Digit sums with the 1M-parameter model, minutes on two CPU cores: what `make demo` runs."""
-    return Controller.Config(
+    return RunConfig(
         tasks={
             "sum_digits": SumDigitsTask.Config(
                 algorithm=GRPO.Config(),
@@ -56,13 +54,13 @@ def rl_grpo_qwen3_debug() -> Controller.Config:
             )
         },
         model=ModelConfig(hf_assets_path=TINY_MODEL),
-        trainer=PolicyTrainer.Config(
+        trainer=TrainerConfig(
             # A small model takes large steps well while most groups teach something; the decay and the slow second moment keep
             # the few that do at the end from shaking it.
             optimizer=OptimizerConfig(lr=1.5e-4, betas=(0.9, 0.99)),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10),
         ),
-        generator=Generator.Config(engine=EngineConfig(max_model_len=256)),
+        generator=GeneratorConfig(engine=EngineConfig(max_model_len=256)),
         batcher=Batcher.Config(row_length=512, rows_per_microbatch=8),
         steps=100,
         rollouts_per_step=256,
@@ -72,34 +70,34 @@ def rl_grpo_qwen3_debug() -> Controller.Config:
     )
 
 
-def rl_max_rl_qwen3_debug() -> Controller.Config:
+def rl_max_rl_qwen3_debug() -> RunConfig:
     """As rl_grpo_qwen3_debug, by MaxRL: rare successes weigh more."""
     return _debug(60, sum_digits=_sum_digits(MaxRL.Config()))
 
 
-def rl_opd_qwen3_debug() -> Controller.Config:
+def rl_opd_qwen3_debug() -> RunConfig:
     """On-policy distillation of digit sums from a tiny teacher that the run hosts."""
     return _debug(40, sum_digits=_sum_digits(OPD.Config(teacher=_tiny_teacher())))
 
 
-def rl_opsd_qwen3_debug() -> Controller.Config:
+def rl_opsd_qwen3_debug() -> RunConfig:
     """On-policy self-distillation of digit sums: the policy's own opinion once it has seen the right answer."""
     config = _debug(40, sum_digits=_sum_digits(OPSD.Config()))
     config.model = ModelConfig(hf_assets_path=TINY_READER)
     return config
 
 
-def rl_sft_qwen3_debug() -> Controller.Config:
+def rl_sft_qwen3_debug() -> RunConfig:
     """Supervised learning of digit sums from what a tiny teacher answers."""
     return _debug(40, sum_digits=_sum_digits(SFT.Config(teacher=_tiny_teacher())))
 
 
-def rl_echo_qwen3_debug() -> Controller.Config:
+def rl_echo_qwen3_debug() -> RunConfig:
     """Digit sums in two turns by Echo: GRPO, and foreseeing what the env says in between."""
     return _debug(60, sum_digits_rounds=_sum_digits_rounds(Echo.Config(alpha={"user": 0.1})))
 
 
-def rl_mixed_qwen3_debug() -> Controller.Config:
+def rl_mixed_qwen3_debug() -> RunConfig:
     """Three tasks in one run, each by its own algorithm: GRPO, OPD and Echo."""
     return _debug(
         60,
@@ -109,7 +107,7 @@ def rl_mixed_qwen3_debug() -> Controller.Config:
     )
 
 
-def rl_alphabet_sort_qwen3_debug() -> Controller.Config:
+def rl_alphabet_sort_qwen3_debug() -> RunConfig:
     """Sorting names over two user turns, with the 1M-parameter model on two CPU cores."""
     sizes = {"min_rounds": 2, "max_rounds": 2, "min_names": 2, "max_names": 3}
     return _conversation(
@@ -124,7 +122,7 @@ def rl_alphabet_sort_qwen3_debug() -> Controller.Config:
     )
 
 
-def rl_calculator_qwen3_debug() -> Controller.Config:
+def rl_calculator_qwen3_debug() -> RunConfig:
     """Arithmetic with a calculator tool that has to be called, with the 1M-parameter model on two CPU cores."""
     sizes = {"max_operands": 2, "max_operand": 99}
     return _conversation(
@@ -139,7 +137,7 @@ def rl_calculator_qwen3_debug() -> Controller.Config:
     )
 
 
-def rl_guess_number_qwen3_debug() -> Controller.Config:
+def rl_guess_number_qwen3_debug() -> RunConfig:
     """A guessing game of up to four turns, rewarded at its end, with the 1M-parameter model on two CPU cores."""
     sizes = {"numbers": 15, "max_number": 99, "guesses": 4}
     return _conversation(
@@ -154,7 +152,7 @@ def rl_guess_number_qwen3_debug() -> Controller.Config:
     )
 
 
-def rl_difficulty_pool_qwen3_debug() -> Controller.Config:
+def rl_difficulty_pool_qwen3_debug() -> RunConfig:
     """Digit sums, nine in ten hopelessly long for the 1M-parameter model: a difficulty pool finds the others."""
     config = _debug(150, sum_digits=_sum_digits(GRPO.Config()))
     config.rollouts_per_step, config.max_offpolicy_steps = 128, 0
@@ -169,51 +167,51 @@ def rl_difficulty_pool_qwen3_debug() -> Controller.Config:
     return config
 
 
-def rl_shuffled_cursor_qwen3_debug() -> Controller.Config:
+def rl_shuffled_cursor_qwen3_debug() -> RunConfig:
     """As rl_difficulty_pool_qwen3_debug, every example in turn: what benchmarks/difficulty_pool.py compares it with."""
     config = rl_difficulty_pool_qwen3_debug()
     config.tasks["sum_digits"].sampler = ShuffledCursor.Config()
     return config
 
 
-def rl_grpo_qwen3_0_6b() -> Controller.Config:
+def rl_grpo_qwen3_0_6b() -> RunConfig:
     """Qwen3-0.6B on 2 GPUs: one trains, one generates."""
     return _qwen3("0.6B", trainer_ranks=1, replicas=1)
 
 
-def rl_grpo_qwen3_1_7b() -> Controller.Config:
+def rl_grpo_qwen3_1_7b() -> RunConfig:
     """Qwen3-1.7B on 4 GPUs: two train, two generate."""
     return _qwen3("1.7B", trainer_ranks=2, replicas=2)
 
 
-def rl_grpo_qwen3_4b() -> Controller.Config:
+def rl_grpo_qwen3_4b() -> RunConfig:
     """Qwen3-4B on 8 GPUs: four train, four generate."""
     return _qwen3("4B", trainer_ranks=4, replicas=4)
 
 
-def rl_grpo_qwen3_8b() -> Controller.Config:
+def rl_grpo_qwen3_8b() -> RunConfig:
     """Qwen3-8B on 8 GPUs: four train, four generate."""
     return _qwen3("8B", trainer_ranks=4, replicas=4)
 
 
-def rl_grpo_qwen3_14b() -> Controller.Config:
+def rl_grpo_qwen3_14b() -> RunConfig:
     """Qwen3-14B on 8 GPUs: four train, two generators of two."""
     return _qwen3("14B", trainer_ranks=4, replicas=2, tensor_parallel_degree=2)
 
 
-def rl_grpo_qwen3_32b() -> Controller.Config:
+def rl_grpo_qwen3_32b() -> RunConfig:
     """Qwen3-32B on 8 GPUs of 141 GB: six train, one generator of two."""
     return _qwen3("32B", trainer_ranks=6, replicas=1, tensor_parallel_degree=2)
 
 
-def rl_math_qwen3_1_7b() -> Controller.Config:
+def rl_math_qwen3_1_7b() -> RunConfig:
     """Grade-school word problems (GSM8K, from the hub) with Qwen3-1.7B on 4 GPUs."""
     gsm8k = {"path": "openai/gsm8k", "name": "main", "answer_marker": "####"}
     train, test = MathDataset.Config(**gsm8k), MathDataset.Config(split="test", **gsm8k)
     return _qwen3_1_7b(math=MathTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
 
 
-def rl_reasoning_gym_qwen3_1_7b() -> Controller.Config:
+def rl_reasoning_gym_qwen3_1_7b() -> RunConfig:
     """A mixture of four reasoning_gym puzzles with Qwen3-1.7B on 4 GPUs."""
     generators = {
         "chain_sum": PuzzleGenerator(config={"max_terms": 6, "max_digits": 4}),
@@ -226,20 +224,20 @@ def rl_reasoning_gym_qwen3_1_7b() -> Controller.Config:
     return _qwen3_1_7b(puzzles=ReasoningGymTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
 
 
-def rl_verifiers_qwen3_1_7b() -> Controller.Config:
+def rl_verifiers_qwen3_1_7b() -> RunConfig:
     """An environment of the verifiers package, its gsm8k as an example, with Qwen3-1.7B on 4 GPUs."""
     train, test = (VerifiersDataset.Config(environment="gsm8k", split=split) for split in ("train", "eval"))
     return _qwen3_1_7b(gsm8k=VerifiersTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
 
 
-def _debug(steps: int, **tasks: Task.Config) -> Controller.Config:
+def _debug(steps: int, **tasks: Task.Config) -> RunConfig:
     """rl_grpo_qwen3_debug with other tasks."""
     config = rl_grpo_qwen3_debug()
     config.steps, config.tasks = steps, tasks
     return config
 
 
-def _conversation(steps: int, **tasks: Task.Config) -> Controller.Config:
+def _conversation(steps: int, **tasks: Task.Config) -> RunConfig:
     """rl_grpo_qwen3_debug with tasks of several turns and a model that has seen them."""
     config = _debug(steps, **tasks)
     config.model = ModelConfig(hf_assets_path=TINY_CONVERSATIONS)
@@ -262,16 +260,16 @@ def _tiny_teacher() -> HostedModel:
     return HostedModel(path=TINY_TEACHER, engine=EngineConfig(max_model_len=256))
 
 
-def _qwen3_1_7b(**tasks: Task.Config) -> Controller.Config:
+def _qwen3_1_7b(**tasks: Task.Config) -> RunConfig:
     """rl_grpo_qwen3_1_7b with other tasks."""
     config = rl_grpo_qwen3_1_7b()
     config.tasks = tasks
     return config
 
 
-def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_degree: int = 1) -> Controller.Config:
+def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_degree: int = 1) -> RunConfig:
     """A real model on GPUs, in bfloat16 with float32 master weights. Longer sums than the demo's, worked out in the open."""
-    return Controller.Config(
+    return RunConfig(
         tasks={
             "sum_digits": SumDigitsTask.Config(
                 algorithm=GRPO.Config(),
@@ -283,14 +281,14 @@ def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_de
             )
         },
         model=ModelConfig(hf_assets_path=f"{HUB_FOLDER}/Qwen3-{flavor}", flavor=flavor),
-        trainer=PolicyTrainer.Config(
+        trainer=TrainerConfig(
             ranks=trainer_ranks,
             optimizer=OptimizerConfig(lr=1e-6),
             mixed_precision_param="bfloat16",
             activation_checkpoint=True,
             checkpoint_interval=50,
         ),
-        generator=Generator.Config(
+        generator=GeneratorConfig(
             replicas=replicas,
             engine=EngineConfig(dtype="bfloat16", max_model_len=4096, tensor_parallel_degree=tensor_parallel_degree),
         ),

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.cli import config_functions, load_config, parse_command
+from torchtitan.experiments.rl.config.command_line import config_functions, load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 
 SIGNAL_POLL_S = 0.2
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         if command.dry_run:
             return _dry_run(config)
         _check_model(config)
-        config.validate()
+        _check_config(config)
         _check_present(config)
         run_dir = _run_dir(command.run_dir, config.output_dir, command.config_name)
     except ConfigError as error:
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _dry_run(config: Any) -> int:
     """Print the plan. A named architecture can be planned before its weights are here, for GPUs this host lacks, and before
     the frozen models' keys and checkpoints are."""
-    from torchtitan.experiments.rl.config_checks import check, needed_gpus, plan_run
+    from torchtitan.experiments.rl.config.checks import check, needed_gpus, plan_run
 
     check(config)
     on_gpus = config.provision.device == "cuda"
@@ -64,14 +64,20 @@ def _dry_run(config: Any) -> int:
     return 0
 
 
+def _check_config(config: Any) -> None:
+    from torchtitan.experiments.rl.config.checks import checked_plan
+
+    checked_plan(config)
+
+
 def _check_model(config: Any) -> None:
-    from torchtitan.experiments.rl.config_checks import check_model_folder
+    from torchtitan.experiments.rl.config.checks import check_model_folder
 
     check_model_folder(config.model.hf_assets_path)
 
 
 def _check_present(config: Any) -> None:
-    from torchtitan.experiments.rl.config_checks import check_present
+    from torchtitan.experiments.rl.config.checks import check_present
 
     check_present(config)
 
@@ -87,7 +93,7 @@ def _run_dir(given: str | None, output_dir: str, config_name: str) -> str:
 def _run(config: Any, run_dir: str, config_name: str) -> int:
     from monarch.actor import shutdown_context, this_proc
 
-    from torchtitan.experiments.rl.controller import Controller
+    from torchtitan.experiments.rl.controller.actor import Controller
 
     # A handler that only notes the signal: an exception out of nowhere would tear the actors' messages in half.
     signals: list[int] = []

@@ -8,7 +8,7 @@ from renderers import Renderer
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.frozen.models import FrozenModel, HostedModel
+from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.reference import check_frozen, feed_ref_kl, reach
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.frozen.models import HostedModel, LivePolicy, ModelReference
+from torchtitan.experiments.rl.generation.references import HostedModel, LivePolicy, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout
 

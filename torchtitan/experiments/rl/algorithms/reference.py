@@ -3,7 +3,7 @@
 import numpy as np
 
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.frozen.models import FrozenModel, HostedModel, ModelReference
+from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient
 from torchtitan.experiments.rl.types import TrainingSample
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.reference import check_frozen, reach
-from torchtitan.experiments.rl.frozen.models import FrozenModel, HostedModel, LivePolicy, ModelReference
+from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout
 

@@ -14,7 +14,7 @@ import numpy as np
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
-from torchtitan.experiments.rl.user_code import is_finite_number
+from torchtitan.experiments.rl.user_code.calls import is_finite_number
 
 POOLS = ("unseen", "normal", "hard", "easy")
 """Where all pools with a weight are empty, the first of these that is not gives the example."""

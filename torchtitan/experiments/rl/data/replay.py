@@ -9,7 +9,7 @@ import numpy as np
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
-from torchtitan.experiments.rl.user_code import is_finite_number
+from torchtitan.experiments.rl.user_code.calls import is_finite_number
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
-from torchtitan.experiments.rl.user_code import is_finite_number
+from torchtitan.experiments.rl.user_code.calls import is_finite_number
 
 
 class TaskMix(UserConfigurable, abc.ABC):

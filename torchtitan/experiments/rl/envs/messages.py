@@ -7,7 +7,7 @@ from typing import Any
 from renderers import Message, ParsedResponse, RenderedTokens, ToolCallParseStatus
 
 from torchtitan.experiments.rl.types import ROLES
-from torchtitan.experiments.rl.user_code import is_finite_number
+from torchtitan.experiments.rl.user_code.calls import is_finite_number
 
 
 def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:

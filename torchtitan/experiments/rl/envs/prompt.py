@@ -10,7 +10,7 @@ import numpy as np
 from renderers import Message, RenderedTokens, Renderer, ToolSpec
 
 from torchtitan.experiments.rl.envs.messages import check_all_rendered
-from torchtitan.experiments.rl.envs.turnstile import turnstile
+from torchtitan.experiments.rl.rollouts.yield_queue import turnstile
 from torchtitan.experiments.rl.types import ROLE_IDS
 
 T = TypeVar("T")

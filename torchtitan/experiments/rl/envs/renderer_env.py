@@ -22,7 +22,7 @@ from torchtitan.experiments.rl.envs.prompt import (
     off_the_loop_if,
 )
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.user_code import UserCodeError, UserCodeTimeout, call_user, cause_of
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_user, cause_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Models as tasks, rubrics and algorithms see them: they sample and score tokens. The policy is one whose weights change.
 
-Implemented by actors/generator_client.py (the policy), frozen/endpoint.py and frozen/hosted.py (frozen models).
+Implemented by ``generation/client.py`` (the policy), ``generation/endpoint.py`` and ``generation/frozen.py`` (frozen models).
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from typing import Protocol
 
 import numpy as np
 
-from torchtitan.experiments.rl.frozen.models import ModelReference
 from torchtitan.experiments.rl.rollouts.types import Completion
 
 
@@ -22,6 +21,25 @@ class SamplingConfig:
     """Per turn."""
     top_p: float = 1.0
     top_k: int = -1
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelReference:
+    """Base of the references; never used itself."""
+
+    def validate(self, *, field: str) -> None:
+        """Refuse what can't work, without looking for files, keys or servers.
+
+        Raises:
+            ConfigError: by field, value and cure.
+        """
+
+    def check_present(self, *, field: str) -> None:
+        """Refuse a reference to what this machine doesn't have: asked before a run, not before a plan of one.
+
+        Raises:
+            ConfigError: by field, value and cure.
+        """
 
 
 class PolicySession(Protocol):

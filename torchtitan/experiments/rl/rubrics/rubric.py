@@ -21,8 +21,8 @@ from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
-from torchtitan.experiments.rl.rubrics.isolated import IsolatedCalls
-from torchtitan.experiments.rl.user_code import Threads, UserCodeError, call_bounded, call_user, is_finite_number
+from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, is_finite_number
+from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
 
 logger = logging.getLogger(__name__)
 

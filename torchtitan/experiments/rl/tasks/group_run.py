@@ -3,18 +3,17 @@
 import asyncio
 import hashlib
 import logging
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
+
+from renderers import Renderer
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup, RolloutStatus
-from torchtitan.experiments.rl.user_code import UserCodeError, UserCodeTimeout, call_bounded
-
-if TYPE_CHECKING:
-    from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +26,23 @@ def derive_seed(seed: int, group_id: str, sample_idx: int, attempt: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
+class RolloutTask(Protocol):
+    """What a group's run needs of its task: `tasks/task.py` has what each member means."""
+
+    algorithm: Algorithm
+    config: Any
+    renderer: Renderer
+
+    async def make_envs(self, sample: DataSample, n: int) -> list[MessageEnv]: ...
+
+    async def run_rollout(self, env: RendererEnv, policy: PolicySession) -> None: ...
+
+
 class GroupRun:
     """One run of the rollouts of a group. Construction opens a session for each; ``run`` does the rest."""
 
     def __init__(
-        self, task: "Task", group: RolloutGroup, source: ModelClient, *, seed: int, sampling: SamplingConfig, credit: bool
+        self, task: RolloutTask, group: RolloutGroup, source: ModelClient, *, seed: int, sampling: SamplingConfig, credit: bool
     ):
         self._task = task
         self._group = group

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-from torchtitan.experiments.rl.frozen.models import ModelReference
+from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 

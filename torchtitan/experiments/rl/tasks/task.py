@@ -23,13 +23,13 @@ from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCurso
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.frozen.models import FrozenModel, HostedModel
+from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.group_run import GroupRun
-from torchtitan.experiments.rl.user_code import UserCodeError, call_bounded, cause_of, is_finite_number
-from torchtitan.experiments.rl.validation_config import ValidationConfig
+from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, cause_of, is_finite_number
 
 
 class Task(UserConfigurable):

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 
@@ -61,6 +62,18 @@ class Manifest:
     """Of the buffer's bytes, taken by the trainer after writing them."""
     payload_key: str | None
     """torchstore key of the whole buffer, when some generator is on another host."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightReceipt:
+    """A generator's proof of what it loaded."""
+
+    version: int
+    fingerprint: str
+    canary_logprobs: np.ndarray
+    """float32 [L] of the canary tokens under the loaded weights."""
+    verify_s: float
+    reload_s: float
 
 
 class SharedBuffer:

@@ -3,12 +3,12 @@
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 
 CANARY_TOKENS = 8
 """Enough to tell stale weights from new ones, few enough that scoring them costs a fraction of loading a model."""
@@ -39,6 +39,14 @@ class CopiedOut:
     seconds: float
 
 
+class Generators(Protocol):
+    """Every replica at once: generation/client.py."""
+
+    async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> list[WeightReceipt]: ...
+
+    async def canary(self, token_ids: np.ndarray) -> list[np.ndarray]: ...
+
+
 class WeightSync:
     """Publishes versions and has the generators load them.
 
@@ -46,7 +54,7 @@ class WeightSync:
     the bytes arrived, the canary that the engine computes with them.
     """
 
-    def __init__(self, trainer: Any, generators: GeneratorClient, *, vocab_size: int, remote_readers: bool, tolerance: float):
+    def __init__(self, trainer: Any, generators: Generators, *, vocab_size: int, remote_readers: bool, tolerance: float):
         self._trainer, self._generators = trainer, generators
         self._remote_readers, self._tolerance = remote_readers, tolerance
         self.canary_token_ids = np.random.default_rng(0).integers(0, vocab_size, CANARY_TOKENS).astype(np.int32)

@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample
-from torchtitan.experiments.rl.user_code import cause_of
+from torchtitan.experiments.rl.user_code.calls import cause_of
 
 
 @dataclass(kw_only=True, slots=True)

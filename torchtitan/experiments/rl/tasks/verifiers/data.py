@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample
-from torchtitan.experiments.rl.user_code import cause_of
+from torchtitan.experiments.rl.user_code.calls import cause_of
 
 CURE = "pip install verifiers==0.3.1"
 """Later versions have no such environments (their tasks are played by programs in sandboxes, which is another adapter)."""

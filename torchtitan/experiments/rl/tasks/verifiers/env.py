@@ -18,7 +18,7 @@ from verifiers.types import ClientConfig, Messages, Response, SamplingArgs, Tool
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.tasks.verifiers.loading import score
 from torchtitan.experiments.rl.tasks.verifiers.messages import to_messages, to_response, to_tool
-from torchtitan.experiments.rl.user_code import call_bounded, cause_of
+from torchtitan.experiments.rl.user_code.calls import call_bounded, cause_of
 
 Request = tuple[list[Message], list[ToolSpec]]
 

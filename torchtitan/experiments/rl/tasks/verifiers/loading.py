@@ -20,7 +20,7 @@ from typing import Any
 import verifiers
 import verifiers.envs.environment
 
-from torchtitan.experiments.rl.user_code import UserCodeError, call_user, is_finite_number
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_user, is_finite_number
 
 # verifiers keeps its log to itself; its warnings belong into the process's.
 logging.getLogger("verifiers").propagate = True

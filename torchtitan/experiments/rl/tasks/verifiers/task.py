@@ -1,11 +1,11 @@
 """Environments of the verifiers package: data, conversations, tools and rewards are theirs. For real models."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from renderers import Renderer
 
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
@@ -13,9 +13,6 @@ from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.verifiers.data import VerifiersDataset
-
-if TYPE_CHECKING:
-    from torchtitan.experiments.rl.tasks.verifiers.env import VerifiersEnv
 
 __all__ = ["VerifiersDataset", "VerifiersTask"]
 
@@ -50,7 +47,7 @@ class VerifiersTask(Task):
         super().__init__(config, name=name, renderer=renderer, seed=seed)
         self.environment = config.dataset.load()
 
-    def make_env(self, sample: DataSample) -> "VerifiersEnv":
+    def make_env(self, sample: DataSample) -> MessageEnv:
         from torchtitan.experiments.rl.tasks.verifiers.env import VerifiersEnv  # imports verifiers
 
         return VerifiersEnv(self.environment, sample.env_input)

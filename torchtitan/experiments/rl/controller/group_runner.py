@@ -1,9 +1,9 @@
-"""Who runs a group: this process, or the least busy of a mesh of workers (`actors/rollout_worker.py`)."""
+"""Who runs a group: this process, or the least busy of a mesh of workers (`controller/rollout_worker.py`)."""
 
 from typing import Any, Protocol
 
-from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
-from torchtitan.experiments.rl.actors.messages import GroupRequest
+from torchtitan.experiments.rl.controller.rollout_worker import GroupRequest
+from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task

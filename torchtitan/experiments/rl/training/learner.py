@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -12,59 +11,22 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.components.checkpoint import CheckpointManager
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
-from torchtitan.config import CompileConfig, Configurable, ParallelismConfig, TrainingConfig
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.losses import LossConfig, MetricSums, compute_loss, count_members, mismatch_metrics
+from torchtitan.experiments.rl.losses import MetricSums, compute_loss, count_members, mismatch_metrics
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec, read_hub_config
+from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch
 
 
-@dataclass(kw_only=True, slots=True)
-class OptimizerConfig:
-    """AdamW, as torchtitan's OptimizersContainer builds it."""
-
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_norm: float = 1.0
-    """Gradients are clipped to this global norm."""
-
-
-class Learner(Configurable):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-        lr_scheduler: LRSchedulersContainer.Config = field(
-            default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.0)
-        )
-        """Counted in optimizer steps of this run."""
-        loss: LossConfig = field(default_factory=LossConfig)
-        dtype: Literal["float32", "bfloat16"] = "float32"
-        """Of parameters, gradients and optimizer state."""
-        mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
-        """Of the forward and backward pass (FSDP mixed precision)."""
-        data_parallel_replicate_degree: int = 1
-        """Copies of the sharded model (HSDP); the rest of the ranks shard."""
-        enable_cpu_offload: bool = False
-        activation_checkpoint: bool = False
-        """Keep only each transformer block's input, and compute the rest again in the backward pass."""
-        compile: bool = False
-        """torch.compile of each transformer block."""
-        logprob_chunk_tokens: int = 1024
-        """Tokens whose full-vocabulary logits exist at once."""
-        checkpoint_interval: int = 0
-        """Save model, optimizer and schedule every so many steps; 0 saves none."""
-        save_final_model: bool = True
-        """Write the final policy as a hub folder, tokenizer included: <run folder>/checkpoint/step-N."""
-
+class Learner:
     def __init__(
         self,
-        config: Config,
+        config: TrainerConfig,
         *,
         model: ModelConfig,
         device: Literal["cpu", "cuda"],
@@ -222,7 +184,7 @@ class Learner(Configurable):
 def init_process_group(*, device: Literal["cpu", "cuda"], rank: int, world_size: int, address: str) -> None:
     """Join the trainer's process group; ``address`` is ``host:port`` of rank 0."""
     if device == "cuda":
-        torch.cuda.set_device(0)  # the only one this process sees: provision.py
+        torch.cuda.set_device(0)  # the only one this process sees: controller/provision.py
     os.environ["LOCAL_RANK"] = "0"
     backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=world_size)

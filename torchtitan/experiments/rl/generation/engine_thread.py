@@ -5,7 +5,7 @@ engine steps: so requests join and leave the batch at every step, weights change
 
 A weight update takes back the requests that have no token yet, loads, scores the canary, and puts them in again behind it, with
 those that came meanwhile: they start under the new version. What happens to those that have tokens is said at
-``Generator.Config.weight_update``. Updates take turns, canary included, so none is scored with the next one's weights.
+``GeneratorConfig.weight_update``. Updates take turns, canary included, so none is scored with the next one's weights.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.experiments.rl.actors.engine import Engine
-from torchtitan.experiments.rl.actors.messages import GeneratorFailed, Request, Result, ScoreRequest, WeightReceipt
-from torchtitan.experiments.rl.engine_config import WeightUpdate
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.weights.snapshot import Manifest
+from torchtitan.experiments.rl.generation.config import WeightUpdate
+from torchtitan.experiments.rl.generation.messages import GeneratorFailed, Request, Result, ScoreRequest
+from torchtitan.experiments.rl.generation.vllm_engine import Engine
+from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
 
 logger = logging.getLogger(__name__)
 

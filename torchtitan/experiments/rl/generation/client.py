@@ -1,8 +1,8 @@
-"""The controller's side of the Generator mesh: routes requests to replicas and answers to whoever waits for them.
+"""The client's side of the Generator mesh: routes requests to replicas, and answers to the coroutines that wait for them.
 
-Requests made in one event-loop tick leave in one message per replica: a message costs what hundreds of requests cost. So do the
-requests of rollouts that render one after another (`envs/turnstile.py`), up to a full message: rendering the prompts of a whole
-step takes as long as an engine step.
+The client sends requests made in one event-loop tick as one message per replica, because one message costs as much as hundreds
+of requests. Rollouts that render one after another (`rollouts/yield_queue.py`) count as one tick, up to a full message:
+rendering the prompts of a whole step takes as long as an engine step.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from monarch.actor import Channel
 
-from torchtitan.experiments.rl.actors.messages import (
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.generation.messages import (
     CLIENT_BITS,
     GenerateRequest,
     GeneratorFailed,
@@ -23,13 +24,12 @@ from torchtitan.experiments.rl.actors.messages import (
     RequestFailed,
     Result,
     ScoreRequest,
-    WeightReceipt,
 )
-from torchtitan.experiments.rl.envs.turnstile import turnstile
-from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.frozen.models import ModelReference
+from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.rollouts.yield_queue import turnstile
+from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class GeneratorClient:
         return answer.logprobs
 
     async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> list[WeightReceipt]:
-        """Have every replica load a published version; of running requests, see ``Generator.Config.weight_update``."""
+        """Have every replica load a published version; of running requests, see ``GeneratorConfig.weight_update``."""
         receipts = await self._mesh.update_weights.call(version, canary_token_ids)
         self.version = version
         return list(receipts.values())

@@ -7,7 +7,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from torchtitan.experiments.rl.actors.messages import (
+from torchtitan.experiments.rl.generation.config import EngineConfig
+from torchtitan.experiments.rl.generation.messages import (
     GenerateResult,
     Request,
     RequestFailed,
@@ -15,7 +16,6 @@ from torchtitan.experiments.rl.actors.messages import (
     ScoreRequest,
     ScoreResult,
 )
-from torchtitan.experiments.rl.engine_config import EngineConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.snapshot import Manifest
 
@@ -47,7 +47,7 @@ class Engine:
                 logprobs_mode="processed_logprobs",
                 # A step in flight while weights change would mislabel its tokens.
                 async_scheduling=False,
-                worker_extension_cls="torchtitan.experiments.rl.weights.vllm_worker.SnapshotLoader",
+                worker_extension_cls="torchtitan.experiments.rl.generation.vllm_worker.SnapshotLoader",
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 **arguments,

@@ -4,38 +4,28 @@ import asyncio
 import json
 import logging
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan.config import Configurable
-from torchtitan.experiments.rl.actors.generator import Generator
-from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
-from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config_checks import check, plan_run
-from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
-from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
+from torchtitan.experiments.rl.config.checks import checked_plan
+from torchtitan.experiments.rl.config.resolved import resolved_config
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.controller.ledger import LEDGER_FILE, Ledger
+from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.step_metrics import StepRecord
+from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
+from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
+from torchtitan.experiments.rl.controller.wiring import ROLES, RunActors
+from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.ledger import LEDGER_FILE, Ledger
-from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
-from torchtitan.experiments.rl.observability.resolved_config import resolved_config
-from torchtitan.experiments.rl.observability.step_metrics import StepRecord
-from torchtitan.experiments.rl.pacing import Pacer
-from torchtitan.experiments.rl.plan import RunPlan
-from torchtitan.experiments.rl.provision import ProvisionConfig
-from torchtitan.experiments.rl.rollout_loop import RolloutLoop
-from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
-from torchtitan.experiments.rl.run_actors import ROLES, RunActors
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.training_loop import TrainingLoop
-from torchtitan.experiments.rl.validation import ValidationReport, Validator
-from torchtitan.experiments.rl.validation_config import ValidationConfig
 
 logger = logging.getLogger(__name__)
 
@@ -43,56 +33,11 @@ DEATH_REPORTS_S = 2.0
 """How long the reports of one process's death are waited for."""
 
 
-class Controller(Actor, Configurable):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        tasks: dict[str, Task.Config]
-        model: ModelConfig
-        renderer: RendererConfig = field(default_factory=RendererConfig)
-        trainer: PolicyTrainer.Config = field(default_factory=PolicyTrainer.Config)
-        generator: Generator.Config = field(default_factory=Generator.Config)
-        batcher: Batcher.Config = field(default_factory=Batcher.Config)
-        steps: int = 100
-        """Optimizer steps."""
-        groups_per_step: int = 8
-        """Groups trained on in one optimizer step."""
-        rollouts_per_step: int | None = None
-        """The same said in rollouts, where all tasks share a group_size that divides it; overrides groups_per_step."""
-        max_offpolicy_steps: int = 1
-        """Versions a group may be behind when it is trained on. 0 is synchronous, and on CPU deterministic by seed."""
-        max_drops_in_a_row: int = 100
-        """Groups in a row that gave nothing to train on (failed, filtered, oversized) after which the run is given up; as are
-        runs whose first groups, this many, teach nothing because every reward ties."""
-        seed: int = 0
-        task_mix: TaskMix.Config = field(default_factory=WeightedRoundRobin.Config)
-        pre_batch_filters: list[Filter.Config] = field(default_factory=list)
-        """Before a rollout takes a place in a batch: what they drop is replaced by further groups."""
-        post_batch_filters: list[Filter.Config] = field(default_factory=list)
-        """When a batch was taken: what they drop leaves it smaller."""
-        validation: ValidationConfig = field(default_factory=ValidationConfig)
-        """Schedule of tasks that name none of their own."""
-        metrics: MetricsLogger.Config = field(default_factory=MetricsLogger.Config)
-        recorder: RolloutRecorder.Config = field(default_factory=RolloutRecorder.Config)
-        rollout_workers: int = 0
-        """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's own, on one core of
-        Python; perf/event_loop_lag_max_s says when that is too little."""
-        provision: ProvisionConfig = field(default_factory=ProvisionConfig)
-        output_dir: str = "outputs"
-        """Run folders are made in it."""
-
-        def validate(self) -> RunPlan:
-            """Check everything that can be known before a process is spawned; returns the derived plan.
-
-            Raises:
-                ConfigError: the first problem, by field, value and cure.
-            """
-            check(self)
-            return plan_run(self)
-
-    def __init__(self, config: Config, *, run_dir: str, config_name: str):
+class Controller(Actor):
+    def __init__(self, config: RunConfig, *, run_dir: str, config_name: str):
         self.config = config
         self._run_dir, self._config_name = Path(run_dir), config_name
-        self._plan = config.validate()
+        self._plan = checked_plan(config)
         self._actors = RunActors(config, self._plan, run_dir=self._run_dir, on_failure=self._fail)
         self._tasks: dict[str, Task] = {}
         self._metrics: MetricsLogger | None = None

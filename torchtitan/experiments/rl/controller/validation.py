@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torchtitan.experiments.rl.group_runner import GroupRunner
+from torchtitan.experiments.rl.controller.group_runner import GroupRunner
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.validation_config import ValidationConfig
+from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
 
 
 @dataclass(kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 
 import cloudpickle
 
-from torchtitan.experiments.rl.user_code import UserCodeError, UserCodeTimeout, cause_of
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, cause_of
 
 START_S = 120.0
 """Limit for starting a child and for importing what a function needs; neither counts against the function's own time."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import random
 from typing import Any
 
@@ -10,7 +9,7 @@ import httpx
 import numpy as np
 
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.frozen.models import FrozenModel
+from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 
@@ -22,20 +21,6 @@ logging.getLogger("httpx").setLevel(logging.WARNING)
 LONGEST_WAIT_S = 30.0
 EXCERPT = 300
 """Characters of a refusal that go into an error."""
-
-
-def read_key(model: FrozenModel) -> str | None:
-    """The API key, from its environment variable.
-
-    Raises:
-        LookupError: the variable is not set or empty.
-    """
-    if model.api_key_env is None:
-        return None
-    key = os.environ.get(model.api_key_env)
-    if not key:
-        raise LookupError(f"this environment variable is not set: export the key of {model.name} in it")
-    return key
 
 
 class EndpointClient:
@@ -89,7 +74,7 @@ class EndpointClient:
     async def _attempt(self, body: dict[str, Any]) -> tuple[dict[str, Any], None] | tuple[None, str]:
         """The choice, or why another attempt may help."""
         try:
-            key = read_key(self.model)
+            key = self.model.api_key()
         except LookupError as error:
             raise self._error(f"has no key: {self.model.api_key_env}: {error}") from None
         headers = {"Authorization": f"Bearer {key}"} if key else {}

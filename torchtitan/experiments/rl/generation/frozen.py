@@ -8,11 +8,12 @@ from typing import Any, Literal
 import numpy as np
 from monarch.actor import ProcMesh
 
-from torchtitan.experiments.rl.actors.generator import Generator
-from torchtitan.experiments.rl.actors.generator_client import GeneratorClient, GeneratorSession
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.frozen.endpoint import EndpointClient
-from torchtitan.experiments.rl.frozen.models import FrozenModel, HostedModel, ModelReference
+from torchtitan.experiments.rl.generation.client import GeneratorClient, GeneratorSession
+from torchtitan.experiments.rl.generation.config import GeneratorConfig
+from torchtitan.experiments.rl.generation.endpoint import EndpointClient
+from torchtitan.experiments.rl.generation.generator import Generator
+from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 
@@ -56,7 +57,7 @@ class FrozenClients:
         """Spawn each hosted model's replicas in its processes, in the order of ``hosted``; returns meshes to be set up."""
         for index, (client, mesh) in enumerate(zip(self._hosted.values(), procs, strict=True)):
             name, model = f"hosted_{index}", client.model
-            config = Generator.Config(engine=model.engine, replicas=model.replicas)
+            config = GeneratorConfig(engine=model.engine, replicas=model.replicas)
             client.mesh = mesh.spawn(name, Generator, config, model_path=model.path, device=device, run_dir=run_dir, role=name)
         return [client.mesh for client in self._hosted.values()]
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.controller.group_runner import GroupRunner
+from torchtitan.experiments.rl.controller.ledger import Ledger
+from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.stall import DropsInARow, IdleStart
 from torchtitan.experiments.rl.data.task_mix import TaskMix
-from torchtitan.experiments.rl.give_up import DropsInARow, IdleStart
-from torchtitan.experiments.rl.group_runner import GroupRunner
-from torchtitan.experiments.rl.ledger import Ledger
-from torchtitan.experiments.rl.pacing import Pacer
 from torchtitan.experiments.rl.rollouts.filters import Filter, apply_filters
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder

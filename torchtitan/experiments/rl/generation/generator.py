@@ -5,46 +5,28 @@ Finished requests of one engine step go back in one message.
 
 import logging
 import socket
-from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 import torchstore
 from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 
-from torchtitan.config import Configurable
-from torchtitan.experiments.rl.actors.engine import Engine
-from torchtitan.experiments.rl.actors.engine_thread import EngineThread
-from torchtitan.experiments.rl.actors.messages import CLIENT_BITS, GeneratorFailed, Request, Result, WeightReceipt
-from torchtitan.experiments.rl.engine_config import EngineConfig, WeightUpdate
+from torchtitan.experiments.rl.generation.config import GeneratorConfig
+from torchtitan.experiments.rl.generation.engine_thread import EngineThread
+from torchtitan.experiments.rl.generation.messages import CLIENT_BITS, GeneratorFailed, Request, Result
+from torchtitan.experiments.rl.generation.vllm_engine import Engine
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
-from torchtitan.experiments.rl.weights.snapshot import Manifest
+from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
 from torchtitan.experiments.rl.weights.store import local_copy, manifest_key, use_torchstore
 
 logger = logging.getLogger(__name__)
 
 
-class Generator(Actor, Configurable):
+class Generator(Actor):
     """One replica: ``setup``, ``attach`` a port for each client, then ``submit`` requests and read results from it."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        engine: EngineConfig = field(default_factory=EngineConfig)
-        replicas: int = 1
-        """Independent engines. Requests go to the least loaded; a conversation stays where its prefix is cached."""
-        weight_update: WeightUpdate = "keep"
-        """What becomes of completions under way when a new version arrives. Whatever has no token yet starts under the new one,
-        every token carries the version it was sampled with, and no prompt is answered from another version's cache.
-
-        keep: they go on at once, on the keys and values they have. Nothing stops and nothing is computed twice; a later token's
-        log-probability is that of the new weights given a prefix which older ones have read.
-        recompute: their keys and values are computed anew, prompt and tokens so far: every token's log-probability is exactly
-        that of its version. An update costs a prefill of all that is under way.
-        drain: they end first, while the others wait: a completion has one version, and a turn of a conversation too. An update
-        waits for the longest completion."""
-
     def __init__(
-        self, config: Config, *, model_path: str, device: Literal["cpu", "cuda"], run_dir: str, role: str = "generator"
+        self, config: GeneratorConfig, *, model_path: str, device: Literal["cpu", "cuda"], run_dir: str, role: str = "generator"
     ):
         self.config = config
         self._model_path = model_path

@@ -6,7 +6,6 @@ import math
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +14,10 @@ import portpicker
 import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
 
-from torchtitan.config import Configurable
-from torchtitan.experiments.rl.actors.learner import Learner, init_process_group
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
+from torchtitan.experiments.rl.training.config import TrainerConfig
+from torchtitan.experiments.rl.training.learner import Learner, init_process_group
 from torchtitan.experiments.rl.types import TrainingBatch
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.store import use_torchstore
@@ -26,17 +25,12 @@ from torchtitan.experiments.rl.weights.store import use_torchstore
 logger = logging.getLogger(__name__)
 
 
-class PolicyTrainer(Actor, Configurable):
+class PolicyTrainer(Actor):
     """Consumes this rank's microbatches, produces metrics and published weights. Knows no task, env or algorithm."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Learner.Config):
-        ranks: int = 1
-        """Processes of the mesh; each is one data-parallel rank (FSDP)."""
 
     def __init__(
         self,
-        config: Config,
+        config: TrainerConfig,
         *,
         model: ModelConfig,
         device: Literal["cpu", "cuda"],

@@ -6,20 +6,46 @@ between worker and controller, which keeps the samplers, the pacing and the ledg
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
-from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
-from torchtitan.experiments.rl.actors.messages import GroupRequest, GroupResult
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
-from torchtitan.experiments.rl.frozen.clients import FrozenClients
-from torchtitan.experiments.rl.frozen.models import hosted_models
+from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.generation.frozen import FrozenClients
+from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupRequest:
+    """A group for a rollout worker to run."""
+
+    task: str
+    data_sample: DataSample
+    group_id: str
+    policy_version: int
+    """What the generators hold now."""
+    sampling: SamplingConfig | None = None
+    """The task's when None."""
+    measured_size: int | None = None
+    """Rollouts of a group that is only measured, for validation; None: a training group, of the task's size."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupResult:
+    group: RolloutGroup
+    problem: str | None
+    """Why it can't be trained on."""
+    event_loop_lag_s: float
+    """Longest time since the worker's last result that its event loop was held up."""
 
 
 class RolloutWorker(Actor):

@@ -3,26 +3,24 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from torchtitan.experiments.rl.actors.engine import torch_dtype
-from torchtitan.experiments.rl.actors.generator import Generator
-from torchtitan.experiments.rl.actors.generator_client import GeneratorClient
-from torchtitan.experiments.rl.actors.rollout_worker import RolloutWorker
-from torchtitan.experiments.rl.actors.trainer import PolicyTrainer
-from torchtitan.experiments.rl.actors.trainer_client import TrainerClient
+from torchtitan.experiments.rl.config.placement import plan_placement
+from torchtitan.experiments.rl.config.plan import RunPlan
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner, WorkerRunner
+from torchtitan.experiments.rl.controller.provision import RunMeshes
+from torchtitan.experiments.rl.controller.rollout_worker import RolloutWorker
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.frozen.clients import FrozenClients
-from torchtitan.experiments.rl.frozen.models import hosted_models
-from torchtitan.experiments.rl.group_runner import GroupRunner, LocalRunner, WorkerRunner
+from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.generation.frozen import FrozenClients
+from torchtitan.experiments.rl.generation.generator import Generator
+from torchtitan.experiments.rl.generation.references import hosted_models
+from torchtitan.experiments.rl.generation.vllm_engine import torch_dtype
 from torchtitan.experiments.rl.models.policy import policy_spec
-from torchtitan.experiments.rl.plan import RunPlan
-from torchtitan.experiments.rl.provision import RunMeshes, plan_placement
 from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.training.client import TrainerClient
+from torchtitan.experiments.rl.training.trainer import PolicyTrainer
 from torchtitan.experiments.rl.weights.sync import WeightSync, canary_tolerance
-
-if TYPE_CHECKING:
-    from torchtitan.experiments.rl.controller import Controller
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +34,7 @@ class RunActors:
     trainer: TrainerClient
     weights: WeightSync
 
-    def __init__(self, config: "Controller.Config", plan: RunPlan, *, run_dir: Path, on_failure: Callable[[Exception], None]):
+    def __init__(self, config: RunConfig, plan: RunPlan, *, run_dir: Path, on_failure: Callable[[Exception], None]):
         """``on_failure`` hears of a part that can't go on."""
         self._config, self._plan, self._run_dir = config, plan, run_dir
         lockstep = config.max_offpolicy_steps == 0

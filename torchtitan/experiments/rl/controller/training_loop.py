@@ -10,17 +10,17 @@ from collections.abc import Callable
 from typing import Protocol
 
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
-from torchtitan.experiments.rl.group_runner import GroupRunner
+from torchtitan.experiments.rl.controller.group_runner import GroupRunner
+from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
+from torchtitan.experiments.rl.controller.step_metrics import StepRecord
+from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
-from torchtitan.experiments.rl.observability.step_metrics import StepRecord
 from torchtitan.experiments.rl.observability.timing import Stopwatch
-from torchtitan.experiments.rl.rollout_loop import RolloutLoop, RunStopped
-from torchtitan.experiments.rl.validation import ValidationReport, Validator
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
 
 class Trainer(Protocol):
-    """What takes optimizer steps: actors/trainer_client.py."""
+    """What takes optimizer steps: training/client.py."""
 
     async def step(self, packed: BatchPlan, step: int) -> dict[str, float]: ...
 

@@ -2,22 +2,29 @@
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from torchtitan.experiments.rl.config.placement import plan_placement
+from torchtitan.experiments.rl.config.plan import RunPlan, trainer_memory_gib
+from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.frozen.models import find_references, hosted_models
+from torchtitan.experiments.rl.generation.references import find_references, hosted_models
 from torchtitan.experiments.rl.models.policy import model_positions, parameter_count, policy_spec, read_hub_config
-from torchtitan.experiments.rl.plan import RunPlan, trainer_memory_gib
-from torchtitan.experiments.rl.provision import plan_placement
-
-if TYPE_CHECKING:
-    from torchtitan.experiments.rl.controller import Controller
 
 MAX_TEMPERATURE = 2.0
 """vLLM refuses more."""
 
 
-def check(config: "Controller.Config") -> None:
+def checked_plan(config: RunConfig) -> RunPlan:
+    """Check everything that can be known before a process is spawned, and work out the plan.
+
+    Raises:
+        ConfigError: the first problem, by field, value and cure.
+    """
+    check(config)
+    return plan_run(config)
+
+
+def check(config: RunConfig) -> None:
     """Everything that needs no file beside the config itself.
 
     Raises:
@@ -90,7 +97,7 @@ def check(config: "Controller.Config") -> None:
     groups_per_step(config)
 
 
-def groups_per_step(config: "Controller.Config") -> int:
+def groups_per_step(config: RunConfig) -> int:
     """Groups of one optimizer step, from whichever of the two fields says it.
 
     Raises:
@@ -109,7 +116,7 @@ def groups_per_step(config: "Controller.Config") -> int:
     return config.rollouts_per_step // next(iter(sizes.values()))
 
 
-def check_present(config: "Controller.Config") -> None:
+def check_present(config: RunConfig) -> None:
     """What the run needs of this machine beside the policy: tasks' files and packages, checkpoints to host, keys of servers.
 
     Raises:
@@ -133,13 +140,13 @@ def check_model_folder(path: str) -> None:
             raise ConfigError("model.hf_assets_path", path, f"has no {what}; download the whole model")
 
 
-def needed_gpus(config: "Controller.Config") -> int:
+def needed_gpus(config: RunConfig) -> int:
     """GPUs of trainer ranks, generator replicas and hosted models."""
     hosted = sum(model.replicas * model.engine.tensor_parallel_degree for model in hosted_models(config.tasks).values())
     return config.trainer.ranks + config.generator.replicas * config.generator.engine.tensor_parallel_degree + hosted
 
 
-def plan_run(config: "Controller.Config", *, device: str | None = None, available: list[int] | None = None) -> RunPlan:
+def plan_run(config: RunConfig, *, device: str | None = None, available: list[int] | None = None) -> RunPlan:
     """Sizes that follow from a checked config.
 
     Args:

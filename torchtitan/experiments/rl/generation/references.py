@@ -6,6 +6,7 @@ hosted must be a field of a config, not a value inside a function.
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,27 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchtitan.experiments.rl.engine_config import EngineConfig
 from torchtitan.experiments.rl.errors import ConfigError
-
-
-@dataclass(kw_only=True, slots=True)
-class ModelReference:
-    """Base of the references; never used itself."""
-
-    def validate(self, *, field: str) -> None:
-        """Refuse what can't work, without looking for files, keys or servers.
-
-        Raises:
-            ConfigError: by field, value and cure.
-        """
-
-    def check_present(self, *, field: str) -> None:
-        """Refuse a reference to what this machine doesn't have: asked before a run, not before a plan of one.
-
-        Raises:
-            ConfigError: by field, value and cure.
-        """
+from torchtitan.experiments.rl.generation.config import EngineConfig
+from torchtitan.experiments.rl.rollouts.policy import ModelReference
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,11 +62,22 @@ class FrozenModel(ModelReference):
         if not self.timeout_s > 0:
             raise ConfigError(f"{field}.timeout_s", self.timeout_s, "must be above 0")
 
-    def check_present(self, *, field: str) -> None:
-        from torchtitan.experiments.rl.frozen.endpoint import read_key
+    def api_key(self) -> str | None:
+        """The key, from its environment variable; None where the server wants none.
 
+        Raises:
+            LookupError: the variable is not set or empty.
+        """
+        if self.api_key_env is None:
+            return None
+        key = os.environ.get(self.api_key_env)
+        if not key:
+            raise LookupError(f"this environment variable is not set: export the key of {self.name} in it")
+        return key
+
+    def check_present(self, *, field: str) -> None:
         try:
-            read_key(self)
+            self.api_key()
         except LookupError as error:
             raise ConfigError(f"{field}.api_key_env", self.api_key_env, str(error)) from None
 

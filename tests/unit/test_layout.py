@@ -1,0 +1,130 @@
+"""Where modules lie and which way imports point: `docs/architecture.md` shows the same floors."""
+
+import ast
+import shutil
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+LIBRARY = Path(__file__).resolve().parents[2] / "torchtitan/experiments/rl"
+PACKAGE = "torchtitan.experiments.rl"
+MAX_ROOT_MODULES = 10
+MAX_LINES = 350
+
+FLOORS = (
+    ("errors",),
+    ("compat",),
+    ("configurable", "user_code", "types"),
+    ("losses", "batching", "models", "weights"),
+    ("rollouts",),
+    ("observability",),
+    ("data", "envs", "rubrics"),
+    ("generation",),
+    ("training",),
+    ("algorithms",),
+    ("tasks",),
+    ("config",),
+    ("controller",),
+    ("config_registry",),
+    ("grpo",),
+)
+"""From bottom to top. A file imports from its own folder and from floors below, and from no other folder of its floor."""
+
+
+def imports_of(library: Path) -> dict[str, set[str]]:
+    """Module to the modules of the library it imports, wherever in the file: ``envs.prompt`` to ``{"types", ...}``."""
+    files = {_module(file, library): file for file in library.rglob("*.py")}
+    return {module: _imported(file, files) for module, file in files.items()}
+
+
+def problems(library: Path) -> list[str]:
+    """What is wrong with the layout, a line each; nothing where all is well."""
+    imports = imports_of(library)
+    floor_of = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+    found = [
+        f"{module}: {_room(module)} is on no floor" for module in sorted(imports) if _room(module) not in floor_of and module
+    ]
+    if found:
+        return found
+    for module, targets in sorted(imports.items()):
+        for target in sorted(targets):
+            if _room(target) != _room(module) and module and floor_of[_room(target)] >= floor_of[_room(module)]:
+                found.append(f"{module} imports {target}, which is not on a floor below")
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        found.append(f"files import each other in a circle: {' -> '.join(error.args[1])}")
+    root = sorted(file.name for file in library.glob("*.py"))
+    if len(root) > MAX_ROOT_MODULES:
+        found.append(f"{len(root)} modules at the root, at most {MAX_ROOT_MODULES}: {root}")
+    for file in sorted(library.rglob("*.py")):
+        if (lines := len(file.read_text().splitlines())) > MAX_LINES:
+            found.append(f"{file.relative_to(library)} has {lines} lines, at most {MAX_LINES}")
+    return found
+
+
+def test_imports_point_one_way_without_circles():
+    assert problems(LIBRARY) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "message"),
+    [
+        (
+            "types.py",
+            "from torchtitan.experiments.rl.tasks.task import Task",
+            "types imports tasks.task, which is not on a floor",
+        ),
+        (
+            "losses/ce.py",
+            "import torchtitan.experiments.rl.batching.packing",
+            "losses.ce imports batching.packing, which is not",
+        ),
+        ("rollouts/types.py", "from torchtitan.experiments.rl.rollouts.samples import turn_spans", "in a circle"),
+        (
+            "envs/prompt.py",
+            "def late():\n    from torchtitan.experiments.rl import grpo",
+            "envs.prompt imports grpo",
+        ),
+        ("surprise.py", "", "surprise is on no floor"),
+        ("losses/ce.py", "\n" * MAX_LINES, "losses/ce.py has"),
+    ],
+)
+def test_layout_check_finds_what_a_copy_is_made_to_do_wrong(file, line, message, tmp_path):
+    copy = tmp_path / "rl"
+    shutil.copytree(LIBRARY, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    with (copy / file).open("a") as target:
+        target.write(line + "\n")
+    assert any(message in problem for problem in problems(copy))
+
+
+def test_layout_check_counts_the_modules_at_the_root(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "MAX_ROOT_MODULES", 1)
+    assert any("modules at the root" in problem for problem in problems(LIBRARY))
+
+
+def _module(file: Path, library: Path) -> str:
+    parts = file.relative_to(library).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _imported(file: Path, files: dict[str, Path]) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.startswith(f"{PACKAGE}."):
+                inner = name.removeprefix(f"{PACKAGE}.")
+                found.add(inner if inner in files else inner.rpartition(".")[0])
+    return found

@@ -1,0 +1,58 @@
+"""The messages between a client and a generator. Many requests travel in one actor message, and so do their results."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import Completion
+
+CLIENT_BITS = 40
+"""A request's id says whose it is: the client's id lies above this many bits, the client's own count below."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerateRequest:
+    request_id: int
+    prompt_token_ids: np.ndarray
+    """int32 [P]."""
+    sampling: SamplingConfig
+    seed: int
+    stop_token_ids: list[int]
+
+
+@dataclass(kw_only=True, slots=True)
+class ScoreRequest:
+    request_id: int
+    token_ids: np.ndarray
+    """int32 [L], at least 2."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerateResult:
+    request_id: int
+    completion: Completion
+
+
+@dataclass(kw_only=True, slots=True)
+class ScoreResult:
+    request_id: int
+    logprobs: np.ndarray
+    """float32 [L]; entry 0 is 0."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestFailed:
+    request_id: int
+    cause: str
+
+
+@dataclass(kw_only=True, slots=True)
+class GeneratorFailed:
+    """The engine can't go on: every open request of this replica is lost."""
+
+    cause: str
+
+
+Request = GenerateRequest | ScoreRequest
+Result = GenerateResult | ScoreResult | RequestFailed | GeneratorFailed

@@ -1,0 +1,48 @@
+"""Settings of the policy's training: plain data, apart from the actor."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.experiments.rl.losses import LossConfig
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW, as torchtitan's OptimizersContainer builds it."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_norm: float = 1.0
+    """Gradients are clipped to this global norm."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    ranks: int = 1
+    """Processes of the mesh; each is one data-parallel rank (FSDP)."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr_scheduler: LRSchedulersContainer.Config = field(
+        default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.0)
+    )
+    """Counted in optimizer steps of this run."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of parameters, gradients and optimizer state."""
+    mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
+    """Of the forward and backward pass (FSDP mixed precision)."""
+    data_parallel_replicate_degree: int = 1
+    """Copies of the sharded model (HSDP); the rest of the ranks shard."""
+    enable_cpu_offload: bool = False
+    activation_checkpoint: bool = False
+    """Keep only each transformer block's input, and compute the rest again in the backward pass."""
+    compile: bool = False
+    """torch.compile of each transformer block."""
+    logprob_chunk_tokens: int = 1024
+    """Tokens whose full-vocabulary logits exist at once."""
+    checkpoint_interval: int = 0
+    """Save model, optimizer and schedule every so many steps; 0 saves none."""
+    save_final_model: bool = True
+    """Write the final policy as a hub folder, tokenizer included: <run folder>/checkpoint/step-N."""
