@@ -109,7 +109,7 @@ class Outcome:
 class FirstInFirstOut(Pacer):
     """The same slots; a batch takes the oldest groups, and waits for them."""
 
-    def take_batch(self, version: int) -> list[str] | None:
+    def take_groups(self, version: int) -> list[str] | None:
         waiting = sorted((slot.order, group_id) for group_id, slot in self._slots.items() if slot.leads_to is None)
         batch = [group_id for _, group_id in waiting[: self._groups_per_step]]
         if len(batch) < self._groups_per_step or not all(self._slots[group_id].finished for group_id in batch):
@@ -181,7 +181,7 @@ async def run_ours(
     task = task.build(name="sum", renderer=renderer)
 
     async def alternating(rollout, digits):
-        return float(rollout.sample_idx % 2)
+        return float(rollout.index_in_group % 2)
 
     task.rubric._fns[0].fn = alternating
     pacer = pacer_class(groups_per_step=GROUPS_PER_STEP, max_offpolicy_steps=bound)

@@ -75,7 +75,7 @@ class RolloutPath:
         began = time.perf_counter()
         loop.fill()
         for version in range(steps):
-            batch = await loop.next_batch(version)
+            batch = await loop.next_groups(version)
             loop.trained(batch)
             groups += batch.groups
             self._client.version = version + 1
@@ -110,7 +110,7 @@ class BareEngine:
         """Sample what ``groups`` sampled; returns the completions in the same order, and the seconds."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         requests = [
-            (rollout.turns[0].prompt_token_ids.tolist(), derive_seed(seed, rollout.group_id, rollout.sample_idx, 0))
+            (rollout.turns[0].prompt_token_ids.tolist(), derive_seed(seed, rollout.group_id, rollout.index_in_group, 0))
             for rollout in rollouts
         ]
         self._pipe.send((requests, sampling, stops))

@@ -181,7 +181,7 @@ async def reward(model, task: Task, *, temperature: float) -> float:
             steps[index] = await envs[index].step_completion(sampled)
     rewards = []
     for example, env in zip(examples, envs, strict=True):
-        rollout = Rollout(group_id=example.sample_id, sample_idx=0, task_name=task.name, turns=env.turns, status=env.status)
+        rollout = Rollout(group_id=example.sample_id, index_in_group=0, task_name=task.name, turns=env.turns, status=env.status)
         rewards += await task.rubric.score_group([rollout], example.env_input)
     return float(np.mean([entry.reward for entry in rewards]))
 

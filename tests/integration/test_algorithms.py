@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from torchtitan.experiments.rl.algorithms import OPD, SFT, Algorithm
-from torchtitan.experiments.rl.algorithms.reference import reach
+from torchtitan.experiments.rl.algorithms.reference import connect
 from torchtitan.experiments.rl.config_registry import rl_opd_qwen3_debug
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.losses import RLLoss
@@ -52,7 +52,7 @@ class Both(OPD):
 
     async def setup(self, policy):
         await super().setup(policy)
-        self.other = await reach(policy, self.config.other)
+        self.other = await connect(policy, self.config.other)
 
     async def score_rollout(self, rollout):
         await super().score_rollout(rollout)
@@ -198,7 +198,7 @@ def test_the_servers_key_is_in_no_file_of_the_run_and_in_nothing_it_printed(outs
 
 
 def test_in_the_mixed_run_a_batch_holds_members_of_all_components(tmp_path):
-    words = "--rollouts-per-step 48 --steps 4 --validation.samples 4 --trainer.no-save-final-model"
+    words = "--rollouts-per-step 48 --steps 4 --validation.examples 4 --trainer.no-save-final-model"
     command(tmp_path / "run", "--config", "rl_mixed_qwen3_debug", *words.split())
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")[1:]
     assert len(steps) == 4

@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.observability.metrics import read_metrics, withou
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "torchtitan.experiments.rl.grpo"
-SMALL = "--rollouts-per-step 32 --validation.samples 8".split()
+SMALL = "--rollouts-per-step 32 --validation.examples 8".split()
 PATIENCE_S = 240
 """How long to wait for what must come; nothing is claimed about how long it takes."""
 SHARED_MEMORY = Path("/dev/shm")

@@ -36,7 +36,7 @@ def rollout(reward: float | None, turns: list[RolloutTurn] | None = None) -> Rol
     """One sample of five tokens, of which the last three are sampled."""
     return Rollout(
         group_id="group",
-        sample_idx=0,
+        index_in_group=0,
         task_name="task",
         turns=turns or [turn(3)],
         reward=reward,

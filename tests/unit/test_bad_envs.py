@@ -113,7 +113,7 @@ class Kinds(Dataset):
 
 
 async def good_is_better(rollout, kind):
-    return rollout.sample_idx / 4
+    return rollout.index_in_group / 4
 
 
 class BadTask(Task):
@@ -163,7 +163,7 @@ def loop(renderer, tokenizer, tmp_path):
 
 async def test_each_is_counted_under_its_cause_closed_once_and_never_trained_on(loop, tmp_path):
     loop.fill()
-    batch = await asyncio.wait_for(loop.next_batch(0), 60)
+    batch = await asyncio.wait_for(loop.next_groups(0), 60)
     loop.trained(batch)
     counts = loop.ledger.counts()
     await loop.close()
@@ -178,7 +178,7 @@ async def test_each_is_counted_under_its_cause_closed_once_and_never_trained_on(
     for group in batch.groups:
         kind = group.data_sample.env_input
         trained = [0, 1, 2, 3] if kind == "close exits" else [0, 1]
-        assert [rollout.sample_idx for rollout in group.rollouts] == trained, kind
+        assert [rollout.index_in_group for rollout in group.rollouts] == trained, kind
         # The mean is of the rollouts that count: 0 and 1/4, whose advantages are minus and plus 1/8.
         if kind not in ("close exits", "a million characters in a step"):
             advantages = [rollout.samples[0].advantages[-1].item() for rollout in group.rollouts]
@@ -188,7 +188,7 @@ async def test_each_is_counted_under_its_cause_closed_once_and_never_trained_on(
     assert len(records) == 4 * len(KINDS)
     for record in records:
         _, column, cause = KINDS[record.rollout.data_sample.env_input]
-        if record.rollout.sample_idx >= 2:
+        if record.rollout.index_in_group >= 2:
             assert record.outcome == column and cause in (record.rollout.error or ""), record
             assert column == "filtered/truncated" or column == "trained" or record.rollout.reward is None
 

@@ -188,7 +188,7 @@ async def play(script: Script, family: str, folder, *, first_token: int = 0) -> 
         )
         step = await env.step_completion(sampled)
     assert step.status.is_terminal() and step.status not in (RolloutStatus.ERROR, RolloutStatus.TIMEOUT), step.error
-    rollout = Rollout(group_id="g", sample_idx=first_token, task_name="talk", turns=env.turns, status=env.status)
+    rollout = Rollout(group_id="g", index_in_group=first_token, task_name="talk", turns=env.turns, status=env.status)
     rollout.samples = samples_from_turns(env.turns, task_name="talk", rollout_id=rollout.rollout_id, temperature=0.5)
     return Played(rollout=rollout, prompts=prompts, chains=chains, forks=forks)
 

@@ -24,7 +24,7 @@ def pool(count=5, seed=0, **config) -> DifficultyPool:
 
 
 def group_of(sample: DataSample, *rewards: float | None) -> RolloutGroup:
-    rollouts = [Rollout(group_id="g", sample_idx=i, task_name="t", reward=reward) for i, reward in enumerate(rewards)]
+    rollouts = [Rollout(group_id="g", index_in_group=i, task_name="t", reward=reward) for i, reward in enumerate(rewards)]
     return RolloutGroup(group_id="g", task_name="t", data_sample=sample, rollouts=rollouts)
 
 

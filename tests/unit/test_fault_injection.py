@@ -53,7 +53,7 @@ class Fates(Dataset):
 async def reward(rollout, fate):
     if fate == "reward fails":
         raise ValueError("no answer")
-    return 1.0 if fate == "ties" else float(rollout.sample_idx)
+    return 1.0 if fate == "ties" else float(rollout.index_in_group)
 
 
 class Late(Filter):
@@ -121,7 +121,7 @@ async def test_a_thousand_groups_leave_by_every_way_and_the_ledger_balances(rend
     loop.fill()
     trained, version = 0, 0
     while loop.ledger.counts()["fated/dispatched"] < 2 * GROUPS:
-        batch = await asyncio.wait_for(loop.next_batch(version), 60)
+        batch = await asyncio.wait_for(loop.next_groups(version), 60)
         assert pacer.free_slots >= 0
         trained += sum(len(group.rollouts) for group in batch.groups)
         assert all(version - group.admitted_version <= 1 for group in batch.groups)
@@ -149,7 +149,7 @@ async def test_slots_are_all_free_when_everything_dispatched_was_trained(rendere
     _, policy, pacer, loop = build(renderer, tokenizer, total_groups=30)
     loop.fill()
     for version in range(30):
-        loop.trained(await asyncio.wait_for(loop.next_batch(version), 60))
+        loop.trained(await asyncio.wait_for(loop.next_groups(version), 60))
         policy.version = version + 1
         loop.live(version + 1)
     assert pacer.free_slots == 2 and loop.ledger.open("fated") == 0

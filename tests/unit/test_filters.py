@@ -14,7 +14,7 @@ def group_of(*advantages: float | None, **weights) -> RolloutGroup:
     rollouts = []
     for index, advantage in enumerate(advantages):
         samples = samples_of([turn_of([1, 2], [3, 4])])
-        rollouts.append(Rollout(group_id="g", sample_idx=index, task_name="t", reward=0.0, samples=samples))
+        rollouts.append(Rollout(group_id="g", index_in_group=index, task_name="t", reward=0.0, samples=samples))
         if advantage is not None:
             rollouts[-1].assign_advantages(advantage)
         for name, value in weights.items():
@@ -24,7 +24,7 @@ def group_of(*advantages: float | None, **weights) -> RolloutGroup:
 
 class Odd(Filter):
     def matches(self, group):
-        return [rollout.sample_idx % 2 == 1 for rollout in group.scored]
+        return [rollout.index_in_group % 2 == 1 for rollout in group.scored]
 
 
 class Everything(Filter):
@@ -71,7 +71,7 @@ def test_monitor_counts_and_drops_nothing():
 def test_monitor_does_not_hide_an_enforcer_and_the_first_enforcer_is_named():
     group = group_of(1.0, 1.0, 1.0)
     result = apply_filters(filters(Everything.Config(mode="monitor"), Odd.Config(), Everything.Config()), group)
-    assert [(rollout.sample_idx, name) for rollout, name in result.dropped] == [
+    assert [(rollout.index_in_group, name) for rollout, name in result.dropped] == [
         (0, "everything"),
         (1, "odd"),
         (2, "everything"),
@@ -82,7 +82,7 @@ def test_monitor_does_not_hide_an_enforcer_and_the_first_enforcer_is_named():
 def test_rollouts_without_a_reward_are_not_filtered():
     group = group_of(0.0, 0.0)
     group.rollouts[0].reward = None
-    assert [rollout.sample_idx for rollout, _ in apply_filters(filters(Everything.Config()), group).dropped] == [1]
+    assert [rollout.index_in_group for rollout, _ in apply_filters(filters(Everything.Config()), group).dropped] == [1]
 
 
 def test_no_filters_keep_everything():

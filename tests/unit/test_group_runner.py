@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from torchtitan.experiments.rl.config.checks import checked_plan
-from torchtitan.experiments.rl.controller.group_runner import WorkerRunner
-from torchtitan.experiments.rl.controller.rollout_worker import GroupResult
+from torchtitan.experiments.rl.controller.group_runner import GroupResult, Measurement, WorkerRunner
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutTurn
@@ -27,7 +26,7 @@ class StubWorkers:
         async def run(request):
             self.asked[procs].append(request)
             await self.released.wait()
-            return GroupResult(group=group_of(request.group_id, tokens=3), problem=None, event_loop_lag_s=procs / 10)
+            return GroupResult(group=group_of(request.group_id, tokens=3), event_loop_lag_s=procs / 10)
 
         return SimpleNamespace(run=SimpleNamespace(call_one=run))
 
@@ -47,7 +46,7 @@ def group_of(group_id: str, *, tokens: int) -> RolloutGroup:
         completion=completion,
         assistant_message={"role": "assistant", "content": ""},
     )
-    rollout = Rollout(group_id=group_id, sample_idx=0, task_name="sums", turns=[turn])
+    rollout = Rollout(group_id=group_id, index_in_group=0, task_name="sums", turns=[turn])
     return RolloutGroup(group_id=group_id, task_name="sums", data_sample=SAMPLE, rollouts=[rollout])
 
 
@@ -64,8 +63,8 @@ async def test_a_group_goes_to_the_worker_with_the_fewest_open_rollouts():
     assert [[request.group_id for request in asked] for asked in mesh.asked] == [["0", "5"], ["1", "2", "3", "4"]]
     assert {request.policy_version for asked in mesh.asked for request in asked} == {7}
     mesh.released.set()
-    for group, problem in await asyncio.gather(*work):
-        assert problem is None and len(group.rollouts) == 1
+    for group in await asyncio.gather(*work):
+        assert group.failure is None and len(group.rollouts) == 1
     assert policy.generated_tokens == 18 and runner._open == [0, 0]
     assert runner.lap_lag_s() == 0.1 and runner.lap_lag_s() == 0.0
 
@@ -87,7 +86,7 @@ async def test_measured_group_carries_its_sampling_and_size():
     sampling = SamplingConfig(temperature=0.0)
     group = await runner.measure(task(4), SAMPLE, group_id="v", sampling=sampling, group_size=2)
     (request,) = mesh.asked[0]
-    assert group.group_id == "v" and (request.sampling, request.measured_size) == (sampling, 2)
+    assert group.group_id == "v" and request.measurement == Measurement(sampling=sampling, group_size=2)
 
 
 def test_workers_of_a_synchronous_run_are_refused():

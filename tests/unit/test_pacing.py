@@ -45,7 +45,7 @@ class World:
         self.pacer.drop(group)
 
     def take(self) -> list[str] | None:
-        batch = self.pacer.take_batch(self.trainer)
+        batch = self.pacer.take_groups(self.trainer)
         if batch is not None:
             self.trainer += 1
             for group in batch:
@@ -152,32 +152,32 @@ def test_batch_of_late_deadlines_waits_when_it_would_make_an_earlier_deadline_in
     pacer = Pacer(groups_per_step=2, max_offpolicy_steps=2)
     admit_all(pacer, "a b c d e f", version=0)
     finish_all(pacer, "a b")
-    assert pacer.take_batch(0) == ["a", "b"]
+    assert pacer.take_groups(0) == ["a", "b"]
     pacer.live(1)
     admit_all(pacer, "g h", version=1)
     finish_all(pacer, "g h")
     # g and h are due at 3. Taken now, at 1, they would leave c to f, due at 2, to a step that takes two.
-    assert pacer.take_batch(1) is None
+    assert pacer.take_groups(1) is None
     # With c done, c and g would go now, and d, e and f remain for step 2.
     pacer.finish("c")
-    assert pacer.take_batch(1) is None
+    assert pacer.take_groups(1) is None
     pacer.finish("d")
-    assert pacer.take_batch(1) == ["c", "d"]
+    assert pacer.take_groups(1) == ["c", "d"]
 
 
 def test_dropping_a_group_can_be_what_the_trainer_waited_for():
     pacer = Pacer(groups_per_step=2, max_offpolicy_steps=2)
     admit_all(pacer, "a b c d e f", version=0)
     finish_all(pacer, "a b")
-    assert pacer.take_batch(0) == ["a", "b"]
+    assert pacer.take_groups(0) == ["a", "b"]
     pacer.live(1)
     admit_all(pacer, "g h", version=1)
     finish_all(pacer, "g h")
     pacer.drop("c")
-    assert pacer.take_batch(1) is None
+    assert pacer.take_groups(1) is None
     pacer.drop("d")
     # e and f, due at 2, now fit the step at 2.
-    assert pacer.take_batch(1) == ["g", "h"]
+    assert pacer.take_groups(1) == ["g", "h"]
 
 
 def test_late_deadlines_may_go_first_while_the_earlier_ones_still_fit():
@@ -185,7 +185,7 @@ def test_late_deadlines_may_go_first_while_the_earlier_ones_still_fit():
     admit_all(pacer, "a b c d e f", version=0)
     finish_all(pacer, "f e")
     # a to d are due at 2: the steps at 1 and 2 take all four.
-    assert pacer.take_batch(0) == ["e", "f"]
+    assert pacer.take_groups(0) == ["e", "f"]
 
 
 def test_synchronous_pacing_waits_for_every_group_and_starts_none_before_their_weights_are_live():
@@ -193,9 +193,9 @@ def test_synchronous_pacing_waits_for_every_group_and_starts_none_before_their_w
     admit_all(pacer, "a b", version=0)
     assert pacer.free_slots == 0
     pacer.finish("b")
-    assert pacer.take_batch(0) is None
+    assert pacer.take_groups(0) is None
     pacer.finish("a")
-    assert pacer.take_batch(0) == ["a", "b"]
+    assert pacer.take_groups(0) == ["a", "b"]
     assert (pacer.free_slots, pacer.untrained) == (0, 0)
     pacer.live(1)
     assert pacer.free_slots == 2
@@ -205,8 +205,8 @@ def test_slots_come_back_when_the_weights_they_led_to_are_live_and_not_before():
     pacer = Pacer(groups_per_step=1, max_offpolicy_steps=1)
     admit_all(pacer, "a b", version=0)
     finish_all(pacer, "a b")
-    assert pacer.take_batch(0) == ["a"] and pacer.free_slots == 0
-    assert pacer.take_batch(1) == ["b"] and pacer.free_slots == 0
+    assert pacer.take_groups(0) == ["a"] and pacer.free_slots == 0
+    assert pacer.take_groups(1) == ["b"] and pacer.free_slots == 0
     pacer.live(1)
     assert pacer.free_slots == 1
     pacer.live(2)
@@ -228,9 +228,9 @@ def test_a_batch_dropped_whole_frees_its_slots_and_another_may_be_taken_at_the_s
     pacer = Pacer(groups_per_step=1, max_offpolicy_steps=0)
     pacer.admit("a", 0)
     pacer.finish("a")
-    assert pacer.take_batch(0) == ["a"]
+    assert pacer.take_groups(0) == ["a"]
     pacer.drop("a")
     assert pacer.free_slots == 1
     pacer.admit("b", 0)
     pacer.finish("b")
-    assert pacer.take_batch(0) == ["b"]
+    assert pacer.take_groups(0) == ["b"]

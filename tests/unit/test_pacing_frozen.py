@@ -12,10 +12,10 @@ def test_a_frozen_group_may_be_trained_on_at_any_age():
     for version in range(5):
         pacer.admit(f"live{version}", version)
         pacer.finish(f"live{version}")
-        assert pacer.take_batch(version) == [f"live{version}"]
+        assert pacer.take_groups(version) == [f"live{version}"]
         pacer.live(version + 1)
     pacer.finish("frozen")
-    assert pacer.take_batch(5) == ["frozen"]
+    assert pacer.take_groups(5) == ["frozen"]
 
 
 def test_nobody_waits_for_a_frozen_group():
@@ -23,12 +23,12 @@ def test_nobody_waits_for_a_frozen_group():
     pacer.admit("frozen", 0, frozen=True)
     pacer.admit("live", 0)
     pacer.finish("live")
-    assert pacer.take_batch(0) == ["live"]
+    assert pacer.take_groups(0) == ["live"]
     pacer.live(1)
     pacer.admit("next", 1)
     pacer.finish("next")
     # A group of the policy's, admitted at 0, would be due now.
-    assert pacer.take_batch(1) == ["next"]
+    assert pacer.take_groups(1) == ["next"]
 
 
 def test_a_finished_frozen_group_takes_its_turn_and_frees_its_slot():
@@ -38,7 +38,7 @@ def test_a_finished_frozen_group_takes_its_turn_and_frees_its_slot():
     for name in ("a", "b"):
         pacer.admit(name, 0)
         pacer.finish(name)
-    assert [pacer.take_batch(version) for version in range(3)] == [["frozen"], ["a"], ["b"]]
+    assert [pacer.take_groups(version) for version in range(3)] == [["frozen"], ["a"], ["b"]]
 
 
 def test_a_frozen_group_lets_pass_whom_it_would_make_late():
@@ -47,15 +47,15 @@ def test_a_frozen_group_lets_pass_whom_it_would_make_late():
     for name in ("a", "b"):
         pacer.admit(name, 0)
     pacer.finish("a")
-    assert pacer.take_batch(0) == ["a"]
+    assert pacer.take_groups(0) == ["a"]
     pacer.live(1)
     pacer.admit("c", 1)
     pacer.finish("c")
-    assert pacer.take_batch(1) == ["c"]
+    assert pacer.take_groups(1) == ["c"]
     # Both would have their turn at 2, the frozen one came first, and only b is late after it.
     pacer.finish("frozen")
     pacer.finish("b")
-    assert [pacer.take_batch(version) for version in (2, 3)] == [["b"], ["frozen"]]
+    assert [pacer.take_groups(version) for version in (2, 3)] == [["b"], ["frozen"]]
 
 
 @settings(max_examples=200, deadline=None)
@@ -74,7 +74,7 @@ def test_the_bound_holds_and_the_run_never_stalls_whatever_is_frozen(data, group
         for name in data.draw(st.permutations(running))[: data.draw(st.integers(0, len(running)))]:
             running.remove(name)
             pacer.finish(name)
-        batch = pacer.take_batch(trainer)
+        batch = pacer.take_groups(trainer)
         # All finished, and the generators up to date: there is nothing left to wait for.
         assert batch is not None or running or generators < trainer
         if batch is not None:

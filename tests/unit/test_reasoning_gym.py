@@ -54,7 +54,7 @@ def said(message) -> Rollout:
         completion=completion,
         assistant_message=message,
     )
-    return Rollout(group_id="g", sample_idx=0, task_name="gym", turns=[turn])
+    return Rollout(group_id="g", index_in_group=0, task_name="gym", turns=[turn])
 
 
 # ---- data

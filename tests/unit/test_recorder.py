@@ -46,7 +46,7 @@ def assert_same(left, right, path="rollout") -> None:
 def rollout_of(index: int = 0, *, turns=None, env_input=None, group_id="t-0", **changes) -> Rollout:
     rollout = Rollout(
         group_id=group_id,
-        sample_idx=index,
+        index_in_group=index,
         task_name="t",
         data_sample=DataSample(sample_id="s", env_input=env_input, info={"level": 3}),
         turns=[turn_of([1, 2], [3, 4]), turn_of([1, 2, 3, 4, 9], [6])] if turns is None else turns,

@@ -269,7 +269,7 @@ async def test_echos_filter_leaves_out_turns_or_tokens(run, tokenizer):
 
 async def test_echos_credit_is_grpos(run, tokenizer):
     def by_index(rollouts, env_input):
-        return [rollout.sample_idx for rollout in rollouts]
+        return [rollout.index_in_group for rollout in rollouts]
 
     rubric = Rubric.Config(reward_fns=[RewardFn(by_index, group_level=True)])
     groups = [

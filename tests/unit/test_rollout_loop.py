@@ -59,7 +59,7 @@ class StubTask:
         )
 
     def rollout(self, group_id, index, entry, version) -> Rollout:
-        rollout = Rollout(group_id=group_id, sample_idx=index, task_name=self.name, status=RolloutStatus.COMPLETED)
+        rollout = Rollout(group_id=group_id, index_in_group=index, task_name=self.name, status=RolloutStatus.COMPLETED)
         if isinstance(entry, RolloutStatus):
             rollout.status, rollout.error = entry, "the env broke"
             return rollout
@@ -68,9 +68,9 @@ class StubTask:
         rollout.assign_advantages(rollout.reward)
         return rollout
 
-    async def score_group(self, group) -> str | None:
+    async def score_group(self, group) -> None:
         outcome = self.outcome(int(group.group_id.rsplit("-", 1)[1]))
-        return outcome if isinstance(outcome, str) else None
+        group.failure = outcome if isinstance(outcome, str) else None
 
 
 class Loop(RolloutLoop):
@@ -96,7 +96,7 @@ class Loop(RolloutLoop):
         )
 
     async def batch(self):
-        return await asyncio.wait_for(self.next_batch(self.version), 20)
+        return await asyncio.wait_for(self.next_groups(self.version), 20)
 
     def step_taken(self, batch) -> None:
         self.trained(batch)
@@ -193,7 +193,7 @@ async def test_finished_group_is_trained_on_though_some_of_its_rollouts_failed()
     loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=1)
     loop.fill()
     batch = await loop.batch()
-    assert [rollout.sample_idx for rollout in batch.groups[0].rollouts] == [0, 2]
+    assert [rollout.index_in_group for rollout in batch.groups[0].rollouts] == [0, 2]
     loop.step_taken(batch)
     assert loop.ledger.counts() == {
         "stub/dispatched": 4,
@@ -206,14 +206,14 @@ async def test_finished_group_is_trained_on_though_some_of_its_rollouts_failed()
 
 class Half(Filter):
     def matches(self, group):
-        return [rollout.sample_idx % 2 == 1 for rollout in group.scored]
+        return [rollout.index_in_group % 2 == 1 for rollout in group.scored]
 
 
 async def test_filtered_rollouts_leave_by_name_and_the_rest_is_trained_on():
     loop = Loop(StubTask(lambda number: [0.0, 1.0]), filters=[Half.Config()], groups_per_step=1, max_offpolicy_steps=0, steps=1)
     loop.fill()
     batch = await loop.batch()
-    assert [rollout.sample_idx for rollout in batch.groups[0].rollouts] == [0]
+    assert [rollout.index_in_group for rollout in batch.groups[0].rollouts] == [0]
     assert batch.filter_matches == {"half": 1} and batch.dropped_groups == 0
     loop.step_taken(batch)
     assert loop.ledger.counts()["stub/filtered/half"] == 1 and loop.ledger.counts()["stub/trained"] == 1
@@ -261,7 +261,7 @@ async def test_rollout_longer_than_a_row_is_left_out_and_counted():
     loop = Loop(StubTask(lambda number: [0.0, "long"]), groups_per_step=1, max_offpolicy_steps=0, steps=1)
     loop.fill()
     batch = await loop.batch()
-    assert [rollout.sample_idx for rollout in batch.groups[0].rollouts] == [0]
+    assert [rollout.index_in_group for rollout in batch.groups[0].rollouts] == [0]
     loop.step_taken(batch)
     assert loop.ledger.counts()["stub/oversized"] == 1
 
@@ -346,7 +346,7 @@ async def test_second_slot_makes_the_batch_smaller_and_refills_nothing():
     loop = Loop(task, post_filters=[Late.Config(groups=(1,)), Half.Config()], max_offpolicy_steps=0, steps=2)
     loop.fill()
     batch = await loop.batch()
-    assert ids(batch) == [0] and [rollout.sample_idx for rollout in batch.groups[0].rollouts] == [0]
+    assert ids(batch) == [0] and [rollout.index_in_group for rollout in batch.groups[0].rollouts] == [0]
     assert batch.dropped_groups == 1 and batch.filter_matches == {"late": 2, "half": 2}
     loop.step_taken(batch)
     assert loop.ledger.counts() == {

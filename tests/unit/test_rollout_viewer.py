@@ -29,7 +29,7 @@ async def run_folder(tmp_path, tokenizer_path, tokenizer):
     assert await task.score_group(group) is None
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
     outcomes = ["trained", "trained", "failed/error"]
-    recorder.record(group, {rollout.rollout_id: outcomes[rollout.sample_idx] for rollout in group.rollouts})
+    recorder.record(group, {rollout.rollout_id: outcomes[rollout.index_in_group] for rollout in group.rollouts})
     recorder.close()
     return tmp_path
 

@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.generation.messages import (
 )
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.rollouts.yield_queue import turnstile
+from torchtitan.experiments.rl.rollouts.yield_queue import yield_queue
 
 PROMPT = np.array([5, 6, 7], np.int32)
 
@@ -366,10 +366,10 @@ async def test_requests_carry_the_smaller_of_the_two_token_limits(connect):
 
 async def test_requests_of_rollouts_that_take_turns_leave_together(connect):
     client, mesh = await connect()
-    gate = turnstile()
+    gate = yield_queue()
 
     async def rollout(seed):
-        await gate.wait_turn()  # one in each iteration of the loop
+        await gate.wait()  # one in each iteration of the loop
         await open_session(client, seed).generate(PROMPT, max_tokens=4)
 
     work = [asyncio.create_task(rollout(seed)) for seed in range(FULL_MESSAGE + 9)]

@@ -25,7 +25,7 @@ def rollout_of(text: str = "", *, status: RolloutStatus = RolloutStatus.COMPLETE
     turns[-1].assistant_message["content"] = text
     for turn, components in zip(turns, env_rewards, strict=False):
         turn.reward_components = components
-    return Rollout(group_id="g", sample_idx=0, task_name="t", turns=turns, status=status)
+    return Rollout(group_id="g", index_in_group=0, task_name="t", turns=turns, status=status)
 
 
 async def rewards_of(rollouts, *fns, env_input=None, **config):

@@ -130,7 +130,7 @@ def test_spans_point_at_each_turn_in_its_sample(conversation):
 @given(conversations(), st.data())
 def test_advantages_land_on_the_tokens_they_were_given_for(conversation, data):
     turns, _ = conversation
-    rollout = Rollout(group_id="g", sample_idx=0, task_name="t", turns=turns, samples=samples_of(turns))
+    rollout = Rollout(group_id="g", index_in_group=0, task_name="t", turns=turns, samples=samples_of(turns))
     given_values = data.draw(
         st.lists(st.floats(-2, 2, width=32), min_size=rollout.completion_tokens, max_size=rollout.completion_tokens)
     )

@@ -266,7 +266,7 @@ async def test_failing_policy_and_failing_turn_loop_are_errors(build, tokenizer)
 async def test_algorithm_that_fails_on_a_rollout_makes_it_an_error(build, tokenizer):
     class Picky(GRPO):
         async def score_rollout(self, rollout):
-            if rollout.sample_idx == 1:
+            if rollout.index_in_group == 1:
                 raise ValueError("no teacher")
 
     task = build(algorithm=Picky.Config())

@@ -22,7 +22,7 @@ BLIND = -math.log(151_936)  # -11.93
 def rollout_of(*turns, **fields) -> Rollout:
     """A scored rollout; each turn is its sampled (ids, logprobs)."""
     made = [turn_of([1, 2], ids, logprobs=logprobs) for ids, logprobs in turns]
-    return Rollout(group_id="g", sample_idx=0, task_name="t", reward=0.0, turns=made, **fields)
+    return Rollout(group_id="g", index_in_group=0, task_name="t", reward=0.0, turns=made, **fields)
 
 
 def group_of(*rollouts: Rollout) -> RolloutGroup:

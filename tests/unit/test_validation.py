@@ -102,7 +102,7 @@ async def test_reward_is_the_mean_over_the_examples(build, tokenizer):
 
 async def test_only_the_first_examples_are_asked_each_once(build, tokenizer):
     task, policy = build(), ScriptedPolicy(tokenizer, answers(1, 3, 9, 9))
-    report = await run(policy, task, samples=2)
+    report = await run(policy, task, examples=2)
     assert sorted(task.asked) == [0, 1] and report.reward == 2.0
     assert [session.rollout_id for session in policy.sessions] == ["validation-ask-0/0", "validation-ask-1/0"]
     assert all(session.closed == 1 for session in policy.sessions)
@@ -161,7 +161,7 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_attempts_with_one_that_passe
 
 def attempts(*rewards: float | None) -> RolloutGroup:
     rollouts = [
-        Rollout(group_id="g", sample_idx=index, task_name="ask", status=RolloutStatus.COMPLETED, reward=reward)
+        Rollout(group_id="g", index_in_group=index, task_name="ask", status=RolloutStatus.COMPLETED, reward=reward)
         for index, reward in enumerate(rewards)
     ]
     return RolloutGroup(group_id="g", task_name="ask", data_sample=DataSample(sample_id="0", env_input=0), rollouts=rollouts)
@@ -261,7 +261,7 @@ async def test_what_our_own_code_raises_reaches_the_run(build, tokenizer):
     "changes, message",
     [
         (dict(attempts=4), "validation.attempts = 4: greedy attempts are all alike: set validation.temperature"),
-        (dict(samples=0), "validation.samples = 0: must be at least 1"),
+        (dict(examples=0), "validation.examples = 0: must be at least 1"),
         (dict(every=-1), "validation.every = -1: must be at least 0"),
     ],
 )

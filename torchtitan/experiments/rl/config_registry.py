@@ -65,7 +65,7 @@ def rl_grpo_qwen3_debug() -> RunConfig:
         steps=100,
         rollouts_per_step=256,
         max_offpolicy_steps=1,
-        validation=ValidationConfig(every=10, samples=256),
+        validation=ValidationConfig(every=10, examples=256),
         provision=ProvisionConfig(device="cpu"),
     )
 
@@ -81,7 +81,7 @@ def rl_opd_qwen3_debug() -> RunConfig:
 
 
 def rl_opsd_qwen3_debug() -> RunConfig:
-    """On-policy self-distillation of digit sums: the policy's own opinion once it has seen the right answer."""
+    """On-policy self-distillation of digit sums: the policy scores its own samples after seeing the right answer."""
     config = _debug(40, sum_digits=_sum_digits(OPSD.Config()))
     config.model = ModelConfig(hf_assets_path=TINY_READER)
     return config

@@ -1,4 +1,4 @@
-"""OPD: learn from a teacher's opinion of one's own samples."""
+"""OPD: on-policy distillation. A teacher scores the tokens that the policy sampled."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.algorithms.reference import check_frozen, feed_ref_kl, reach
+from torchtitan.experiments.rl.algorithms.reference import check_frozen, connect, set_ref_kl_streams
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel, LivePolicy, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
@@ -45,9 +45,9 @@ class OPD(Algorithm):
                 raise ConfigError(f"{field}.teacher.path", self.teacher.path, cure)
 
     async def setup(self, policy: PolicyClient) -> None:
-        self._teacher = await reach(policy, self.config.teacher)
+        self._teacher = await connect(policy, self.config.teacher)
 
     async def score_rollout(self, rollout: Rollout) -> None:
         references = await asyncio.gather(*(self._teacher.score(sample.token_ids) for sample in rollout.samples))
         for sample, ref_logprobs in zip(rollout.samples, references, strict=True):
-            feed_ref_kl(sample, ref_logprobs)
+            set_ref_kl_streams(sample, ref_logprobs)

@@ -1,4 +1,4 @@
-"""OPSD: learn from what one would have said, had one seen a demonstration."""
+"""OPSD: on-policy self-distillation. The policy itself, shown a demonstration, scores the tokens it sampled without one."""
 
 import asyncio
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 from renderers import Message
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.algorithms.reference import feed_ref_kl
+from torchtitan.experiments.rl.algorithms.reference import set_ref_kl_streams
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
@@ -64,7 +64,7 @@ class OPSD(Algorithm):
         demonstration = self.demonstration(rollout) if first else ""
         scores = (self._score(sample, first[index], demonstration) for index, sample in enumerate(rollout.samples))
         for sample, ref_logprobs in zip(rollout.samples, await asyncio.gather(*scores), strict=True):
-            feed_ref_kl(sample, ref_logprobs)
+            set_ref_kl_streams(sample, ref_logprobs)
 
     async def _score(self, sample: TrainingSample, turn: RolloutTurn, demonstration: str) -> np.ndarray:
         """float32 [L]: log-probabilities of the sample's tokens after its first prompt, behind the demonstration; 0 before."""

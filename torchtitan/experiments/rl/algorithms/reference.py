@@ -1,4 +1,4 @@
-"""What algorithms that compare with a reference model share: its config's checks, reaching it, and the streams it fills."""
+"""Shared by algorithms that compare with a reference model: checks of its config, its client, and the streams it sets."""
 
 import numpy as np
 
@@ -25,8 +25,8 @@ def check_frozen(model: ModelReference, *, field: str, why: str, max_rollout_tok
         raise ConfigError(f"{field}.engine.max_model_len", model.engine.max_model_len, cure)
 
 
-async def reach(policy: PolicyClient, model: ModelReference) -> ModelClient:
-    """The frozen model's client, once it has answered: one that can't be reached ends the run now, not group by group.
+async def connect(policy: PolicyClient, model: ModelReference) -> ModelClient:
+    """The frozen model's client, after one answered request: a model that can't be reached ends the run before the first group.
 
     Raises:
         RunError: it did not answer; names the model.
@@ -36,8 +36,8 @@ async def reach(policy: PolicyClient, model: ModelReference) -> ModelClient:
     return client
 
 
-def feed_ref_kl(sample: TrainingSample, ref_logprobs: np.ndarray) -> None:
-    """Every sampled token feeds ref_kl with weight 1, and rl with none.
+def set_ref_kl_streams(sample: TrainingSample, ref_logprobs: np.ndarray) -> None:
+    """Give every sampled token a ref_kl weight of 1 and an rl weight of 0.
 
     Args:
         ref_logprobs: float32 [L], of the sample's tokens under the reference; what lies on other tokens is not used.

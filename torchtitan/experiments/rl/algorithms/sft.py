@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.algorithms.reference import check_frozen, reach
+from torchtitan.experiments.rl.algorithms.reference import check_frozen, connect
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout
@@ -41,7 +41,7 @@ class SFT(Algorithm):
             )
 
     async def setup(self, policy: PolicyClient) -> None:
-        await reach(policy, self.config.teacher)
+        await connect(policy, self.config.teacher)
 
     async def score_rollout(self, rollout: Rollout) -> None:
         for sample in rollout.samples:

@@ -97,10 +97,10 @@ class Controller(Actor):
         report = " ".join(str(failure).split())
         self._deaths.append(report)
         if len(self._deaths) == 1:
-            self._loop.call_soon_threadsafe(self._loop.call_later, DEATH_REPORTS_S, self._mourn)
+            self._loop.call_soon_threadsafe(self._loop.call_later, DEATH_REPORTS_S, self._on_process_death)
         return True
 
-    def _mourn(self) -> None:
+    def _on_process_death(self) -> None:
         named = [report for report in self._deaths if any(role in report for role in ROLES)]
         error = RunError(f"a process of the run died: {(named or self._deaths)[0]}")
         self._actors.fail(error)

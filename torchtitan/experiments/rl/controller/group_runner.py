@@ -1,8 +1,8 @@
-"""Who runs a group: this process, or the least busy of a mesh of workers (`controller/rollout_worker.py`)."""
+"""Runs groups: on this process's event loop, or on the least busy of a mesh of workers (`rollout_worker.py`)."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torchtitan.experiments.rl.controller.rollout_worker import GroupRequest
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -10,10 +10,10 @@ from torchtitan.experiments.rl.tasks.task import Task
 
 
 class GroupRunner(Protocol):
-    async def run(self, task: Task, sample: DataSample, *, group_id: str) -> tuple[RolloutGroup, str | None]:
-        """Run and score the training group of ``sample``. Returns it, and why it can't be trained on, or None.
+    async def run(self, task: Task, sample: DataSample, *, group_id: str) -> RolloutGroup:
+        """Run and score a training group of ``sample``. A group that can't be trained on has a ``failure``.
 
-        User code that fails ends in a rollout's status; what is raised here is our own fault.
+        User code that fails ends in a rollout's status; an exception raised here is a fault of the library.
         """
 
     async def measure(
@@ -22,7 +22,7 @@ class GroupRunner(Protocol):
         """Run and reward rollouts of the policy itself, without credit: for validation."""
 
     def lap_lag_s(self) -> float:
-        """Longest time since the last call that an event loop of other processes was held up; 0 where there are none."""
+        """Longest event-loop lag in seconds of other processes since the last call; 0 where there are none."""
 
 
 class LocalRunner:
@@ -31,10 +31,11 @@ class LocalRunner:
     def __init__(self, policy: PolicyClient, *, seed: int):
         self._policy, self._seed = policy, seed
 
-    async def run(self, task: Task, sample: DataSample, *, group_id: str) -> tuple[RolloutGroup, str | None]:
+    async def run(self, task: Task, sample: DataSample, *, group_id: str) -> RolloutGroup:
         """See GroupRunner."""
         group = await task.run_group(sample, self._policy, group_id=group_id, seed=self._seed)
-        return group, await task.score_group(group)
+        await task.score_group(group)
+        return group
 
     async def measure(
         self, task: Task, sample: DataSample, *, group_id: str, sampling: SamplingConfig, group_size: int
@@ -53,11 +54,40 @@ class LocalRunner:
         return group
 
     def lap_lag_s(self) -> float:
+        """See GroupRunner."""
         return 0.0
 
 
+@dataclass(kw_only=True, slots=True)
+class Measurement:
+    """How the rollouts of a group that is only measured are sampled."""
+
+    sampling: SamplingConfig
+    group_size: int
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupRequest:
+    """A group for a rollout worker to run."""
+
+    task: str
+    data_sample: DataSample
+    group_id: str
+    policy_version: int
+    """What the generators hold now."""
+    measurement: Measurement | None = None
+    """None: a training group, sampled as the task says."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupResult:
+    group: RolloutGroup
+    event_loop_lag_s: float
+    """Longest lag of the worker's event loop since its last result."""
+
+
 class WorkerRunner:
-    """Hands each group to the worker with the fewest open rollouts. Envs, rubrics and algorithms run there."""
+    """Sends each group to the worker with the fewest open rollouts. Envs, rubrics and algorithms run there."""
 
     def __init__(self, mesh: Any, workers: int, policy: GeneratorClient):
         self._workers = [mesh.slice(procs=index) for index in range(workers)]
@@ -65,27 +95,31 @@ class WorkerRunner:
         self._policy = policy
         self._lag_s = 0.0
 
-    async def run(self, task: Task, sample: DataSample, *, group_id: str) -> tuple[RolloutGroup, str | None]:
+    async def run(self, task: Task, sample: DataSample, *, group_id: str) -> RolloutGroup:
         """See GroupRunner."""
-        return await self._ask(task.config.group_size, task, sample, group_id)
+        return await self._send(task, sample, group_id, rollouts=task.config.group_size, measurement=None)
 
     async def measure(
         self, task: Task, sample: DataSample, *, group_id: str, sampling: SamplingConfig, group_size: int
     ) -> RolloutGroup:
         """See GroupRunner."""
-        group, _ = await self._ask(group_size, task, sample, group_id, sampling=sampling, measured_size=group_size)
-        return group
+        measurement = Measurement(sampling=sampling, group_size=group_size)
+        return await self._send(task, sample, group_id, rollouts=group_size, measurement=measurement)
 
     def lap_lag_s(self) -> float:
         """See GroupRunner."""
         lag_s, self._lag_s = self._lag_s, 0.0
         return lag_s
 
-    async def _ask(
-        self, rollouts: int, task: Task, sample: DataSample, group_id: str, **fields: Any
-    ) -> tuple[RolloutGroup, str | None]:
+    async def _send(
+        self, task: Task, sample: DataSample, group_id: str, *, rollouts: int, measurement: Measurement | None
+    ) -> RolloutGroup:
         request = GroupRequest(
-            task=task.name, data_sample=sample, group_id=group_id, policy_version=self._policy.version, **fields
+            task=task.name,
+            data_sample=sample,
+            group_id=group_id,
+            policy_version=self._policy.version,
+            measurement=measurement,
         )
         index = min(range(len(self._workers)), key=self._open.__getitem__)
         self._open[index] += rollouts
@@ -95,4 +129,4 @@ class WorkerRunner:
             self._open[index] -= rollouts
         self._lag_s = max(self._lag_s, result.event_loop_lag_s)
         self._policy.generated_tokens += sum(rollout.completion_tokens for rollout in result.group.rollouts)
-        return result.group, result.problem
+        return result.group

@@ -1,16 +1,17 @@
-"""Which groups may start, and which the next batch takes: staleness bounded by construction, nobody discarded for it.
+"""Decides which groups may start and which the next step takes, so that staleness is bounded and no group is discarded for it.
 
-A group is admitted at the version ``g`` its generators then hold and must be trained by the step that consumes at version
-``g + max_offpolicy_steps``, its deadline. Two rules make that always possible:
+A group is admitted at version ``g``, which the generators then hold. Its deadline is the step that consumes at version
+``g + max_offpolicy_steps``. Three rules make every deadline possible:
 
 1. At most ``(max_offpolicy_steps + 1) * groups_per_step`` groups hold a slot. A slot frees when its group is dropped, or when
-   the weights its training led to are live in the generators.
-2. A batch takes finished groups, earliest deadline first, and only if the groups then left can still meet their deadlines at
-   ``groups_per_step`` a step. Otherwise the trainer waits: for a group due now, or for one of several due soon.
-3. A group sampled from a frozen model has no deadline and nobody waits for it. Finished, it takes its turn as if it had one, so
-   that it doesn't hold its slot for good; where that would make another late, it lets it pass.
+   the generators hold the weights that the group was trained for.
+2. A step takes finished groups, earliest deadline first, and only if the groups that are left can still meet their deadlines at
+   ``groups_per_step`` a step. Otherwise the trainer waits, for a group that is due now or for one of several that are due soon.
+3. A group sampled from a frozen model has no deadline, and the trainer never waits for it. Once finished it is ordered as if it
+   had a deadline, so that it does not hold its slot for good, unless that would make another group late.
 
-Rule 1 bounds what is open by what the steps up to the deadline can take; rule 2 keeps it so. Pure bookkeeping, no clock.
+Rule 1 bounds the open groups by what the steps up to the deadline can take; rule 2 keeps that true. The pacer only does
+bookkeeping: it has no clock.
 """
 
 import math
@@ -22,12 +23,12 @@ class _Slot:
     order: int
     admitted_version: int
     deadline: float
-    """Infinite where its tokens have no age."""
-    turn: int
-    """What the deadline is, or would be."""
+    """Infinite for a group sampled from a frozen model: its tokens have no age."""
+    order_deadline: int
+    """The deadline that a group sampled from the policy has; orders groups of frozen models among them."""
     finished: bool = False
     leads_to: int | None = None
-    """Version its training leads to, once a batch took it."""
+    """Version its training leads to; None until a step takes it."""
 
 
 class Pacer:
@@ -43,7 +44,7 @@ class Pacer:
 
     @property
     def untrained(self) -> int:
-        """Groups admitted and neither dropped nor taken by a batch."""
+        """Groups admitted and neither dropped nor taken by a step."""
         return sum(slot.leads_to is None for slot in self._slots.values())
 
     def admit(self, group_id: str, version: int, *, frozen: bool = False) -> None:
@@ -53,29 +54,31 @@ class Pacer:
             frozen: its rollouts are sampled from a frozen model, which never goes stale.
         """
         assert self.free_slots > 0 and group_id not in self._slots
-        turn = version + self._max_offpolicy_steps
-        deadline = math.inf if frozen else turn
-        self._slots[group_id] = _Slot(order=self._admitted, admitted_version=version, deadline=deadline, turn=turn)
+        order_deadline = version + self._max_offpolicy_steps
+        deadline = math.inf if frozen else order_deadline
+        self._slots[group_id] = _Slot(
+            order=self._admitted, admitted_version=version, deadline=deadline, order_deadline=order_deadline
+        )
         self._admitted += 1
 
     def finish(self, group_id: str) -> None:
-        """The group's rollouts are done and scored; a batch may take it."""
+        """The group's rollouts are done and scored; a step may take it."""
         self._slots[group_id].finished = True
 
     def drop(self, group_id: str) -> None:
         """The group leaves untrained (failed, filtered, oversized); its slot frees at once.
 
-        Also where a batch had taken it: if every group of a batch is dropped, that step's place is there for another batch.
+        A step may have taken it already: when all groups of a step are dropped, the step takes others in their place.
         """
         del self._slots[group_id]
 
-    def take_batch(self, version: int) -> list[str] | None:
+    def take_groups(self, version: int) -> list[str] | None:
         """Groups for the step that consumes at ``version``, earliest deadline first; None while the trainer has to wait."""
         finished = [group_id for group_id, slot in self._slots.items() if slot.leads_to is None and slot.finished]
         if len(finished) < self._groups_per_step:
             return None
         # Without frozen groups the two orders are one.
-        for of in (lambda slot: slot.turn, lambda slot: slot.deadline):
+        for of in (lambda slot: slot.order_deadline, lambda slot: slot.deadline):
             ordered = sorted(finished, key=lambda group_id: (of(self._slots[group_id]), self._slots[group_id].order))
             batch = ordered[: self._groups_per_step]
             if self._others_can_wait(batch, version):

@@ -1,10 +1,10 @@
-"""Keeps every free slot busy with a group, and hands finished groups to the trainer by deadline.
+"""Starts a group in every free slot, and gives finished groups to the trainer by deadline.
 
-Consumes data samples and the policy; produces scored `RolloutGroup`s; waits for a free slot before it starts one, and for
-nothing else. The pacer says who may start and what a batch takes, the ledger where every rollout ended.
+Consumes data samples and the policy; produces scored `RolloutGroup`s; waits for nothing but a free slot. The pacer decides
+which groups may start and which a step takes; the ledger records where every rollout ended.
 
-A group's way: dispatched, run and scored (`GroupRunner`), filtered before it takes a place in a batch, taken by a batch,
-filtered again, trained. Wherever it leaves, its slot frees exactly once and each of its rollouts ends in one column.
+A group is dispatched, run and scored (`GroupRunner`), filtered, taken by an optimizer step, filtered again, and trained.
+Wherever it leaves this path, its slot frees exactly once and each of its rollouts ends in one column of the ledger.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.stall import DropsInARow, IdleStart
+from torchtitan.experiments.rl.controller.stall import ConsecutiveDrops, NoSignalFromStart
 from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.rollouts.filters import Filter, apply_filters
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
@@ -39,7 +39,7 @@ class _OpenGroup:
     """Rollouts of the group that are in no ledger column yet."""
     work: asyncio.Task | None = None
     group: RolloutGroup | None = None
-    """Set when it was scored; holds all its rollouts."""
+    """All its rollouts; None until they were scored."""
     outcomes: dict[str, str] = field(default_factory=dict)
     """Ledger column of each rollout that has ended."""
 
@@ -49,13 +49,15 @@ class _OpenGroup:
 
 
 @dataclass(kw_only=True, slots=True)
-class Batch:
+class StepGroups:
+    """What one optimizer step trains on."""
+
     groups: list[RolloutGroup]
-    """Only rollouts that will be trained on are left in them."""
+    """With only those rollouts that are trained on."""
     dropped_groups: int
-    """Groups that left untrained since the last batch."""
+    """Groups dropped since the step before."""
     filter_matches: Counter[str] = field(default_factory=Counter)
-    """Rollouts matched since the last batch, by filter, monitors included."""
+    """Rollouts matched since the step before, by filter, monitors included."""
 
 
 class RolloutLoop:
@@ -77,9 +79,8 @@ class RolloutLoop:
     ):
         """
         Args:
-            total_groups: groups the run will train on; no more are started than may still be needed.
-            max_drops_in_a_row: dropped groups without one kept between them after which the run is given up; and groups from
-                the start of which none teaches anything.
+            total_groups: groups the run will train on; the loop starts no more than may still be needed.
+            max_drops_in_a_row: limit of both stall detectors (`stall.py`).
         """
         self.ledger = ledger or Ledger()
         self._tasks, self._mix, self._runner, self._policy = tasks, mix, runner, policy
@@ -88,11 +89,11 @@ class RolloutLoop:
         self._groups_left = total_groups
         self._open: dict[str, _OpenGroup] = {}
         self._started = 0
-        # A filter of the second slot that empties every batch must show though its groups pass the first.
-        self._drops = DropsInARow(max_drops_in_a_row)
-        self._emptied = DropsInARow(max_drops_in_a_row)
-        self._idle_start = IdleStart(max_drops_in_a_row)
-        self._batch_drops = 0
+        # A post-batch filter may drop every group that the pre-batch filters kept: its drops are counted on their own.
+        self._drops = ConsecutiveDrops(max_drops_in_a_row)
+        self._emptied = ConsecutiveDrops(max_drops_in_a_row)
+        self._no_signal = NoSignalFromStart(max_drops_in_a_row)
+        self._dropped_groups = 0
         self._filter_matches: Counter[str] = Counter()
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
@@ -111,12 +112,12 @@ class RolloutLoop:
             self._open[group_id] = entry
             entry.work = asyncio.create_task(self._run_group(group_id, entry), name=group_id)
 
-    async def next_batch(self, version: int) -> Batch:
-        """Groups for the step that trains ``version``; waits only while the pacer says so.
+    async def next_groups(self, version: int) -> StepGroups:
+        """The groups for the step that trains ``version``. Waits while the pacer finds none that may be taken.
 
         Raises:
             RunStopped: ``stop`` was called.
-            RunError: a group's work failed in our own code, or nothing that was generated could be kept.
+            RunError: the library's own code failed, or the run has stalled.
         """
         while True:
             if self._failure is not None:
@@ -124,11 +125,11 @@ class RolloutLoop:
             if self._stopping:
                 raise RunStopped
             self._changed.clear()
-            taken = self._pacer.take_batch(version)
+            taken = self._pacer.take_groups(version)
             if taken is None:
                 await self._changed.wait()
                 continue
-            groups = [self._for_batch(group_id) for group_id in taken]
+            groups = [self._filtered_again(group_id) for group_id in taken]
             if any(group.rollouts for group in groups):
                 break
             for group_id in taken:
@@ -137,17 +138,17 @@ class RolloutLoop:
             self.fill()
         self._emptied.clear()
         for group in groups:
-            if not group.rollouts:  # its slot frees with the batch's
+            if not group.rollouts:  # its slot frees with the others of the step
                 self._drop(group.group_id)
         groups = [group for group in groups if group.rollouts]
         self._groups_left -= len(taken)
-        batch = Batch(groups=groups, dropped_groups=self._batch_drops, filter_matches=self._filter_matches)
-        self._batch_drops, self._filter_matches = 0, Counter()
-        return batch
+        taken_groups = StepGroups(groups=groups, dropped_groups=self._dropped_groups, filter_matches=self._filter_matches)
+        self._dropped_groups, self._filter_matches = 0, Counter()
+        return taken_groups
 
-    def trained(self, batch: Batch) -> None:
-        """The optimizer step on ``batch`` was taken; its rollouts are in their last column."""
-        for group in batch.groups:
+    def trained(self, taken: StepGroups) -> None:
+        """The optimizer step on these groups was taken: their rollouts end as trained."""
+        for group in taken.groups:
             entry = self._open.pop(group.group_id)
             for rollout in group.rollouts:
                 self._end(entry, rollout.rollout_id, "trained")
@@ -155,22 +156,22 @@ class RolloutLoop:
         self.ledger.check(self._open_rollouts())
 
     def live(self, version: int) -> None:
-        """The generators hold ``version``: slots are free, and filled again."""
+        """The generators hold ``version``: free the slots of the groups trained for it, and start groups in them."""
         self._pacer.live(version)
         self.fill()
 
     def fail(self, error: Exception) -> None:
-        """Something the rollouts depend on is gone: the trainer must not wait for them."""
+        """Have ``next_groups`` raise ``error``: rollouts depend on something that has failed."""
         self._failure = self._failure or error
         self._changed.set()
 
     def stop(self) -> None:
-        """Start nothing more, and wake a trainer that waits."""
+        """Start no more groups, and have ``next_groups`` raise RunStopped."""
         self._stopping = True
         self._changed.set()
 
     async def close(self) -> None:
-        """Cancel what runs; what is left was dispatched and not trained on."""
+        """Cancel running groups. Rollouts that are still open end as untrained."""
         self.stop()
         work = [entry.work for entry in self._open.values() if not entry.work.done()]
         for task in work:
@@ -190,29 +191,29 @@ class RolloutLoop:
     async def _run_group(self, group_id: str, entry: _OpenGroup) -> None:
         try:
             task = entry.task
-            group, problem = await self._runner.run(task, task.sampler.next(), group_id=group_id)
+            group = await self._runner.run(task, task.sampler.next(), group_id=group_id)
             task.sampler.observe(group)
             self._mix.observe(group)
-            self._settle(group, entry, problem)
+            self._settle(group, entry)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # our own code or a filter's: user envs, rewards and algorithms end in statuses
+        except Exception as error:  # of the library or a filter: failures of envs, rewards and algorithms end in statuses
             if self._failure is None:
                 logger.exception("group %s", group_id)
             self.fail(error)
         self._changed.set()
 
-    def _settle(self, group: RolloutGroup, entry: _OpenGroup, problem: str | None) -> None:
-        """Sort a scored group's rollouts into the ones that may be trained on and the columns of the others."""
+    def _settle(self, group: RolloutGroup, entry: _OpenGroup) -> None:
+        """Keep the rollouts of a scored group that may be trained on; end the others in their columns."""
         entry.group = group
         for rollout in group.rollouts:
             if rollout.reward is None:
                 self._end(entry, rollout.rollout_id, f"failed/{rollout.status.value}", rollout.error)
-        if problem is not None:
+        if group.failure is not None:
             for rollout in group.scored:
-                self._end(entry, rollout.rollout_id, "failed/group_too_small", problem)
+                self._end(entry, rollout.rollout_id, "failed/group_too_small", group.failure)
         else:
-            self._idle_start.add(group)
+            self._no_signal.add(group)
             self._filter(self._pre_batch, group, entry)
             for rollout in entry.kept:
                 if self._batcher.oversized(rollout.samples):
@@ -225,8 +226,8 @@ class RolloutLoop:
             self._drop(group.group_id, self._drops)
             self.fill()
 
-    def _for_batch(self, group_id: str) -> RolloutGroup:
-        """The group as a batch takes it: without what the second slot of filters drops."""
+    def _filtered_again(self, group_id: str) -> RolloutGroup:
+        """The group without the rollouts that post-batch filters drop."""
         entry = self._open[group_id]
         self._filter(self._post_batch, replace(entry.group, rollouts=entry.kept), entry)
         return replace(entry.group, rollouts=entry.kept)
@@ -244,13 +245,13 @@ class RolloutLoop:
         if why is not None:
             logger.info("%s: rollout %s: %s", column, rollout_id, why)
 
-    def _drop(self, group_id: str, row: DropsInARow | None = None) -> None:
-        """The group leaves with nothing to train on."""
+    def _drop(self, group_id: str, drops: ConsecutiveDrops | None = None) -> None:
+        """Close a group of which nothing is left to train on."""
         entry = self._open.pop(group_id)
         self._record(entry)
-        self._batch_drops += 1
-        if row is not None:
-            row.add(entry.outcomes.values(), entry.group)
+        self._dropped_groups += 1
+        if drops is not None:
+            drops.add(entry.outcomes.values(), entry.group)
 
     def _record(self, entry: _OpenGroup) -> None:
         if self._recorder is not None and entry.group is not None:

@@ -1,51 +1,25 @@
-"""The RolloutWorker actor: runs and scores groups in a process of its own, so that envs scale past the controller's.
+"""The RolloutWorker actor: runs and scores groups in a process of its own, so that envs scale past the controller's process.
 
-It has tasks, a renderer and clients of the generators of its own: tokens go between generators and worker, only whole groups
-between worker and controller, which keeps the samplers, the pacing and the ledger.
+A worker has its own tasks, renderer and generator clients. Tokens travel between generators and worker; only whole groups
+travel between worker and controller, which keeps the samplers, the pacing and the ledger.
 """
 
 import asyncio
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
+from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupResult, LocalRunner
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
-from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True, slots=True)
-class GroupRequest:
-    """A group for a rollout worker to run."""
-
-    task: str
-    data_sample: DataSample
-    group_id: str
-    policy_version: int
-    """What the generators hold now."""
-    sampling: SamplingConfig | None = None
-    """The task's when None."""
-    measured_size: int | None = None
-    """Rollouts of a group that is only measured, for validation; None: a training group, of the task's size."""
-
-
-@dataclass(kw_only=True, slots=True)
-class GroupResult:
-    group: RolloutGroup
-    problem: str | None
-    """Why it can't be trained on."""
-    event_loop_lag_s: float
-    """Longest time since the worker's last result that its event loop was held up."""
 
 
 class RolloutWorker(Actor):
@@ -56,10 +30,10 @@ class RolloutWorker(Actor):
     ):
         rank = current_rank().rank
         setup_process_logging(run_dir, f"rollout_worker-{rank}")
-        self._seed = seed
         client_id = 1 + rank  # the controller's is 0
         self._frozen = FrozenClients(hosted_models(tasks), lockstep=False, client_id=client_id)
         self._policy = GeneratorClient(client_id=client_id, frozen=self._frozen.find)
+        self._runner = LocalRunner(self._policy, seed=seed)
         built = build_renderer(renderer, tokenizer_path)
         self._tasks = {name: config.build(name=name, renderer=built, seed=seed) for name, config in tasks.items()}
         self._running: set[asyncio.Task] = set()
@@ -96,20 +70,16 @@ class RolloutWorker(Actor):
         await self._frozen.close()
 
     async def _run(self, request: GroupRequest) -> GroupResult:
-        task, measured = self._tasks[request.task], request.measured_size is not None
+        task, measurement = self._tasks[request.task], request.measurement
         self._policy.version = max(self._policy.version, request.policy_version)
-        group = await task.run_group(
-            request.data_sample,
-            self._policy,
-            group_id=request.group_id,
-            seed=self._seed,
-            sampling=request.sampling,
-            group_size=request.measured_size,
-            credit=not measured,
-        )
-        problem = None
-        if measured:
-            await task.score_rewards(group)
+        if measurement is None:
+            group = await self._runner.run(task, request.data_sample, group_id=request.group_id)
         else:
-            problem = await task.score_group(group)
-        return GroupResult(group=group, problem=problem, event_loop_lag_s=self._lag.lap())
+            group = await self._runner.measure(
+                task,
+                request.data_sample,
+                group_id=request.group_id,
+                sampling=measurement.sampling,
+                group_size=measurement.group_size,
+            )
+        return GroupResult(group=group, event_loop_lag_s=self._lag.lap())

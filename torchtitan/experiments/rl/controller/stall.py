@@ -1,4 +1,4 @@
-"""When a run is given up, in words: nothing it generates can be trained on, or teaches anything."""
+"""Stall detection: ends a run that generates and learns nothing, with an error that says why."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,8 +8,8 @@ from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 
-class DropsInARow:
-    """Groups that left with nothing to train on since one was kept, and where their rollouts went."""
+class ConsecutiveDrops:
+    """Counts groups that were dropped since one was kept, and the ledger columns of their rollouts."""
 
     def __init__(self, limit: int):
         self._limit = limit
@@ -22,10 +22,10 @@ class DropsInARow:
         self._rewards: Counter[float] = Counter()
 
     def add(self, columns: Iterable[str], group: RolloutGroup) -> None:
-        """A group left; ``columns`` of the ledger are where its rollouts ended.
+        """A group was dropped; its rollouts ended in these ``columns`` of the ledger.
 
         Raises:
-            RunError: these are too many.
+            RunError: ``limit`` groups in a row were dropped.
         """
         self._groups += 1
         self._columns.update(columns)
@@ -39,15 +39,15 @@ class DropsInARow:
             )
 
 
-class IdleStart:
-    """Notices a run whose every reward ties from its first group on: it would take all its steps and learn nothing.
+class NoSignalFromStart:
+    """Detects a run in which no group has had a learning signal since the start: all rewards of each group tie.
 
-    Once a group has taught something, ties are what success looks like.
+    After the first group with a signal it detects nothing more: later ties mean that the policy has mastered the task.
     """
 
     def __init__(self, limit: int):
         self._limit = limit
-        self._ended = False
+        self._signal_seen = False
         self._matcher = ZeroAdvantage.Config().build()
         self._mean_rewards: Counter[float] = Counter()
 
@@ -55,12 +55,12 @@ class IdleStart:
         """A group was scored.
 
         Raises:
-            RunError: it and all before it teach nothing, and these are too many.
+            RunError: the first ``limit`` groups had no learning signal, this one included.
         """
-        if self._ended or not group.scored:
+        if self._signal_seen or not group.scored:
             return
         if not all(self._matcher.matches(group)):
-            self._ended = True
+            self._signal_seen = True
             return
         self._mean_rewards[sum(rollout.reward for rollout in group.scored) / len(group.scored)] += 1
         if self._mean_rewards.total() >= self._limit:
@@ -72,5 +72,5 @@ class IdleStart:
 
 
 def _shares(values: Counter[float]) -> str:
-    """The commonest values, each with its share."""
+    """The most common values, each with its share."""
     return ", ".join(f"{value:.4g} in {count / values.total():.0%}" for value, count in values.most_common(3))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
-from torchtitan.experiments.rl.controller.rollout_loop import Batch
+from torchtitan.experiments.rl.controller.rollout_loop import StepGroups
 from torchtitan.experiments.rl.controller.validation import ValidationReport
 from torchtitan.experiments.rl.observability.console import StepReport
 from torchtitan.experiments.rl.weights.sync import SyncReport
@@ -27,7 +27,7 @@ class StepRecord:
     def finish(
         self,
         *,
-        batch: Batch,
+        taken: StepGroups,
         packed: BatchPlan,
         trained: dict[str, float],
         validations: Sequence[ValidationReport],
@@ -47,26 +47,26 @@ class StepRecord:
             event_loop_lag_s: longest time since the last step that an event loop with rollouts was held up.
             ledger: rollouts so far by task and column.
         """
-        self._batch, self._spans = batch, spans
+        self._taken, self._spans = taken, spans
         self.validation = next((report for report in reversed(validations) if report.reward is not None), None)
         self._seconds = time.perf_counter() - self._started
-        self._ages = _ages(batch, self._step - 1)
+        self._ages = _ages(taken, self._step - 1)
         self._sampled = len(self._ages)
         self.metrics = {
             **trained,
-            **_rollout_metrics(batch),
-            "batch/groups": len(batch.groups),
+            **_rollout_metrics(taken),
+            "batch/groups": len(taken.groups),
             "batch/rows": packed.rows,
             "batch/tokens": packed.tokens,
             "batch/sampled_tokens": self._sampled,
             "batch/packing_efficiency": packed.efficiency,
-            "batch/dropped_groups": batch.dropped_groups,
+            "batch/dropped_groups": taken.dropped_groups,
             "policy/version": self._step,
             "policy/age_mean": float(self._ages.mean()) if self._sampled else 0.0,
             "policy/age_max": int(self._ages.max()) if self._sampled else 0,
             **{f"policy/age/{age}": float(np.mean(self._ages == age)) for age in np.unique(self._ages).tolist()},
-            "policy/mixed_version_completions": _mixed_version_share(batch),
-            **{f"filter/{name}": count for name, count in batch.filter_matches.items()},
+            "policy/mixed_version_completions": _mixed_version_share(taken),
+            **{f"filter/{name}": count for name, count in taken.filter_matches.items()},
             **{f"time/{name}_s": seconds for name, seconds in spans.items()},
             "time/step_s": self._seconds,
             "perf/trained_tokens_per_s": packed.tokens / self._seconds,
@@ -106,28 +106,28 @@ class StepRecord:
             wait_s=self._spans.get("wait", 0.0),
             train_s=self._spans.get("train", 0.0),
             sync_s=self._spans.get("sync", 0.0),
-            groups_dropped=self._batch.dropped_groups,
+            groups_dropped=self._taken.dropped_groups,
         )
 
 
-def _ages(batch: Batch, version: int) -> np.ndarray:
+def _ages(taken: StepGroups, version: int) -> np.ndarray:
     """Policy age of every sampled token."""
-    samples = [sample for group in batch.groups for rollout in group.rollouts for sample in rollout.samples]
+    samples = [sample for group in taken.groups for rollout in group.rollouts for sample in rollout.samples]
     sampled = [version - sample.policy_versions[sample.loss_mask] for sample in samples]
     return np.concatenate(sampled) if sampled else np.zeros(0, np.int32)
 
 
-def _mixed_version_share(batch: Batch) -> float:
+def _mixed_version_share(taken: StepGroups) -> float:
     """Share of the completions with tokens that weights changed under."""
-    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+    rollouts = [rollout for group in taken.groups for rollout in group.rollouts]
     versions = [turn.completion.policy_versions for rollout in rollouts for turn in rollout.turns]
     return float(np.mean([v[0] != v[-1] for v in versions if len(v)] or [False]))
 
 
-def _rollout_metrics(batch: Batch) -> dict[str, float]:
-    rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
+def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
+    rollouts = [rollout for group in taken.groups for rollout in group.rollouts]
     rewards = np.array([rollout.reward for rollout in rollouts])
-    spreads = [np.std([rollout.reward for rollout in group.rollouts]) for group in batch.groups]
+    spreads = [np.std([rollout.reward for rollout in group.rollouts]) for group in taken.groups]
     lengths = np.array([rollout.completion_tokens for rollout in rollouts])
     metrics = {
         "rollout/count": len(rollouts),

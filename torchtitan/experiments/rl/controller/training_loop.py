@@ -1,8 +1,8 @@
-"""Takes the run's steps.
+"""Takes the optimizer steps of a run.
 
-One step consumes a batch of groups, produces metrics and the next policy version, and waits for: finished groups whose deadline
-is due (`rollout_loop`), the trainer's step, and, before it publishes again, the generators' answer for the version before.
-Rollouts, scoring, weight updates and evaluations run on beside all of it.
+A step consumes a `StepGroups`, produces metrics and the next policy version, and waits for three things: finished groups whose
+deadline is due (`rollout_loop.py`), the trainer, and, before it publishes again, the generators' receipts for the version
+before. Rollouts, scoring, weight updates and evaluations run at the same time.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
 
 class Trainer(Protocol):
-    """What takes optimizer steps: training/client.py."""
+    """Takes optimizer steps: training/client.py."""
 
     async def step(self, packed: BatchPlan, step: int) -> dict[str, float]: ...
 
 
 class Weights(Protocol):
-    """What brings a version to the generators: weights/sync.py."""
+    """Brings a policy version to the generators: weights/sync.py."""
 
     async def copy_out(self, version: int) -> CopiedOut: ...
 
@@ -53,11 +53,11 @@ class TrainingLoop:
         """
         Args:
             steps: optimizer steps to take.
-            ranks: of the trainer, each of which gets its own rows.
-            synchronous: rollouts of a version begin only when the step before it is live, and an evaluation ends before them.
-            generated_tokens: sampled since the run began.
-            on_start: hears once how good the policy was before the first step, or that nobody asked.
-            on_step: hears of every finished step.
+            ranks: trainer ranks; each gets its own rows.
+            synchronous: rollouts of a version start only when the generators hold it and its evaluation has ended.
+            generated_tokens: returns the number of tokens sampled since the run began.
+            on_start: called once, with the validation result of step 0 (reward None if there is no validation).
+            on_step: called with every finished step.
         """
         self.steps_done = 0
         self._steps, self._ranks, self._synchronous = steps, ranks, synchronous
@@ -96,16 +96,16 @@ class TrainingLoop:
             self._sync.cancel()
 
     async def _step(self, step: int) -> None:
-        """Take a batch, train on it, send the new version on its way, and say what happened."""
+        """Take groups, train on them, start publishing the new version, and report the step."""
         record = StepRecord(step=step, total_steps=self._steps, generated_tokens=self._generated_tokens())
         with self._watch.span("wait"):
-            batch = await self._rollouts.next_batch(version=step - 1)
+            taken = await self._rollouts.next_groups(version=step - 1)
         with self._watch.span("train"):
-            samples = [sample for group in batch.groups for rollout in group.rollouts for sample in rollout.samples]
-            # In a thread: it copies every stream of the batch, and rollouts go on meanwhile.
+            samples = [sample for group in taken.groups for rollout in group.rollouts for sample in rollout.samples]
+            # In a thread, because it copies every stream of the step: the event loop keeps running rollouts.
             packed = await asyncio.to_thread(self._batcher.plan, samples, ranks=self._ranks)
             trained = await self._trainer.step(packed, step)
-        self._rollouts.trained(batch)
+        self._rollouts.trained(taken)
         with self._watch.span("sync"):
             await self._publish(step)
         self.steps_done = step
@@ -115,7 +115,7 @@ class TrainingLoop:
             with self._watch.span("validate"):
                 await self._validator.wait()
         record.finish(
-            batch=batch,
+            taken=taken,
             packed=packed,
             trained=trained,
             validations=self._validator.take(),
@@ -128,7 +128,7 @@ class TrainingLoop:
         self._on_step(record)
 
     async def _publish(self, version: int) -> None:
-        """Start publishing ``version``; where groups may be off-policy the generators take it over while training goes on."""
+        """Start publishing ``version``. In a synchronous run, wait until the generators hold it."""
         await self._synced()
         copied = await self._weights.copy_out(version)
         self._sync = asyncio.create_task(self._update(copied))
@@ -152,7 +152,7 @@ class TrainingLoop:
             self._sync = None
 
     async def _evaluate_final(self, step: int) -> None:
-        """Of the last version, which the generators keep: nothing changes under it any more."""
+        """Evaluate the final policy. The generators hold it, and no update follows."""
         with self._watch.span("sync"):
             await self._synced()
         with self._watch.span("validate"):

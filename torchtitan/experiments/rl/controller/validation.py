@@ -41,7 +41,7 @@ class Validator:
         """
         Args:
             default: schedule of tasks that have none of their own.
-            on_failure: hears of what our own code raised.
+            on_failure: called with what the library's own code raised.
         """
         self._tasks, self._runner, self._on_failure = tasks, runner, on_failure
         self._configs = {
@@ -110,7 +110,7 @@ class Validator:
     async def _evaluate(self, name: str, *, alone: bool) -> dict[str, float]:
         task, config = self._tasks[name], self._configs[name]
         sampling = replace(task.config.sampling, temperature=config.temperature)
-        examples = min(config.samples, len(task.validation))
+        examples = min(config.examples, len(task.validation))
         places = asyncio.Semaphore(examples if alone else max(1, config.max_concurrency // config.attempts))
 
         async def one(index: int) -> RolloutGroup:

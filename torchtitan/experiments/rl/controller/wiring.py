@@ -35,7 +35,7 @@ class RunActors:
     weights: WeightSync
 
     def __init__(self, config: RunConfig, plan: RunPlan, *, run_dir: Path, on_failure: Callable[[Exception], None]):
-        """``on_failure`` hears of a part that can't go on."""
+        """``on_failure`` is called with the error of a part that can't go on."""
         self._config, self._plan, self._run_dir = config, plan, run_dir
         lockstep = config.max_offpolicy_steps == 0
         self._frozen = FrozenClients(hosted_models(config.tasks), lockstep=lockstep, on_failure=on_failure)

@@ -10,7 +10,7 @@ import numpy as np
 from renderers import Message, RenderedTokens, Renderer, ToolSpec
 
 from torchtitan.experiments.rl.envs.messages import check_all_rendered
-from torchtitan.experiments.rl.rollouts.yield_queue import turnstile
+from torchtitan.experiments.rl.rollouts.yield_queue import yield_queue
 from torchtitan.experiments.rl.types import ROLE_IDS
 
 T = TypeVar("T")
@@ -108,7 +108,7 @@ async def off_the_loop_if(large: bool, call: Callable[[], T]) -> T:
     """Compute something in a thread if it is large, or else here, in an iteration of the event loop of its own."""
     if large:
         return await asyncio.get_running_loop().run_in_executor(_RENDER_THREAD, call)
-    await turnstile().wait_turn()
+    await yield_queue().wait()
     return call()
 
 

@@ -28,7 +28,7 @@ from torchtitan.experiments.rl.generation.messages import (
 from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.rollouts.yield_queue import turnstile
+from torchtitan.experiments.rl.rollouts.yield_queue import yield_queue
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class GeneratorClient:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if not self._lockstep and turnstile().busy and len(self._outbox) < FULL_MESSAGE * len(self._replicas):
+        if not self._lockstep and yield_queue().busy and len(self._outbox) < FULL_MESSAGE * len(self._replicas):
             return self._schedule_flush()
         if self._lockstep:
             if self._lockstep_holds():

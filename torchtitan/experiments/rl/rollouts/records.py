@@ -64,7 +64,7 @@ def encode_rollout(rollout: Rollout, *, outcome: str | None, admitted_version: i
         "reward_components": dict(rollout.reward_components),
         "error": rollout.error,
         "group_id": rollout.group_id,
-        "sample_idx": rollout.sample_idx,
+        "index_in_group": rollout.index_in_group,
         "admitted_version": admitted_version,
         "completion_tokens": rollout.completion_tokens,
     }
@@ -99,7 +99,7 @@ def decode_rollout(line: bytes | str) -> RecordedRollout:
             data = DataSample(sample_id=record["sample_id"], env_input=env_input, info=record.get("info", {}))
         rollout = Rollout(
             group_id=record["group_id"],
-            sample_idx=record["sample_idx"],
+            index_in_group=record["index_in_group"],
             task_name=record["task"],
             data_sample=data,
             turns=_decoded_turns(record.get("turns", [])),

@@ -100,8 +100,7 @@ class Rollout:
     """One env from reset to a terminal status."""
 
     group_id: str
-    sample_idx: int
-    """Index within the group."""
+    index_in_group: int
     task_name: str
     data_sample: DataSample | None = None
     """What its env was made from; the group's."""
@@ -116,7 +115,7 @@ class Rollout:
 
     @property
     def rollout_id(self) -> str:
-        return f"{self.group_id}/{self.sample_idx}"
+        return f"{self.group_id}/{self.index_in_group}"
 
     @property
     def completion_tokens(self) -> int:
@@ -154,6 +153,8 @@ class RolloutGroup:
     rollouts: list[Rollout]
     admitted_version: int = 0
     """Policy version the generators held when the group was admitted."""
+    failure: str | None = None
+    """Why the group can't be trained on, in one line; None on one that can."""
 
     @property
     def scored(self) -> list[Rollout]:

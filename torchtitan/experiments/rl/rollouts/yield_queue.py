@@ -1,16 +1,16 @@
-"""Keeps a burst of rendering from holding up the event loop."""
+"""Keeps a burst of rendering from blocking the event loop."""
 
 import asyncio
 from collections import deque
 from weakref import WeakKeyDictionary
 
 
-class Turnstile:
-    """Lets one caller through in each iteration of the event loop, first come, first served.
+class YieldQueue:
+    """A cooperative yield queue: lets one caller continue in each iteration of the event loop, first come, first served.
 
-    Rendering a turn computes for 0.1 to 1 ms without awaiting. When an engine answers 512 requests at once, all 512 rollouts
-    are ready in one iteration of the loop, and whatever else waits (timers, messages of generators, the trainer) comes half a
-    second later. Going one by one costs an iteration a turn, some 20 us.
+    Rendering a prompt computes for 0.1 to 1 ms without awaiting. When an engine answers 512 requests at once, all 512 rollouts
+    are ready in one iteration of the loop, and everything else (timers, messages of generators, the trainer) would wait for
+    half a second. One caller an iteration costs some 20 us a call.
     """
 
     def __init__(self) -> None:
@@ -18,20 +18,21 @@ class Turnstile:
 
     @property
     def busy(self) -> bool:
-        """Whether somebody waits for a turn, or has it in this iteration."""
+        """Whether a caller waits, or continues in this iteration."""
         return bool(self._waiting)
 
-    async def wait_turn(self) -> None:
-        """Return in an iteration that no other caller has."""
+    async def wait(self) -> None:
+        """Return in an iteration of the event loop in which no other caller returns."""
         loop = asyncio.get_running_loop()
-        turn = loop.create_future()
-        self._waiting.append(turn)
+        place = loop.create_future()
+        self._waiting.append(place)
         if len(self._waiting) == 1:
             loop.call_soon(self._next)
-        await turn
+        await place
 
     def _next(self) -> None:
-        # The head stays until the iteration it was let through in is over, so that nobody else starts a second row.
+        # The head stays in the queue until its iteration is over: an empty queue would let the next caller schedule _next
+        # again.
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
         if self._waiting:
@@ -39,9 +40,9 @@ class Turnstile:
             asyncio.get_running_loop().call_soon(self._next)
 
 
-_TURNSTILES: WeakKeyDictionary[asyncio.AbstractEventLoop, Turnstile] = WeakKeyDictionary()
+_QUEUES: WeakKeyDictionary[asyncio.AbstractEventLoop, YieldQueue] = WeakKeyDictionary()
 
 
-def turnstile() -> Turnstile:
-    """The running loop's."""
-    return _TURNSTILES.setdefault(asyncio.get_running_loop(), Turnstile())
+def yield_queue() -> YieldQueue:
+    """The queue of the running event loop."""
+    return _QUEUES.setdefault(asyncio.get_running_loop(), YieldQueue())

@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 RETRIED = (RolloutStatus.ERROR, RolloutStatus.TIMEOUT)
 
 
-def derive_seed(seed: int, group_id: str, sample_idx: int, attempt: int) -> int:
+def derive_seed(seed: int, group_id: str, index_in_group: int, attempt: int) -> int:
     """Seed of one attempt at one rollout: 63 bits, the same in every process (``hash`` of a string is not)."""
-    key = f"{seed}/{group_id}/{sample_idx}/{attempt}".encode()
+    key = f"{seed}/{group_id}/{index_in_group}/{attempt}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
@@ -143,7 +143,7 @@ class GroupRun:
     def _open_session(self, rollout: Rollout, *, attempt: int) -> PolicySession:
         session = self._source.session(
             rollout_id=f"{rollout.rollout_id}~{attempt}" if attempt else rollout.rollout_id,
-            seed=derive_seed(self._seed, rollout.group_id, rollout.sample_idx, attempt),
+            seed=derive_seed(self._seed, rollout.group_id, rollout.index_in_group, attempt),
             sampling=self._sampling,
             stop_token_ids=self._task.renderer.get_stop_token_ids(),
         )

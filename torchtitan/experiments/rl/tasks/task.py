@@ -195,7 +195,8 @@ class Task(UserConfigurable):
             task_name=self.name,
             data_sample=sample,
             rollouts=[
-                Rollout(group_id=group_id, sample_idx=index, task_name=self.name, data_sample=sample) for index in range(size)
+                Rollout(group_id=group_id, index_in_group=index, task_name=self.name, data_sample=sample)
+                for index in range(size)
             ],
             admitted_version=policy.version,
         )
@@ -223,15 +224,22 @@ class Task(UserConfigurable):
             _fail(group.rollouts, f"{type(rubric).__name__}.score_group: {cause_of(error)}")
 
     async def score_group(self, group: RolloutGroup) -> str | None:
-        """Rewards, then credit. Returns None, or why the group can't be trained on: too few rollouts got a reward, or the
-        algorithm failed. Nobody trains on a rollout without a reward."""
+        """Rewards, then credit. Sets ``group.failure``, and returns it, where the group can't be trained on: too few rollouts
+        were scored, or the algorithm failed. A rollout without a reward is never trained on."""
         await self.score_rewards(group)
-        # A group of one is meant to have one.
+        group.failure = self._too_few_scored(group) or self._credit(group)
+        return group.failure
+
+    def _too_few_scored(self, group: RolloutGroup) -> str | None:
+        # A group of one rollout needs one.
         needed = min(self.config.min_group_size, len(group.rollouts))
-        if len(group.scored) < needed:
-            causes = [rollout.error for rollout in group.rollouts if rollout.error]
-            first = f": {causes[0]}" if causes else ""
-            return f"{len(group.scored)} of {len(group.rollouts)} rollouts scored, {needed} needed{first}"
+        if len(group.scored) >= needed:
+            return None
+        causes = [rollout.error for rollout in group.rollouts if rollout.error]
+        first = f": {causes[0]}" if causes else ""
+        return f"{len(group.scored)} of {len(group.rollouts)} rollouts scored, {needed} needed{first}"
+
+    def _credit(self, group: RolloutGroup) -> str | None:
         try:
             self.algorithm.score_group(group)
         except (Exception, SystemExit) as error:

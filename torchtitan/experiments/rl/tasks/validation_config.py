@@ -9,7 +9,7 @@ from torchtitan.experiments.rl.errors import ConfigError
 class ValidationConfig:
     every: int = 10
     """Steps between two evaluations; before the first step and after the last there always is one. 0 turns all off."""
-    samples: int = 128
+    examples: int = 128
     """Examples of the validation set, from its start; all of a smaller set."""
     attempts: int = 1
     """Rollouts of each example: the k of avg@k and pass@k."""
@@ -28,7 +28,7 @@ class ValidationConfig:
         """
         for name, value, least in (
             ("every", self.every, 0),
-            ("samples", self.samples, 1),
+            ("examples", self.examples, 1),
             ("attempts", self.attempts, 1),
             ("max_concurrency", self.max_concurrency, 1),
             ("temperature", self.temperature, 0),

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from torchtitan.experiments.rl.rollouts.yield_queue import Turnstile, turnstile
+from torchtitan.experiments.rl.rollouts.yield_queue import YieldQueue, yield_queue
 
 
 async def iterations(counter: list[int]) -> None:
@@ -12,11 +12,11 @@ async def iterations(counter: list[int]) -> None:
 
 
 async def test_one_caller_an_iteration_in_the_order_they_came():
-    stile, seen, counter = Turnstile(), [], [0]
+    queue, seen, counter = YieldQueue(), [], [0]
 
     async def caller(number: int) -> None:
         for _ in range(3):
-            await stile.wait_turn()
+            await queue.wait()
             seen.append((number, counter[0]))
 
     ticker = asyncio.create_task(iterations(counter))
@@ -27,10 +27,10 @@ async def test_one_caller_an_iteration_in_the_order_they_came():
 
 
 async def test_caller_that_is_cancelled_while_it_waits_holds_up_nobody():
-    stile, seen = Turnstile(), []
+    queue, seen = YieldQueue(), []
 
     async def caller(number: int) -> None:
-        await stile.wait_turn()
+        await queue.wait()
         seen.append(number)
 
     waiting = [asyncio.create_task(caller(number)) for number in range(6)]
@@ -44,12 +44,12 @@ async def test_caller_that_is_cancelled_while_it_waits_holds_up_nobody():
 
 
 def test_every_event_loop_has_its_own():
-    async def mine() -> Turnstile:
-        await asyncio.wait_for(turnstile().wait_turn(), 5)
-        return turnstile()
+    async def mine() -> YieldQueue:
+        await asyncio.wait_for(yield_queue().wait(), 5)
+        return yield_queue()
 
     async def abandoned() -> None:
-        asyncio.ensure_future(turnstile().wait_turn())
+        asyncio.ensure_future(yield_queue().wait())
         await asyncio.sleep(0)
 
     asyncio.run(abandoned())
