@@ -32,11 +32,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from monarch.actor import shutdown_context  # noqa: E402
 
+from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
 from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
-from torchtitan.experiments.rl.controller.provision import plan_placement, spawn  # noqa: E402
+from torchtitan.experiments.rl.controller.provision import spawn  # noqa: E402
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402

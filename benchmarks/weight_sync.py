@@ -27,7 +27,8 @@ from monarch.actor import concurrent_endpoint, shutdown_context  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
-from torchtitan.experiments.rl.controller.provision import RunMeshes, plan_placement  # noqa: E402
+from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
+from torchtitan.experiments.rl.controller.provision import RunMeshes  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402

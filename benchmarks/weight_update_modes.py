@@ -26,7 +26,8 @@ import torch  # noqa: E402
 from monarch.actor import Channel, concurrent_endpoint, shutdown_context  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from torchtitan.experiments.rl.controller.provision import plan_placement, spawn  # noqa: E402
+from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
+from torchtitan.experiments.rl.controller.provision import spawn  # noqa: E402
 from torchtitan.experiments.rl.generation.config import (
     GeneratorConfig,
     WeightUpdate,  # noqa: E402
