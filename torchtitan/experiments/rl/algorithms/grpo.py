@@ -54,7 +54,7 @@ class GRPO(Algorithm):
     def score_group(self, group: RolloutGroup) -> None:
         if not group.scored:
             return
-        rewards = np.array([rollout.reward for rollout in group.scored])
+        rewards = np.array(group.rewards)
         if self.config.length_penalty != "none":
             rewards = shorten(rewards, np.array([self.cost(rollout) for rollout in group.scored]))
         advantages = centered(rewards)

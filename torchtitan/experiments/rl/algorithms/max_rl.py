@@ -23,7 +23,7 @@ class MaxRL(Algorithm):
     def score_group(self, group: RolloutGroup) -> None:
         if not group.scored:
             return
-        rewards = np.array([rollout.reward for rollout in group.scored])
+        rewards = np.array(group.rewards)
         mean = rewards.mean()
         # Rewards of both signs can cancel but for rounding: such a mean is 0, not a divisor of 1e-17.
         positive = mean > 1e-9 * np.abs(rewards).max()

@@ -22,7 +22,7 @@ from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.rollouts.filters import Filter, apply_filters
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -37,15 +37,15 @@ class _OpenGroup:
     task: Task
     rollout_ids: set[str]
     """Rollouts of the group that are in no ledger column yet."""
-    work: asyncio.Task | None = None
     group: RolloutGroup | None = None
     """All its rollouts; None until they were scored."""
     outcomes: dict[str, str] = field(default_factory=dict)
     """Ledger column of each rollout that has ended."""
 
-    @property
-    def kept(self) -> list[Rollout]:
-        return [rollout for rollout in self.group.rollouts if rollout.rollout_id in self.rollout_ids]
+    def kept(self) -> RolloutGroup:
+        """The scored group with only the rollouts that are still open."""
+        assert self.group is not None
+        return replace(self.group, rollouts=[r for r in self.group.rollouts if r.rollout_id in self.rollout_ids])
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +88,7 @@ class RolloutLoop:
         self._pre_batch, self._post_batch = pre_batch_filters, post_batch_filters
         self._groups_left = total_groups
         self._open: dict[str, _OpenGroup] = {}
+        self._running: set[asyncio.Task[None]] = set()
         self._started = 0
         # A post-batch filter may drop every group that the pre-batch filters kept: its drops are counted on their own.
         self._drops = ConsecutiveDrops(max_drops_in_a_row)
@@ -110,7 +111,9 @@ class RolloutLoop:
             entry = _OpenGroup(task=task, rollout_ids={f"{group_id}/{index}" for index in range(task.config.group_size)})
             self.ledger.dispatch(task.name, entry.rollout_ids, version=version)
             self._open[group_id] = entry
-            entry.work = asyncio.create_task(self._run_group(group_id, entry), name=group_id)
+            running = asyncio.create_task(self._run_group(group_id, entry), name=group_id)
+            self._running.add(running)
+            running.add_done_callback(self._running.discard)
 
     async def next_groups(self, version: int) -> StepGroups:
         """The groups for the step that trains ``version``. Waits while the pacer finds none that may be taken.
@@ -173,10 +176,10 @@ class RolloutLoop:
     async def close(self) -> None:
         """Cancel running groups. Rollouts that are still open end as untrained."""
         self.stop()
-        work = [entry.work for entry in self._open.values() if not entry.work.done()]
-        for task in work:
+        running = list(self._running)
+        for task in running:
             task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         for entry in self._open.values():
             for rollout_id in sorted(entry.rollout_ids):
                 self._end(entry, rollout_id, "untrained")
@@ -215,7 +218,7 @@ class RolloutLoop:
         else:
             self._no_signal.add(group)
             self._filter(self._pre_batch, group, entry)
-            for rollout in entry.kept:
+            for rollout in entry.kept().rollouts:
                 if self._batcher.oversized(rollout.samples):
                     self._end(entry, rollout.rollout_id, "oversized", "longer than batcher.row_length")
         if entry.rollout_ids:
@@ -229,8 +232,8 @@ class RolloutLoop:
     def _filtered_again(self, group_id: str) -> RolloutGroup:
         """The group without the rollouts that post-batch filters drop."""
         entry = self._open[group_id]
-        self._filter(self._post_batch, replace(entry.group, rollouts=entry.kept), entry)
-        return replace(entry.group, rollouts=entry.kept)
+        self._filter(self._post_batch, entry.kept(), entry)
+        return entry.kept()
 
     def _filter(self, filters: Sequence[Filter], group: RolloutGroup, entry: _OpenGroup) -> None:
         filtered = apply_filters(filters, group)
@@ -250,7 +253,7 @@ class RolloutLoop:
         entry = self._open.pop(group_id)
         self._record(entry)
         self._dropped_groups += 1
-        if drops is not None:
+        if drops is not None and entry.group is not None:
             drops.add(entry.outcomes.values(), entry.group)
 
     def _record(self, entry: _OpenGroup) -> None:

@@ -29,7 +29,7 @@ class ConsecutiveDrops:
         """
         self._groups += 1
         self._columns.update(columns)
-        self._rewards.update(rollout.reward for rollout in group.scored)
+        self._rewards.update(group.rewards)
         if self._groups >= self._limit:
             causes = ", ".join(f"{n} {column}" for column, n in self._columns.most_common())
             rewards = f"; rewards {_shares(self._rewards)}" if self._rewards else ""
@@ -62,7 +62,7 @@ class NoSignalFromStart:
         if not all(self._matcher.matches(group)):
             self._signal_seen = True
             return
-        self._mean_rewards[sum(rollout.reward for rollout in group.scored) / len(group.scored)] += 1
+        self._mean_rewards[sum(group.rewards) / len(group.rewards)] += 1
         if self._mean_rewards.total() >= self._limit:
             raise RunError(
                 f"none of the first {self._mean_rewards.total()} groups teaches anything: all rollouts of a group got the same "

@@ -127,7 +127,7 @@ def _mixed_version_share(taken: StepGroups) -> float:
 def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
     rollouts = [rollout for group in taken.groups for rollout in group.rollouts]
     rewards = np.array([rollout.reward for rollout in rollouts])
-    spreads = [np.std([rollout.reward for rollout in group.rollouts]) for group in taken.groups]
+    spreads = [np.std(group.rewards) for group in taken.groups]
     lengths = np.array([rollout.completion_tokens for rollout in rollouts])
     metrics = {
         "rollout/count": len(rollouts),

@@ -6,6 +6,7 @@ generators' version to themselves.
 """
 
 import asyncio
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,7 +67,7 @@ class Validator:
                 continue
             evaluation = self._evaluate(name, alone=final or step == 0)
             work = self._running[name] = asyncio.create_task(evaluation, name=f"validation-{name}-{step}")
-            work.add_done_callback(lambda _, name=name: self._running.pop(name))
+            work.add_done_callback(functools.partial(self._ended, name))
             begun.append(work)
         if begun:
             self._rounds.add(asyncio.create_task(self._report(step, begun)))
@@ -87,6 +88,9 @@ class Validator:
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
+
+    def _ended(self, name: str, evaluation: asyncio.Task) -> None:
+        del self._running[name]
 
     async def _report(self, step: int, evaluations: Sequence[asyncio.Task]) -> None:
         """One report of all tasks that were begun together."""
@@ -110,14 +114,16 @@ class Validator:
     async def _evaluate(self, name: str, *, alone: bool) -> dict[str, float]:
         task, config = self._tasks[name], self._configs[name]
         sampling = replace(task.config.sampling, temperature=config.temperature)
-        examples = min(config.examples, len(task.validation))
+        assert task.validation is not None
+        dataset = task.validation
+        examples = min(config.examples, len(dataset))
         places = asyncio.Semaphore(examples if alone else max(1, config.max_concurrency // config.attempts))
 
         async def one(index: int) -> RolloutGroup:
             async with places:
                 return await self._runner.measure(
                     task,
-                    task.validation[index],
+                    dataset[index],
                     group_id=f"validation-{name}-{index}",
                     sampling=sampling,
                     group_size=config.attempts,
@@ -134,8 +140,8 @@ def evaluation_metrics(task: str, groups: Sequence[RolloutGroup], config: Valida
     that one of k attempts passes. An attempt that failed has no reward: it is in neither, and counted.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    versions = [turn.completion.policy_versions for rollout in rollouts for turn in rollout.turns]
-    versions = np.concatenate(versions) if versions else np.zeros(0, np.int32)
+    by_turn = [turn.completion.policy_versions for rollout in rollouts for turn in rollout.turns]
+    versions = np.concatenate(by_turn) if by_turn else np.zeros(0, np.int32)
     prefix = f"validation/{task}"
     metrics = {
         f"{prefix}/examples": len(groups),
@@ -145,7 +151,7 @@ def evaluation_metrics(task: str, groups: Sequence[RolloutGroup], config: Valida
     }
     if len(versions):
         metrics |= {f"{prefix}/version_min": int(versions.min()), f"{prefix}/version_max": int(versions.max())}
-    scored = [[rollout.reward for rollout in group.scored] for group in groups if group.scored]
+    scored = [group.rewards for group in groups if group.rewards]
     if scored:
         average = float(np.mean([np.mean(rewards) for rewards in scored]))
         metrics |= {f"{prefix}/reward": average, f"{prefix}/avg@{config.attempts}": average}

@@ -1,16 +1,25 @@
 """Datasets: what a task has examples of."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.rollouts.types import DataSample
 
 
-class Dataset(UserConfigurable, Sequence[DataSample]):
-    """A sequence of data samples. A subclass loads or makes them from its Config and says how many there are.
+class Examples(Protocol):
+    """What a sampler needs of a dataset; a list of data samples has it too."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> DataSample: ...
+
+
+class Dataset(UserConfigurable, abc.ABC):
+    """The examples of a task, by index. A subclass loads or makes them from its Config.
 
     The order must not change between runs: a resumed run counts on index i being the same example.
     """
@@ -32,3 +41,6 @@ class Dataset(UserConfigurable, Sequence[DataSample]):
 
     @abc.abstractmethod
     def __getitem__(self, index: int) -> DataSample: ...
+
+    def __iter__(self) -> Iterator[DataSample]:
+        return (self[index] for index in range(len(self)))

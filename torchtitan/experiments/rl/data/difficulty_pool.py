@@ -5,12 +5,12 @@ generation and teaches nothing. Difficulty is the mean reward of the example's l
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from torchtitan.experiments.rl.data.dataset import Examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -67,7 +67,7 @@ class DifficultyPool(SampleStrategy):
             if not any(self.weights().values()):
                 raise ConfigError(f"{field}.normal_weight", self.normal_weight, "at least one pool needs a weight above 0")
 
-    def __init__(self, config: Config, *, dataset: Sequence[DataSample], seed: int):
+    def __init__(self, config: Config, *, dataset: Examples, seed: int):
         super().__init__(config, dataset=dataset, seed=seed)
         config.validate(field="sampler")
         self._weights = config.weights()
@@ -104,7 +104,7 @@ class DifficultyPool(SampleStrategy):
             if pool is None:
                 return
             index = self._pools[pool].pop(sample_id)
-        rewards = [rollout.reward for rollout in group.scored]
+        rewards = group.rewards
         if rewards:
             pool = self._pool_of(sum(rewards) / len(rewards))
         self._pools[pool][sample_id] = index

@@ -1,11 +1,11 @@
 """Examples whose groups taught something, again."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
+from torchtitan.experiments.rl.data.dataset import Examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -65,7 +65,7 @@ class Replay(SampleStrategy):
                 raise ConfigError(f"{field}.mean_below", self.mean_below, f"must be above mean_above = {self.mean_above:g}")
             self.fresh.validate(field=f"{field}.fresh")
 
-    def __init__(self, config: Config, *, dataset: Sequence[DataSample], seed: int):
+    def __init__(self, config: Config, *, dataset: Examples, seed: int):
         super().__init__(config, dataset=dataset, seed=seed)
         config.validate(field="sampler")
         self.fresh: SampleStrategy = config.fresh.build(dataset=dataset, seed=seed)
@@ -89,7 +89,7 @@ class Replay(SampleStrategy):
         place = self._places.get(group.data_sample.sample_id)
         if place is not None:
             self._take(place)
-        rewards = np.array([rollout.reward for rollout in group.scored], np.float64)
+        rewards = np.array(group.rewards, np.float64)
         if not self._informative(rewards):
             return
         self._store(_Stored(sample=group.data_sample, variance=float(rewards.var()), order=self._stores))

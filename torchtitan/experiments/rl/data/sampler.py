@@ -1,7 +1,6 @@
 """Which example of a task's dataset is next."""
 
 import abc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.data.dataset import Examples
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
@@ -28,7 +28,7 @@ class SampleStrategy(UserConfigurable, abc.ABC):
                 ConfigError: naming the field at fault, its value and the cure.
             """
 
-    def __init__(self, config: Config, *, dataset: Sequence[DataSample], seed: int):
+    def __init__(self, config: Config, *, dataset: Examples, seed: int):
         if len(dataset) == 0:
             raise ConfigError("dataset", dataset, "has no examples to sample from")
         self.config = config
@@ -70,7 +70,7 @@ class SampleStrategy(UserConfigurable, abc.ABC):
 class ShuffledCursor(SampleStrategy):
     """Every example once per epoch, in an order drawn anew for each epoch from the seed."""
 
-    def __init__(self, config: SampleStrategy.Config, *, dataset: Sequence[DataSample], seed: int):
+    def __init__(self, config: SampleStrategy.Config, *, dataset: Examples, seed: int):
         super().__init__(config, dataset=dataset, seed=seed)
         self._start(epoch=0, cursor=0)
 

@@ -160,3 +160,8 @@ class RolloutGroup:
     def scored(self) -> list[Rollout]:
         """Rollouts with a reward: the group's statistics are of these alone."""
         return [rollout for rollout in self.rollouts if rollout.reward is not None]
+
+    @property
+    def rewards(self) -> list[float]:
+        """Of the scored rollouts, in their order."""
+        return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
     if error is not None:
         logger.debug("user code failed", exc_info=error)
         raise UserCodeError(cause_of(error)) from error
-    return value
+    return cast(T, value)
 
 
 class Threads:
@@ -116,7 +116,7 @@ class Threads:
             self._start_thread()
         try:
             left_s = timeout_s
-            while not (await asyncio.wait({job.outcome}, timeout=left_s))[0]:
+            while not (await asyncio.wait({job.outcome}, timeout=left_s))[0] and timeout_s is not None:
                 # Time in the queue doesn't count.
                 left_s = timeout_s if job.begun_at is None else job.begun_at + timeout_s - time.monotonic()
                 if left_s <= 0:
@@ -193,9 +193,13 @@ class _Job:
         except BaseException as error:
             return None, error
 
+    def _set(self, outcome: tuple[Any, BaseException | None]) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
     def deliver(self, outcome: tuple[Any, BaseException | None]) -> None:
         try:
-            self._loop.call_soon_threadsafe(lambda: self.outcome.done() or self.outcome.set_result(outcome))
+            self._loop.call_soon_threadsafe(self._set, outcome)
         except RuntimeError:  # the loop was closed meanwhile
             pass
 

@@ -20,7 +20,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import cloudpickle
 
@@ -80,6 +80,8 @@ class _Worker:
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
         self._ready = False
 
     def call(self, request: bytes, timeout_s: float) -> Any:
@@ -87,7 +89,7 @@ class _Worker:
             if not self._ready:
                 self._receive(START_S)
                 self._ready = True
-            _send(self._process.stdin, request)
+            _send(self._requests, request)
             kind, value = self._receive(START_S)
             if kind == "running":
                 kind, value = self._receive(timeout_s)
@@ -107,8 +109,8 @@ class _Worker:
         except ProcessLookupError:
             pass
         self._process.wait()
-        self._process.stdin.close()
-        self._process.stdout.close()
+        self._requests.close()
+        self._answers.close()
 
     def _receive(self, timeout_s: float) -> tuple[str, Any]:
         deadline = time.monotonic() + timeout_s
@@ -116,7 +118,7 @@ class _Worker:
         return cloudpickle.loads(self._read(length, deadline))
 
     def _read(self, length: int, deadline: float) -> bytes:
-        data, fd = b"", self._process.stdout.fileno()
+        data, fd = b"", self._answers.fileno()
         while len(data) < length:
             if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 raise TimeoutError
@@ -139,7 +141,7 @@ def _kill_all(workers: list[_Worker]) -> None:
         worker.kill()
 
 
-def _send(stream: BinaryIO, payload: bytes) -> None:
+def _send(stream: IO[bytes], payload: bytes) -> None:
     view = memoryview(HEADER.pack(len(payload)) + payload)
     while view:
         view = view[stream.write(view) :]
