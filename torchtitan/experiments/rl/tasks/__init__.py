@@ -1,7 +1,9 @@
 """Everything the author of a task imports. Worked tasks lie in folders beside this file; sum_digits is the smallest."""
 
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.made import MadeDataset
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
+from torchtitan.experiments.rl.envs.question_env import QuestionEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
@@ -11,9 +13,11 @@ from torchtitan.experiments.rl.tasks.task import Task
 __all__ = [
     "DataSample",
     "Dataset",
+    "MadeDataset",
     "MessageEnv",
     "PolicyClient",
     "PolicySession",
+    "QuestionEnv",
     "RendererEnv",
     "RendererEnvConfig",
     "ResetOutput",

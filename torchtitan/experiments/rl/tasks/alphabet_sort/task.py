@@ -1,9 +1,10 @@
 """Several user turns: sort names, then merge more into the list. Copy this folder for a conversation that follows a script."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.made import MadeDataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
@@ -15,12 +16,9 @@ from torchtitan.experiments.rl.tasks.alphabet_sort.rubric import AlphabetSortRub
 from torchtitan.experiments.rl.tasks.task import Task
 
 
-class AlphabetSortDataset(Dataset):
+class AlphabetSortDataset(MadeDataset):
     @dataclass(kw_only=True, slots=True)
-    class Config(Dataset.Config):
-        split: Literal["train", "validation"] = "train"
-        count: int = 10_000
-        seed: int = 0
+    class Config(MadeDataset.Config):
         min_rounds: int = 2
         max_rounds: int = 3
         """Lists of names in an example, and so the model's turns."""
@@ -41,24 +39,10 @@ class AlphabetSortDataset(Dataset):
                 cure = f"with max_rounds = {self.max_rounds} more than the {len(NAMES)} names there are; lower either"
                 raise ConfigError(f"{field}.max_names", self.max_names, cure)
 
-    def __init__(self, config: Config):
-        self._examples = make_examples(
-            config.count,
-            split=config.split,
-            seed=config.seed,
-            min_rounds=config.min_rounds,
-            max_rounds=config.max_rounds,
-            min_names=config.min_names,
-            max_names=config.max_names,
-        )
+    make = staticmethod(make_examples)
 
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> DataSample:
-        rounds = self._examples[index]
-        info = {"rounds": len(rounds), "names": sum(map(len, rounds))}
-        return DataSample(sample_id=str(index), env_input=rounds, info=info)
+    def info(self, rounds: list[list[str]]) -> dict[str, Any]:
+        return {"rounds": len(rounds), "names": sum(map(len, rounds))}
 
 
 class AlphabetSortTask(Task):

@@ -1,9 +1,9 @@
 """A tool the model must call. Copy this folder for an env with tools of its own."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.made import MadeDataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
@@ -15,12 +15,9 @@ from torchtitan.experiments.rl.tasks.calculator.rubric import CalculatorRubric
 from torchtitan.experiments.rl.tasks.task import Task
 
 
-class CalculatorDataset(Dataset):
+class CalculatorDataset(MadeDataset):
     @dataclass(kw_only=True, slots=True)
-    class Config(Dataset.Config):
-        split: Literal["train", "validation"] = "train"
-        count: int = 10_000
-        seed: int = 0
+    class Config(MadeDataset.Config):
         min_operands: int = 2
         max_operands: int = 4
         """Numbers in an expression."""
@@ -37,21 +34,7 @@ class CalculatorDataset(Dataset):
                 if not least <= value <= most:
                     raise ConfigError(f"{field}.{name}", value, f"must be {least} to {most}")
 
-    def __init__(self, config: Config):
-        self._expressions = make_examples(
-            config.count,
-            split=config.split,
-            seed=config.seed,
-            min_operands=config.min_operands,
-            max_operands=config.max_operands,
-            max_operand=config.max_operand,
-        )
-
-    def __len__(self) -> int:
-        return len(self._expressions)
-
-    def __getitem__(self, index: int) -> DataSample:
-        return DataSample(sample_id=str(index), env_input=self._expressions[index])
+    make = staticmethod(make_examples)
 
 
 class CalculatorTask(Task):

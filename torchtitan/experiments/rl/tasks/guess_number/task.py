@@ -1,9 +1,9 @@
 """A game of several turns with a reward at its end alone. Copy this folder for an env that reacts to what the model does."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.made import MadeDataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
@@ -15,12 +15,9 @@ from torchtitan.experiments.rl.tasks.guess_number.rubric import GuessNumberRubri
 from torchtitan.experiments.rl.tasks.task import Task
 
 
-class GuessNumberDataset(Dataset):
+class GuessNumberDataset(MadeDataset):
     @dataclass(kw_only=True, slots=True)
-    class Config(Dataset.Config):
-        split: Literal["train", "validation"] = "train"
-        count: int = 10_000
-        seed: int = 0
+    class Config(MadeDataset.Config):
         numbers: int = 100
         """Numbers in a game's range. Halving it finds every one of 2^g - 1 numbers within g guesses."""
         max_number: int = 1000
@@ -36,21 +33,7 @@ class GuessNumberDataset(Dataset):
                 cure = f"leaves no range of {self.numbers} numbers to {self.split}: raise it"
                 raise ConfigError(f"{field}.max_number", self.max_number, cure)
 
-    def __init__(self, config: Config):
-        self._games = make_examples(
-            config.count,
-            split=config.split,
-            seed=config.seed,
-            numbers=config.numbers,
-            max_number=config.max_number,
-            guesses=config.guesses,
-        )
-
-    def __len__(self) -> int:
-        return len(self._games)
-
-    def __getitem__(self, index: int) -> DataSample:
-        return DataSample(sample_id=str(index), env_input=self._games[index])
+    make = staticmethod(make_examples)
 
 
 class GuessNumberTask(Task):

@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+from torchtitan.experiments.rl.envs.question_env import QuestionEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.math.data import MathDataset
-from torchtitan.experiments.rl.tasks.math.env import MathEnv
 from torchtitan.experiments.rl.tasks.math.rubric import MathRubric
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -38,5 +38,7 @@ class MathTask(Task):
                 raise ConfigError(f"{field}.rubric", "math-verify", "is not installed: pip install math-verify")
             super(MathTask.Config, self).check_present(field=field)
 
-    def make_env(self, sample: DataSample) -> MathEnv:
-        return MathEnv(sample.env_input.question, template=self.config.template, system_prompt=self.config.system_prompt)
+    def make_env(self, sample: DataSample) -> QuestionEnv:
+        # Not str.format: a template with \boxed{} in it has braces of its own.
+        question = self.config.template.replace("{question}", sample.env_input.question)
+        return QuestionEnv(question, system_prompt=self.config.system_prompt)

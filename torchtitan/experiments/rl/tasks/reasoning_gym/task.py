@@ -3,13 +3,13 @@
 from dataclasses import dataclass, field
 
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.envs.question_env import QuestionEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.reasoning_gym.data import PuzzleGenerator, ReasoningGymDataset
-from torchtitan.experiments.rl.tasks.reasoning_gym.env import PuzzleEnv
 from torchtitan.experiments.rl.tasks.reasoning_gym.rubric import PuzzleRubric
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -33,8 +33,8 @@ class ReasoningGymTask(Task):
                 raise ConfigError(f"{field}.template", self.template, "must contain {question}")
             _check_disjoint(self.dataset, self.validation, field=field)
 
-    def make_env(self, sample: DataSample) -> PuzzleEnv:
-        return PuzzleEnv(sample.env_input.entry["question"], template=self.config.template)
+    def make_env(self, sample: DataSample) -> QuestionEnv:
+        return QuestionEnv(self.config.template.replace("{question}", sample.env_input.entry["question"]))
 
 
 def _check_disjoint(training: Dataset.Config, validation: Dataset.Config | None, *, field: str) -> None:

@@ -1,9 +1,10 @@
 """The smallest complete task; copy this folder to start your own."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any
 
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.made import MadeDataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
@@ -14,27 +15,16 @@ from torchtitan.experiments.rl.tasks.sum_digits.rubric import SumDigitsRubric
 from torchtitan.experiments.rl.tasks.task import Task
 
 
-class SumDigitsDataset(Dataset):
+class SumDigitsDataset(MadeDataset):
     @dataclass(kw_only=True, slots=True)
-    class Config(Dataset.Config):
-        split: Literal["train", "validation"] = "train"
-        count: int = 10_000
-        seed: int = 0
+    class Config(MadeDataset.Config):
         min_digits: int = 2
         max_digits: int = 5
 
-    def __init__(self, config: Config):
-        self._lists = make_examples(
-            config.count, split=config.split, seed=config.seed, min_digits=config.min_digits, max_digits=config.max_digits
-        )
+    make = staticmethod(make_examples)
 
-    def __len__(self) -> int:
-        return len(self._lists)
-
-    def __getitem__(self, index: int) -> DataSample:
-        digits = self._lists[index]
-        info = {"digits": len(digits), "demonstration": answer_text(digits)}
-        return DataSample(sample_id=str(index), env_input=digits, info=info)
+    def info(self, digits: list[int]) -> dict[str, Any]:
+        return {"digits": len(digits), "demonstration": answer_text(digits)}
 
 
 class SumDigitsTask(Task):

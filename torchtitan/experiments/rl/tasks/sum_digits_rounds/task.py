@@ -1,12 +1,14 @@
 """Digit sums in several turns: the smallest task whose env says something worth foreseeing, as Echo needs."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
+from torchtitan.experiments.rl.tasks.sum_digits.data import make_examples
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset
 from torchtitan.experiments.rl.tasks.sum_digits_rounds.env import SumDigitsRoundsEnv
 from torchtitan.experiments.rl.tasks.task import Task
@@ -19,18 +21,13 @@ class SumDigitsRoundsDataset(SumDigitsDataset):
     class Config(SumDigitsDataset.Config):
         rounds: int = 2
 
-    def __init__(self, config: Config):
-        super().__init__(config)
-        self._rounds = config.rounds
+    @staticmethod
+    def make(*, rounds: int, **config: Any) -> list[list[list[int]]]:
+        lists = make_examples(**config)
+        return [lists[end - rounds : end] for end in range(rounds, len(lists) + 1, rounds)]
 
-    def __len__(self) -> int:
-        return len(self._lists) // self._rounds
-
-    def __getitem__(self, index: int) -> DataSample:
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        start = index % len(self) * self._rounds
-        return DataSample(sample_id=str(index), env_input=self._lists[start : start + self._rounds])
+    def info(self, rounds: list[list[int]]) -> dict[str, Any]:
+        return {}
 
 
 class SumDigitsRoundsTask(Task):
