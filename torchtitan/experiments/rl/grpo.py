@@ -33,13 +33,14 @@ def main(arguments: list[str] | None = None) -> int:
         _check_model(config)
         _check_config(config)
         _check_present(config)
-        run_dir = _run_dir(command.run_dir, config.output_dir, command.config_name)
+        name = str(command.config_name)
+        run_dir = _run_dir(command.run_dir, config.output_dir, name)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while modules are imported; nothing was spawned
         return 130
-    return _run(config, run_dir, command.config_name)
+    return _run(config, run_dir, name)
 
 
 def _dry_run(config: Any) -> int:

@@ -45,10 +45,11 @@ class Echo(GRPO):
                 if not weight > 0:
                     raise ConfigError(f"{field}.alpha.{role}", weight, "must be above 0; to leave a role out, don't name it")
 
+    config: Config
+
     async def score_rollout(self, rollout: Rollout) -> None:
-        for sample in rollout.samples:
-            sample.ce_weights = np.zeros(len(sample), np.float32)
-        alpha = np.array([self.config.alpha.get(role, 0.0) for role in (*ROLES, None)], np.float32)  # -1 is the last
+        ce_weights = [np.zeros(len(sample), np.float32) for sample in rollout.samples]
+        alpha = np.array([*(self.config.alpha.get(role, 0.0) for role in ROLES), 0.0], np.float32)  # -1, no role, is the last
         for turn, span in zip(rollout.turns, turn_spans(rollout.turns), strict=True):
             if span is None or span.new == 0:  # a sample's first prompt: nothing was sampled before it
                 continue
@@ -56,4 +57,6 @@ class Echo(GRPO):
             if self.config.keep is not None:
                 weights = weights * np.asarray(self.config.keep(rollout, turn), bool)
             answered = slice(span.new, span.completion)
-            rollout.samples[span.sample].ce_weights[answered] = weights[answered]
+            ce_weights[span.sample][answered] = weights[answered]
+        for sample, weights in zip(rollout.samples, ce_weights, strict=True):
+            sample.ce_weights = weights

@@ -51,6 +51,8 @@ class GRPO(Algorithm):
                     f"{field}.length_penalty", self.length_penalty, "both token weights are 0, so nothing has a cost: raise one"
                 )
 
+    config: Config
+
     def score_group(self, group: RolloutGroup) -> None:
         if not group.scored:
             return

@@ -39,10 +39,13 @@ class OPD(Algorithm):
                 why="the policy as its own teacher has a KL of zero and nothing to learn",
                 max_rollout_tokens=context.get("max_rollout_tokens"),
             )
-            hosted = isinstance(self.teacher, HostedModel) and policy_path is not None
-            if hosted and Path(self.teacher.path).resolve() == Path(policy_path).resolve():
-                cure = "this is where the policy starts, so the KL is zero: name another model, or OPSD to learn from oneself"
+            if not isinstance(self.teacher, HostedModel) or policy_path is None:
+                return
+            if Path(self.teacher.path).resolve() == Path(policy_path).resolve():
+                cure = "this is where the policy starts, so the KL is zero: name another model, or use OPSD"
                 raise ConfigError(f"{field}.teacher.path", self.teacher.path, cure)
+
+    config: Config
 
     async def setup(self, policy: PolicyClient) -> None:
         self._teacher = await connect(policy, self.config.teacher)

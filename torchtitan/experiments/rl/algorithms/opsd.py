@@ -51,6 +51,8 @@ class OPSD(Algorithm):
             if self.max_concurrency < 1:
                 raise ConfigError(f"{field}.max_concurrency", self.max_concurrency, "must be at least 1")
 
+    config: Config
+
     async def setup(self, policy: PolicyClient) -> None:
         self._policy = policy
         self._places = asyncio.Semaphore(self.config.max_concurrency)

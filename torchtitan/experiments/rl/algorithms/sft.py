@@ -40,6 +40,8 @@ class SFT(Algorithm):
                 max_rollout_tokens=context.get("max_rollout_tokens"),
             )
 
+    config: Config
+
     async def setup(self, policy: PolicyClient) -> None:
         await connect(policy, self.config.teacher)
 

@@ -67,6 +67,8 @@ class DifficultyPool(SampleStrategy):
             if not any(self.weights().values()):
                 raise ConfigError(f"{field}.normal_weight", self.normal_weight, "at least one pool needs a weight above 0")
 
+    config: Config
+
     def __init__(self, config: Config, *, dataset: Examples, seed: int):
         super().__init__(config, dataset=dataset, seed=seed)
         config.validate(field="sampler")
@@ -100,9 +102,10 @@ class DifficultyPool(SampleStrategy):
         if sample_id in self._out:
             index, pool, _ = self._out.pop(sample_id)
         else:  # late, and taken back meanwhile
-            pool = next((name for name, examples in self._pools.items() if sample_id in examples), None)
-            if pool is None:
+            found = next((name for name, examples in self._pools.items() if sample_id in examples), None)
+            if found is None:
                 return
+            pool = found
             index = self._pools[pool].pop(sample_id)
         rewards = group.rewards
         if rewards:

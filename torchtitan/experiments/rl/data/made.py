@@ -1,8 +1,7 @@
 """Datasets whose examples a function makes."""
 
-import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,10 +34,9 @@ class MadeDataset(Dataset):
         super().__init__(config)
         self.examples = self.make(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
-    @staticmethod
-    @abc.abstractmethod
-    def make(**config: Any) -> Sequence[Any]:
-        """The examples; each becomes the ``env_input`` of a data sample."""
+    make: Callable[..., Sequence[Any]]
+    """A function: gets each field of the Config by name, and returns the examples. Each is the ``env_input`` of a data
+    sample."""
 
     def info(self, example: Any) -> dict[str, Any]:
         """``DataSample.info`` of an example."""

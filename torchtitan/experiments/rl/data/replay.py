@@ -61,9 +61,12 @@ class Replay(SampleStrategy):
                 bound = getattr(self, name)
                 if bound is not None and not is_finite_number(bound):
                     raise ConfigError(f"{field}.{name}", bound, "must be a finite number, or None for no bound")
-            if None not in (self.mean_above, self.mean_below) and not self.mean_above < self.mean_below:
-                raise ConfigError(f"{field}.mean_below", self.mean_below, f"must be above mean_above = {self.mean_above:g}")
+            above, below = self.mean_above, self.mean_below
+            if above is not None and below is not None and not above < below:
+                raise ConfigError(f"{field}.mean_below", below, f"must be above mean_above = {above:g}")
             self.fresh.validate(field=f"{field}.fresh")
+
+    config: Config
 
     def __init__(self, config: Config, *, dataset: Examples, seed: int):
         super().__init__(config, dataset=dataset, seed=seed)

@@ -67,6 +67,8 @@ class DPPO(RLLoss):
         kl_tau: float = 1e-3
         """Weight of the squared log ratio."""
 
+    config: Config
+
     def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
         c, A = self.config, tokens.advantages
         lr = tokens.logprobs - tokens.generator_logprobs
@@ -104,6 +106,8 @@ class PPOClip(RLLoss):
         clip_high: float = 0.2
         """DAPO: 0.28."""
 
+    config: Config
+
     def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
         lr = tokens.logprobs - tokens.generator_logprobs
         return clipped_surrogate(lr, tokens.advantages, self.config.clip_low, self.config.clip_high)
@@ -123,6 +127,8 @@ class CISPO(RLLoss):
         """1 is no lower bound, as in the paper."""
         clip_high: float = 4.0
         """The paper tunes this bound and gives no number. 4 caps the weight at 5."""
+
+    config: Config
 
     def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
         low, high = 1 - self.config.clip_low, 1 + self.config.clip_high
@@ -148,6 +154,8 @@ class GSPO(RLLoss):
         clip_high: float = 4e-4
         """Both bounds are the paper's; sequence ratios vary far less than token ratios."""
 
+    config: Config
+
     def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, ids = tokens.logprobs, tokens.sequence_ids.flatten()
         lr = (logprobs - tokens.generator_logprobs).detach().double()  # 0 on tokens that are no member
@@ -169,6 +177,8 @@ class CustomRLLoss(RLLoss):
     class Config(RLLoss.Config):
         function: Callable[[RLTokens], torch.Tensor]
         """Importable by the trainer's processes: defined at the top level of a module."""
+
+    config: Config
 
     def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
         function = self.config.function

@@ -50,6 +50,8 @@ class Gibberish(Filter):
             if not 0 <= self.margin < math.inf:
                 raise ConfigError(f"{field}.margin", self.margin, "must be a number of nats, 0 or above")
 
+    config: Config
+
     def matches(self, group: RolloutGroup) -> list[bool]:
         return [self._gibberish(rollout) >= self.config.tokens for rollout in group.scored]
 
@@ -98,6 +100,8 @@ class Repetition(Filter):
                 raise ConfigError(f"{field}.probability", self.probability, "must lie between 0 and 1")
             if not 0 <= self.distinct_ngrams <= 1:
                 raise ConfigError(f"{field}.distinct_ngrams", self.distinct_ngrams, "is a share: 0 (off) to 1")
+
+    config: Config
 
     def matches(self, group: RolloutGroup) -> list[bool]:
         return [self._too_sure(rollout) or self._too_few_distinct(rollout) for rollout in group.scored]

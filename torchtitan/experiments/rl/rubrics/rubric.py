@@ -81,10 +81,10 @@ class Rubric(UserConfigurable):
 
     def __init__(self, config: Config):
         self.config = config
-        fns = [replace(entry, name=entry.name or _name_of(entry.fn)) for entry in self.register_funcs()]
-        _check(fns, config)
-        total = math.fsum(entry.weight for entry in fns)
-        self._fns = [replace(entry, weight=entry.weight / total) for entry in fns]
+        named = [(entry.name or _name_of(entry.fn), entry) for entry in self.register_funcs()]
+        _check(named, config)
+        total = math.fsum(entry.weight for _, entry in named)
+        self._fns = {name: replace(entry, weight=entry.weight / total) for name, entry in named}
         self._isolated = IsolatedCalls(config.isolated_workers)
         self._isolated_threads = Threads(config.isolated_workers)
         self._warned_unweighed = False
@@ -101,15 +101,17 @@ class Rubric(UserConfigurable):
         rewards = [Reward(self._fixed_reward(rollout), {}) for rollout in rollouts]
         pending = [index for index, rollout in enumerate(rollouts) if self._needs_scoring(rollout)]
         scored = [rollouts[index] for index in pending]
-        columns = await asyncio.gather(*(self._column(entry, scored, env_input) for entry in self._fns)) if scored else []
+        fns = self._fns.values()
+        columns = await asyncio.gather(*(self._column(entry, scored, env_input) for entry in fns)) if scored else []
         for position, index in enumerate(pending):
-            values = {entry.name: column[position] for entry, column in zip(self._fns, columns, strict=True)}
+            values = {name: column[position] for name, column in zip(self._fns, columns, strict=True)}
             failures = [f"reward function {name!r}: {value}" for name, value in values.items() if isinstance(value, str)]
-            rewards[index].components = {name: value for name, value in values.items() if not isinstance(value, str)}
+            components = {name: value for name, value in values.items() if not isinstance(value, str)}
+            rewards[index].components = components
             if failures:
                 rollouts[index].status, rollouts[index].error = RolloutStatus.ERROR, "; ".join(failures)
             else:
-                rewards[index].reward = math.fsum(entry.weight * values[entry.name] for entry in self._fns)
+                rewards[index].reward = math.fsum(entry.weight * components[name] for name, entry in self._fns.items())
         self._log_env_components(rollouts, rewards)
         return rewards
 
@@ -151,9 +153,8 @@ class Rubric(UserConfigurable):
         return await call_user(entry.fn, subject, env_input, timeout_s=timeout_s)
 
     def _log_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:
-        named = {entry.name for entry in self._fns}
         for rollout, reward in zip(rollouts, rewards, strict=True):
-            unweighed = {name: value for name, value in env_components(rollout).items() if name not in named}
+            unweighed = {name: value for name, value in env_components(rollout).items() if name not in self._fns}
             reward.components.update({f"env/{name}": value for name, value in unweighed.items()})
             if unweighed and not self._fns and not self._warned_unweighed:
                 self._warned_unweighed = True
@@ -206,15 +207,15 @@ def _number(value: Any) -> float | str:
     return f"returned {str(value)[:60]} ({type(value).__name__}), want a finite number"
 
 
-def _check(fns: list[RewardFn], config: Rubric.Config) -> None:
-    names = [entry.name for entry in fns]
+def _check(named: list[tuple[str, RewardFn]], config: Rubric.Config) -> None:
+    names = [name for name, _ in named]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError("rubric.reward_fns", names, f"two functions named {name!r}: give one RewardFn(..., name=...)")
-    for entry in fns:
+    for name, entry in named:
         if not is_finite_number(entry.weight) or entry.weight < 0:
-            raise ConfigError(f"weight of {entry.name!r}", entry.weight, "must be 0 or more; a penalty returns less than 0")
-    if fns and not any(entry.weight for entry in fns):
+            raise ConfigError(f"weight of {name!r}", entry.weight, "must be 0 or more; a penalty returns less than 0")
+    if named and not any(entry.weight for _, entry in named):
         raise ConfigError("rubric.reward_fns", names, "every weight is 0: give at least one a weight")
     for field_name in ("truncation_reward", "error_reward"):
         value = getattr(config, field_name)

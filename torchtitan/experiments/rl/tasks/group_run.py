@@ -99,7 +99,8 @@ class GroupRun:
             rollout.error = str(error) if error is env else f"the rollout took longer than {limit_s:g} s"
         except UserCodeError as error:
             rollout.status, rollout.error = RolloutStatus.ERROR, str(error)
-            if error is not env and env.status.is_error():  # the loop failed over what the env had ended in before
+            # An env that had failed before the loop raised is the cause.
+            if isinstance(env, RendererEnv) and env.status.is_error():
                 rollout.status, rollout.error = env.status, env.error
         finally:
             self._close_session(session)

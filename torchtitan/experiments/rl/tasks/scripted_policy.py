@@ -54,7 +54,7 @@ class ScriptedSession:
     async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
         """See PolicySession.generate."""
         policy = self._policy
-        policy.prompts.append(policy.tokenizer.decode(prompt_token_ids))
+        policy.prompts.append(str(policy.tokenizer.decode(prompt_token_ids)))
         text = policy.reply(self._index, self._turn)
         self._turn += 1
         ids = [*policy.tokenizer.encode(text, add_special_tokens=False), self._stop]

@@ -148,10 +148,10 @@ class Task(UserConfigurable):
 
         An override that stops earlier calls ``env.finish(status)``.
         """
-        step = await env.initial_prompt()
-        while not step.status.is_terminal():
-            completion = await policy.generate(env.prompt_token_ids, max_tokens=env.max_completion_tokens)
-            step = await env.step_completion(completion)
+        await env.initial_prompt()
+        while (prompt := env.prompt_token_ids) is not None:
+            completion = await policy.generate(prompt, max_tokens=env.max_completion_tokens)
+            await env.step_completion(completion)
 
     async def setup(self, policy: PolicyClient) -> None:
         """Before the first group. An override calls ``super().setup(policy)``."""

@@ -15,6 +15,8 @@ class AlphabetSortRubric(Rubric):
         similarity_weight: float = 0.0
         """Weight of `similarity` beside the 1.0 of `exact`: for long lists, of which a model seldom gets all in order."""
 
+    config: Config
+
     def register_funcs(self) -> list[RewardFn]:
         return [RewardFn(exact), RewardFn(similarity, weight=self.config.similarity_weight)]
 

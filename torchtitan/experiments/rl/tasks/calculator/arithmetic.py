@@ -7,13 +7,15 @@ power before it is taken, so that ``9**9**9`` is refused in microseconds instead
 import ast
 import math
 import operator
+from collections.abc import Callable
+from typing import Any
 
 MAX_CHARACTERS = 200
 """Also bounds how deep the parser and `evaluate` recurse."""
 MAX_BITS = 256
 """Of an integer, and of a power's exponent as a number: far above what a question needs, far below what takes time."""
 
-OPERATIONS = {
+OPERATIONS: dict[type[ast.operator] | type[ast.unaryop], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,

@@ -24,7 +24,7 @@ def prompt_text(expression: str) -> str:
     return f"What is {expression}? Use the calculator, then give the final answer as a number."
 
 
-def answer(expression: str) -> int:
+def answer(expression: str) -> int | float:
     """The only right answer."""
     return evaluate(expression)
 

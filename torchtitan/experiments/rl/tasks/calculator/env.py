@@ -9,10 +9,11 @@ from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, 
 from torchtitan.experiments.rl.tasks.calculator.arithmetic import ExpressionError, evaluate, number_text
 from torchtitan.experiments.rl.tasks.calculator.data import prompt_text
 
+NAME = "calculator"
 CALCULATOR = {
     "type": "function",  # with its wrapping, because that is what models saw in training
     "function": {
-        "name": "calculator",
+        "name": NAME,
         "description": "Evaluate an arithmetic expression and return the result.",
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
     },
@@ -52,7 +53,7 @@ def calculate(call: ToolCall) -> str:
     Raises:
         ExpressionError: another tool, other arguments, or no expression it can evaluate.
     """
-    if call["function"]["name"] != CALCULATOR["function"]["name"]:
+    if call["function"]["name"] != NAME:
         raise ExpressionError("unknown tool")
     try:
         arguments = json.loads(call["function"]["arguments"])

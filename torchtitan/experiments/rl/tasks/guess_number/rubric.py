@@ -13,6 +13,8 @@ class GuessNumberRubric(Rubric):
         discount: float = 1.0
         """Factor for each guess after the first, above 0 and at most 1."""
 
+    config: Config
+
     def register_funcs(self) -> list[RewardFn]:
         return [RewardFn(self.discounted), RewardFn(found, weight=0.0)]
 

@@ -38,6 +38,8 @@ class MathTask(Task):
                 raise ConfigError(f"{field}.rubric", "math-verify", "is not installed: pip install math-verify")
             super(MathTask.Config, self).check_present(field=field)
 
+    config: Config
+
     def make_env(self, sample: DataSample) -> QuestionEnv:
         # Not str.format: a template with \boxed{} in it has braces of its own.
         question = self.config.template.replace("{question}", sample.env_input.question)

@@ -68,6 +68,8 @@ class ReasoningGymDataset(Dataset):
                 names = ", ".join(self.generators)
                 raise ConfigError(f"{field}.generators", names, "need reasoning-gym: pip install reasoning-gym")
 
+    config: Config
+
     def __init__(self, config: Config):
         super().__init__(config)
         import reasoning_gym  # takes a second: only runs that need it wait for it

@@ -24,6 +24,8 @@ class PuzzleRubric(Rubric):
         timeout_s: float = 10.0
         """For each answer. One that takes longer to score makes its rollout an error."""
 
+    config: Config
+
     def register_funcs(self) -> list[RewardFn]:
         from torchtitan.experiments.rl.tasks.reasoning_gym.scoring import solved  # imports reasoning_gym
 

@@ -33,6 +33,8 @@ class ReasoningGymTask(Task):
                 raise ConfigError(f"{field}.template", self.template, "must contain {question}")
             _check_disjoint(self.dataset, self.validation, field=field)
 
+    config: Config
+
     def make_env(self, sample: DataSample) -> QuestionEnv:
         return QuestionEnv(self.config.template.replace("{question}", sample.env_input.entry["question"]))
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.made import MadeDataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
@@ -14,20 +15,20 @@ from torchtitan.experiments.rl.tasks.sum_digits_rounds.env import SumDigitsRound
 from torchtitan.experiments.rl.tasks.task import Task
 
 
-class SumDigitsRoundsDataset(SumDigitsDataset):
+def make_rounds(*, rounds: int, **config: Any) -> list[list[list[int]]]:
+    """The lists of sum_digits, ``rounds`` of them an example."""
+    lists = make_examples(**config)
+    return [lists[end - rounds : end] for end in range(rounds, len(lists) + 1, rounds)]
+
+
+class SumDigitsRoundsDataset(MadeDataset):
     """The lists of sum_digits, ``rounds`` after one another; a sample's ``env_input`` is a list of lists."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SumDigitsDataset.Config):
         rounds: int = 2
 
-    @staticmethod
-    def make(*, rounds: int, **config: Any) -> list[list[list[int]]]:
-        lists = make_examples(**config)
-        return [lists[end - rounds : end] for end in range(rounds, len(lists) + 1, rounds)]
-
-    def info(self, rounds: list[list[int]]) -> dict[str, Any]:
-        return {}
+    make = staticmethod(make_rounds)
 
 
 class SumDigitsRoundsTask(Task):

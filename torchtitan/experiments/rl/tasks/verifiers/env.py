@@ -40,7 +40,7 @@ class VerifiersEnv(MessageEnv):
         self._playing = asyncio.create_task(call_bounded(self._play, timeout_s=None))
         request = await self._next_request()
         if request is None:
-            _raise_failure(self._playing.result())
+            _raise_failure(await self._ended())
             raise RuntimeError("the environment ended before it asked the model anything")
         self._said, self._tools = request
         return ResetOutput(messages=self._said, tools=self._tools)
@@ -48,11 +48,12 @@ class VerifiersEnv(MessageEnv):
     async def step_message(self, message: Message) -> StepOutput:
         self._said = self._said + to_messages([to_response(message).message])
         answer, self._answer = self._answer, None
+        assert answer is not None
         if not answer.done():  # the environment may have stopped waiting
             answer.set_result(message)
         request = await self._next_request()
         if request is None:
-            return await self._final_step(self._playing.result())
+            return await self._final_step(await self._ended())
         messages, tools = request
         if messages[: len(self._said)] != self._said:
             raise ValueError(f"the environment rewrote the conversation: {_first_change(self._said, messages)}")
@@ -81,11 +82,18 @@ class VerifiersEnv(MessageEnv):
     async def _next_request(self) -> Request | None:
         """The environment's next question; None when its rollout is over."""
         asked = asyncio.create_task(self._requests.get())
+        assert self._playing is not None
+        waiting: set[asyncio.Future[Any]] = {asked, self._playing}
         try:
-            await asyncio.wait({asked, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             return asked.result() if asked.done() else None
         finally:
             asked.cancel()
+
+    async def _ended(self) -> State:
+        """What the environment's rollout ended in; it is over."""
+        assert self._playing is not None
+        return await self._playing
 
     async def _final_step(self, state: State) -> StepOutput:
         _raise_failure(state)

@@ -1,6 +1,7 @@
 """Messages of verifiers and of the renderers package, each made from the other. Imports verifiers with this module."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from renderers import Message
 from renderers.base import ToolSpec
@@ -57,5 +58,5 @@ def to_response(message: Message) -> Response:
     return Response(id="", created=0, model="policy", message=said)
 
 
-def _part(part: object) -> dict:
+def _part(part: Any) -> dict:
     return dict(part) if isinstance(part, dict) else part.model_dump()
