@@ -19,7 +19,8 @@ def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:
     A malformed call is never dropped: its text is added to the content, so the env and a later render see what the model said,
     and ``malformed_tool_calls`` lists its status and text, so the env can tell it from an answer.
     """
-    calls, malformed = [], []
+    calls: list[dict[str, Any]] = []
+    malformed: list[dict[str, Any]] = []
     for call in parsed.tool_calls:
         well_formed = call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
         if not (well_formed and isinstance(call.name, str) and call.name):

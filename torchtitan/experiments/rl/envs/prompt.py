@@ -96,7 +96,9 @@ async def next_prompt(
         return _prompt(rendered, before, kept=kept if kept == len(before.ids) else 0)
 
     prompt = await off_the_loop_if(_characters(new) > LARGE_TEXT, bridged)
-    return prompt or await off_the_loop_if(_characters(conversation) > LARGE_TEXT, anew)
+    if prompt is None:
+        prompt = await off_the_loop_if(_characters(conversation) > LARGE_TEXT, anew)
+    return prompt
 
 
 def cannot_fit(messages: Sequence[Message], tokens: int) -> bool:
@@ -142,7 +144,7 @@ def _prompt(rendered: RenderedTokens, before: Prompt | None = None, *, kept: int
         is_content[:] = rendered.is_content[kept:]
         of_message = np.array([ROLE_IDS.get(role, -1) for role in rendered.message_roles] + [-1], np.int8)
         role_ids = of_message[rendered.message_indices[kept:]]  # -1, of no message, is the last
-    if kept:
+    if before is not None and kept:
         token_ids = np.concatenate([before.token_ids[:kept], token_ids])
         role_ids = np.concatenate([before.role_ids[:kept], role_ids])
         is_content = np.concatenate([before.is_content[:kept], is_content])

@@ -131,19 +131,20 @@ class RendererEnv:
         Raises:
             RuntimeError: there was no prompt to complete: before initial_prompt or after a terminal status.
         """
-        if self._prompt is None:
+        prompt = self._prompt
+        if prompt is None:
             raise RuntimeError(f"no prompt to complete: the rollout is {'over' if self._started else 'not started'}")
         turn = RolloutTurn(
             prompt_messages=list(self._messages),
-            prompt_token_ids=self._prompt.token_ids,
-            prompt_role_ids=self._prompt.role_ids,
-            prompt_is_content=self._prompt.is_content,
+            prompt_token_ids=prompt.token_ids,
+            prompt_role_ids=prompt.role_ids,
+            prompt_is_content=prompt.is_content,
             completion=completion,
             assistant_message={"role": "assistant", "content": ""},
             tools=self._tools,
             generate_s=time.perf_counter() - self._prompted_at,
         )
-        await self._until_settled(lambda: self._step(turn))
+        await self._until_settled(lambda: self._step(turn, prompt))
         return self._output(turn)
 
     def finish(self, status: RolloutStatus, error: str | None = None) -> None:
@@ -192,14 +193,14 @@ class RendererEnv:
             return self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
         self._set_prompt(await first_prompt(self._renderer, self._messages, self._tools))
 
-    async def _step(self, turn: RolloutTurn) -> None:
+    async def _step(self, turn: RolloutTurn, prompt: Prompt) -> None:
         completion = turn.completion
         lengths = {len(completion.token_ids), len(completion.logprobs), len(completion.policy_versions)}
         if len(lengths) > 1 or completion.finish_reason not in ("stop", "length", "abort"):
             raise ValueError(f"bad completion: stream lengths {sorted(lengths)}, finish_reason {completion.finish_reason!r}")
         self._turns.append(turn)
         self._chain.append(turn)
-        prompt, sampled_ids = self._prompt, np.asarray(completion.token_ids).tolist()
+        sampled_ids = np.asarray(completion.token_ids).tolist()
         parsed = await off_the_loop_if(
             len(sampled_ids) > LARGE_COMPLETION,
             lambda: self._renderer.parse_response(sampled_ids, tools=self._tools, prompt_ids=prompt.ids),

@@ -159,8 +159,14 @@ def _labelled(label: str, text: str) -> str:
 
 def _wrapped(label: str, items: list[str]) -> list[str]:
     """Items after a label, broken between words and continued under the first of them."""
-    indents = {"initial_indent": _labelled(label, ""), "subsequent_indent": " " * LABEL_WIDTH}
-    return textwrap.wrap(", ".join(items), WIDTH, break_long_words=False, break_on_hyphens=False, **indents)
+    return textwrap.wrap(
+        ", ".join(items),
+        WIDTH,
+        initial_indent=_labelled(label, ""),
+        subsequent_indent=" " * LABEL_WIDTH,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _reward(value: float | None) -> str:
