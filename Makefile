@@ -21,16 +21,17 @@ demo: $(STAMP) ## train a tiny model by GRPO on this machine's CPU, in a few min
 test: $(STAMP) ## all tests
 	.venv/bin/python -m pytest -q $(ARGS)
 
-lint: $(STAMP) ## what ruff finds, and whether it would format anything anew
-	.venv/bin/ruff check $(ARGS) .
-	.venv/bin/ruff format --check $(ARGS) .
+lint: $(STAMP) ## ruff's checks and formatting, and mypy over the library
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy $(ARGS)
 
 format: $(STAMP) ## format the code, and fix what ruff can fix
 	.venv/bin/ruff check --fix $(ARGS) .
 	.venv/bin/ruff format $(ARGS) .
 
 clean: ## remove caches and build leftovers; .venv and outputs/ stay
-	rm -rf .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -path ./.venv -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # torch first and with its dependencies: where pip has only the CUDA build, that brings the libraries without which it can't be
