@@ -93,6 +93,37 @@ def test_an_overflowing_ratio_that_is_dropped_leaves_a_finite_gradient(rl):
     assert logprobs.grad[0, 1].item() == pytest.approx(-1)
 
 
+@pytest.mark.parametrize("rl", VARIANTS, ids=lambda rl: type(rl).__qualname__)
+def test_without_advantage_an_overflowing_ratio_leaves_loss_and_gradient_finite(rl):
+    # The policy finds likely what the generator found nearly impossible: the ratio is exp(899), infinite in float64.
+    logprobs = torch.tensor([[-2.0, -1.0, -0.5]], dtype=torch.float64, requires_grad=True)
+    batch = batch_of(
+        (1, 3),
+        loss_mask=[[False, True, True]],
+        generator_logprobs=[[0.0, -900.0, -0.5]],
+        advantages=[[0.0, 0.0, 0.0]],
+        rl_weights=[[0.0, 1.0, 1.0]],
+    )
+    loss, _ = compute_loss(logprobs, batch, ONE, LossConfig(rl=rl))
+    loss.backward()
+    assert math.isfinite(loss.item()) and torch.isfinite(logprobs.grad).all()
+
+
+def test_where_policy_and_reference_agree_an_overflowing_ratio_leaves_loss_and_gradient_finite():
+    logprobs = torch.tensor([[-2.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    batch = batch_of(
+        (1, 2),
+        loss_mask=[[False, True]],
+        generator_logprobs=[[0.0, -900.0]],
+        ref_logprobs=[[0.0, -1.0]],
+        ref_kl_weights=[[0.0, 1.0]],
+        rl_weights=[[0.0, 0.0]],
+    )
+    loss, _ = compute_loss(logprobs, batch, ONE, LossConfig())
+    loss.backward()
+    assert loss.item() == pytest.approx(1e-3 * 899**2) and logprobs.grad.tolist() == [[0.0, pytest.approx(2e-3 * 899)]]
+
+
 def test_the_loss_is_computed_in_the_dtype_of_the_logprobs():
     logprobs, batch = random_batch(2)
     for dtype in (torch.float32, torch.float64):

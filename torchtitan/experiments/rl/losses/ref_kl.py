@@ -36,6 +36,7 @@ class RefKL(Configurable):
         c = self.config
         lr = logprobs - generator_logprobs
         d = logprobs.detach().exp() - generator_logprobs.exp()
-        g = (ref_logprobs - logprobs).detach()
         drop = d < -c.mask_low
-        return -torch.where(drop, 0, g) * lr.exp() + c.kl_tau * lr**2, drop
+        g = torch.where(drop, 0, (ref_logprobs - logprobs).detach())
+        ratio = torch.where(g == 0, 0, lr).exp()  # masked before exp: the ratio may overflow, and 0 * inf is nan
+        return -g * ratio + c.kl_tau * lr**2, drop

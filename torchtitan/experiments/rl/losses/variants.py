@@ -74,8 +74,9 @@ class DPPO(RLLoss):
         lr = tokens.logprobs - tokens.generator_logprobs
         d = tokens.logprobs.detach().exp() - tokens.generator_logprobs.exp()
         drop = torch.where(A > 0, d > c.mask_high, d < -c.mask_low)
-        ratio = torch.where(drop, 0, lr).exp()  # masked before exp: a dropped token's may overflow, and 0 * inf is nan
-        return -c.adv_tau * torch.where(drop, 0, A) * ratio + c.kl_tau * lr**2, drop
+        gain = torch.where(drop, 0, A)
+        ratio = torch.where(gain == 0, 0, lr).exp()  # masked before exp: the ratio may overflow, and 0 * inf is nan
+        return -c.adv_tau * gain * ratio + c.kl_tau * lr**2, drop
 
 
 def clipped_surrogate(
@@ -89,7 +90,8 @@ def clipped_surrogate(
     high = math.log1p(clip_high)
     low = math.log1p(-clip_low) if clip_low < 1 else -math.inf
     positive = A > 0
-    ratio = torch.where(positive, lr.clamp(max=high), lr.clamp(min=low)).exp()
+    bounded = torch.where(positive, lr.clamp(max=high), lr.clamp(min=low))
+    ratio = torch.where(A == 0, 0, bounded).exp()  # masked before exp: without a bound it may overflow, and 0 * inf is nan
     return -A * ratio, torch.where(positive, lr > high, lr < low) & (A != 0)
 
 
