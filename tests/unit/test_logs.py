@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 # The module is loaded from its folder: importing its package imports torch, two seconds in each of these processes.
-FOLDER = Path(__file__).resolve().parents[2] / "torchtitan/experiments/rl/observability"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "torchtitan/experiments/rl/observability"
 SETUP = """
 import logging, sys, threading, warnings
 from pathlib import Path
@@ -25,7 +26,7 @@ def run(tmp_path):
     def run(code: str) -> tuple[list[dict], str]:
         """The records of the log file, and what reached the terminal."""
         command = [sys.executable, "-c", SETUP + code, str(tmp_path)]
-        env = {**os.environ, "PYTHONPATH": str(FOLDER)}
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, FOLDER)))}
         result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stderr
         text = (tmp_path / "logs" / "trainer-0.jsonl").read_text()

@@ -14,6 +14,7 @@ from typing import Any
 
 from torchtitan.experiments.rl.config.command_line import config_functions, load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.observability.printable import printable_line
 
 SIGNAL_POLL_S = 0.2
 
@@ -36,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         name = str(command.config_name)
         run_dir = _run_dir(command.run_dir, config.output_dir, name)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable_line(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while modules are imported; nothing was spawned
         return 130
@@ -57,11 +58,11 @@ def _dry_run(config: Any) -> int:
     except ConfigError as error:
         if config.model.flavor is None:
             raise
-        print(f"before a run   {error}")
+        print(f"before a run   {printable_line(str(error))}")
     try:
         _check_present(config)
     except ConfigError as error:
-        print(f"before a run   {error}")
+        print(f"before a run   {printable_line(str(error))}")
     return 0
 
 
@@ -118,7 +119,7 @@ def _run(config: Any, run_dir: str, config_name: str) -> int:
             code = 128 + signals[0]
             controller.request_stop.call_one(signal.Signals(signals[0]).name).get()
         except Exception as error:
-            print(f"error: {_cause(error)} (logs in {run_dir}/logs)", file=sys.stderr)
+            print(f"error: {printable_line(_cause(error))} (logs in {run_dir}/logs)", file=sys.stderr)
             code = 1
             break
     shutdown_context().get()

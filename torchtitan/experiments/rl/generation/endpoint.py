@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.generation.redaction import redacted
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
@@ -143,5 +144,4 @@ class EndpointSession:
 
 def _excerpt(text: str, key: str | None) -> str:
     """What a refusal says, in one line; a server may repeat the key it refused."""
-    line = " ".join(text.split())
-    return (line.replace(key, "(key)") if key else line)[:EXCERPT]
+    return redacted(" ".join(text.split()), key)[:EXCERPT]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from torchtitan.experiments.rl.observability.printable import printable_line
+
 WIDTH = 100
 LABEL_WIDTH = 12
 TITLE_EVERY = 40
@@ -128,7 +130,7 @@ class Console:
         self._steps_printed = 0
 
     def header(self, header: RunHeader) -> None:
-        self._print(*header_lines(header))
+        self._print(*map(printable_line, header_lines(header)))
 
     def step(self, report: StepReport) -> None:
         if self._steps_printed % TITLE_EVERY == 0:
@@ -139,10 +141,10 @@ class Console:
 
     def note(self, text: str) -> None:
         """A line outside the table: resumed from a checkpoint, validating, saving."""
-        self._print(text)
+        self._print(printable_line(text))
 
     def summary(self, summary: RunSummary) -> None:
-        self._print(*summary_lines(summary))
+        self._print(*map(printable_line, summary_lines(summary)))
 
     def _coloured(self, text: str, colour: str) -> str:
         return f"{colour}{text}{RESET}" if self._colours else text

@@ -15,6 +15,8 @@ import threading
 from datetime import UTC, datetime
 from pathlib import Path
 
+from torchtitan.experiments.rl.observability.printable import printable_json, printable_line
+
 OURS = "torchtitan.experiments.rl"
 
 
@@ -80,7 +82,7 @@ class _JsonLine(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        return printable_json(json.dumps(line, ensure_ascii=False))
 
 
 class _TerminalLine(logging.Formatter):
@@ -92,7 +94,7 @@ class _TerminalLine(logging.Formatter):
         line = f"{record.levelname} {self._process_name}: {_message(record)}"
         if record.exc_info and record.exc_info[0] is not None:
             line += f" ({record.exc_info[0].__name__}: {record.exc_info[1]}; traceback in {self._path})"
-        return " ".join(line.split())
+        return printable_line(" ".join(line.split()))
 
 
 def _message(record: logging.LogRecord) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan.experiments.rl.observability.printable import printable
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = 0
     try:
         for record in matching(options):
-            print("\n".join(lines_of(record, chars=options.chars)))
+            print(printable("\n".join(lines_of(record, chars=options.chars))))
             shown += 1
             if shown == options.limit:
                 break

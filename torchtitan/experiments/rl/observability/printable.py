@@ -1,0 +1,27 @@
+"""Makes text of models, envs and servers safe to print."""
+
+import re
+
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f"  # C0 controls but tab and newline: ESC begins a terminal's commands
+    "\x80-\x9f"  # C1 controls: some terminals take them for ESC sequences
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks and overrides of the writing direction: they reorder text
+    "\u2028\u2029"  # line separators
+    "\ud800-\udfff]"  # halves of characters, which no encoding takes
+)
+_LINE_BREAKS = re.compile(r"[\t\n]")
+
+
+def printable(text: str) -> str:
+    r"""``text`` with every character that could act on a terminal as its escape, such as ``\x1b``. Tabs and newlines stay."""
+    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+def printable_line(text: str) -> str:
+    """The same in one line: tabs and newlines become spaces."""
+    return printable(_LINE_BREAKS.sub(" ", text))
+
+
+def printable_json(text: str) -> str:
+    """JSON text with the same characters as JSON escapes: what it decodes to does not change."""
+    return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
