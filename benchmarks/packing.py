@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from torchtitan.experiments.rl.batching.batcher import STREAMS, Batcher  # noqa: E402
+from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
 from torchtitan.experiments.rl.batching.packing import pack_rows  # noqa: E402
-from torchtitan.experiments.rl.types import TrainingSample  # noqa: E402
+from torchtitan.experiments.rl.types import STREAMS, TrainingSample  # noqa: E402
 
 
 def first_fit_rows(lengths: list[int], row_length: int) -> int:
@@ -57,12 +57,12 @@ def plain_copy(samples: list[TrainingSample]) -> list[np.ndarray]:
     """Every stream a batch carries (absent ones too, and the three it derives), with no packing."""
     total = sum(map(len, samples))
     copies = []
-    for name, (dtype, default) in STREAMS.items():
-        copy = np.empty(total, dtype)
+    for name, stream in STREAMS.items():
+        copy = np.empty(total, stream.dtype)
         at = 0
         for sample in samples:
             values = getattr(sample, name)
-            copy[at : at + len(sample)] = default if values is None else values
+            copy[at : at + len(sample)] = stream.fill if values is None else values
             at += len(sample)
         copies.append(copy)
     for dtype in (np.int32, np.float32, np.int32):  # positions, temperatures, task_ids

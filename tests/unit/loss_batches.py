@@ -1,8 +1,9 @@
 """Batches for the tests of losses and their metrics."""
 
+import numpy as np
 import torch
 
-from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch
+from torchtitan.experiments.rl.types import STREAMS, LossDenominators, TrainingBatch
 
 ONE = LossDenominators(rl=1, ce=1, ref_kl=1)
 
@@ -10,17 +11,11 @@ ONE = LossDenominators(rl=1, ce=1, ref_kl=1)
 def batch_of(shape: tuple[int, int], **streams) -> TrainingBatch:
     """A batch whose streams are the given nested lists or tensors, and otherwise empty."""
     rows, length = shape
-    defaults = dict(
-        token_ids=torch.zeros(shape, dtype=torch.int32),
+    defaults = {name: torch.from_numpy(np.full(shape, stream.fill, stream.dtype)) for name, stream in STREAMS.items()} | dict(
         positions=torch.arange(length, dtype=torch.int32).expand(rows, length).clone(),
-        loss_mask=torch.zeros(shape, dtype=torch.bool),
-        policy_versions=torch.full(shape, -1, dtype=torch.int32),
-        role_ids=torch.full(shape, -1, dtype=torch.int8),
         task_ids=torch.zeros(shape, dtype=torch.int32),
         temperatures=torch.ones(shape),
     )
-    floats = ("generator_logprobs", "advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
-    defaults |= {name: torch.zeros(shape) for name in floats}
     given = {name: torch.as_tensor(values, dtype=defaults[name].dtype) for name, values in streams.items()}
     return TrainingBatch(**(defaults | given), task_names=("task",))
 

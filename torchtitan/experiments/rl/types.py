@@ -8,6 +8,7 @@ Shape suffixes: B rows of a batch, L tokens of a row or sample.
 """
 
 from dataclasses import dataclass, fields
+from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
 import numpy as np
 import torch
@@ -18,31 +19,78 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 ROLE_IDS = {role: index for index, role in enumerate(ROLES)}
 
 
-@dataclass(kw_only=True, slots=True)
-class TrainingSample:
-    """One token sequence and its per-token streams. A rollout gives one or more of them."""
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Stream:
+    """How a per-token stream is stored, and who reads it."""
 
-    token_ids: np.ndarray
-    """int32 [L]. Prompt, sampled and env-provided tokens, exactly as the generator saw or sampled them."""
-    loss_mask: np.ndarray
-    """bool [L]. True where the token was sampled by the policy."""
-    generator_logprobs: np.ndarray
-    """float32 [L]. Log-probability under the generator's weights and temperature; 0 where nothing was sampled."""
-    policy_versions: np.ndarray
-    """int32 [L]. Policy version the token was sampled with; -1 where nothing was sampled."""
-    role_ids: np.ndarray | None = None
-    """int8 [L]. Whose message the token belongs to, an index into ROLES; -1 on template outside any message. Sampled tokens are
-    the assistant's. None: not known."""
-    advantages: np.ndarray | None = None
-    """float32 [L]. None is legal only where no token has an rl weight."""
-    rl_weights: np.ndarray | None = None
-    """float32 [L]. None means 1.0 on every loss-mask token."""
-    ce_weights: np.ndarray | None = None
-    """float32 [L]. None means 0.0 everywhere."""
-    ref_kl_weights: np.ndarray | None = None
-    """float32 [L]. None means 0.0 everywhere."""
-    ref_logprobs: np.ndarray | None = None
-    """float32 [L]. Log-probability of the same token under the reference model; needed where ref_kl_weights is not 0."""
+    dtype: type[np.generic]
+    fill: float
+    """Its value on padding, and on every token of a sample that has None."""
+    in_loss: bool
+    """Whether a loss reads it, for its value or to tell which tokens are members. The model and the metrics may read any."""
+    like: str | None = None
+    """The stream whose values it takes, instead of ``fill``, in a sample that has None."""
+
+
+Array = TypeVar("Array")
+"""np.ndarray in a sample, torch.Tensor in a batch."""
+OptionalArray = TypeVar("OptionalArray")
+"""np.ndarray or None in a sample, torch.Tensor in a batch."""
+NONE: Any = None
+"""The default of an optional stream; Any, because the type of a batch's streams has no None."""
+
+
+@dataclass(kw_only=True)
+class TokenStreams(Generic[Array, OptionalArray]):
+    """The per-token streams, each declared here alone: [L] in a sample, [B, L] in a batch.
+
+    Batches, packing and records follow from the declaration: a new stream is one line here.
+    """
+
+    __slots__ = ()  # the subclasses store the fields
+
+    token_ids: Annotated[Array, Stream(dtype=np.int32, fill=0, in_loss=False)]
+    """Prompt, sampled and env-provided tokens, exactly as the generator saw or sampled them."""
+    loss_mask: Annotated[Array, Stream(dtype=np.bool_, fill=False, in_loss=True)]
+    """True where the token was sampled by the policy."""
+    generator_logprobs: Annotated[Array, Stream(dtype=np.float32, fill=0, in_loss=True)]
+    """Log-probability under the generator's weights and temperature; 0 where nothing was sampled."""
+    policy_versions: Annotated[Array, Stream(dtype=np.int32, fill=-1, in_loss=False)]
+    """Policy version the token was sampled with; -1 where nothing was sampled."""
+    role_ids: Annotated[OptionalArray, Stream(dtype=np.int8, fill=-1, in_loss=False)] = NONE
+    """Whose message the token belongs to, an index into ROLES; -1 on template outside any message. Sampled tokens are the
+    assistant's. None: not known."""
+    advantages: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True)] = NONE
+    """None is legal only where no token has an rl weight."""
+    rl_weights: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, like="loss_mask")] = NONE
+    """None means 1.0 on every loss-mask token."""
+    ce_weights: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True)] = NONE
+    """None means 0.0 everywhere."""
+    ref_kl_weights: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True)] = NONE
+    """None means 0.0 everywhere."""
+    ref_logprobs: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True)] = NONE
+    """Log-probability of the same token under the reference model; needed where ref_kl_weights is not 0."""
+
+
+STREAMS: dict[str, Stream] = {
+    name: hint.__metadata__[0] for name, hint in get_type_hints(TokenStreams, include_extras=True).items()
+}
+"""The declaration of each stream by its name, in the order of the fields."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingSample(TokenStreams[np.ndarray, np.ndarray | None]):
+    """One token sequence and its per-token streams. A rollout gives one or more of them.
+
+    Two turns, whose second prompt is the first prompt, the first completion and two tokens of the env, are one sample::
+
+                            prompt   completion   env     completion
+        token_ids           P  P  P  C   C        E  E    C
+        loss_mask           0  0  0  1   1        0  0    1
+        generator_logprobs  0  0  0  log p(C)     0  0    log p(C)
+        policy_versions    -1 -1 -1  7   7       -1 -1    8
+    """
+
     temperature: float = 1.0
     """Sampling temperature: the trainer divides its logits by it, as the generator did."""
     task_name: str
@@ -53,36 +101,28 @@ class TrainingSample:
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainingBatch:
-    """Rows of packed training samples. Padding has loss_mask False and every weight 0."""
+class TrainingBatch(TokenStreams[torch.Tensor, torch.Tensor]):
+    """Rows of packed training samples. Padding has loss_mask False and every weight 0.
 
-    token_ids: torch.Tensor
-    """int32 [B, L]."""
+    A row of L = 8 holds sample a (3 tokens, of task 0), sample b (4 tokens, of task 1) and 1 token of padding::
+
+        token_ids   a0 a1 a2   b0 b1 b2 b3    0
+        positions    0  1  2    0  1  2  3    0
+        loss_mask    0  1  1    0  0  1  1    0
+        task_ids     0  0  0    1  1  1  1   -1
+    """
+
     positions: torch.Tensor
     """int32 [B, L]. Restarts at 0 at each sample, and at the padding that ends a row."""
-    loss_mask: torch.Tensor
-    """bool [B, L]."""
-    generator_logprobs: torch.Tensor
-    """float32 [B, L]."""
-    policy_versions: torch.Tensor
-    """int32 [B, L]. -1 where nothing was sampled."""
-    role_ids: torch.Tensor
-    """int8 [B, L]. -1 on padding and where no message is known. Only metrics read it."""
-    advantages: torch.Tensor
-    """float32 [B, L]. 0 where the sample had none."""
-    rl_weights: torch.Tensor
-    """float32 [B, L]."""
-    ce_weights: torch.Tensor
-    """float32 [B, L]."""
-    ref_kl_weights: torch.Tensor
-    """float32 [B, L]."""
-    ref_logprobs: torch.Tensor
-    """float32 [B, L]."""
     temperatures: torch.Tensor
     """float32 [B, L]. 1 on padding."""
     task_ids: torch.Tensor
     """int32 [B, L]. Index into task_names; -1 on padding. Only metrics read it."""
     task_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if missing := [name for name in STREAMS if getattr(self, name) is None]:
+            raise TypeError(f"a TrainingBatch needs every stream: {', '.join(missing)} missing")
 
     def to(self, device: torch.device | str) -> "TrainingBatch":
         moved = {f.name: getattr(self, f.name) for f in fields(self)}

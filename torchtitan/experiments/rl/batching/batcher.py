@@ -8,24 +8,10 @@ import torch
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.batching.packing import balance_rows, pack_rows, row_cost, spread_rows
-from torchtitan.experiments.rl.types import TrainingBatch, TrainingSample
+from torchtitan.experiments.rl.types import STREAMS, Stream, TrainingBatch, TrainingSample
 
 LENGTH_MULTIPLE = 8
 """Rows are cut after the longest of their microbatch, rounded up to this: what tensor cores and sequence shards like."""
-
-STREAMS = {
-    "token_ids": (np.int32, 0),
-    "loss_mask": (np.bool_, False),
-    "generator_logprobs": (np.float32, 0),
-    "policy_versions": (np.int32, -1),
-    "role_ids": (np.int8, -1),
-    "advantages": (np.float32, 0),
-    "rl_weights": (np.float32, 0),
-    "ce_weights": (np.float32, 0),
-    "ref_kl_weights": (np.float32, 0),
-    "ref_logprobs": (np.float32, 0),
-}
-"""Streams a sample and a batch share: dtype, and the value on padding and where the sample has none."""
 
 Row = list[TrainingSample]
 
@@ -144,16 +130,15 @@ class Batcher(Configurable):
         def shaped(flat: np.ndarray) -> torch.Tensor:
             return torch.from_numpy(flat.reshape(len(rows), length))
 
-        def stream(name: str) -> torch.Tensor:
-            dtype, default = STREAMS[name]
-            absent = np.full(length, default, dtype)
+        def stream(name: str, declared: Stream) -> torch.Tensor:
+            absent = np.full(length, declared.fill, declared.dtype)
             parts = []
             for sample, size in zip(pieces, sizes, strict=True):
                 values = None if sample is None else getattr(sample, name)
-                if values is None and sample is not None and name == "rl_weights":
-                    values = sample.loss_mask
+                if values is None and sample is not None and declared.like is not None:
+                    values = getattr(sample, declared.like)
                 parts.append(absent[:size] if values is None else values)
-            return shaped(np.concatenate(parts, out=np.empty(len(rows) * length, dtype)))
+            return shaped(np.concatenate(parts, out=np.empty(len(rows) * length, declared.dtype)))
 
         def constant(values: list[float] | list[int], dtype: type) -> torch.Tensor:
             return shaped(np.repeat(np.array(values, dtype), sizes))
@@ -165,7 +150,7 @@ class Batcher(Configurable):
             temperatures=constant([1.0 if sample is None else sample.temperature for sample in pieces], np.float32),
             task_ids=constant([-1 if sample is None else task_ids[sample.task_name] for sample in pieces], np.int32),
             task_names=task_names,
-            **{name: stream(name) for name in STREAMS},
+            **{name: stream(name, declared) for name, declared in STREAMS.items()},
         )
 
 

@@ -21,23 +21,9 @@ import numpy as np
 from torchtitan.experiments.rl.rollouts.json_values import bits_of, decoded_stream, encoded_stream, is_json, json_bytes, shown
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.types import ROLE_IDS, ROLES, TrainingSample
+from torchtitan.experiments.rl.types import ROLE_IDS, ROLES, STREAMS, TrainingSample
 
 FORMAT = 1
-
-STREAMS = {
-    "token_ids": np.int32,
-    "loss_mask": np.bool_,
-    "generator_logprobs": np.float32,
-    "policy_versions": np.int32,
-    "role_ids": np.int8,
-    "advantages": np.float32,
-    "rl_weights": np.float32,
-    "ce_weights": np.float32,
-    "ref_kl_weights": np.float32,
-    "ref_logprobs": np.float32,
-}
-"""Of a training sample, and their dtypes."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -280,7 +266,8 @@ def _sample(sample: TrainingSample, base: TrainingSample | None) -> dict[str, An
     record = {"tokens": len(sample), "temperature": sample.temperature}
     if base is None or len(base) != len(sample):
         record["from_turns"], base = False, None
-    for name, dtype in STREAMS.items():
+    for name, stream in STREAMS.items():
+        dtype = stream.dtype
         values, derived = getattr(sample, name), getattr(base, name, None)
         if values is None:
             if derived is not None:
@@ -294,7 +281,7 @@ def _decoded_samples(records: list[dict[str, Any]], rollout: Rollout) -> list[Tr
     derived = _derived_samples(rollout, [record["temperature"] for record in records]) if records else []
     samples = []
     for index, record in enumerate(records):
-        streams = {name: decoded_stream(record[name], dtype) for name, dtype in STREAMS.items() if name in record}
+        streams = {name: decoded_stream(record[name], stream.dtype) for name, stream in STREAMS.items() if name in record}
         if record.get("from_turns", True):
             sample = derived[index]
             for name, values in streams.items():
