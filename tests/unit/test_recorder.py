@@ -1,6 +1,8 @@
 """Rollouts on disk: read again they are what they were, bit for bit, and recording never holds up or ends a run."""
 
+import base64
 import errno
+import gzip
 import json
 import threading
 import time
@@ -19,12 +21,14 @@ from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts import recorder as recorder_module
-from torchtitan.experiments.rl.rollouts.json_values import bits_of, decoded_stream, encoded_stream
-from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
+from torchtitan.experiments.rl.rollouts.record_file import read_group, read_groups
+from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder, read_rollouts
+from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
 from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.types import TrainingSample
 
 
 def assert_same(left, right, path="rollout") -> None:
@@ -79,8 +83,13 @@ def write(folder: Path, *groups: RolloutGroup, outcome: str = "trained", **confi
     return recorder
 
 
+def lines_in(folder: Path) -> list[bytes]:
+    """What a person sees with zcat."""
+    return gzip.decompress((folder / ROLLOUTS_FILE).read_bytes()).splitlines()
+
+
 def round_trip(folder: Path, rollout: Rollout):
-    (folder / "rollouts.jsonl").unlink(missing_ok=True)
+    (folder / ROLLOUTS_FILE).unlink(missing_ok=True)
     write(folder, group_of(rollout))
     (record,) = read_rollouts(folder)
     return record
@@ -137,9 +146,22 @@ def test_streams_an_algorithm_wrote_are_read_again_and_derived_ones_are_not_writ
     sample.ce_weights = np.array([0, 0, 0, 0, 0.1, 0], np.float32)
     sample.ref_logprobs = np.array([0, -1, np.nan, np.inf, -np.inf, -0.0], np.float32)
     assert_same(round_trip(tmp_path, rollout).rollout, rollout)
-    (line,) = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    (line,) = lines_in(tmp_path)
     (written,) = json.loads(line)["samples"]
-    assert written.keys() == {"tokens", "temperature", "advantages", "ce_weights", "ref_logprobs"}
+    assert written.keys() == {"temperature", "streams"}
+    assert written["streams"].keys() == {"advantages", "ce_weights", "ref_logprobs"}
+
+
+def test_a_person_reads_a_line_with_json_and_numpy_alone(tmp_path):
+    write(tmp_path, group_of(rollout_of()))
+    (line,) = lines_in(tmp_path)
+    record = json.loads(line)
+    assert (record["rollout_id"], record["outcome"], record["rollout"]["reward"]) == ("t-0/0", "trained", 0.1)
+    assert [turn["fields"]["assistant_message"] for turn in record["turns"]] == [turn_of([1], [2]).assistant_message] * 2
+    # The second turn's prompt is 1 2 3 4 9, of which the first turn gives 1 2 3 4.
+    assert record["turns"][1]["kept"]["prompt_token_ids"] == 4
+    ((dtype, text),) = record["turns"][1]["arrays"]["prompt_token_ids"].items()
+    assert np.frombuffer(base64.b64decode(text), dtype).tolist() == [9] and dtype == "<i4"
 
 
 @pytest.mark.parametrize(
@@ -167,14 +189,16 @@ def test_samples_with_no_counterpart_in_the_turns_are_written_as_they_are(tmp_pa
     assert_same(round_trip(tmp_path, rollout).rollout, rollout)
 
 
-@given(arrays.arrays(np.float32, st.integers(0, 50)), st.lists(st.tuples(st.floats(width=32), st.integers(1, 20)), max_size=5))
-def test_every_float32_survives_text(values, runs):
-    repeated = np.repeat(np.array([value for value, _ in runs], np.float32), [count for _, count in runs])
-    for array in (values, repeated):
-        read = decoded_stream(json.loads(json.dumps(encoded_stream(array, np.float32), allow_nan=False)), np.float32)
-        # A NaN is one, whichever of its many bit patterns.
-        assert np.array_equal(np.isnan(read), np.isnan(array))
-        assert np.array_equal(bits_of(read, np.float32)[~np.isnan(read)], bits_of(array, np.float32)[~np.isnan(array)])
+@given(arrays.arrays(np.int32, st.integers(0, 50)))
+def test_every_float32_and_every_nan_survives_text(bits):
+    values = bits.view(np.float32)
+    streams = dict.fromkeys(("generator_logprobs", "advantages", "ref_logprobs"), values)
+    ids = np.arange(len(bits), dtype=np.int32)
+    sample = TrainingSample(
+        token_ids=ids, loss_mask=ids > 3, policy_versions=bits, **streams, task_name="t", rollout_id="t-0/0"
+    )
+    line = encode_rollout(rollout_of(turns=[], samples=[sample]), outcome=None, admitted_version=0, max_bytes=2**20)
+    assert_same(decode_rollout(line).rollout.samples, [sample])
 
 
 @given(
@@ -209,11 +233,12 @@ def test_long_conversation_is_written_once_not_once_a_turn(tmp_path):
             history = history + [2] * 50 + [3] * 50
         return rollout_of(turns=turns)
 
-    sizes = []
+    lengths, sizes = [], []
     for length in (20, 40):
         assert_same(round_trip(tmp_path, conversation(length)).rollout, conversation(length))
-        sizes.append((tmp_path / "rollouts.jsonl").stat().st_size)
-    assert sizes[1] < 2.1 * sizes[0]
+        lengths.append(len(lines_in(tmp_path)[0]))
+        sizes.append((tmp_path / ROLLOUTS_FILE).stat().st_size)
+    assert lengths[1] < 2.1 * lengths[0] and sizes[1] < 2.1 * sizes[0]
 
 
 class Opaque:
@@ -256,6 +281,27 @@ def test_what_users_put_into_messages_and_rewards_never_breaks_a_line(tmp_path):
     assert record.rollout.turns[0].completion.token_ids.tolist() == [2]
 
 
+def test_a_value_that_contains_itself_twice_is_written_at_once(tmp_path):
+    twice: list = ["half \ud83d"]
+    twice += [twice, twice]
+    deep: list = []
+    for _ in range(5000):
+        deep = [deep]
+    turn = turn_of([1], [2])
+    turn.prompt_messages, turn.env_messages = [{"content": twice}], [{"content": deep}]
+    rollout = rollout_of(turns=[turn], env_input=twice)
+    rollout.data_sample.sample_id = "half \ud83d"
+    read = round_trip(tmp_path, rollout).rollout
+    assert read.turns[0].prompt_messages == [{"content": ["half \ud83d", repr(twice), repr(twice)]}]
+    assert (read.data_sample.sample_id, read.data_sample.env_input) == ("half \ud83d", repr(twice))
+
+
+def test_turns_of_which_no_sample_can_be_made_are_recorded(tmp_path):
+    rollout = rollout_of(samples=[], status=RolloutStatus.ERROR)
+    rollout.turns[1].completion.logprobs = np.zeros(3, np.float32)  # of one token
+    assert_same(round_trip(tmp_path, rollout).rollout, rollout)
+
+
 # ---- which, and how much
 
 
@@ -296,15 +342,15 @@ def test_rollout_above_its_limit_keeps_how_it_ended_and_says_what_is_missing(tmp
     assert (cut.rollout.turns, cut.rollout.samples, cut.outcome) == ([], [], "trained")
     assert (cut.rollout.status, cut.rollout.reward) == (RolloutStatus.TRUNCATED_LENGTH, 0.1)
     assert cut.rollout.reward_components == {"right": 1 / 3} and cut.rollout.data_sample.sample_id == "s"
-    assert all(len(line) < 2500 for line in (tmp_path / "rollouts.jsonl").open())
-    last = json.loads((tmp_path / "rollouts.jsonl").read_text().splitlines()[1])
+    assert all(len(line) < 2500 for line in lines_in(tmp_path))
+    last = json.loads(lines_in(tmp_path)[1])
     assert (last["turn_count"], last["completion_tokens"]) == (2, 3)
 
 
 def test_full_file_ends_the_recording_with_one_line_in_the_log(tmp_path, caplog):
     groups = [group_of(rollout_of(0, group_id=f"t-{number}"), rollout_of(1, group_id=f"t-{number}")) for number in range(6)]
     write(tmp_path, groups[0])
-    size = (tmp_path / "rollouts.jsonl").stat().st_size
+    size = (tmp_path / ROLLOUTS_FILE).stat().st_size
     # What an earlier run wrote counts: one more group fits.
     recorder = write(tmp_path, *groups[1:], max_file_bytes=int(size * 2.5))
     assert [record.rollout.group_id for record in read_rollouts(tmp_path)] == ["t-0", "t-0", "t-1", "t-1"]
@@ -350,8 +396,8 @@ def test_folder_that_is_gone_ends_the_recording_not_the_run(tmp_path, caplog):
     assert caplog.text.count("no further rollouts are recorded: FileNotFoundError") == 1
 
 
-def test_full_disk_leaves_whole_lines_only(tmp_path, monkeypatch, caplog):
-    class FullDisk(recorder_module._RecordFile):
+def test_full_disk_leaves_whole_groups_only(tmp_path, monkeypatch, caplog):
+    class FullDisk(recorder_module.RecordFile):
         def __init__(self, path):
             super().__init__(path)
             real, self._written = self._file, 0
@@ -368,10 +414,10 @@ def test_full_disk_leaves_whole_lines_only(tmp_path, monkeypatch, caplog):
 
             self._file = Raw()
 
-    monkeypatch.setattr(recorder_module, "_RecordFile", FullDisk)
+    monkeypatch.setattr(recorder_module, "RecordFile", FullDisk)
     recorder = write(tmp_path, *(group_of(rollout_of(group_id=f"t-{number}")) for number in range(5)))
     kept = [record.rollout.group_id for record in read_rollouts(tmp_path)]
-    assert kept == ["t-0"] and (tmp_path / "rollouts.jsonl").read_bytes().endswith(b"\n")
+    assert kept == ["t-0"] and len(lines_in(tmp_path)) == 1  # gzip refuses a torn member
     assert (recorder.recorded, recorder.not_recorded) == (1, 4)
     assert caplog.text.count("No space left on device") == 1
 
@@ -384,18 +430,59 @@ def test_rollout_that_cannot_be_encoded_costs_its_group_alone(tmp_path, caplog):
     assert recorder.not_recorded == 1 and "group t-1 can't be recorded" in caplog.text
 
 
-def test_torn_lines_are_passed_over(tmp_path, caplog):
-    path = tmp_path / "rollouts.jsonl"
+def test_torn_groups_are_passed_over(tmp_path, caplog):
+    path = tmp_path / ROLLOUTS_FILE
     write(tmp_path, group_of(rollout_of(group_id="t-0")), group_of(rollout_of(group_id="t-1")))
-    first, second = path.read_bytes().splitlines(keepends=True)
-    for end in range(1, len(second)):
-        path.write_bytes(first + second[:-end])
+    whole = path.read_bytes()
+    (first, _), (second, _) = read_groups(path)
+    assert first == 0
+    for end in range(second + 1, len(whole)):
+        path.write_bytes(whole[:end])
         assert [record.rollout.group_id for record in read_rollouts(path)] == ["t-0"]
         if end % 40:
             continue
         write(tmp_path, group_of(rollout_of(group_id="t-2")))  # a run that goes on in the same folder
         assert [record.rollout.group_id for record in read_rollouts(path)] == ["t-0", "t-2"]
-    assert "line 2" in caplog.text
+    assert f"byte {second}" in caplog.text
+
+
+@pytest.mark.parametrize("place", [0, 3, 9, 10, 200, -9, -1])
+def test_a_damaged_group_costs_itself_alone(tmp_path, caplog, place):
+    path = tmp_path / ROLLOUTS_FILE
+    write(tmp_path, *(group_of(rollout_of(group_id=f"t-{number}")) for number in range(3)))
+    data = bytearray(path.read_bytes())
+    _, (second, _), (third, _) = read_groups(path)
+    data[second + place if place >= 0 else third + place] ^= 0xFF
+    path.write_bytes(data)
+    read = [record.rollout.group_id for record in read_rollouts(path)]
+    if place == 9:  # the name of an operating system, which nothing depends on
+        assert read == ["t-0", "t-1", "t-2"]
+    else:
+        assert read == ["t-0", "t-2"] and f"byte {second}" in caplog.text
+
+
+def test_a_group_is_read_at_its_offset_without_those_before_it(tmp_path):
+    groups = [group_of(*(rollout_of(index, group_id=f"t-{n}") for index in range(3))) for n in range(4)]
+    write(tmp_path, *groups)
+    path = tmp_path / ROLLOUTS_FILE
+    offsets = [offset for offset, _ in read_groups(path)]
+    data = path.read_bytes()
+    path.write_bytes(bytes(offsets[2]) + data[offsets[2] :])
+    with path.open("rb") as file:
+        lines, end = read_group(file, offsets[2])
+        assert end == offsets[3]
+        with pytest.raises(ValueError, match="torn, or none begins there"):
+            read_group(file, offsets[2] - 1)
+    assert [decode_rollout(line).rollout.rollout_id for line in lines.splitlines()] == ["t-2/0", "t-2/1", "t-2/2"]
+
+
+def test_a_file_that_is_no_record_is_said_to_be_none(tmp_path, caplog):
+    (tmp_path / "rollouts.jsonl").write_bytes(b'{"format":1}\n')
+    assert list(read_rollouts(tmp_path / "rollouts.jsonl")) == [] and "none begins there" in caplog.text
+    line = encode_rollout(rollout_of(), outcome=None, admitted_version=0, max_bytes=2**20)
+    for old, new in ((b'"format":2', b'"format":1'), (b'"status"', b'"state"'), (b'"sample_id"', b'"id"'), (b"{", b"[")):
+        with pytest.raises(ValueError):
+            decode_rollout(line.replace(old, new, 1))
 
 
 def test_a_second_close_and_a_record_after_it_do_nothing(tmp_path):

@@ -6,7 +6,7 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.observability.rollouts import main
-from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.tasks.calculator.task import CalculatorTask
 
@@ -66,7 +66,7 @@ async def test_conversation_reads_from_top_to_bottom(run_folder, capsys):
     ],
 )
 async def test_options_choose_rollouts(run_folder, capsys, options, shown):
-    assert main([str(run_folder / "rollouts.jsonl"), *options]) == 0
+    assert main([str(run_folder / ROLLOUTS_FILE), *options]) == 0
     text = capsys.readouterr().out
     assert [number for number in "012" if f"calculator-0/{number}" in text] == list(shown)
     assert ("the engine is gone" in text) == ("2" in shown)

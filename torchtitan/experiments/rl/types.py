@@ -125,8 +125,9 @@ class TrainingBatch(TokenStreams[torch.Tensor, torch.Tensor]):
             raise TypeError(f"a TrainingBatch needs every stream: {', '.join(missing)} missing")
 
     def to(self, device: torch.device | str) -> "TrainingBatch":
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TrainingBatch(**{k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in moved.items()})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        return TrainingBatch(**moved)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m torchtitan.experiments.rl.observability.rollouts",
         description="Show recorded rollouts as conversations, with what they earned.",
     )
-    parser.add_argument("path", type=Path, help="a run folder, or its rollouts.jsonl")
+    parser.add_argument("path", type=Path, help="a run folder, or its rollouts.jsonl.gz")
     parser.add_argument("--task", help="only this task")
     parser.add_argument("--status", choices=[status.value for status in RolloutStatus if status.is_terminal()])
     parser.add_argument("--outcome", help='a column of the ledger, or its beginning: "trained", "failed", "filtered/..."')

@@ -1,4 +1,4 @@
-"""Writes rollouts to ``rollouts.jsonl`` in the run folder, a line each (`records.py`), and reads them again.
+"""Writes rollouts to ``rollouts.jsonl.gz`` in the run folder (`record_file.py`), a line each (`records.py`), and reads them.
 
 Recording never holds up or ends a run. A thread of its own encodes and writes; what it can't keep up with is dropped and
 counted, and a disk that fails ends the recording with one line in the log.
@@ -6,7 +6,6 @@ counted, and a disk that fails ends the recording with one line in the log.
 
 import hashlib
 import logging
-import os
 import queue
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,12 +14,13 @@ from pathlib import Path
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.record_file import RecordFile, compress, read_groups
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-ROLLOUTS_FILE = "rollouts.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl.gz"
 
 QUEUED_GROUPS = 1024
 """Groups that may wait for the thread. A step ends all of its groups at once."""
@@ -34,9 +34,10 @@ class RolloutRecorder(Configurable):
     class Config(Configurable.Config):
         fraction: float = 1.0
         """Share of the groups that are recorded, each whole or not at all; 0 records none. Which ones follows from their ids,
-        so two runs record the same. A run of 512 rollouts of 32k tokens a step writes 300 MB a step: there, 0.05 is plenty."""
+        so two runs record the same. A run of 512 rollouts of 32k tokens a step writes 110 MB a step: there, 0.05 is plenty."""
         max_rollout_bytes: int = 4 * 2**20
-        """A longer line loses its turns and samples: some 150k tokens fit. How the rollout ended, and its rewards, stay."""
+        """Before compression. A longer line loses its turns and samples: some 150k tokens fit. How the rollout ended, and its
+        rewards, stay."""
         max_file_bytes: int = 4 * 2**30
         """Recording ends when the file would become larger."""
 
@@ -111,7 +112,7 @@ class RolloutRecorder(Configurable):
             written = False
             try:
                 if self._ended is None:
-                    file = file or _RecordFile(self.path)
+                    file = file or RecordFile(self.path)
                     written = self._write(file, group, outcomes)
             except OSError as error:
                 self._end(f"{type(error).__name__}: {error}")
@@ -125,8 +126,8 @@ class RolloutRecorder(Configurable):
         if file is not None:
             file.close()
 
-    def _write(self, file: "_RecordFile", group: RolloutGroup, outcomes: dict[str, str]) -> bool:
-        lines = b"".join(
+    def _write(self, file: RecordFile, group: RolloutGroup, outcomes: dict[str, str]) -> bool:
+        lines = (
             encode_rollout(
                 rollout,
                 outcome=outcomes.get(rollout.rollout_id),
@@ -135,10 +136,11 @@ class RolloutRecorder(Configurable):
             )
             for rollout in group.rollouts
         )
-        if file.size + len(lines) > self.config.max_file_bytes:
+        data = compress(b"".join(lines))
+        if file.size + len(data) > self.config.max_file_bytes:
             self._end(f"it has reached recorder.max_file_bytes ({self.config.max_file_bytes:,}); lower recorder.fraction")
             return False
-        file.append(lines)
+        file.append(data)
         return True
 
     def _end(self, why: str) -> None:
@@ -146,49 +148,18 @@ class RolloutRecorder(Configurable):
         logger.warning("%s: no further rollouts are recorded: %s", self.path, why)
 
 
-class _RecordFile:
-    """Appends whole lines or nothing."""
-
-    def __init__(self, path: Path):
-        self._file = path.open("ab+", buffering=0)
-        self.size = self._file.seek(0, os.SEEK_END)
-        if self.size:
-            self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":  # torn by a process killed in mid-write
-                self.append(b"\n")
-
-    def append(self, data: bytes) -> None:
-        rest = memoryview(data)
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError:
-            try:
-                self._file.truncate(self.size)
-            except OSError:  # the reader passes over a torn line
-                pass
-            raise
-        self.size += len(data)
-
-    def close(self) -> None:
-        self._file.close()
-
-
 def read_rollouts(path: str | Path) -> Iterator[RecordedRollout]:
-    """The rollouts of a file, or of a run folder, in the order in which they ended; one at a time, so any file fits in memory.
+    """The rollouts of a file, or of a run folder, in the order in which they ended; one group at a time, for large files.
 
-    Passes over lines torn by a process that was killed, with a warning where it is not the last.
+    Passes over a group torn by a process that was killed, with a warning where it is not the last.
 
     Raises:
         FileNotFoundError: nothing was recorded there.
     """
     path = Path(path)
     path = path / ROLLOUTS_FILE if path.is_dir() else path
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                yield decode_rollout(line)
-            except ValueError as error:
-                logger.warning("%s, line %d: %s", path, number, error)
+    for offset, lines in read_groups(path):
+        try:
+            yield from [decode_rollout(line) for line in lines.splitlines()]
+        except ValueError as error:
+            logger.warning("%s, group at byte %d: %s", path, offset, error)

@@ -1,29 +1,31 @@
 """A rollout as one line of JSON, and the same rollout from that line.
 
-A line reads from left to right: who it is and how it ended, what its env was made from, its turns, its training samples.
+1. An array is ``{dtype: base64 of its bytes}``, such as ``{"<f4": "AACAPw=="}``: each float32 is exact, NaN and infinities too.
+   ``np.frombuffer(base64.b64decode(text), dtype)`` gives it again.
+2. Nothing is written twice. Of a turn's prompt, only what follows the part that the turn before gives is written, so a record
+   grows with a conversation's length and not with its square. Of a sample, only what `samples_from_turns` does not give::
 
-1. Nothing is written twice. Of a turn's prompt, messages and token ids, only what follows the longest part it shares with the
-   turn before (``prompt_kept`` tokens, ``messages_kept`` messages), so a long conversation is written once, not once a turn.
-   Streams of samples that `samples_from_turns` gives again are left out; an algorithm's (advantages, weights) are written.
-2. Nothing is lost. float32 values have 9 significant digits, which name each of them exactly; values that are not finite, which
-   JSON lacks, are strings. Streams with few changes are ``{"runs": [[count, value], ...]}``.
-3. What JSON can't hold is written as well as it can: an env_input as its ``repr``, under ``env_input_repr``.
+       turns    (P1, C1)  (P1+C1+E2, C2)        written    P1, C1;  kept = len(P1+C1), E2, C2
+
+3. A value of the user's that JSON can't hold is written as its ``repr``.
 """
 
+import base64
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
-from torchtitan.experiments.rl.rollouts.json_values import bits_of, decoded_stream, encoded_stream, is_json, json_bytes, shown
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.types import ROLE_IDS, ROLES, STREAMS, TrainingSample
+from torchtitan.experiments.rl.types import ROLE_IDS, STREAMS, TrainingSample
 
-FORMAT = 1
+MAX_DEPTH = 20
+"""Levels that are kept of a value that JSON can't hold."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,257 +40,191 @@ class RecordedRollout:
     """Why the rollout has no turns and no samples here; None: it is whole."""
 
 
+class TurnRecord(msgspec.Struct):
+    kept: dict[str, int]
+    """By field: how many entries at its beginning are those that the turn before gives. The field holds the others."""
+    arrays: dict[str, np.ndarray]
+    completion: Completion
+    fields: Any
+    """The turn's others, by name."""
+
+
+class SampleRecord(msgspec.Struct):
+    temperature: float
+    streams: dict[str, np.ndarray | None]
+    """Those that are not what the turns give."""
+
+
+class RolloutRecord(msgspec.Struct, kw_only=True):
+    format: Literal[2] = 2
+    rollout_id: str
+    outcome: str | None
+    admitted_version: int
+    turn_count: int
+    completion_tokens: int
+    left_out: str | None = None
+    rollout: Any
+    """Its fields by name, but for those below."""
+    data_sample: Any
+    turns: list[TurnRecord] = []
+    samples: list[SampleRecord] = []
+
+
 def encode_rollout(rollout: Rollout, *, outcome: str | None, admitted_version: int, max_bytes: int) -> bytes:
-    """One line, its newline included. Above ``max_bytes`` turns and samples are left out, and ``left_out`` says so."""
-    header = {
-        "format": FORMAT,
-        "rollout_id": rollout.rollout_id,
-        "task": rollout.task_name,
-        "outcome": outcome,
-        "status": rollout.status.value,
-        "reward": rollout.reward,
-        "reward_components": dict(rollout.reward_components),
-        "error": rollout.error,
-        "group_id": rollout.group_id,
-        "index_in_group": rollout.index_in_group,
-        "admitted_version": admitted_version,
-        "completion_tokens": rollout.completion_tokens,
-    }
+    """One line, its newline included. Above ``max_bytes`` turns, samples and env_input are left out; ``left_out`` says so."""
     data = rollout.data_sample
+    short = whole = None
     if data is not None:
-        header["sample_id"] = data.sample_id
-    # In pieces: one call of the encoder holds the interpreter until it is done.
-    head = json_bytes(header)[:-1]
-    pieces, size = [head], len(head)
-    for piece in _body(rollout):
-        pieces.append(piece)
-        size += len(piece)
-        if size > max_bytes:
-            reason = f"turns, samples and env_input: more than {max_bytes:,} bytes (recorder.max_rollout_bytes)"
-            rest = json_bytes({"turn_count": len(rollout.turns), "left_out": reason})
-            return head + b"," + rest[1:] + b"\n"
-    return b"".join(pieces) + b"}\n"
+        short = {"sample_id": _json(data.sample_id), "env_input": None}
+        whole = short | {"env_input": _json(data.env_input, _shown), "info": _json(data.info)}
+    given = _given_streams(rollout, len(rollout.samples))
+    own = [field.name for field in fields(rollout) if field.name not in ("data_sample", "turns", "samples")]
+    record = RolloutRecord(
+        rollout_id=rollout.rollout_id,
+        outcome=outcome,
+        admitted_version=admitted_version,
+        turn_count=len(rollout.turns),
+        completion_tokens=rollout.completion_tokens,
+        rollout=_json({name: getattr(rollout, name) for name in own}),
+        data_sample=whole,
+        turns=[_turn_record(*pair) for pair in zip(rollout.turns, [None, *rollout.turns], strict=False)],
+        samples=[_sample_record(*pair) for pair in zip(rollout.samples, given, strict=True)],
+    )
+    line = msgspec.json.encode(record, enc_hook=_encoded_array)
+    if len(line) >= max_bytes:
+        record.left_out = f"turns, samples and env_input: more than {max_bytes:,} bytes (recorder.max_rollout_bytes)"
+        record.turns, record.samples, record.data_sample = [], [], short
+        line = msgspec.json.encode(record)
+    return line + b"\n"
 
 
 def decode_rollout(line: bytes | str) -> RecordedRollout:
     """
     Raises:
-        ValueError: not a line of `encode_rollout`'s, or torn.
+        ValueError: not a line of `encode_rollout`'s.
     """
+    # json's decoder: msgspec's refuses half a character, which a model may say.
+    record = msgspec.convert(json.loads(line), RolloutRecord, dec_hook=_decoded_array)
     try:
-        record = json.loads(line)
-        if record["format"] != FORMAT:
-            raise ValueError(f"a record of format {record['format']}, want {FORMAT}")
-        data = None
-        if "sample_id" in record:
-            env_input = record.get("env_input", record.get("env_input_repr"))
-            data = DataSample(sample_id=record["sample_id"], env_input=env_input, info=record.get("info", {}))
-        rollout = Rollout(
-            group_id=record["group_id"],
-            index_in_group=record["index_in_group"],
-            task_name=record["task"],
-            data_sample=data,
-            turns=_decoded_turns(record.get("turns", [])),
-            status=RolloutStatus(record["status"]),
-            reward=record["reward"],
-            reward_components=record["reward_components"],
-            error=record["error"],
-        )
-        rollout.samples = _decoded_samples(record.get("samples", []), rollout)
-    except (KeyError, TypeError, AttributeError) as error:
+        rollout = Rollout(**record.rollout | {"status": RolloutStatus(record.rollout["status"])})
+        rollout.data_sample = None if record.data_sample is None else DataSample(**record.data_sample)
+        for turn in record.turns:
+            rollout.turns.append(_turn(turn, rollout.turns[-1] if rollout.turns else None))
+        of_rollout: dict[str, Any] = {"task_name": rollout.task_name, "rollout_id": rollout.rollout_id}
+        for sample, given in zip(record.samples, _given_streams(rollout, len(record.samples)), strict=True):
+            rollout.samples.append(TrainingSample(**of_rollout | given | sample.streams, temperature=sample.temperature))
+    except (KeyError, TypeError) as error:
         raise ValueError(f"not a rollout's record: {type(error).__name__}: {error}") from error
     return RecordedRollout(
-        rollout=rollout,
-        outcome=record["outcome"],
-        admitted_version=record["admitted_version"],
-        left_out=record.get("left_out"),
+        rollout=rollout, outcome=record.outcome, admitted_version=record.admitted_version, left_out=record.left_out
     )
 
 
-def _body(rollout: Rollout) -> Iterable[bytes]:
-    """What follows the header, as pieces of JSON text."""
-    data = rollout.data_sample
-    if data is not None:
-        if is_json(data.env_input):
-            yield b',"env_input":' + json_bytes(data.env_input)
-        else:
-            yield b',"env_input_repr":' + json_bytes(shown(data.env_input))
-        yield b',"info":' + json_bytes(data.info)
-    yield b',"turns":['
-    before: RolloutTurn | None = None
-    for turn in rollout.turns:
-        yield b"," * (before is not None) + json_bytes(_turn(turn, before))
-        before = turn
-    yield b'],"samples":['
-    derived = _derived_samples(rollout, [sample.temperature for sample in rollout.samples])
-    for index, sample in enumerate(rollout.samples):
-        base = derived[index] if index < len(derived) else None
-        yield b"," * (index > 0) + json_bytes(_sample(sample, base))
-    yield b"]"
-
-
-# ---- turns
-
-
-def _turn(turn: RolloutTurn, before: RolloutTurn | None) -> dict[str, Any]:
-    kept_tokens = _shared(turn.prompt_token_ids, _tokens(before))
-    kept_messages = _shared_messages(turn.prompt_messages, _conversation(before))
-    record = {
-        "messages_kept": kept_messages,
-        "messages": turn.prompt_messages[kept_messages:],
-        "assistant_message": turn.assistant_message,
-        "env_messages": turn.env_messages,
-        "finish_reason": turn.completion.finish_reason,
-        "reward_components": turn.reward_components,
-        "generate_s": turn.generate_s,
-        "env_s": turn.env_s,
-        "prompt_kept": kept_tokens,
-        "prompt_ids": turn.prompt_token_ids[kept_tokens:].tolist(),
-        "prompt_spans": _spans(turn, before, kept_tokens),
-        "completion_ids": turn.completion.token_ids.tolist(),
-        "logprobs": encoded_stream(turn.completion.logprobs, np.float32),
-        "policy_versions": encoded_stream(turn.completion.policy_versions, np.int32),
-    }
-    if before is None or turn.tools != before.tools:
-        record["tools"] = turn.tools
-    return record
-
-
-def _decoded_turns(records: list[dict[str, Any]]) -> list[RolloutTurn]:
-    turns: list[RolloutTurn] = []
-    for record in records:
-        before = turns[-1] if turns else None
-        prompt = np.concatenate([_tokens(before)[: record["prompt_kept"]], np.asarray(record["prompt_ids"], np.int32)])
-        role_ids, is_content = _decoded_spans(record["prompt_spans"], before, len(prompt))
-        turns.append(
-            RolloutTurn(
-                prompt_messages=_conversation(before)[: record["messages_kept"]] + record["messages"],
-                prompt_token_ids=prompt,
-                prompt_role_ids=role_ids,
-                prompt_is_content=is_content,
-                completion=Completion(
-                    token_ids=np.asarray(record["completion_ids"], np.int32),
-                    logprobs=decoded_stream(record["logprobs"], np.float32),
-                    policy_versions=decoded_stream(record["policy_versions"], np.int32),
-                    finish_reason=record["finish_reason"],
-                ),
-                assistant_message=record["assistant_message"],
-                tools=record["tools"] if before is None else record.get("tools", before.tools),
-                env_messages=record["env_messages"],
-                reward_components=record["reward_components"],
-                generate_s=record["generate_s"],
-                env_s=record["env_s"],
-            )
-        )
-    return turns
-
-
-def _tokens(turn: RolloutTurn | None) -> np.ndarray:
-    """Prompt and completion."""
+def _given(turn: RolloutTurn | None) -> dict[str, list | np.ndarray]:
+    """What the next turn's fields begin with where the conversation goes on."""
     if turn is None:
-        return np.empty(0, np.int32)
-    return np.concatenate([turn.prompt_token_ids, turn.completion.token_ids]).astype(np.int32, copy=False)
-
-
-def _conversation(turn: RolloutTurn | None) -> list:
-    return [] if turn is None else [*turn.prompt_messages, turn.assistant_message, *turn.env_messages]
-
-
-def _shared(ids: np.ndarray, before: np.ndarray) -> int:
-    """Length of the common prefix."""
-    length = min(len(ids), len(before))
-    differ = ids[:length] != before[:length]
-    return int(differ.argmax()) if differ.any() else length
-
-
-def _shared_messages(messages: list, before: list) -> int:
-    """As _shared, by identity: the turns of a conversation hold the same messages."""
-    count = 0
-    for message, same in zip(messages, before, strict=False):
-        if message is not same:
-            break
-        count += 1
-    return count
-
-
-def _spans(turn: RolloutTurn, before: RolloutTurn | None, kept: int) -> list[list]:
-    """Runs of ``[count, role, is_content]``: over the whole prompt, or over what follows the kept tokens, where the turn before
-    describes those alike."""
-    role_ids, is_content = turn.prompt_role_ids, turn.prompt_is_content
-    alike = all(
-        np.array_equal(mine[:kept], theirs[:kept])
-        for mine, theirs in zip((role_ids, is_content), _description(before), strict=True)
-    )
-    start = kept if alike else 0
-    described = zip(role_ids[start:].tolist(), is_content[start:].tolist(), strict=True)
-    runs = [(sum(1 for _ in run), role, content) for (role, content), run in groupby(described)]
-    return [[count, ROLES[role] if role >= 0 else None, content] for count, role, content in runs]
-
-
-def _decoded_spans(spans: list[list], before: RolloutTurn | None, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    counts = [count for count, _, _ in spans]
-    kept = tokens - sum(counts)
-    roles = np.array([ROLE_IDS.get(role, -1) for _, role, _ in spans], np.int8)
-    contents = np.array([content for _, _, content in spans], bool)
-    role_ids, is_content = _description(before)
-    return (
-        np.concatenate([role_ids[:kept], np.repeat(roles, counts)]),
-        np.concatenate([is_content[:kept], np.repeat(contents, counts)]),
-    )
-
-
-def _description(turn: RolloutTurn | None) -> tuple[np.ndarray, np.ndarray]:
-    """Role ids and is_content of the prompt and the completion."""
-    if turn is None:
-        return np.empty(0, np.int8), np.empty(0, bool)
+        arrays = {"prompt_token_ids": np.int32, "prompt_role_ids": np.int8, "prompt_is_content": np.bool_}
+        return {"prompt_messages": [], "tools": []} | {name: np.empty(0, dtype) for name, dtype in arrays.items()}
     sampled = len(turn.completion.token_ids)
-    return (
-        np.concatenate([turn.prompt_role_ids, np.full(sampled, ROLE_IDS["assistant"], np.int8)]),
-        np.concatenate([turn.prompt_is_content, np.ones(sampled, bool)]),
-    )
+    return {
+        "prompt_messages": [*turn.prompt_messages, turn.assistant_message, *turn.env_messages],
+        "tools": turn.tools or [],
+        "prompt_token_ids": np.append(turn.prompt_token_ids, turn.completion.token_ids),
+        "prompt_role_ids": np.append(turn.prompt_role_ids, np.full(sampled, ROLE_IDS["assistant"], np.int8)),
+        "prompt_is_content": np.append(turn.prompt_is_content, np.ones(sampled, np.bool_)),
+    }
 
 
-# ---- samples
+def _shared(entries: list | np.ndarray, given: list | np.ndarray) -> int:
+    """Length of the common prefix; of messages and tools by identity: turns of a conversation hold the same ones."""
+    if isinstance(entries, list):
+        differ = [entry is not other for entry, other in zip(entries, given, strict=False)]
+    else:
+        differ = entries[: len(given)] != given[: len(entries)]
+    return int(np.argmax(np.append(differ, True)))
 
 
-def _derived_samples(rollout: Rollout, temperatures: Sequence[float]) -> list[TrainingSample]:
-    """What the turns alone give; nothing where they can't give any."""
-    try:
-        samples = samples_from_turns(rollout.turns, task_name=rollout.task_name, rollout_id=rollout.rollout_id, temperature=1.0)
-    except ValueError:
+def _turn_record(turn: RolloutTurn, before: RolloutTurn | None) -> TurnRecord:
+    values = {field.name: getattr(turn, field.name) for field in fields(turn)}
+    given = {name: entries for name, entries in _given(before).items() if name != "tools" or turn.tools is not None}
+    kept = {name: _shared(values[name], entries) for name, entries in given.items()}
+    values |= {name: values[name][count:] for name, count in kept.items()}
+    completion = values.pop("completion")
+    arrays = {name: values.pop(name) for name in kept if isinstance(values[name], np.ndarray)}
+    return TurnRecord(kept, arrays, completion, _json(values))
+
+
+def _turn(record: TurnRecord, before: RolloutTurn | None) -> RolloutTurn:
+    values, given = record.fields | record.arrays, _given(before)
+    for name, count in record.kept.items():
+        start, rest = given[name][:count], values[name]
+        values[name] = start + rest if isinstance(rest, list) else np.append(start, rest)
+    return RolloutTurn(**values, completion=record.completion)
+
+
+def _streams(sample: TrainingSample) -> dict[str, np.ndarray | None]:
+    values = {name: getattr(sample, name) for name in STREAMS}
+    return {name: None if value is None else np.asarray(value, STREAMS[name].dtype) for name, value in values.items()}
+
+
+def _given_streams(rollout: Rollout, count: int) -> list[dict[str, np.ndarray | None]]:
+    """Of each of ``count`` samples, the streams that the turns give; none of a sample that they don't give."""
+    if not count:  # as of turns whose completions are not aligned, of which no sample can be made
         return []
-    for sample, temperature in zip(samples, temperatures, strict=False):
-        sample.temperature = temperature
-    return samples
+    samples = samples_from_turns(rollout.turns, task_name=rollout.task_name, rollout_id=rollout.rollout_id, temperature=1.0)
+    return ([_streams(sample) for sample in samples] + [{}] * count)[:count]
 
 
-def _sample(sample: TrainingSample, base: TrainingSample | None) -> dict[str, Any]:
-    record = {"tokens": len(sample), "temperature": sample.temperature}
-    if base is None or len(base) != len(sample):
-        record["from_turns"], base = False, None
-    for name, stream in STREAMS.items():
-        dtype = stream.dtype
-        values, derived = getattr(sample, name), getattr(base, name, None)
-        if values is None:
-            if derived is not None:
-                record[name] = None
-        elif derived is None or bits_of(values, dtype).tobytes() != bits_of(derived, dtype).tobytes():
-            record[name] = encoded_stream(values, dtype)
-    return record
+def _sample_record(sample: TrainingSample, given: dict[str, np.ndarray | None]) -> SampleRecord:
+    def bits(array: np.ndarray | None) -> bytes | None:  # a NaN is itself, 0.0 is not -0.0
+        return None if array is None else array.tobytes()
+
+    streams = _streams(sample).items()
+    return SampleRecord(sample.temperature, {n: v for n, v in streams if n not in given or bits(v) != bits(given[n])})
 
 
-def _decoded_samples(records: list[dict[str, Any]], rollout: Rollout) -> list[TrainingSample]:
-    derived = _derived_samples(rollout, [record["temperature"] for record in records]) if records else []
-    samples = []
-    for index, record in enumerate(records):
-        streams = {name: decoded_stream(record[name], stream.dtype) for name, stream in STREAMS.items() if name in record}
-        if record.get("from_turns", True):
-            sample = derived[index]
-            for name, values in streams.items():
-                setattr(sample, name, values)
-        else:
-            sample = TrainingSample(
-                temperature=record["temperature"], task_name=rollout.task_name, rollout_id=rollout.rollout_id, **streams
-            )
-        samples.append(sample)
-    return samples
+def _encoded_array(array: np.ndarray) -> dict[str, bytes]:
+    return {array.dtype.str: array.tobytes()}
+
+
+def _decoded_array(_: type, value: dict[str, str]) -> np.ndarray:
+    ((dtype, data),) = value.items()
+    return np.frombuffer(base64.b64decode(data), dtype).copy()
+
+
+def _json(value: Any, otherwise: Callable[[Any], Any] | None = None) -> msgspec.Raw:
+    """JSON of a user's value, or of ``otherwise(value)`` if JSON can't hold it. In ASCII: a text may hold half a character."""
+    try:
+        return msgspec.Raw(_DUMPS(value))
+    except (TypeError, ValueError, RecursionError):
+        return msgspec.Raw(_DUMPS((otherwise or _shown_in_parts)(value)))
+
+
+def _python_value(value: Any) -> Any:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+_DUMPS = json.JSONEncoder(separators=(",", ":"), allow_nan=False, default=_python_value).encode
+
+
+def _shown_in_parts(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """A text in place of each part that JSON can't hold. ``inside``: ids of what the value lies in, which may be itself."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, str | int | None) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    ends = id(value) in inside or len(inside) == MAX_DEPTH
+    if isinstance(value, dict) and not ends:
+        return {str(key): _shown_in_parts(entry, (*inside, id(value))) for key, entry in value.items()}
+    if isinstance(value, list | tuple) and not ends:
+        return [_shown_in_parts(entry, (*inside, id(value))) for entry in value]
+    return _shown(value)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception as error:  # a user's class
+        return f"<{type(value).__name__}, whose repr raised {type(error).__name__}>"

@@ -1,0 +1,107 @@
+"""The file of recorded rollouts: gzip members one after the other, one for each group, with a line for each of its rollouts.
+
+A member is read without those before it, so a group's offset is enough to find it again. The whole is a gzip file too::
+
+    zcat rollouts.jsonl.gz | jq -c '[.rollout_id, .outcome, .rollout.reward]'
+
+gzip, because every machine and every Python read it. On conversations of 32 turns of 1,000 tokens, zstd would take a fifth less
+space and 0.1 ms less CPU a turn. Level 1, because level 6 takes three times its CPU to save an eighth.
+"""
+
+import logging
+import mmap
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+logger = logging.getLogger(__name__)
+
+LEVEL = 1
+
+GZIP = zlib.MAX_WBITS + 16
+"""The ``wbits`` that mean gzip's header and checksum around deflated data."""
+
+MEMBER_START = b"\x1f\x8b\x08" + bytes(5)
+"""gzip, deflate, no flags, no time: 8 bytes that compressed data holds by chance once in 2^64 places."""
+
+CHUNK = 2**16
+
+
+def compress(lines: bytes) -> bytes:
+    """A group's member. Other threads run meanwhile."""
+    return zlib.compress(lines, LEVEL, wbits=GZIP)
+
+
+class RecordFile:
+    """Appends whole members or nothing."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("ab", buffering=0)
+        self.size = self._file.seek(0, os.SEEK_END)
+
+    def append(self, data: bytes) -> None:
+        """
+        Raises:
+            OSError: the disk is full, or failed; the file is as it was, or holds a torn member that readers pass over.
+        """
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            try:
+                self._file.truncate(self.size)
+            except OSError:  # what made the write fail is what its caller should see
+                pass
+            raise
+        self.size += len(data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_group(file: BinaryIO, offset: int) -> tuple[bytes, int]:
+    """The lines of the group at ``offset``, and the offset of what follows it.
+
+    Raises:
+        ValueError: no whole member begins there.
+    """
+    file.seek(offset)
+    decoder, pieces = zlib.decompressobj(wbits=GZIP), []
+    while not decoder.eof:
+        chunk = file.read(CHUNK)
+        if not chunk:
+            raise ValueError("a group is torn")
+        try:
+            pieces.append(decoder.decompress(chunk))
+        except zlib.error as error:
+            raise ValueError(f"a group is torn, or none begins there: {error}") from error
+    return b"".join(pieces), file.tell() - len(decoder.unused_data)
+
+
+def read_groups(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Offset and lines of each group. Passes over what is torn, with a warning where something follows or nothing comes before.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    with path.open("rb") as file:
+        size, offset = os.fstat(file.fileno()).st_size, 0
+        while 0 <= offset < size:
+            try:
+                lines, end = read_group(file, offset)
+            except ValueError as error:
+                end = _next_member(file, offset + 1)
+                if end >= 0 or offset == 0:
+                    logger.warning("%s, byte %d: %s", path, offset, error)
+            else:
+                yield offset, lines
+            offset = end
+
+
+def _next_member(file: BinaryIO, offset: int) -> int:
+    """Where the next member begins; -1: nowhere."""
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data.find(MEMBER_START, offset)
