@@ -27,12 +27,13 @@ from monarch.actor import concurrent_endpoint, shutdown_context  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
+from torchtitan.experiments.rl.compat.vllm import repack_tied_head  # noqa: E402
 from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
 from torchtitan.experiments.rl.controller.provision import RunMeshes  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
-from torchtitan.experiments.rl.generation.vllm_engine import EngineConfig  # noqa: E402
+from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig  # noqa: E402
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer  # noqa: E402
@@ -78,12 +79,10 @@ class MeasuredGenerator(Generator):
         """Of reload_weights alone, and with the tied head repacked."""
 
         def reload() -> tuple[float, float]:
-            from torchtitan.experiments.rl.generation.vllm_worker import _repack_tied_head
-
             engine, started = self._thread.engine._engine, time.perf_counter()
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(self._kept.items())})
             reloaded = time.perf_counter()
-            engine.apply_model(_repack_tied_head)
+            engine.apply_model(repack_tied_head)
             return reloaded - started, time.perf_counter() - started
 
         return await self._thread.call(reload)
@@ -115,7 +114,7 @@ async def measure(model: str, versions: int, warmup: int) -> dict[str, list[floa
             run_dir=model,
             generator_dtype=torch.float32,
         )
-        config = GeneratorConfig(engine=EngineConfig(max_model_len=256))
+        config = GeneratorConfig(engine=VLLMEngineConfig(max_model_len=256))
         generator = meshes.generator_procs.spawn(
             "generator", MeasuredGenerator, config, model_path=model, device="cpu", run_dir=model
         )

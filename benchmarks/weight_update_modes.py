@@ -34,7 +34,7 @@ from torchtitan.experiments.rl.generation.config import (
 )
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult  # noqa: E402
-from torchtitan.experiments.rl.generation.vllm_engine import EngineConfig  # noqa: E402
+from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher  # noqa: E402
 from torchtitan.experiments.rl.weights.store import start_store  # noqa: E402
@@ -114,7 +114,7 @@ async def measure(arguments: argparse.Namespace, run_dir: str) -> dict[str, list
     """Tokens per second, seconds an update and share of tokens after an update, by mode, one for each repeat."""
     placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
     procs = spawn(None, "generator", placement.generators, "cpu")
-    config = GeneratorConfig(engine=EngineConfig(max_model_len=1024, max_num_seqs=arguments.at_once + 1))
+    config = GeneratorConfig(engine=VLLMEngineConfig(max_model_len=1024, max_num_seqs=arguments.at_once + 1))
     generator = procs.spawn("generator", SwitchedGenerator, config, model_path=MODEL, device="cpu", run_dir=run_dir)
     await start_store(procs)
     await generator.setup.call_one()

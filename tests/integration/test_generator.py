@@ -15,9 +15,10 @@ from monarch.actor import Channel
 
 from tests.integration.conftest import descendants
 from tests.integration.test_learner import samples_of
-from torchtitan.experiments.rl import provision
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.controller.provision import RunMeshes, plan_placement
+from torchtitan.experiments.rl.config.placement import plan_placement
+from torchtitan.experiments.rl.controller import provision
+from torchtitan.experiments.rl.controller.provision import RunMeshes
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GeneratorFailed, RequestFailed, ScoreRequest

@@ -1,13 +1,16 @@
-"""The thread between a generator's messages and its engine: who waits for a weight update, who doesn't, and how it ends."""
+"""The thread between a generator's messages and its engine: which requests wait for a weight update, and how an update ends."""
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
 import pytest
+import torch
 
+from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting_table, snapshot_of
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import WeightUpdate
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
@@ -15,100 +18,77 @@ from torchtitan.experiments.rl.generation.messages import (
     GenerateRequest,
     GenerateResult,
     GeneratorFailed,
+    GeneratorMessage,
     RequestFailed,
-    ScoreRequest,
-    ScoreResult,
+    Result,
 )
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SnapshotLayout
 
 CANARY = np.array([1, 2, 3], np.int32)
 MODES = get_args(WeightUpdate)
 
 
-class FakeEngine:
-    """Gives the oldest ``seats`` requests a token a step. A step waits, begun, until the test allows it."""
+def table(version: int) -> torch.Tensor:
+    """Of a version: after t comes t + 1 with probability 1 / (version + 2)."""
+    return counting_table(1 / (version + 2))
 
-    def __init__(self, seats: int = 4):
-        self.version = 0
-        self.recomputed: list[int] = []
-        self.closed = False
+
+def canary_logprobs(version: int) -> np.ndarray:
+    """Of [1, 2, 3]: the first token has none, and each of the others follows the one before."""
+    return np.array([0.0, -np.log(version + 2), -np.log(version + 2)])
+
+
+class Changes:
+    """Wakes a test when the engine's thread has done something."""
+
+    def __init__(self):
+        self._loop, self._event = asyncio.get_running_loop(), asyncio.Event()
+
+    def notify(self) -> None:
+        """From any thread."""
+        self._loop.call_soon_threadsafe(self._event.set)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self._event.clear()
+                await self._event.wait()
+
+
+class GatedEngine(ScriptedEngine):
+    """Four requests get a token in a step. A step waits, begun, until the test allows it."""
+
+    def __init__(self, changes: Changes):
+        super().__init__(ScriptedEngineConfig(max_num_seqs=4, max_model_len=1000), table(0))
         self.begun = self.ended = 0
         self.allowed = threading.Semaphore(0)
         self.breaks: Exception | None = None
-        self.refuses_load = False
-        self._seats = seats
-        self._open: dict[int, tuple] = {}
+        self._changes = changes
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._open)
-
-    def add(self, request) -> RequestFailed | None:
-        if isinstance(request, GenerateRequest) and request.sampling.max_tokens > 1000:
-            return RequestFailed(request_id=request.request_id, cause="too long")
-        self._open[request.request_id] = (request, [])
-        return None
-
-    def step(self) -> list:
+    def step(self) -> list[Result]:
         self.begun += 1
+        self._changes.notify()
         self.allowed.acquire()
         self.ended += 1
+        self._changes.notify()
         if self.breaks is not None:
             raise self.breaks
-        results = []
-        for request_id, (request, versions) in list(self._open.items())[: self._seats]:
-            versions.append(self.version)
-            if isinstance(request, ScoreRequest):
-                results.append(ScoreResult(request_id=request_id, logprobs=np.full(3, self.version, np.float32)))
-            elif len(versions) == request.sampling.max_tokens:
-                results.append(GenerateResult(request_id=request_id, completion=completion_of(versions)))
-            else:
-                continue
-            del self._open[request_id]
-        return results
-
-    def withdraw(self) -> list:
-        fresh = [request for request, versions in self._open.values() if not versions]
-        for request in fresh:
-            del self._open[request.request_id]
-        return fresh
-
-    def load(self, manifest, path, *, recompute: bool) -> dict:
-        if self.refuses_load:
-            raise RunError("fingerprint")
-        assert not any(not versions for _, versions in self._open.values()), "a request without a token was not withdrawn"
-        self.version = manifest.version
-        self.recomputed += [self.version] if recompute else []
-        return {"fingerprint": "f", "verify_s": 0.0, "reload_s": 0.0}
-
-    def abort(self, request_ids) -> None:
-        for request_id in request_ids:
-            self._open.pop(request_id, None)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def completion_of(versions: list[int]) -> Completion:
-    count = len(versions)
-    return Completion(
-        token_ids=np.zeros(count, np.int32),
-        logprobs=np.zeros(count, np.float32),
-        policy_versions=np.array(versions, np.int32),
-        finish_reason="length",
-    )
+        return super().step()
 
 
 class Harness:
-    """An engine thread over a fake engine, and what it delivered."""
+    """An engine thread over a gated engine, and what it delivered."""
 
-    def __init__(self, engine: FakeEngine):
-        self.engine = engine
-        self.delivered: list = []
-        self.thread = EngineThread(self.delivered.extend)
+    def __init__(self):
+        self.changes = Changes()
+        self.engine = GatedEngine(self.changes)
+        self.delivered: list[GeneratorMessage] = []
+        self.thread = EngineThread(self._deliver)
+
+    def _deliver(self, results: Sequence[GeneratorMessage]) -> None:
+        self.delivered.extend(results)
+        self.changes.notify()
 
     def submit(self, *requests) -> None:
         self.thread.submit(list(requests))
@@ -119,17 +99,28 @@ class Harness:
         for _ in range(count):
             if self.engine.begun > (ended := self.engine.ended):
                 self.engine.allowed.release()
-                await until(lambda ended=ended: self.engine.ended > ended)
+                await self.changes.until(lambda ended=ended: self.engine.ended > ended)
             await self._settle()
 
     async def _settle(self) -> None:
         """Return when a step waits to be allowed, or there is none to make."""
-        idle = asyncio.ensure_future(self.thread.call(lambda: not self.engine.busy))
-        await until(lambda: self.engine.begun > self.engine.ended or (idle.done() and (idle.exception() or idle.result())))
 
-    async def update(self, version: int, how: str) -> asyncio.Task:
+        def idle() -> bool:
+            return not self.engine.busy and self.thread._after_drain is None
+
+        while self.engine.begun == self.engine.ended:
+            asked = asyncio.ensure_future(self.thread.call(idle))
+            asked.add_done_callback(lambda _: self.changes.notify())
+            await self.changes.until(lambda asked=asked: self.engine.begun > self.engine.ended or asked.done())
+            if asked.done() and (asked.exception() or asked.result()):
+                return
+
+    async def update(self, version: int, how: WeightUpdate, *, corrupted: bool = False) -> asyncio.Task:
         """Ask for an update; the command is in the queue when this returns."""
-        task = asyncio.create_task(self.thread.update_weights(manifest(version), "path", CANARY, how))
+        manifest = snapshot_of(version, table(version))
+        if corrupted:
+            manifest = replace(manifest, fingerprint="of other bytes")
+        task = asyncio.create_task(self.thread.update_weights(manifest, manifest.path, CANARY, how))
         await asyncio.sleep(0)
         return task
 
@@ -140,27 +131,18 @@ class Harness:
 
 @pytest.fixture
 async def harness() -> AsyncIterator[Harness]:
-    made = Harness(FakeEngine())
+    made = Harness()
     await made.thread.start(lambda: made.engine)
     yield made
     made.engine.allowed.release(1000)
     await asyncio.wait_for(made.thread.stop(), 10)
 
 
-def manifest(version: int) -> Manifest:
-    layout = SnapshotLayout(entries=(), nbytes=0)
-    return Manifest(version=version, layout=layout, path="path", host="here", fingerprint="f", payload_key=None)
-
-
 def generate(request_id: int, tokens: int) -> GenerateRequest:
     sampling = SamplingConfig(max_tokens=tokens)
-    return GenerateRequest(request_id=request_id, prompt_token_ids=CANARY, sampling=sampling, seed=0, stop_token_ids=[])
-
-
-async def until(condition) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
+    return GenerateRequest(
+        request_id=request_id, prompt_token_ids=CANARY, sampling=sampling, seed=request_id, stop_token_ids=[]
+    )
 
 
 # ---- what becomes of requests
@@ -211,7 +193,7 @@ async def test_the_canary_is_scored_before_all_that_waited(harness, how):
     update = await harness.update(1, how)
     await harness.step(2)  # those with tokens end, and one step more
     receipt = await asyncio.wait_for(update, 10)
-    np.testing.assert_array_equal(receipt.canary_logprobs, np.ones(3))
+    np.testing.assert_allclose(receipt.canary_logprobs, canary_logprobs(1), rtol=1e-6)
     assert len(harness.delivered) < 10
 
 
@@ -230,7 +212,9 @@ async def test_two_updates_asked_for_at_once_are_made_in_turn_each_with_its_own_
     harness.submit(generate(2, 1))
     await harness.step(5)
     receipts = await asyncio.wait_for(asyncio.gather(*updates), 10)
-    assert [(r.version, r.canary_logprobs.tolist()) for r in receipts] == [(1, [1.0] * 3), (2, [2.0] * 3)]
+    assert [receipt.version for receipt in receipts] == [1, 2]
+    for receipt in receipts:
+        np.testing.assert_allclose(receipt.canary_logprobs, canary_logprobs(receipt.version), rtol=1e-6)
     assert harness.engine.version == 2 and set(harness.versions()) == {1, 2}
     if how == "drain":
         assert harness.versions()[1] == [0, 0, 0]
@@ -242,7 +226,7 @@ async def test_a_canary_asked_for_while_draining_is_scored_with_the_new_weights(
     update = await harness.update(1, "drain")
     canary = asyncio.create_task(harness.thread.score_canary(CANARY))
     await harness.step(4)
-    assert (await asyncio.wait_for(canary, 10)).tolist() == [1.0] * 3
+    np.testing.assert_allclose(await asyncio.wait_for(canary, 10), canary_logprobs(1), rtol=1e-6)
     assert update.done()
 
 
@@ -264,7 +248,7 @@ async def test_a_request_that_waited_and_can_not_run_is_refused_alone(harness):
     harness.submit(generate(1, 2))
     await harness.step()
     update = await harness.update(1, "drain")
-    harness.submit(generate(2, 1001), generate(3, 1))
+    harness.submit(generate(2, 998), generate(3, 1))
     await harness.step(3)
     await asyncio.wait_for(update, 10)
     assert [(r.request_id, type(r)) for r in harness.delivered] == [
@@ -276,15 +260,13 @@ async def test_a_request_that_waited_and_can_not_run_is_refused_alone(harness):
 
 @pytest.mark.parametrize("how", MODES)
 async def test_a_refused_snapshot_fails_its_update_alone_and_lets_go_of_what_waited(harness, how):
-    harness.engine.refuses_load = True
     harness.submit(*(generate(i, 2) for i in range(6)))
     await harness.step()
-    update = await harness.update(1, how)
+    update = await harness.update(1, how, corrupted=True)
     await harness.step(5)
-    with pytest.raises(RunError, match="fingerprint"):
+    with pytest.raises(RunError, match="fingerprint .* mapped, of other bytes published"):
         await asyncio.wait_for(update, 10)
     assert harness.versions() == {i: [0, 0] for i in range(6)}
-    harness.engine.refuses_load = False
     update = await harness.update(1, how)
     await harness.step()
     assert (await asyncio.wait_for(update, 10)).version == 1
@@ -303,7 +285,7 @@ async def test_an_engine_that_fails_ends_every_update_that_waits_for_it_and_thos
     assert [r.cause for r in harness.delivered if isinstance(r, GeneratorFailed)] == ["ValueError: out of memory"]
 
 
-async def test_a_shutdown_while_draining_leaves_nobody_waiting(harness):
+async def test_a_shutdown_while_draining_fails_the_update_that_waits(harness):
     harness.submit(generate(1, 500))
     await harness.step()
     update = await harness.update(1, "drain")
@@ -316,14 +298,14 @@ async def test_a_shutdown_while_draining_leaves_nobody_waiting(harness):
     assert harness.engine.closed
 
 
-async def test_whoever_gives_up_on_an_update_does_not_stop_the_engine(harness):
+async def test_a_caller_that_cancels_its_update_does_not_stop_the_engine(harness):
     harness.submit(generate(1, 3))
     await harness.step()
     update = await harness.update(1, "drain")
     update.cancel()
     harness.submit(generate(2, 1))
     await harness.step(4)
-    await until(lambda: set(harness.versions()) == {1, 2})
+    await harness.changes.until(lambda: set(harness.versions()) == {1, 2})
 
 
 # ---- how it is chosen

@@ -11,9 +11,9 @@ from torchtitan.experiments.rl.config.checks import check, needed_gpus, plan_run
 from torchtitan.experiments.rl.config.placement import plan_placement
 from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.generation.config import EngineConfig
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy, find_references, hosted_models
+from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 
@@ -45,7 +45,7 @@ REFUSED = {
     "no time": (FrozenModel(name="m", base_url=URL, timeout_s=0), "t.timeout_s = 0: must be above 0"),
     "no path": (HostedModel(path=""), "t.path = ''"),
     "no replica": (HostedModel(path="m", replicas=0), "t.replicas = 0: must be at least 1"),
-    "no sequences": (HostedModel(path="m", engine=EngineConfig(max_num_seqs=0)), "t.engine.max_num_seqs = 0"),
+    "no sequences": (HostedModel(path="m", engine=VLLMEngineConfig(max_num_seqs=0)), "t.engine.max_num_seqs = 0"),
 }
 
 
@@ -132,7 +132,7 @@ def test_the_plan_counts_the_processes_of_hosted_models():
 
 
 def test_hosted_models_have_gpus_of_their_own_and_share_the_generators_cores():
-    hosted = [HostedModel(path="a", replicas=2), HostedModel(path="b", engine=EngineConfig(tensor_parallel_degree=2))]
+    hosted = [HostedModel(path="a", replicas=2), HostedModel(path="b", engine=VLLMEngineConfig(tensor_parallel_degree=2))]
     sizes = dict(trainer_ranks=2, replicas=1, tensor_parallel_degree=2, hosted=hosted)
     placement = plan_placement(device="cuda", **sizes, available=list(range(9)))
     assert (placement.trainer, placement.generators) == (((0,), (1,)), ((2, 3),))

@@ -11,8 +11,8 @@ from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.generation.config import EngineConfig
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy
+from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage, apply_filters
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
@@ -321,7 +321,7 @@ REFUSED = {
     "OPD from the policy": (OPD.Config(), "a.teacher = LivePolicy.*KL of zero.*FrozenModel.*HostedModel"),
     "OPD from None": (OPD.Config(teacher=None), "a.teacher = None: .*KL of zero"),
     "OPD from where the policy starts": (
-        OPD.Config(teacher=HostedModel(path="policy", engine=EngineConfig(max_model_len=4096))),
+        OPD.Config(teacher=HostedModel(path="policy", engine=VLLMEngineConfig(max_model_len=4096))),
         "a.teacher.path = 'policy': .*the KL is zero: name another model",
     ),
     "SFT without a frozen source": (SFT.Config(), "a.teacher = LivePolicy.*teach it nothing: name a FrozenModel"),

@@ -1,30 +1,30 @@
-"""The controller's side of the generators: who gets a request, when it leaves, and who hears of its end."""
+"""The client of the generators: which replica gets a request, when the client sends it, and how it ends."""
 
 import asyncio
 
 import numpy as np
 import pytest
 
+from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting_table
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation import client as generator_client
 from torchtitan.experiments.rl.generation.client import FULL_MESSAGE, GeneratorClient, Router
 from torchtitan.experiments.rl.generation.messages import (
     GenerateRequest,
-    GenerateResult,
     GeneratorFailed,
     RequestFailed,
-    ScoreRequest,
-    ScoreResult,
 )
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.rollouts.yield_queue import yield_queue
 
-PROMPT = np.array([5, 6, 7], np.int32)
+PROMPT = np.array([6, 7, 0], np.int32)
+STOP = 2
+TABLE = counting_table(0.5)
+"""After t comes t + 1 with probability 1/2, and each of the 15 others has 1/30. Greedy counts up: after PROMPT, 1, 2."""
 
 
 class Endpoint:
-    """An actor's endpoint: calls ``function`` whichever way it is called."""
+    """An actor's endpoint: calls ``function``, by call_one and by broadcast."""
 
     def __init__(self, function):
         self._function = function
@@ -36,10 +36,11 @@ class Endpoint:
         self._function(*args)
 
 
-class FakeReplica:
-    """Keeps the messages it gets, and answers what the test says."""
+class Replica:
+    """Keeps the messages it gets. A scripted engine answers the requests that the test names, when it names them."""
 
     def __init__(self):
+        self.engine = ScriptedEngine(ScriptedEngineConfig(max_num_seqs=1000), TABLE)
         self.messages: list[list] = []
         self.aborted: list[int] = []
         self.attach = Endpoint(lambda client_id, port: setattr(self, "port", port))
@@ -50,17 +51,22 @@ class FakeReplica:
     def requests(self) -> list:
         return [request for message in self.messages for request in message]
 
-    async def answer(self, *requests, tokens: int = 2) -> None:
+    async def answer(self, *requests) -> None:
         """Finish ``requests`` (all so far where none is given), in one message."""
-        await self.send([result_of(request, tokens) for request in requests or self.requests])
+        results = []
+        for request in requests or self.requests:
+            assert self.engine.add(request) is None
+        while self.engine.busy:
+            results += self.engine.step()
+        await self.send(results)
 
     async def send(self, results: list) -> None:
         self.port.put_nowait(results)
         await settle()
 
 
-class FakeMesh(list):
-    def slice(self, *, procs: int) -> FakeReplica:
+class Mesh(list):
+    def slice(self, *, procs: int) -> Replica:
         return self[procs]
 
 
@@ -69,18 +75,6 @@ class FakeChannel:
     def open():
         results = asyncio.Queue()
         return results, type("Receiver", (), {"recv": results.get})
-
-
-def result_of(request, tokens: int):
-    if isinstance(request, ScoreRequest):
-        return ScoreResult(request_id=request.request_id, logprobs=-np.arange(len(request.token_ids), dtype=np.float32))
-    completion = Completion(
-        token_ids=np.full(tokens, request.request_id, np.int32),
-        logprobs=np.zeros(tokens, np.float32),
-        policy_versions=np.zeros(tokens, np.int32),
-        finish_reason="stop",
-    )
-    return GenerateResult(request_id=request.request_id, completion=completion)
 
 
 async def settle() -> None:
@@ -94,8 +88,8 @@ def connect(monkeypatch):
     monkeypatch.setattr(generator_client, "Channel", FakeChannel)
     clients = []
 
-    async def connect(replicas: int = 1, **options) -> tuple[GeneratorClient, FakeMesh]:
-        client, mesh = GeneratorClient(**options), FakeMesh(FakeReplica() for _ in range(replicas))
+    async def connect(replicas: int = 1, **options) -> tuple[GeneratorClient, Mesh]:
+        client, mesh = GeneratorClient(**options), Mesh(Replica() for _ in range(replicas))
         await client.connect(mesh, replicas)
         clients.append(client)
         return client, mesh
@@ -104,8 +98,8 @@ def connect(monkeypatch):
 
 
 def open_session(client: GeneratorClient, seed: int = 0, max_tokens: int = 10):
-    sampling = SamplingConfig(max_tokens=max_tokens)
-    return client.session(rollout_id=f"r{seed}", seed=seed, sampling=sampling, stop_token_ids=[2])
+    sampling = SamplingConfig(max_tokens=max_tokens, temperature=0.0)
+    return client.session(rollout_id=f"r{seed}", seed=seed, sampling=sampling, stop_token_ids=[STOP])
 
 
 def generate(session, prompt=PROMPT, *, max_tokens: int = 10) -> asyncio.Task:
@@ -160,13 +154,12 @@ async def test_requests_spread_over_replicas_and_the_next_turn_goes_where_the_fi
     assert [len(replica.messages) for replica in mesh] == [1, 2] and len(mesh[1].messages[1]) == 2
 
 
-async def test_answers_reach_whoever_asked_and_are_counted(connect):
+async def test_each_answer_reaches_the_session_that_asked_and_is_counted(connect):
     client, (replica,) = await connect()
-    tasks = [generate(open_session(client, seed)) for seed in range(3)]
+    tasks = [generate(open_session(client, last), np.array([9, last], np.int32), max_tokens=4) for last in (4, 6, 8)]
     await settle()
-    await replica.answer(*reversed(replica.requests), tokens=4)
-    for request, task in zip(replica.requests, tasks, strict=True):
-        assert (await task).token_ids.tolist() == [request.request_id] * 4
+    await replica.answer(*reversed(replica.requests))
+    assert [(await task).token_ids.tolist() for task in tasks] == [[5, 6, 7, 8], [7, 8, 9, 10], [9, 10, 11, 12]]
     assert client.generated_tokens == 12 and client._open == {}
 
 
@@ -188,7 +181,7 @@ async def test_score_returns_log_probabilities_and_frees_its_load(connect):
     await settle()
     assert client._router.load == [3]
     await replica.answer()
-    assert (await task).tolist() == [0, -1, -2]
+    np.testing.assert_allclose(await task, [0, np.log(1 / 2), np.log(1 / 30)], rtol=1e-6)
     assert client._router.load == [0] and client.generated_tokens == 0
 
 
@@ -204,7 +197,7 @@ async def test_requests_of_one_tick_leave_in_one_message(connect):
     assert sum(len(replica.requests) for replica in mesh) == 100
 
 
-async def test_without_lockstep_nobody_waits_for_another_session(connect):
+async def test_without_lockstep_no_request_waits_for_another_session(connect):
     client, (replica,) = await connect()
     first, _ = generate(open_session(client, 1)), open_session(client, 2)
     await settle()
@@ -212,7 +205,7 @@ async def test_without_lockstep_nobody_waits_for_another_session(connect):
     first.cancel()
 
 
-async def test_lockstep_holds_requests_until_every_open_session_waits_for_one(connect):
+async def test_lockstep_keeps_requests_until_every_open_session_waits_for_one(connect):
     client, (replica,) = await connect(lockstep=True)
     sessions = [open_session(client, seed) for seed in range(3)]
     generate(sessions[2])
@@ -253,7 +246,7 @@ async def test_lockstep_sends_no_next_turn_while_others_are_still_sampled(connec
     sessions = [open_session(client, seed) for seed in range(3)]
     turns = [generate(session) for session in sessions]
     await settle()
-    # One is answered and goes on at once. When the others end is a matter of timing: they must not share steps with it.
+    # One is answered and sends its next turn. When the others finish depends on timing: they must not share steps with it.
     await replica.answer(replica.requests[0])
     await turns[0]
     generate(sessions[0])
@@ -269,7 +262,7 @@ async def test_lockstep_sends_no_next_turn_while_others_are_still_sampled(connec
     assert len(replica.messages) == 2 and len(replica.messages[1]) == 2
 
 
-async def test_lockstep_scores_leave_alone_with_nobody_else_and_otherwise_with_everybody(connect):
+async def test_lockstep_sends_a_score_at_once_without_sessions_and_otherwise_with_theirs(connect):
     client, (replica,) = await connect(lockstep=True)
     score = asyncio.create_task(client.score(PROMPT))
     await settle()
@@ -282,7 +275,7 @@ async def test_lockstep_scores_leave_alone_with_nobody_else_and_otherwise_with_e
     await score
     await settle()
     assert len(replica.messages) == 2
-    # A score belongs to no session: it does not stand in for one that has not asked yet.
+    # A score belongs to no session: it does not count for one that has no request yet.
     await replica.answer(*replica.messages[1])
     asyncio.create_task(client.score(PROMPT))
     await settle()
@@ -303,7 +296,7 @@ async def test_cancelled_request_in_flight_frees_its_load_and_is_aborted(connect
     await settle()
     assert client._router.load == [0] and client._open == {}
     assert replica.aborted == [replica.requests[0].request_id]
-    await replica.answer()  # what was on its way is nobody's
+    await replica.answer()  # a result that was on its way is dropped
     assert client._router.load == [0] and client.generated_tokens == 0
 
 
@@ -330,8 +323,8 @@ async def test_request_that_can_not_run_fails_alone(connect):
 
 
 async def test_failed_replica_answers_everybody_now_and_later(connect):
-    heard = []
-    client, mesh = await connect(2, on_failure=heard.append)
+    failures = []
+    client, mesh = await connect(2, on_failure=failures.append)
     tasks = [generate(open_session(client, seed)) for seed in range(4)]
     score = asyncio.create_task(client.score(PROMPT))
     await settle()
@@ -339,7 +332,7 @@ async def test_failed_replica_answers_everybody_now_and_later(connect):
     for task in (*tasks, score):
         with pytest.raises(RunError, match="a generator stopped: RuntimeError: out of memory"):
             await task
-    assert [str(failure) for failure in heard] == ["a generator stopped: RuntimeError: out of memory"]
+    assert [str(failure) for failure in failures] == ["a generator stopped: RuntimeError: out of memory"]
     with pytest.raises(RunError, match="out of memory"):
         await open_session(client).generate(PROMPT, max_tokens=3)
 
@@ -361,10 +354,10 @@ async def test_requests_carry_the_smaller_of_the_two_token_limits(connect):
         await settle()
         request = replica.requests[-1]
         assert isinstance(request, GenerateRequest) and request.sampling.max_tokens == expected
-        assert request.stop_token_ids == [2] and request.prompt_token_ids.dtype == np.int32
+        assert request.stop_token_ids == [STOP] and request.prompt_token_ids.dtype == np.int32
 
 
-async def test_requests_of_rollouts_that_take_turns_leave_together(connect):
+async def test_requests_of_rollouts_that_render_one_after_another_leave_together(connect):
     client, mesh = await connect()
     gate = yield_queue()
 

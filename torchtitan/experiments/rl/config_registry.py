@@ -13,8 +13,9 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.sampler import ShuffledCursor
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.generation.config import EngineConfig, GeneratorConfig
+from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.references import HostedModel
+from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
@@ -60,7 +61,7 @@ def rl_grpo_qwen3_debug() -> RunConfig:
             optimizer=OptimizerConfig(lr=1.5e-4, betas=(0.9, 0.99)),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10),
         ),
-        generator=GeneratorConfig(engine=EngineConfig(max_model_len=256)),
+        generator=GeneratorConfig(engine=VLLMEngineConfig(max_model_len=256)),
         batcher=Batcher.Config(row_length=512, rows_per_microbatch=8),
         steps=100,
         rollouts_per_step=256,
@@ -257,7 +258,7 @@ def _sum_digits_rounds(algorithm: Algorithm.Config) -> SumDigitsRoundsTask.Confi
 
 
 def _tiny_teacher() -> HostedModel:
-    return HostedModel(path=TINY_TEACHER, engine=EngineConfig(max_model_len=256))
+    return HostedModel(path=TINY_TEACHER, engine=VLLMEngineConfig(max_model_len=256))
 
 
 def _qwen3_1_7b(**tasks: Task.Config) -> RunConfig:
@@ -290,7 +291,7 @@ def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_de
         ),
         generator=GeneratorConfig(
             replicas=replicas,
-            engine=EngineConfig(dtype="bfloat16", max_model_len=4096, tensor_parallel_degree=tensor_parallel_degree),
+            engine=VLLMEngineConfig(dtype="bfloat16", max_model_len=4096, tensor_parallel_degree=tensor_parallel_degree),
         ),
         batcher=Batcher.Config(row_length=8192, rows_per_microbatch=1),
         steps=200,

@@ -45,9 +45,6 @@ def check(config: RunConfig) -> None:
         ("trainer.checkpoint_interval", config.trainer.checkpoint_interval, 0),
         ("rollout_workers", config.rollout_workers, 0),
         ("generator.replicas", config.generator.replicas, 1),
-        ("generator.engine.tensor_parallel_degree", config.generator.engine.tensor_parallel_degree, 1),
-        ("generator.engine.max_num_seqs", config.generator.engine.max_num_seqs, 1),
-        ("generator.engine.cpu_kv_cache_gib", config.generator.engine.cpu_kv_cache_gib, 1),
     ):
         if not value >= least:
             raise ConfigError(field, value, f"must be at least {least}")
@@ -57,9 +54,7 @@ def check(config: RunConfig) -> None:
     ):
         if not value > 0:
             raise ConfigError(field, value, "must be above 0")
-    if not 0 < config.generator.engine.gpu_memory_utilization <= 1:
-        share = config.generator.engine.gpu_memory_utilization
-        raise ConfigError("generator.engine.gpu_memory_utilization", share, "is a share of the GPU: above 0, at most 1")
+    config.generator.engine.validate(field="generator.engine")
     if config.trainer.ranks % config.trainer.data_parallel_replicate_degree:
         cure = f"must divide trainer.ranks = {config.trainer.ranks}"
         raise ConfigError("trainer.data_parallel_replicate_degree", config.trainer.data_parallel_replicate_degree, cure)
@@ -179,7 +174,6 @@ def plan_run(config: RunConfig, *, device: str | None = None, available: list[in
     row_length, rows = config.batcher.row_length, config.batcher.rows_per_microbatch
     parameters = parameter_count(spec)
     model = spec.model
-    bytes_each = 4 if engine.dtype == "float32" else 2
     return RunPlan(
         device=device,
         parameters=parameters,
@@ -204,7 +198,5 @@ def plan_run(config: RunConfig, *, device: str | None = None, available: list[in
             microbatch_tokens=row_length * rows,
             activation_checkpoint=config.trainer.activation_checkpoint,
         ),
-        generator_gib=engine.gpu_memory_utilization
-        if device == "cuda"
-        else parameters * bytes_each / 2**30 + engine.cpu_kv_cache_gib,
+        generator_gib=engine.process_memory(parameters=parameters, device=device),
     )

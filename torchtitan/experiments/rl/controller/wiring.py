@@ -15,7 +15,6 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
-from torchtitan.experiments.rl.generation.vllm_engine import torch_dtype
 from torchtitan.experiments.rl.models.policy import policy_spec
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.training.client import TrainerClient
@@ -58,7 +57,6 @@ class RunActors:
             rollout_workers=config.rollout_workers,
         )
         meshes = self._meshes = RunMeshes(placement, plan.device)
-        dtype = config.generator.engine.dtype
         trainers = meshes.trainer_procs.spawn(
             "trainer",
             PolicyTrainer,
@@ -68,7 +66,7 @@ class RunActors:
             max_seq_len=config.batcher.row_length,
             total_steps=config.steps,
             run_dir=run_dir,
-            generator_dtype=torch_dtype(dtype),
+            generator_dtype=config.generator.engine.torch_dtype,
         )
         self._generators = meshes.generator_procs.spawn(
             "generator",
@@ -91,7 +89,7 @@ class RunActors:
             self.policy,
             vocab_size=spec.model.vocab_size,
             remote_readers=remote_readers > 0,
-            tolerance=canary_tolerance(dtype),
+            tolerance=canary_tolerance(config.generator.engine.dtype),
         )
         await self.weights.check_initial()
         logger.info("trainer and generators agree on version 0")

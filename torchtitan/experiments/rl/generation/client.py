@@ -1,4 +1,4 @@
-"""The client's side of the Generator mesh: routes requests to replicas, and answers to the coroutines that wait for them.
+"""The client of the Generator mesh: sends requests to replicas, and hands results to the coroutines that wait for them.
 
 The client sends requests made in one event-loop tick as one message per replica, because one message costs as much as hundreds
 of requests. Rollouts that render one after another (`rollouts/yield_queue.py`) count as one tick, up to a full message:
@@ -19,7 +19,9 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.messages import (
     CLIENT_BITS,
     GenerateRequest,
+    GenerateResult,
     GeneratorFailed,
+    GeneratorMessage,
     Request,
     RequestFailed,
     Result,
@@ -38,14 +40,14 @@ FULL_MESSAGE = 64
 
 
 class Router:
-    """Which replica a request goes to: the one that holds its conversation, else the least loaded (lowest index on a tie)."""
+    """Chooses a replica: the one that has the conversation's prefix cached, else the least loaded (lowest index on a tie)."""
 
     def __init__(self, replicas: int):
         self.load = [0] * replicas
-        """Tokens in flight: prompt and the most that may be sampled."""
+        """Tokens in flight by replica: the prompts, and the most that may be sampled."""
 
-    def choose(self, held_by: int | None) -> int:
-        return held_by if held_by is not None else min(range(len(self.load)), key=self.load.__getitem__)
+    def choose(self, last_replica: int | None) -> int:
+        return last_replica if last_replica is not None else min(range(len(self.load)), key=self.load.__getitem__)
 
     def add(self, replica: int, tokens: int) -> None:
         self.load[replica] += tokens
@@ -55,22 +57,25 @@ class Router:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Waiting:
-    """An open request: who waits for it, and what it weighs on its replica."""
+class _OpenRequest:
+    """A request without a result yet."""
 
     request: Request
-    held_by: int | None
+    last_replica: int | None
+    """The replica of the conversation's last turn; None at its first."""
     answer: asyncio.Future
     replica: int = -1
+    """-1 until it is sent."""
     tokens: int
+    """What it adds to its replica's load."""
 
 
 class GeneratorClient:
     """Implements rollouts.policy.PolicyClient over a mesh of replicas.
 
-    With ``lockstep`` requests leave only when every open session waits for one and none is being answered, sorted: which
-    requests share an engine step does not depend on timing: the same seed then gives the same bits on CPU, where a batch's
-    composition moves the last ones.
+    With ``lockstep`` the client sends requests only when every open session waits for one and none is in flight, and sends them
+    sorted. Which requests share an engine step then does not depend on timing. So the same seed gives the same bits on CPU,
+    where the batch a request is in changes the last bits of its logits.
     """
 
     def __init__(
@@ -84,8 +89,8 @@ class GeneratorClient:
         """
         Args:
             client_id: distinct among the clients of a mesh.
-            on_failure: hears of a replica that can't go on.
-            frozen: finds the run's frozen models.
+            on_failure: called with the failure of a replica that can't go on.
+            frozen: returns the client of a frozen model.
         """
         self._client_id = client_id
         self._on_failure = on_failure
@@ -94,8 +99,8 @@ class GeneratorClient:
         self._lockstep = lockstep
         self._sessions = 0
         self._ids = itertools.count(client_id << CLIENT_BITS)
-        self._outbox: list[_Waiting] = []
-        self._open: dict[int, _Waiting] = {}
+        self._outbox: list[_OpenRequest] = []
+        self._open: dict[int, _OpenRequest] = {}
         self._flush_scheduled = False
         self._failure: RunError | None = None
         self._readers: list[asyncio.Task] = []
@@ -126,11 +131,11 @@ class GeneratorClient:
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         request = ScoreRequest(request_id=next(self._ids), token_ids=token_ids)
-        answer, _ = await self.send(request, tokens=len(token_ids), held_by=None)
+        answer, _ = await self.send(request, tokens=len(token_ids), last_replica=None)
         return answer.logprobs
 
     async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> list[WeightReceipt]:
-        """Have every replica load a published version; of running requests, see ``GeneratorConfig.weight_update``."""
+        """Have every replica load a published version. ``GeneratorConfig.weight_update`` says what that does to requests."""
         receipts = await self._mesh.update_weights.call(version, canary_token_ids)
         self.version = version
         return list(receipts.values())
@@ -139,15 +144,16 @@ class GeneratorClient:
         """Every replica's log-probabilities of ``token_ids``."""
         return list((await self._mesh.canary.call(token_ids)).values())
 
-    async def send(self, request: Request, *, tokens: int, held_by: int | None) -> tuple[Any, int]:
-        """Queue a request and wait; returns its result and the replica that gave it.
+    async def send(self, request: Request, *, tokens: int, last_replica: int | None) -> tuple[Any, int]:
+        """Queue a request and wait. Returns its result and its replica.
 
         Raises:
             RunError: the request can't run, or its replica failed.
         """
         if self._failure is not None:
             raise self._failure
-        waiting = _Waiting(request=request, held_by=held_by, answer=asyncio.get_running_loop().create_future(), tokens=tokens)
+        answer = asyncio.get_running_loop().create_future()
+        waiting = _OpenRequest(request=request, last_replica=last_replica, answer=answer, tokens=tokens)
         self._open[request.request_id] = waiting
         self._outbox.append(waiting)
         if not self._lockstep and len(self._outbox) >= FULL_MESSAGE * len(self._replicas):
@@ -156,23 +162,23 @@ class GeneratorClient:
         try:
             return await waiting.answer, waiting.replica
         except asyncio.CancelledError:
-            self._forget(waiting)
+            self._cancel(waiting)
             raise
 
     def session_closed(self) -> None:
         self._sessions -= 1
-        # The last one everybody waited for may just have left.
+        # With lockstep, the others' requests may have waited for this session's.
         self._schedule_flush()
 
     def fail(self, failure: RunError) -> None:
         """Answer every open and future request with ``failure``."""
-        self._refuse(failure)
+        self._fail_open_requests(failure)
         self._on_failure(failure)
 
     def close(self) -> None:
         for reader in self._readers:
             reader.cancel()
-        self._refuse(RunError("the generator client was closed"))
+        self._fail_open_requests(RunError("the generator client was closed"))
 
     def _schedule_flush(self) -> None:
         if self._outbox and not self._flush_scheduled:
@@ -184,32 +190,32 @@ class GeneratorClient:
         if not self._lockstep and yield_queue().busy and len(self._outbox) < FULL_MESSAGE * len(self._replicas):
             return self._schedule_flush()
         if self._lockstep:
-            if self._lockstep_holds():
+            if self._lockstep_must_wait():
                 return
             self._outbox.sort(key=_canonical_order)
         messages: dict[int, list[Request]] = {}
         for waiting in self._outbox:
-            waiting.replica = self._router.choose(waiting.held_by)
+            waiting.replica = self._router.choose(waiting.last_replica)
             self._router.add(waiting.replica, waiting.tokens)
             messages.setdefault(waiting.replica, []).append(waiting.request)
         self._outbox.clear()
         for replica, requests in messages.items():
             self._replicas[replica].submit.broadcast(requests)
 
-    def _lockstep_holds(self) -> bool:
+    def _lockstep_must_wait(self) -> bool:
         in_flight = len(self._open) - len(self._outbox)
-        # Scores belong to no session: they don't stand in for one that has not asked yet.
+        # Scores belong to no session, and so don't count for one that has no request yet.
         waiting = sum(isinstance(entry.request, GenerateRequest) for entry in self._outbox)
         return in_flight > 0 or waiting < self._sessions
 
     async def _read(self, receiver: Any) -> None:
         while True:
-            results: list[Result] = await receiver.recv()
-            for result in results:
-                if isinstance(result, GeneratorFailed):
-                    self.fail(RunError(f"a generator stopped: {result.cause}"))
+            messages: list[GeneratorMessage] = await receiver.recv()
+            for message in messages:
+                if isinstance(message, GeneratorFailed):
+                    self.fail(RunError(f"a generator stopped: {message.cause}"))
                     return
-                self._answer(result)
+                self._answer(message)
 
     def _answer(self, result: Result) -> None:
         waiting = self._open.pop(result.request_id, None)
@@ -222,11 +228,11 @@ class GeneratorClient:
         if isinstance(result, RequestFailed):
             waiting.answer.set_exception(RunError(result.cause))
         else:
-            if isinstance(waiting.request, GenerateRequest):
+            if isinstance(result, GenerateResult):
                 self.generated_tokens += len(result.completion.token_ids)
             waiting.answer.set_result(result)
 
-    def _forget(self, waiting: _Waiting) -> None:
+    def _cancel(self, waiting: _OpenRequest) -> None:
         if self._open.pop(waiting.request.request_id, None) is None:
             return
         if waiting.replica < 0:
@@ -236,7 +242,7 @@ class GeneratorClient:
             self._router.remove(waiting.replica, waiting.tokens)
             self._replicas[waiting.replica].abort.broadcast([waiting.request.request_id])
 
-    def _refuse(self, failure: RunError) -> None:
+    def _fail_open_requests(self, failure: RunError) -> None:
         self._failure = self._failure or failure
         for waiting in self._open.values():
             if not waiting.answer.done():
@@ -255,7 +261,7 @@ class GeneratorSession:
         self._rollout_id, self._seed = rollout_id, seed
         self._sampling, self._stop_token_ids = sampling, stop_token_ids
         self._turn = 0
-        self._held_by: int | None = None
+        self._last_replica: int | None = None
         self._closed = False
 
     async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
@@ -264,13 +270,13 @@ class GeneratorSession:
             request_id=next(self._client._ids),
             prompt_token_ids=np.asarray(prompt_token_ids, np.int32),
             sampling=sampling,
-            # A turn's own stream of random numbers; vLLM takes 63 bits.
+            # Each turn has its own stream of random numbers. vLLM takes 63 bits.
             seed=(self._seed + self._turn * 0x9E3779B97F4A7C15) % 2**63,
             stop_token_ids=self._stop_token_ids,
         )
         self._turn += 1
         tokens = len(request.prompt_token_ids) + sampling.max_tokens
-        result, self._held_by = await self._client.send(request, tokens=tokens, held_by=self._held_by)
+        result, self._last_replica = await self._client.send(request, tokens=tokens, last_replica=self._last_replica)
         return result.completion
 
     def close(self) -> None:
@@ -279,7 +285,7 @@ class GeneratorSession:
             self._client.session_closed()
 
 
-def _canonical_order(waiting: _Waiting) -> tuple:
+def _canonical_order(waiting: _OpenRequest) -> tuple:
     request = waiting.request
     if isinstance(request, GenerateRequest):
         return (0, request.seed, request.prompt_token_ids.tobytes())

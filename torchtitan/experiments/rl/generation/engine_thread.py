@@ -1,18 +1,19 @@
-"""The thread that owns a generator's engine: it steps it, feeds it, and changes its weights.
+"""The thread that owns a generator's engine: it adds requests, runs steps and loads weights.
 
-Nothing else touches the engine. Whoever wants something puts a command in a queue, and the thread runs the queue between two
-engine steps: so requests join and leave the batch at every step, weights change between steps, and nothing needs a lock.
+No other thread uses the engine. The event loop puts commands in a queue, and the thread runs them between two engine steps. So
+requests join and leave the batch at every step, weights change between steps, and the engine needs no lock.
 
-A weight update takes back the requests that have no token yet, loads, scores the canary, and puts them in again behind it, with
-those that came meanwhile: they start under the new version. What happens to those that have tokens is said at
-``GeneratorConfig.weight_update``. Updates take turns, canary included, so none is scored with the next one's weights.
+A weight update withdraws the requests that have no token yet, loads, adds the canary, and then adds those requests again, with
+the ones that arrived meanwhile: they start under the new version. ``GeneratorConfig.weight_update`` says what happens to the
+requests that have tokens. One update ends, canary included, before the next begins.
 """
 
 import asyncio
+import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,8 +21,15 @@ import numpy as np
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import WeightUpdate
-from torchtitan.experiments.rl.generation.messages import GeneratorFailed, Request, Result, ScoreRequest
-from torchtitan.experiments.rl.generation.vllm_engine import Engine
+from torchtitan.experiments.rl.generation.engine import Engine, LoadReport
+from torchtitan.experiments.rl.generation.messages import (
+    GeneratorFailed,
+    GeneratorMessage,
+    Request,
+    Result,
+    ScoreRequest,
+    ScoreResult,
+)
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
 
 logger = logging.getLogger(__name__)
@@ -31,32 +39,38 @@ _CANARY_ID = -1
 
 
 class EngineThread:
-    def __init__(self, deliver: Callable[[list[Result]], None]):
-        """``deliver`` is called on this thread: with what one step finished, and with a GeneratorFailed if the engine stops."""
-        self.engine: Engine | None = None
+    def __init__(self, deliver: Callable[[Sequence[GeneratorMessage]], None]):
+        """``deliver`` is called on this thread: with the results of a step, and with a GeneratorFailed if the engine fails."""
+        self._engine: Engine | None = None
         self._deliver = deliver
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._once_drained: Callable[[], None] | None = None
-        """A command that waits until the engine has nothing left to do."""
-        self._held: dict[int, Request] | None = None
-        """Requests that wait for the next version, oldest first; None where none has to."""
+        self._after_drain: Callable[[], None] | None = None
+        """A command to run when the engine has no open request left."""
+        self._postponed: dict[int, Request] | None = None
+        """Requests that wait for the next version, by id, oldest first. None while no update makes them wait."""
         self._canary: Future[np.ndarray] | None = None
-        self._canary_turn = asyncio.Lock()
-        """Held for a whole update: its canary has to be scored before the next one's weights are there."""
-        self._awaited: set[Future[Any]] = set()
-        """Whatever coroutines wait for from this thread."""
+        self._update_lock = asyncio.Lock()
+        """For the whole of an update: its canary must be scored before the next version is loaded."""
+        self._pending: set[Future[Any]] = set()
+        """Futures that coroutines wait for and this thread completes."""
         self._failure: RunError | None = None
         self._running = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    # For the event loop.
+    @property
+    def engine(self) -> Engine:
+        """Used by commands only, which run on this thread after ``start``."""
+        assert self._engine is not None, "start has not made the engine yet"
+        return self._engine
+
+    # On the event loop.
 
     async def start(self, build: Callable[[], Engine]) -> None:
-        """Make the engine, on its thread."""
+        """Make the engine, on this thread."""
 
         def start() -> None:
-            self.engine = build()
+            self._engine = build()
 
         await self.call(start)
 
@@ -69,7 +83,7 @@ class EngineThread:
     async def call(self, command: Callable[[], Any], *, drain: bool = False) -> Any:
         """Run ``command`` between two engine steps, and return what it returns.
 
-        With ``drain`` it runs when every request that has a token by now has ended; the others wait, and so do new ones.
+        With ``drain`` it runs when every request that has a token by then has finished. The other requests, and new ones, wait.
 
         Raises:
             RunError: the engine failed or was stopped before.
@@ -83,79 +97,80 @@ class EngineThread:
                 logger.exception("a command to the engine failed")
                 done.set_exception(error)
 
-        def start_draining() -> None:
-            self._hold()
-            self._once_drained = run
+        def start_drain() -> None:
+            self._postpone()
+            self._after_drain = run
 
-        self._commands.put(start_draining if drain else run)
+        self._commands.put(start_drain if drain else run)
         return await asyncio.wrap_future(done)
 
     async def update_weights(
         self, manifest: Manifest, path: str, canary_token_ids: np.ndarray, how: WeightUpdate
     ) -> WeightReceipt:
-        """Load the snapshot at ``path``, and score the canary with it before any request that had to wait.
+        """Load the snapshot at ``path``, and score the canary with it before any request that waited.
 
         Raises:
-            RunError: what was mapped is not what was published, and the engine goes on with what it has; or the engine failed.
+            RunError: the snapshot is not what was published (the engine then keeps its weights), or the engine failed.
         """
 
-        def load() -> tuple[dict[str, Any], Future[np.ndarray]]:
+        def load() -> tuple[LoadReport, Future[np.ndarray]]:
             return self._load(manifest, path, canary_token_ids, recompute=how == "recompute")
 
-        async with self._canary_turn:
+        async with self._update_lock:
             report, canary = await self.call(load, drain=how == "drain")
-            return WeightReceipt(version=manifest.version, canary_logprobs=await asyncio.wrap_future(canary), **report)
+            logprobs = await asyncio.wrap_future(canary)
+            return WeightReceipt(version=manifest.version, canary_logprobs=logprobs, **dataclasses.asdict(report))
 
     async def score_canary(self, token_ids: np.ndarray) -> np.ndarray:
-        """float32 [L] log-probabilities under the weights of now; after an update that is under way, under its."""
-        async with self._canary_turn:
+        """float32 [L] log-probabilities under the current weights. Waits for an update that has begun."""
+        async with self._update_lock:
             return await asyncio.wrap_future(await self.call(lambda: self._score_canary(token_ids)))
 
     async def stop(self) -> None:
-        """End the thread and close the engine; whoever still waits hears of it."""
+        """End the thread and close the engine. Every coroutine that still waits gets a RunError."""
 
         def stop() -> None:
             self._running = False
 
         self._commands.put(stop)
         await asyncio.to_thread(self._thread.join)
-        if self.engine is not None:
-            self.engine.close()
+        if self._engine is not None:
+            self._engine.close()
 
     def _future(self) -> Future[Any]:
-        """One that is answered even if the engine stops first."""
+        """A future that is completed even if the engine fails first."""
         future: Future[Any] = Future()
-        # Whoever waits may give up, the thread still answers: to a cancelled future it could not.
+        # A coroutine may stop waiting, and cancel. Marked as running, the future can't be cancelled, and the thread may set it.
         future.set_running_or_notify_cancel()
-        self._awaited.add(future)
-        future.add_done_callback(self._awaited.discard)
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
         if self._failure is not None:
             future.set_exception(self._failure)
         return future
 
-    # The engine's thread from here on.
+    # On the engine's thread.
 
     def _run(self) -> None:
         try:
             while self._run_commands():
                 if self._busy:
-                    self._hand_out(self.engine.step())
-                if self._once_drained is not None and not self._busy:
-                    command, self._once_drained = self._once_drained, None
+                    self._deliver_results(self.engine.step())
+                if self._after_drain is not None and not self._busy:
+                    command, self._after_drain = self._after_drain, None
                     command()
-            self._refuse(RunError("the generator was shut down"))
+            self._fail_pending(RunError("the generator was shut down"))
         except Exception as error:
             logger.exception("the engine stopped")
             cause = f"{type(error).__name__}: {error}"
             self._deliver([GeneratorFailed(cause=cause)])
-            self._refuse(RunError(f"the engine stopped: {cause}"))
+            self._fail_pending(RunError(f"the engine stopped: {cause}"))
 
     @property
     def _busy(self) -> bool:
-        return self.engine is not None and self.engine.busy
+        return self._engine is not None and self._engine.busy
 
     def _run_commands(self) -> bool:
-        """Run what is queued; wait for a command when the engine has nothing to do. False when one of them was to stop."""
+        """Run the queued commands; wait for one if no request is open. Returns False after the command to stop."""
         idle = not self._busy
         while self._running:
             try:
@@ -167,53 +182,53 @@ class EngineThread:
         return self._running
 
     def _add(self, requests: Iterable[Request]) -> None:
-        if self._held is not None:
-            self._held.update((request.request_id, request) for request in requests)
+        if self._postponed is not None:
+            self._postponed.update((request.request_id, request) for request in requests)
             return
         failures = [failed for request in requests if (failed := self.engine.add(request))]
         if failures:
             self._deliver(failures)
 
     def _abort(self, request_ids: list[int]) -> None:
-        if self._held is not None:
+        if self._postponed is not None:
             for request_id in request_ids:
-                self._held.pop(request_id, None)
+                self._postponed.pop(request_id, None)
         self.engine.abort(request_ids)
 
-    def _hold(self) -> None:
-        self._held = {request.request_id: request for request in self.engine.withdraw()}
+    def _postpone(self) -> None:
+        self._postponed = {request.request_id: request for request in self.engine.withdraw()}
 
     def _load(
         self, manifest: Manifest, path: str, canary_token_ids: np.ndarray, *, recompute: bool
-    ) -> tuple[dict[str, Any], Future[np.ndarray]]:
-        if self._held is None:
-            self._hold()
+    ) -> tuple[LoadReport, Future[np.ndarray]]:
+        if self._postponed is None:
+            self._postpone()
         try:
             report = self.engine.load(manifest, path, recompute=recompute)
             return report, self._score_canary(canary_token_ids)
         finally:
-            held, self._held = self._held, None
-            self._add(held.values())
+            postponed, self._postponed = self._postponed, None
+            self._add((postponed or {}).values())
 
     def _score_canary(self, token_ids: np.ndarray) -> Future[np.ndarray]:
-        self._canary = self._future()
+        canary = self._canary = self._future()
         failed = self.engine.add(ScoreRequest(request_id=_CANARY_ID, token_ids=token_ids))
         if failed:
-            self._canary.set_exception(RunError(f"the canary: {failed.cause}"))
-        return self._canary
+            canary.set_exception(RunError(f"the canary: {failed.cause}"))
+        return canary
 
-    def _hand_out(self, results: list[Result]) -> None:
+    def _deliver_results(self, results: list[Result]) -> None:
         answers = []
         for result in results:
-            if result.request_id == _CANARY_ID:
-                self._canary.set_result(result.logprobs)
-            else:
+            if result.request_id != _CANARY_ID:
                 answers.append(result)
+            elif self._canary is not None and isinstance(result, ScoreResult):
+                self._canary.set_result(result.logprobs)
         if answers:
             self._deliver(answers)
 
-    def _refuse(self, failure: RunError) -> None:
+    def _fail_pending(self, failure: RunError) -> None:
         self._failure = failure
-        for future in list(self._awaited):
+        for future in list(self._pending):
             if not future.done():
                 future.set_exception(failure)

@@ -1,4 +1,4 @@
-"""A run's frozen models and who answers for them: one client per distinct model, however many tasks name it."""
+"""Clients of a run's frozen models: one for each distinct model, however many tasks name it."""
 
 import asyncio
 import dataclasses

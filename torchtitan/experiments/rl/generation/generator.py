@@ -1,10 +1,11 @@
-"""The Generator actor: a vLLM engine in this process, fed by messages, stepped by one thread (``engine_thread.py``).
+"""The Generator actor: an engine in this process, stepped by one thread (``engine_thread.py``). Requests arrive as messages.
 
-Finished requests of one engine step go back in one message.
+The results of one engine step leave in one message.
 """
 
 import logging
 import socket
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -13,8 +14,7 @@ from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
-from torchtitan.experiments.rl.generation.messages import CLIENT_BITS, GeneratorFailed, Request, Result
-from torchtitan.experiments.rl.generation.vllm_engine import Engine
+from torchtitan.experiments.rl.generation.messages import CLIENT_BITS, GeneratorFailed, GeneratorMessage, Request
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
 from torchtitan.experiments.rl.weights.store import local_copy, manifest_key, use_torchstore
@@ -31,7 +31,7 @@ class Generator(Actor):
         self.config = config
         self._model_path = model_path
         self._device = device
-        self._ports: dict[int, Port[list[Result]]] = {}
+        self._ports: dict[int, Port[list[GeneratorMessage]]] = {}
         setup_process_logging(run_dir, f"{role}-{current_rank().rank}")
         self._thread = EngineThread(self._send)
 
@@ -39,11 +39,11 @@ class Generator(Actor):
     async def setup(self) -> str:
         """Build the engine on the checkpoint's weights, which are version 0. Returns this process's host name."""
         use_torchstore()
-        await self._thread.start(lambda: Engine(self.config.engine, model_path=self._model_path, device=self._device))
+        await self._thread.start(lambda: self.config.engine.build(model_path=self._model_path, device=self._device))
         return socket.gethostname()
 
     @concurrent_endpoint
-    async def attach(self, client_id: int, port: Port[list[Result]]) -> None:
+    async def attach(self, client_id: int, port: Port[list[GeneratorMessage]]) -> None:
         """Send the results of this client's requests to ``port`` from now on."""
         self._ports[client_id] = port
 
@@ -78,14 +78,14 @@ class Generator(Actor):
         """Stop the engine thread and free the engine."""
         await self._thread.stop()
 
-    def _send(self, results: list[Result]) -> None:
-        if any(isinstance(result, GeneratorFailed) for result in results):
-            for port in self._ports.values():
-                port.send(results)
-            return
-        by_client: dict[int, list[Result]] = {}
-        for result in results:
-            by_client.setdefault(result.request_id >> CLIENT_BITS, []).append(result)
+    def _send(self, messages: Sequence[GeneratorMessage]) -> None:
+        by_client: dict[int, list[GeneratorMessage]] = {}
+        for message in messages:
+            if isinstance(message, GeneratorFailed):
+                for client_id in self._ports:
+                    by_client.setdefault(client_id, []).append(message)
+            else:
+                by_client.setdefault(message.request_id >> CLIENT_BITS, []).append(message)
         for client_id, own in by_client.items():
             if client_id in self._ports:
                 self._ports[client_id].send(own)

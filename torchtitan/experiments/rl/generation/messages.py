@@ -55,4 +55,7 @@ class GeneratorFailed:
 
 
 Request = GenerateRequest | ScoreRequest
-Result = GenerateResult | ScoreResult | RequestFailed | GeneratorFailed
+Result = GenerateResult | ScoreResult | RequestFailed
+"""How a request ends: one for each, by its request_id."""
+GeneratorMessage = Result | GeneratorFailed
+"""What a generator sends to its clients."""

@@ -1,8 +1,8 @@
 """How a config names a model: the policy, a server somewhere, or a checkpoint that the run hosts itself.
 
-Whoever needs a model has a field for one (an algorithm's teacher, a rubric's judge) and asks for it before the run with
-``policy.frozen(reference)``. The controller finds every reference in ``config.tasks`` by walking it, so one that is to be
-hosted must be a field of a config, not a value inside a function.
+A config that needs a model has a field for one (an algorithm's teacher, a rubric's judge). What the config builds asks for it
+in ``setup``: ``policy.frozen(reference)``. The controller walks ``config.tasks`` and hosts the HostedModels it finds, so one
+that is to be hosted must be a field of a config, not a value inside a function.
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.generation.config import EngineConfig
+from torchtitan.experiments.rl.generation.engine import EngineConfig
+from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.policy import ModelReference
 
 
@@ -35,7 +36,7 @@ class FrozenModel(ModelReference):
     api_key_env: str | None = None
     """Environment variable that holds the key; read at every request, never logged or saved. None: the server wants none."""
     max_concurrency: int = 64
-    """Requests in flight at once; more wait their turn."""
+    """Requests in flight at once; more wait."""
     timeout_s: float = 120.0
     """For each attempt."""
     max_retries: int = 5
@@ -90,22 +91,17 @@ class HostedModel(ModelReference):
     """Hub-format folder. Its tokenizer must be the policy's."""
     replicas: int = 1
     """Independent engines."""
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    engine: EngineConfig = field(default_factory=VLLMEngineConfig)
     max_concurrency: int = 256
-    """Scores in flight at once; more wait their turn. What is sampled is bounded by engine.max_num_seqs."""
+    """Scores in flight at once; more wait. How much is sampled at once is the engine's to say."""
 
     def validate(self, *, field: str) -> None:
         if not self.path:
             raise ConfigError(f"{field}.path", self.path, "name the checkpoint's folder")
-        for name, value in (
-            ("replicas", self.replicas),
-            ("engine.tensor_parallel_degree", self.engine.tensor_parallel_degree),
-            ("engine.max_num_seqs", self.engine.max_num_seqs),
-            ("engine.cpu_kv_cache_gib", self.engine.cpu_kv_cache_gib),
-            ("max_concurrency", self.max_concurrency),
-        ):
+        for name, value in (("replicas", self.replicas), ("max_concurrency", self.max_concurrency)):
             if value < 1:
                 raise ConfigError(f"{field}.{name}", value, "must be at least 1")
+        self.engine.validate(field=f"{field}.engine")
 
     def check_present(self, *, field: str) -> None:
         if not (Path(self.path) / "config.json").is_file():

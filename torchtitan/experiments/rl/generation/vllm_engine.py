@@ -1,13 +1,17 @@
-"""vLLM's engine behind a few verbs: add, step, withdraw, load, abort, close. Synchronous, and used by one thread only."""
+"""vLLM as the library's engine (``generation/engine.py``), and its config.
 
-import os
+vLLM is imported when an engine is built: importing this file, and with it any config, does not import vLLM.
+"""
+
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from torchtitan.experiments.rl.generation.config import EngineConfig
+from torchtitan.experiments.rl.compat import vllm as compat
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport
 from torchtitan.experiments.rl.generation.messages import (
     GenerateResult,
     Request,
@@ -20,10 +24,42 @@ from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.snapshot import Manifest
 
 
-class Engine:
-    def __init__(self, config: EngineConfig, *, model_path: str, device: Literal["cpu", "cuda"]):
-        _set_environment(config, device)
-        # Imported late: vLLM reads its environment, and takes seconds.
+@dataclass(kw_only=True, slots=True)
+class VLLMEngineConfig(EngineConfig):
+    """vLLM's settings; what vLLM calls them is said where the names differ."""
+
+    max_num_seqs: int = 256
+    """Sequences in one engine step."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory for weights and KV cache. CUDA only."""
+    cpu_kv_cache_gib: int = 1
+    """KV cache on CPU, in GiB."""
+    cuda_graphs: bool = True
+    """False sets enforce_eager. CPU is always eager."""
+    enable_prefix_caching: bool = True
+
+    def build(self, *, model_path: str, device: Literal["cpu", "cuda"]) -> "VLLMEngine":
+        return VLLMEngine(self, model_path=model_path, device=device)
+
+    def process_memory(self, *, parameters: int, device: Literal["cpu", "cuda"]) -> float:
+        if device == "cuda":
+            return self.gpu_memory_utilization
+        return parameters * self.torch_dtype.itemsize / 2**30 + self.cpu_kv_cache_gib
+
+    def validate(self, *, field: str) -> None:
+        # Not super(): a dataclass with slots is a copy of the class that super() knows.
+        EngineConfig.validate(self, field=field)
+        self.check_at_least(1, "max_num_seqs", "cpu_kv_cache_gib", field=field)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            cure = "is a share of the GPU: above 0, at most 1"
+            raise ConfigError(f"{field}.gpu_memory_utilization", self.gpu_memory_utilization, cure)
+
+
+class VLLMEngine:
+    """Implements generation.engine.Engine."""
+
+    def __init__(self, config: VLLMEngineConfig, *, model_path: str, device: Literal["cpu", "cuda"]):
+        compat.set_environment(device=device, cpu_kv_cache_gib=config.cpu_kv_cache_gib)
         from vllm import EngineArgs, LLMEngine
 
         on_cpu = device == "cpu"
@@ -55,26 +91,28 @@ class Engine:
         )
         self._max_model_len = config.max_model_len
         self._open: dict[str, tuple[Request, str]] = {}
-        """Request and vLLM's own id of it, by the id we gave."""
-        self.version = 0
+        """By ``request_id`` as text: the request, and the id that vLLM gave it."""
+        self._version = 0
         self._engine.set_weight_version("0")
+
+    @property
+    def version(self) -> int:
+        return self._version
 
     @property
     def busy(self) -> bool:
         return bool(self._open)
 
     def add(self, request: Request) -> RequestFailed | None:
-        """Queue a request; it joins the batch at the next step. Returns the failure of one that can never run."""
         try:
-            prompt, params = _to_vllm(request, salt=str(self.version), max_model_len=self._max_model_len)
+            prompt, params = _to_vllm(request, salt=str(self._version), max_model_len=self._max_model_len)
             key = str(request.request_id)
             self._open[key] = (request, self._engine.add_request(key, prompt, params))
-        except Exception as error:  # vLLM has errors of its own for what it refuses; one request must not end the others
+        except Exception as error:  # whatever vLLM raises for a request it refuses: one request must not end the others
             return RequestFailed(request_id=request.request_id, cause=str(error))
         return None
 
     def step(self) -> list[Result]:
-        """Run the engine once over every running request; returns those that finished."""
         results: list[Result] = []
         for output in self._engine.step():
             if output.finished:
@@ -83,46 +121,27 @@ class Engine:
         return results
 
     def withdraw(self) -> list[Request]:
-        """Take back every request that has no token yet, oldest first."""
-        states = self._engine.output_processor.request_states
         fresh = {
             key: request
             for key, (request, internal_id) in self._open.items()
-            if states[internal_id].detokenizer.num_output_tokens() == 0
+            if compat.output_token_count(self._engine, internal_id) == 0
         }
         self._engine.abort_request(list(fresh))
         for key in fresh:
             del self._open[key]
         return list(fresh.values())
 
-    def load(self, manifest: Manifest, path: str, *, recompute: bool) -> dict[str, Any]:
-        """Take over a new version between two steps. Open requests go on, on the keys and values they have or on new ones.
-
-        Those without a token have to be withdrawn before: a prefix they found cached belongs to the old version.
-        """
+    def load(self, manifest: Manifest, path: str, *, recompute: bool) -> LoadReport:
         reports = self._engine.collective_rpc("load_snapshot", args=(manifest, path))
-        self.version = manifest.version
+        self._version = manifest.version
         self._engine.set_weight_version(str(manifest.version))
         if recompute:
-            self._recompute()
-        return {
-            "fingerprint": reports[0]["fingerprint"],
-            "verify_s": max(report["verify_s"] for report in reports),
-            "reload_s": max(report["reload_s"] for report in reports),
-        }
-
-    def _recompute(self) -> None:
-        """Have every open request's keys and values computed anew, from its prompt and the tokens it has.
-
-        vLLM preempts the running ones and empties the prefix cache. A preempted request keeps its tokens and its random
-        generator, so it goes on in the same stream. Its blocks are hashed again with the version they are about to be computed
-        with: the conversation's next turn, and the rest of the group, then find them.
-        """
-        self._engine.reset_prefix_cache(reset_running_requests=True)
-        for request in self._engine.engine_core.engine_core.scheduler.requests.values():
-            request.cache_salt = str(self.version)
-            request.block_hashes.clear()
-            request.update_block_hashes()
+            compat.recompute_open_requests(self._engine, cache_salt=str(manifest.version))
+        return LoadReport(
+            fingerprint=reports[0].fingerprint,
+            verify_s=max(report.verify_s for report in reports),
+            reload_s=max(report.reload_s for report in reports),
+        )
 
     def abort(self, request_ids: Iterable[int]) -> None:
         keys = [str(i) for i in request_ids if str(i) in self._open]
@@ -131,20 +150,7 @@ class Engine:
             del self._open[key]
 
     def close(self) -> None:
-        self._engine.engine_core.shutdown()
-
-
-def _set_environment(config: EngineConfig, device: str) -> None:
-    """vLLM is configured by environment in part; all of it is set here, in the generator's own process."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # Logging is this process's own (observability/logs.py), vLLM's handlers would print beside it.
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
-    if device == "cpu":
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kv_cache_gib)
-        cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores
+        compat.shut_down(self._engine)
 
 
 def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, Any]:
@@ -152,7 +158,7 @@ def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, A
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    common = {"detokenize": False, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    common: dict[str, Any] = {"detokenize": False, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
     if isinstance(request, ScoreRequest):
         if not 2 <= len(request.token_ids) < max_model_len:
             raise ValueError(f"{len(request.token_ids)} tokens to score: give 2 to max_model_len - 1 = {max_model_len - 1}")
@@ -200,7 +206,3 @@ def _to_result(request: Request, output: Any) -> GenerateResult | ScoreResult:
             finish_reason=completion.finish_reason,
         ),
     )
-
-
-def torch_dtype(name: Literal["float32", "bfloat16"]) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 import xxhash
 
+from torchtitan.experiments.rl.errors import RunError
+
 _ALIGNMENT = 64
 _FINGERPRINT_CHUNK = 16 * 2**20
 
@@ -102,6 +104,30 @@ class SharedBuffer:
         for entry in layout.entries:
             flat = self.bytes[entry.offset : entry.offset + entry.nbytes]
             yield entry.name, flat.view(entry.dtype).view(entry.shape)
+
+
+class SnapshotReader:
+    """A generator's side of the shared memory: maps each buffer once, and verifies every version it reads."""
+
+    def __init__(self):
+        self._buffers: dict[str, SharedBuffer] = {}
+
+    def tensors(self, manifest: Manifest, path: str) -> dict[str, torch.Tensor]:
+        """Views of a version's tensors, by name, in the shared memory at ``path``.
+
+        Raises:
+            RunError: the bytes are not those that were published.
+        """
+        if path not in self._buffers:
+            self._buffers[path] = SharedBuffer.attach(path)
+        buffer = self._buffers[path]
+        seen = fingerprint(buffer.bytes[: manifest.layout.nbytes])
+        if seen != manifest.fingerprint:
+            raise RunError(
+                f"weights of version {manifest.version}: fingerprint {seen} mapped, {manifest.fingerprint} published; "
+                "the snapshot was overwritten or truncated while it was read"
+            )
+        return dict(buffer.views(manifest.layout))
 
 
 def fingerprint(buffer: torch.Tensor) -> str:

@@ -1,0 +1,173 @@
+"""An engine that samples from a table: which token comes next depends on the last one only, by known probabilities.
+
+It serves real requests, seeds, versions and snapshots, and a step takes microseconds. A version's weights are its table.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport
+from torchtitan.experiments.rl.generation.messages import (
+    GenerateRequest,
+    GenerateResult,
+    Request,
+    RequestFailed,
+    Result,
+    ScoreRequest,
+    ScoreResult,
+)
+from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout, SnapshotReader, fingerprint
+
+WEIGHTS = "model.safetensors"
+TABLE = "table"
+"""The only tensor: float32 [V, V], row t holds the probabilities of the token after t."""
+
+
+def counting_table(successor: float, *, size: int = 16) -> torch.Tensor:
+    """Row t gives ``successor`` to t + 1 (0 after the last), and shares the rest among the other tokens."""
+    table = torch.full((size, size), (1 - successor) / (size - 1))
+    table[torch.arange(size), (torch.arange(size) + 1) % size] = successor
+    return table
+
+
+def save_table(table: torch.Tensor, folder: Path) -> str:
+    """A folder that ``build`` takes as ``model_path``."""
+    save_file({TABLE: table}, folder / WEIGHTS)
+    return str(folder)
+
+
+def snapshot_of(version: int, table: torch.Tensor) -> Manifest:
+    """The table in shared memory of this process, as a trainer publishes it."""
+    layout = SnapshotLayout.of({TABLE: table}, torch.float32)
+    buffer = SharedBuffer.create(layout.nbytes)
+    dict(buffer.views(layout))[TABLE].copy_(table)
+    return Manifest(
+        version=version,
+        layout=layout,
+        path=buffer.path,
+        host="here",
+        fingerprint=fingerprint(buffer.bytes),
+        payload_key=None,
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class ScriptedEngineConfig(EngineConfig):
+    max_num_seqs: int = 4
+    """Requests that get a token in one step: the oldest."""
+    step_s: float = 0.0
+    """Seconds that a step takes beside its own work, as a model's would."""
+
+    def build(self, *, model_path: str, device: Literal["cpu", "cuda"]) -> "ScriptedEngine":
+        return ScriptedEngine(self, load_file(Path(model_path) / WEIGHTS)[TABLE])
+
+    def process_memory(self, *, parameters: int, device: Literal["cpu", "cuda"]) -> float:
+        return 0.0
+
+
+@dataclass(kw_only=True, slots=True)
+class _Open:
+    request: Request
+    random: np.random.Generator
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class ScriptedEngine:
+    """Implements generation.engine.Engine. Without top_p and top_k."""
+
+    def __init__(self, config: ScriptedEngineConfig, table: torch.Tensor):
+        self._config = config
+        self._table = table.double().numpy()
+        self._open: dict[int, _Open] = {}
+        self._reader = SnapshotReader()
+        self._version = 0
+        self.recomputed: list[int] = []
+        """Versions loaded with ``recompute``. A table has no keys and values: there is nothing else to it."""
+        self.closed = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    def add(self, request: Request) -> RequestFailed | None:
+        scores = isinstance(request, ScoreRequest)
+        length = len(request.token_ids) if scores else len(request.prompt_token_ids) + request.sampling.max_tokens
+        if length > self._config.max_model_len:
+            cause = f"{length} tokens exceed max_model_len {self._config.max_model_len}"
+            return RequestFailed(request_id=request.request_id, cause=cause)
+        seed = 0 if scores else request.seed
+        self._open[request.request_id] = _Open(request=request, random=np.random.default_rng(seed))
+        return None
+
+    def step(self) -> list[Result]:
+        time.sleep(self._config.step_s)
+        running = list(self._open.values())[: self._config.max_num_seqs]
+        results = [result for each in running if (result := self._advance(each)) is not None]
+        for result in results:
+            del self._open[result.request_id]
+        return results
+
+    def withdraw(self) -> list[Request]:
+        requests = [each.request for each in self._open.values() if not each.token_ids]
+        self.abort(request.request_id for request in requests)
+        return requests
+
+    def load(self, manifest: Manifest, path: str, *, recompute: bool) -> LoadReport:
+        tensors = self._reader.tensors(manifest, path)
+        assert all(each.token_ids for each in self._open.values()), "a request without a token was not withdrawn"
+        self._table = tensors[TABLE].double().numpy()
+        self._version = manifest.version
+        self.recomputed += [self._version] if recompute else []
+        return LoadReport(fingerprint=manifest.fingerprint, verify_s=0.0, reload_s=0.0)
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        for request_id in request_ids:
+            self._open.pop(request_id, None)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _advance(self, each: _Open) -> Result | None:
+        request = each.request
+        if isinstance(request, ScoreRequest):
+            before, after = request.token_ids[:-1], request.token_ids[1:]
+            logprobs = np.concatenate([[0.0], np.log(self._table[before, after])]).astype(np.float32)
+            return ScoreResult(request_id=request.request_id, logprobs=logprobs)
+        self._sample(each, request)
+        stopped = each.token_ids[-1] in request.stop_token_ids
+        if not stopped and len(each.token_ids) < request.sampling.max_tokens:
+            return None
+        completion = Completion(
+            token_ids=np.array(each.token_ids, np.int32),
+            logprobs=np.array(each.logprobs, np.float32),
+            policy_versions=np.array(each.versions, np.int32),
+            finish_reason="stop" if stopped else "length",
+        )
+        return GenerateResult(request_id=request.request_id, completion=completion)
+
+    def _sample(self, each: _Open, request: GenerateRequest) -> None:
+        last = each.token_ids[-1] if each.token_ids else int(request.prompt_token_ids[-1])
+        weights = self._table[last] ** (1 / (request.sampling.temperature or 1.0))
+        probabilities = weights / weights.sum()
+        if request.sampling.temperature == 0:
+            token = int(probabilities.argmax())
+        else:
+            drawn = probabilities.cumsum().searchsorted(each.random.random(), side="right")
+            token = min(int(drawn), len(probabilities) - 1)  # the sum may be a rounding below 1
+        each.token_ids.append(token)
+        each.logprobs.append(float(np.log(probabilities[token])))
+        each.versions.append(self._version)

@@ -1,0 +1,142 @@
+"""What ``compat/vllm.py`` relies on in vLLM 0.32, named where an upgrade takes it away. No engine is started.
+
+What takes a running engine is asserted in ``tests/integration/test_generator.py`` (the tied head) and
+``tests/integration/test_weight_updates.py`` (withdrawn requests, keys and values computed again, salts).
+"""
+
+import inspect
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan.experiments.rl.compat import vllm as compat
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet_vllm():
+    """vLLM reads its environment when it is imported: here it logs nothing and sends no statistics."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", os.environ.copy())
+        compat.set_environment(device="cpu", cpu_kv_cache_gib=1)
+        yield
+
+
+def source_of(thing) -> str:
+    return inspect.getsource(thing)
+
+
+def test_version_is_the_one_that_compat_is_written_for():
+    from vllm import __version__
+
+    assert __version__.startswith("0.32."), (
+        f"compat/vllm.py holds for vLLM 0.32, installed is {__version__}: check every function"
+    )
+
+
+def test_environment_variables_are_read_by_vllm(monkeypatch):
+    from vllm import envs
+
+    monkeypatch.setattr(os, "environ", {})
+    compat.set_environment(device="cpu", cpu_kv_cache_gib=3)
+    unknown = set(os.environ) - set(envs.environment_variables)
+    assert not unknown, f"vLLM no longer reads {unknown}"
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"].split(",") == [str(core) for core in sorted(os.sched_getaffinity(0))]
+
+
+def test_output_processor_keeps_a_counting_detokenizer_for_each_open_request():
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    assert "self.output_processor = " in source_of(LLMEngine.__init__), "LLMEngine.output_processor"
+    assert "self.request_states[request_id] = " in source_of(OutputProcessor.add_request), "OutputProcessor.request_states"
+    assert "self.detokenizer = " in source_of(RequestState.__init__), "RequestState.detokenizer"
+    # Without a tokenizer there is nothing to detokenize, and the tokens are counted all the same.
+    counter = IncrementalDetokenizer.from_new_request(None, SimpleNamespace(sampling_params=object()))
+    engine = SimpleNamespace(
+        output_processor=SimpleNamespace(request_states={"0-a": SimpleNamespace(detokenizer=counter)}),
+    )
+    assert compat.output_token_count(engine, "0-a") == 0
+    counter.update([5, 6], False)
+    assert compat.output_token_count(engine, "0-a") == 2
+
+
+def test_add_request_returns_the_id_under_which_the_state_is_kept():
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    assert inspect.signature(LLMEngine.add_request).return_annotation is str
+    assert "internal" in inspect.signature(LLMEngine.abort_request).parameters, "abort_request takes our own ids by default"
+
+
+def test_scheduler_is_reached_from_the_engine_in_this_process():
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    assert "reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters
+    assert "self.engine_core = " in source_of(LLMEngine.__init__), "LLMEngine.engine_core"
+    assert "self.engine_core = EngineCore(" in source_of(InprocClient.__init__), "InprocClient.engine_core"
+    assert re.search(r"self\.scheduler\b.*= ", source_of(EngineCore.__init__)), "EngineCore.scheduler"
+    assert "self.requests: dict[str, Request]" in source_of(Scheduler.__init__), "Scheduler.requests"
+    assert "engine_core.shutdown" in source_of(InprocClient.shutdown), "InprocClient.shutdown"
+
+
+def test_a_request_with_a_new_salt_has_the_block_hashes_of_one_that_always_had_it():
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+
+    def request(salt: str, prompt: list[int]) -> Request:
+        hasher = get_request_block_hasher(4, sha256)
+        return Request("r", prompt, SamplingParams(max_tokens=20), None, cache_salt=salt, block_hasher=hasher)
+
+    changed = request("1", [1, 2, 3, 4, 5, 6])
+    changed.append_output_token_ids([7, 8, 9])
+    old = list(changed.block_hashes)
+    compat.replace_cache_salt(changed, "2")
+    expected = request("2", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert len(old) == 2 and changed.block_hashes == expected.block_hashes != old
+    engine = SimpleNamespace(
+        engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(requests={"r": changed}))),
+        reset_prefix_cache=lambda *, reset_running_requests: None,
+    )
+    compat.recompute_open_requests(engine, cache_salt="1")
+    assert changed.block_hashes == old
+
+
+def test_worker_reloads_weights_and_gives_its_model():
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    assert "weights_iterator" in inspect.signature(GPUModelRunner.reload_weights).parameters
+    assert callable(Worker.reload_weights) and callable(WorkerBase.get_model)
+
+
+def test_only_a_tied_head_on_cpu_is_packed_again():
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    assert "layer" in inspect.signature(UnquantizedEmbeddingMethod.process_weights_after_loading).parameters
+    packed = []
+
+    def model(*, tied: bool, device: str = "cpu") -> torch.nn.Module:
+        made = torch.nn.Module()
+        made.lm_head = torch.nn.Linear(2, 2, device=device)
+        made.lm_head.quant_method = SimpleNamespace(process_weights_after_loading=packed.append)
+        made.config = SimpleNamespace(tie_word_embeddings=tied)
+        return made
+
+    compat.repack_tied_head(model(tied=False))
+    compat.repack_tied_head(model(tied=True, device="meta"))
+    assert packed == []
+    tied = model(tied=True)
+    compat.repack_tied_head(tied)
+    assert packed == [tied.lm_head]

@@ -1,0 +1,1 @@
+"""Every private API and patch of a dependency, one file per dependency."""

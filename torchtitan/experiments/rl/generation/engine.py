@@ -1,0 +1,128 @@
+"""What the library asks of an inference engine. vLLM's is ``generation/vllm_engine.py``; another one is a file like it.
+
+An engine has two parts: a config, which is plain data that any process can import, and the engine that the config's ``build``
+makes in the generator's process. Import what only the engine needs inside ``build`` or later.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.generation.messages import Request, RequestFailed, Result
+from torchtitan.experiments.rl.weights.snapshot import Manifest
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class LoadReport:
+    """What an engine says of a version that it loaded."""
+
+    fingerprint: str
+    """Of the bytes it read, as ``weights.snapshot.fingerprint`` computes it."""
+    verify_s: float
+    """Mapping the snapshot and taking its fingerprint, in seconds."""
+    reload_s: float
+    """Copying it into the model, in seconds."""
+
+
+class Engine(Protocol):
+    """Samples and scores tokens with one model, many requests at once.
+
+    Synchronous, and used by one thread from ``build`` to ``close`` (``generation/engine_thread.py``): an engine needs no lock.
+    Requests are named by ``request_id``, which is unique among the open ones and may be negative. An exception from any method
+    but ``load`` means that the engine can't go on: its generator fails, and every open request with it.
+    """
+
+    @property
+    def version(self) -> int:
+        """Policy version of the weights it holds. 0 is the checkpoint it was built on."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is open: added, and not yet returned by ``step`` or ``withdraw``, or aborted."""
+
+    def add(self, request: Request) -> RequestFailed | None:
+        """Queue a request, which joins the batch at one of the next steps.
+
+        Returns:
+            The failure of a request that can never run, such as one longer than ``max_model_len``; it is not open then.
+        """
+
+    def step(self) -> list[Result]:
+        """Run the model once over the batch. Called while ``busy``.
+
+        Each sampled token's ``policy_versions`` entry is ``version`` at the step that sampled it. Log-probabilities are of the
+        logits divided by the sampling temperature. The same seed and prompt give the same tokens, whatever else is in the
+        batch. A score is computed by one version.
+
+        Returns:
+            Results of the requests that finished, each once.
+        """
+
+    def withdraw(self) -> list[Request]:
+        """Take back every open request that has no token yet, and return them, oldest first. They may be added again."""
+
+    def load(self, manifest: Manifest, path: str, *, recompute: bool) -> LoadReport:
+        """Replace the weights by the snapshot at ``path``, between two steps.
+
+        The caller has withdrawn what has no token. Every other open request stays open and keeps its tokens and its stream of
+        random numbers. Its next token is the new version's. No request added from now on reads what an older version cached.
+
+        Args:
+            path: of a SharedBuffer in this host's memory (``weights.snapshot.SnapshotReader`` maps and verifies it).
+            recompute: compute the keys and values of open requests again, prompt and tokens so far, with the new weights.
+                Otherwise they go on with those they have.
+
+        Raises:
+            RunError: the snapshot is not what was published. The engine goes on with the weights it had.
+        """
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """End requests without a result. Ids that are not open are ignored: their results may have been returned."""
+
+    def close(self) -> None:
+        """Free memory and end processes. Called once and last, when its thread has ended. Requests may be open."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineConfig(ABC):
+    """What the library reads of every engine. An engine's own config extends it."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations. The trainer publishes its weights in it."""
+    max_model_len: int = 2048
+    """Longest prompt + completion, in tokens."""
+    tensor_parallel_degree: int = 1
+    """GPUs that share one engine's model."""
+
+    @abstractmethod
+    def build(self, *, model_path: str, device: Literal["cpu", "cuda"]) -> Engine:
+        """Make the engine, in the process and on the thread that will use it.
+
+        Args:
+            model_path: hub-format folder; its weights are version 0.
+        """
+
+    @abstractmethod
+    def process_memory(self, *, parameters: int, device: Literal["cpu", "cuda"]) -> float:
+        """Memory of one process: GiB on CPU; on CUDA the share of its GPU, from 0 to 1."""
+
+    def validate(self, *, field: str) -> None:
+        """Refuse values that can't work. An extension calls this too.
+
+        Raises:
+            ConfigError: by field, value and cure.
+        """
+        self.check_at_least(1, "max_model_len", "tensor_parallel_degree", field=field)
+
+    def check_at_least(self, least: float, *names: str, field: str) -> None:
+        for name in names:
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{field}.{name}", getattr(self, name), f"must be at least {least}")
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
