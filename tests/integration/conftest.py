@@ -1,12 +1,13 @@
 """What the integration tests share: models on disk, a reference for log-probabilities, and this process's children."""
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import torchtitan.experiments.rl  # noqa: F401  before any other module of torchtitan: it says which device there is
 
@@ -40,15 +41,46 @@ def untied_model(tmp_path_factory) -> str:
     return str(path)
 
 
+def llama_folder(folder: Path, **changes) -> str:
+    """A random Llama with large weights, saved by transformers, and the tiny model's tokenizer. Heads are twice as wide as
+    ``hidden_size`` shared out over them."""
+    config = LlamaConfig(
+        vocab_size=768,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=1024,
+        initializer_range=0.15,
+        rms_norm_eps=1e-5,
+        **changes,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+    for file in (*MODEL.glob("tokenizer*"), MODEL / "chat_template.jinja"):
+        shutil.copy(file, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def llama_model(tmp_path_factory) -> str:
+    """As Llama 3.2: tied head, rotary frequencies scaled; so much, and from so few positions on, that it shows in a test."""
+    rope = dict(rope_type="llama3", rope_theta=1000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    rope["original_max_position_embeddings"] = 64
+    return llama_folder(tmp_path_factory.mktemp("llama"), tie_word_embeddings=True, rope_parameters=rope)
+
+
 @pytest.fixture(scope="session")
 def reference():
     """``reference(path, token_ids, temperature)``: log-probabilities by transformers, entry t of token t, entry 0 is 0."""
-    loaded: dict[str, Qwen3ForCausalLM] = {}
+    loaded: dict[str, PreTrainedModel] = {}
 
     @torch.no_grad()
     def logprobs(path: str, token_ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
         if path not in loaded:
-            loaded[path] = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+            loaded[path] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         tokens = torch.from_numpy(np.asarray(token_ids, np.int64))[None]
         logits = loaded[path](tokens).logits[0, :-1].double() / temperature
         chosen = logits.log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1)

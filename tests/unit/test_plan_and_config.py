@@ -184,7 +184,11 @@ def edit_config(**changes):
 FOLDERS = {
     "no config": (lambda folder: (folder / "config.json").unlink(), "no readable config.json", "FileNotFoundError"),
     "a config that is no JSON": (lambda folder: (folder / "config.json").write_text("{"), "no readable config.json"),
-    "another architecture": (edit_config(architectures=["LlamaForCausalLM"]), "LlamaForCausalLM", "Qwen3ForCausalLM"),
+    "another architecture": (
+        edit_config(architectures=["MambaForCausalLM"]),
+        "MambaForCausalLM",
+        "Qwen3ForCausalLM, LlamaForCausalLM",
+    ),
     "half a config": (edit_config(num_attention_heads=None), "config.json has no 'num_attention_heads'"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights", "download the whole model"),
     "no tokenizer": (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], "has no tokenizer"),

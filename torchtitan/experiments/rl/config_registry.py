@@ -281,7 +281,7 @@ def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_de
                 sampling=SamplingConfig(max_tokens=3072),
             )
         },
-        model=ModelConfig(hf_assets_path=f"{HUB_FOLDER}/Qwen3-{flavor}", flavor=flavor),
+        model=ModelConfig(hf_assets_path=f"{HUB_FOLDER}/Qwen3-{flavor}", flavor=f"qwen3/{flavor}"),
         trainer=TrainerConfig(
             ranks=trainer_ranks,
             optimizer=OptimizerConfig(lr=1e-6),

@@ -8,7 +8,8 @@ from torchtitan.experiments.rl.config.plan import RunPlan, trainer_memory_gib
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import find_references, hosted_models
-from torchtitan.experiments.rl.models.policy import model_positions, parameter_count, policy_spec, read_hub_config
+from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.models.policy import model_positions, parameter_count, policy_spec
 
 MAX_TEMPERATURE = 2.0
 """vLLM refuses more."""
@@ -129,7 +130,7 @@ def check_model_folder(path: str) -> None:
     Raises:
         ConfigError: the folder or one of the two is missing.
     """
-    read_hub_config(path)
+    HubConfig.read(path)
     for pattern, what in (("*.safetensors", "weights (*.safetensors)"), ("tokenizer*.json", "tokenizer (tokenizer*.json)")):
         if not any(Path(path).glob(pattern)):
             raise ConfigError("model.hf_assets_path", path, f"has no {what}; download the whole model")

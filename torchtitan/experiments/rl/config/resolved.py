@@ -3,13 +3,14 @@
 import dataclasses
 from typing import Any
 
+from torchtitan.experiments.rl.compat.torchtitan import built_class
+
 
 def resolved_config(value: Any) -> Any:
     """Dataclasses become dicts, with ``class`` naming what a Config builds; functions and classes their qualified names."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        builds = getattr(value, "_owner", None) or type(value)
         fields = {field.name: resolved_config(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return {"class": _qualified_name(builds), **fields}
+        return {"class": _qualified_name(built_class(value)), **fields}
     if isinstance(value, dict):
         return {str(key): resolved_config(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

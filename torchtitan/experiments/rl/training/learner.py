@@ -18,7 +18,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import MetricSums, compute_loss, count_members, mismatch_metrics
-from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec, read_hub_config
+from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch
 
@@ -61,10 +62,9 @@ class Learner:
         ).build(model_parts=[self.model])
         self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=total_steps)
         self._hub_folder, self._checkpoint_dir = Path(model.hf_assets_path), Path(run_dir) / "checkpoint"
-        hub = read_hub_config(model.hf_assets_path)
         self.checkpointer = CheckpointManager.Config(
             enable=True,
-            export_dtype=hub.get("dtype") or hub.get("torch_dtype") or "float32",
+            export_dtype=HubConfig.read(model.hf_assets_path).dtype,
             interval=config.checkpoint_interval or 10**9,
             initial_load_in_hf=True,
             last_save_in_hf=True,

@@ -1,0 +1,73 @@
+"""The private API of torchtitan that the library uses is there and does what the library needs. An upgrade that breaks one
+fails here, by its name."""
+
+from dataclasses import dataclass, fields
+
+import pytest
+import torch
+from torchtitan.config import Configurable
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3.model import Llama3Model
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+
+from torchtitan.experiments.rl.compat.torchtitan import HiddenStateDecoder, ShardedLlama3Adapter, built_class
+
+
+class HeadlessLlama(HiddenStateDecoder, Llama3Model):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Llama3Model.Config):
+        pass
+
+
+def test_decoder_skip_lm_head_is_off_by_default_and_is_all_that_decides_about_the_head(monkeypatch):
+    assert Decoder.__dict__["_skip_lm_head"] is False
+
+    def no_layer(self, x, attention_masks, positions=None):
+        return x
+
+    config = model_registry("debugmodel", attn_backend="flex").model
+    monkeypatch.setattr("torchtitan.models.llama3.model.Llama3TransformerBlock.forward", no_layer)
+    headless = HeadlessLlama.Config(**{field.name: getattr(config, field.name) for field in fields(config)}).build()
+    headless.init_states(buffer_device=torch.device("cpu"))
+    tokens, positions = torch.tensor([[3, 1, 4]]), torch.arange(3)[None]
+    hidden = headless.hidden_states(tokens, positions, None)
+    assert hidden.shape == (1, 3, config.dim)
+    plain = config.build()
+    plain.load_state_dict(headless.state_dict())
+    torch.testing.assert_close(headless.lm_head(hidden), plain(tokens, positions, None), rtol=0, atol=0)
+
+
+def test_configurable_config_owner_is_the_class_that_build_makes():
+    class Part(Configurable):
+        @dataclass(kw_only=True, slots=True)
+        class Config(Configurable.Config):
+            pass
+
+        def __init__(self, config):
+            pass
+
+    assert built_class(Part.Config()) is Part is type(Part.Config().build())
+    assert built_class(Configurable.Config()) is Configurable.Config
+
+
+@pytest.mark.parametrize("method, direction", [("_permute", "to_hf"), ("_reverse_permute", "from_hf")])
+def test_llama3_adapter_permute_takes_the_weight_and_its_heads_first(monkeypatch, method, direction):
+    """8 query heads and 2 key heads of 4 rows: what the adapter passes for each, and that it uses what we override."""
+    spec = model_registry("debugmodel", attn_backend="flex")
+    attention = spec.model.layers[0].attention
+    attention.n_heads, attention.n_kv_heads, attention.head_dim, spec.model.dim = 8, 2, 4, 32
+    prefix = {"to_hf": "layers.0.attention.qkv_linear.w{}.weight", "from_hf": "model.layers.0.self_attn.{}_proj.weight"}
+    weights = {prefix[direction].format(name): torch.randn(rows, 32) for name, rows in (("q", 32), ("k", 8))}
+    seen = []
+
+    def spy(self, w, *args):
+        seen.append((tuple(w.shape), args[0]))
+        return original(self, w, *args)
+
+    original = getattr(ShardedLlama3Adapter, method)
+    monkeypatch.setattr(ShardedLlama3Adapter, method, spy)
+    ours = getattr(ShardedLlama3Adapter(spec.model, None), direction)(dict(weights))
+    assert seen == [((32, 32), 8), ((8, 32), 2)]
+    theirs = getattr(Llama3StateDictAdapter(spec.model, None), direction)(dict(weights))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

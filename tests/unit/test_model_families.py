@@ -1,0 +1,205 @@
+"""From a hub folder or a flavor to torchtitan's model: every field of config.json arrives, or is refused by name."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torchtitan.models.common import ComplexRoPE, CosSinRoPE
+
+from tests.unit.test_plan_and_config import DEBUG, TINY_MODEL, assert_one_line, command  # noqa: F401  a fixture
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.models import families
+from torchtitan.experiments.rl.models.families import FAMILIES, family_of_flavor
+from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.models.llama3 import LLAMA3
+from torchtitan.experiments.rl.models.policy import ModelConfig, parameter_count, policy_spec
+from torchtitan.experiments.rl.models.qwen3 import QWEN3
+
+LLAMA_3_1 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "max_position_embeddings": 4096,
+    "mlp_bias": False,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 768,
+}
+"""As transformers 4 wrote it, with a small model's sizes."""
+
+# Embedding and head, final norm; a layer: two norms, q and o of 48 x 48, k and v of 16 x 48, three of 80 x 48.
+LLAMA_PARAMETERS = 2 * 768 * 48 + 48 + 3 * (2 * 48 + 2 * 48 * 48 + 2 * 16 * 48 + 3 * 80 * 48)
+
+
+def folder_of(tmp_path: Path, values: dict, **changes) -> str:
+    values = {name: value for name, value in (values | changes).items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    return str(tmp_path)
+
+
+def spec_of(tmp_path: Path, values: dict = LLAMA_3_1, **changes):
+    """``...`` as a value leaves the field out."""
+    model = ModelConfig(hf_assets_path=folder_of(tmp_path, values, **changes))
+    return policy_spec(model, device="cpu", max_seq_len=512)
+
+
+def qwen3_config() -> dict:
+    return json.loads((TINY_MODEL / "config.json").read_text())
+
+
+# ---- Llama 3 from its folder
+
+
+def test_every_number_of_a_llama_folder_is_in_the_model(tmp_path):
+    spec = spec_of(tmp_path)
+    model, layer = spec.model, spec.model.layers[-1]
+    assert spec.name == "llama3" and len(model.layers) == 3
+    assert (model.dim, model.vocab_size, model.enable_weight_tying) == (48, 768, False)
+    attention = layer.attention
+    assert (attention.n_heads, attention.n_kv_heads, attention.head_dim, attention.qk_norm) == (6, 2, 8, None)
+    assert layer.feed_forward.w1.out_features == 80
+    assert {layer.attention_norm.eps, layer.ffn_norm.eps, model.norm.eps} == {1e-5}
+    scaled = dict(scaling="llama", scaling_factor=8, low_freq_factor=1, high_freq_factor=4)
+    expected = ComplexRoPE.Config(dim=8, max_seq_len=512, theta=500000, original_max_position_embeddings=8192, **scaled)
+    assert attention.rope == expected
+    assert parameter_count(spec) == LLAMA_PARAMETERS
+    assert parameter_count(spec_of(tmp_path, tie_word_embeddings=True)) == LLAMA_PARAMETERS - 768 * 48
+
+
+def test_rotary_fields_are_read_as_transformers_5_writes_them(tmp_path):
+    before = spec_of(tmp_path).model.layers[0].attention.rope
+    rope = LLAMA_3_1["rope_scaling"] | {"rope_theta": 500000.0}
+    after = spec_of(tmp_path, rope_scaling=..., rope_theta=..., rope_parameters=rope)
+    assert after.model.layers[0].attention.rope == before
+
+
+def test_what_a_llama_folder_leaves_out_is_what_transformers_takes(tmp_path):
+    left_out = ("num_key_value_heads", "rope_scaling", "rope_theta", "tie_word_embeddings", "attention_bias", "mlp_bias")
+    model = spec_of(tmp_path, **dict.fromkeys(left_out, ...)).model
+    attention = model.layers[0].attention
+    assert (attention.n_kv_heads, attention.head_dim, model.enable_weight_tying) == (6, 8, False)
+    assert attention.rope == ComplexRoPE.Config(dim=8, max_seq_len=512, theta=10000.0)
+    assert spec_of(tmp_path, head_dim=32).model.layers[0].attention.head_dim == 32
+    assert spec_of(tmp_path, head_dim=None).model.layers[0].attention.head_dim == 8
+
+
+REFUSED = {
+    "biased attention": (LLAMA_3_1, {"attention_bias": True}, "attention_bias = True"),
+    "biased feed-forward": (LLAMA_3_1, {"mlp_bias": True}, "mlp_bias = True"),
+    "another activation": (LLAMA_3_1, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    "another scaling": (LLAMA_3_1, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
+    "a scaling by its old name": (LLAMA_3_1, {"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_type = 'linear'"),
+    "half a scaling": (LLAMA_3_1, {"rope_scaling": {"rope_type": "llama3"}}, "has no 'factor'"),
+    "a field too few": (LLAMA_3_1, {"intermediate_size": ...}, "has no 'intermediate_size'"),
+    "no architecture": (LLAMA_3_1, {"architectures": ...}, "architecture is ''"),
+    "Qwen3 with scaling": (qwen3_config(), {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type = 'yarn'"),
+    "Qwen3 with a window": (qwen3_config(), {"use_sliding_window": True}, "use_sliding_window = True"),
+}
+
+
+@pytest.mark.parametrize("values, changes, message", REFUSED.values(), ids=REFUSED)
+def test_a_model_that_would_be_computed_wrongly_is_refused_by_field(tmp_path, values, changes, message):
+    with pytest.raises(ConfigError, match="model.hf_assets_path") as error:
+        spec_of(tmp_path, values, **changes)
+    assert message in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_dtype_of_the_weights_is_read_under_either_name():
+    assert HubConfig("", {"torch_dtype": "bfloat16"}).dtype == "bfloat16"
+    assert HubConfig("", {"dtype": "float16"}).dtype == "float16"
+    assert HubConfig("", {}).dtype == "float32"
+
+
+def test_a_run_on_a_llama_folder_is_planned_before_anything_starts(command, tmp_path):  # noqa: F811
+    folder = folder_of(tmp_path, LLAMA_3_1)
+    for file in (*TINY_MODEL.glob("tokenizer*"), TINY_MODEL / "model.safetensors"):
+        shutil.copy(file, tmp_path)
+    code, out, err = command(*DEBUG, "--model.hf-assets-path", folder, "--dry-run")
+    assert code == 0 and err == ""
+    assert f"{LLAMA_PARAMETERS / 1e6:.1f}M parameters" in out
+    code, _, err = command(*DEBUG, "--model.hf-assets-path", folder, "--batcher.row-length", "8192", "--dry-run")
+    assert code == 2
+    assert_one_line(err, "batcher.row_length = 8192", "4096 positions")
+
+
+# ---- flavors
+
+
+def test_a_flavor_is_found_by_its_full_name_by_the_folder_or_where_one_family_has_it(tmp_path):
+    nowhere, llama = "/nowhere", folder_of(tmp_path, LLAMA_3_1)
+    assert family_of_flavor("qwen3/8B", nowhere) == (QWEN3, "8B")
+    assert family_of_flavor("llama3/8B", nowhere) == (LLAMA3, "8B")
+    assert family_of_flavor("qwen3/8B", llama) == (QWEN3, "8B")
+    assert family_of_flavor("8B", llama) == (LLAMA3, "8B")
+    assert family_of_flavor("8B", str(TINY_MODEL)) == (QWEN3, "8B")
+    assert family_of_flavor("0.6B", nowhere) == (QWEN3, "0.6B")
+    assert family_of_flavor("405B", str(TINY_MODEL)) == (LLAMA3, "405B")
+
+
+@pytest.mark.parametrize(
+    "flavor, message",
+    [
+        ("8B", "choose one of qwen3/8B, llama3/8B"),
+        ("9B", "qwen3/0.6B"),
+        ("llama3/1B", "llama3/8B"),
+        ("llama3/0.6B", "qwen3/0.6B"),
+    ],
+)
+def test_a_flavor_that_is_unknown_or_of_two_families_is_refused_with_those_there_are(flavor, message):
+    with pytest.raises(ConfigError, match="model.flavor") as error:
+        policy_spec(ModelConfig(hf_assets_path="/nowhere", flavor=flavor), device="cpu", max_seq_len=512)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("name, millions", [("qwen3/0.6B", 596.0), ("llama3/8B", 8030.3)])
+def test_a_flavor_has_the_parameters_its_model_card_says(name, millions):
+    spec = policy_spec(ModelConfig(hf_assets_path="/nowhere", flavor=name), device="cuda", max_seq_len=512)
+    assert round(parameter_count(spec) / 1e6, 1) == millions
+
+
+def test_llama_flavors_that_are_left_out_still_have_the_wrong_rotary_scaling():
+    from torchtitan.models.llama3 import llama3_configs
+
+    for flavor in ("1B", "3B"):
+        assert llama3_configs[flavor](attn_backend="flex").layers[0].attention.rope.scaling_factor == 8
+
+
+# ---- a further family
+
+
+def test_a_further_family_is_one_record_under_its_architecture(tmp_path, monkeypatch):
+    monkeypatch.setitem(families.FAMILIES, "OtherForCausalLM", replace(QWEN3, name="other", flavors=()))
+    spec = spec_of(tmp_path, qwen3_config(), architectures=["OtherForCausalLM"])
+    assert spec.name == "other" and isinstance(spec.model.layers[0].attention.rope, CosSinRoPE.Config)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_family_gives_log_probabilities_of_the_needed_tokens(tmp_path, architecture):
+    (values,) = (folder for folder in (qwen3_config(), LLAMA_3_1) if folder["architectures"] == [architecture])
+    spec = spec_of(tmp_path, values)
+    model = spec.model.build()
+    model.init_states(buffer_device=torch.device("cpu"))
+    tokens, positions = torch.randint(768, (2, 7)), torch.arange(7).expand(2, 7)
+    needed = positions > 3
+    logprobs, entropy = model(tokens, positions, torch.ones(2, 7), needed)
+    # The head is zeros: every token is as likely as any other.
+    expected = torch.where(needed, -torch.log(torch.tensor(768.0)), 0.0)
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(entropy, -expected)

@@ -1,0 +1,72 @@
+"""The config of a dense decoder with grouped-query attention, as most hub folders describe one."""
+
+import torch
+
+from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.models.common import Decoder, Embedding, Linear, RoPE, TransformerBlock
+from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.param_init import skip_param_init
+
+
+def dense_decoder(
+    hub: HubConfig,
+    *,
+    model: type[Decoder.Config],
+    block: type[TransformerBlock.Config],
+    rope: RoPE.Config,
+    qk_norm: bool,
+    attn_backend: str,
+) -> Decoder.Config:
+    """
+    Args:
+        model, block: the family's config classes.
+        rope: its ``dim`` is the size of a head.
+        qk_norm: queries and keys are normalised, each head on its own.
+        attn_backend: torchtitan's name, "varlen" or "flex".
+
+    Raises:
+        ConfigError: config.json lacks a field, or has biases or another activation than SiLU.
+    """
+    for name in ("attention_bias", "mlp_bias"):
+        hub.require(name, False)
+    hub.require("hidden_act", "silu")
+    dim, vocab_size, heads = hub["hidden_size"], hub["vocab_size"], hub["num_attention_heads"]
+    tied = hub.get("tie_word_embeddings", False)
+    # Weights always come from a checkpoint: the initialisation is only torchtitan's required field.
+    init = {"weight": torch.nn.init.zeros_, "bias": torch.nn.init.zeros_}
+
+    def norm(size: int) -> RMSNorm.Config:
+        return RMSNorm.Config(normalized_shape=size, eps=hub["rms_norm_eps"], param_init={"weight": torch.nn.init.ones_})
+
+    def layer() -> TransformerBlock.Config:
+        return block(
+            attention_norm=norm(dim),
+            ffn_norm=norm(dim),
+            attention=make_gqa_config(
+                dim=dim,
+                n_heads=heads,
+                n_kv_heads=hub.get("num_key_value_heads", heads),
+                head_dim=rope.dim,
+                wqkv_param_init=init,
+                wo_param_init=init,
+                inner_attention=get_attention_config(attn_backend),
+                qk_norm=norm(rope.dim) if qk_norm else None,
+                rope=rope,
+            ),
+            feed_forward=make_ffn_config(
+                dim=dim, hidden_dim=hub["intermediate_size"], w1_param_init=init, w2w3_param_init=init
+            ),
+        )
+
+    return model(
+        vocab_size=vocab_size,
+        dim=dim,
+        norm=norm(dim),
+        enable_weight_tying=tied,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=vocab_size, embedding_dim=dim, param_init={"weight": skip_param_init} if tied else init
+        ),
+        lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=init),
+        layers=[layer() for _ in range(hub["num_hidden_layers"])],
+    )

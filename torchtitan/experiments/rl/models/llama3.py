@@ -1,0 +1,65 @@
+"""Llama 3, and the models that are Llama 3 but for their numbers."""
+
+from dataclasses import dataclass
+
+from torchtitan.experiments.rl.compat.torchtitan import ShardedLlama3Adapter
+from torchtitan.experiments.rl.models.dense_decoder import dense_decoder
+from torchtitan.experiments.rl.models.family import ModelFamily
+from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.models.logprob_decoder import LogprobDecoder
+from torchtitan.models.common import ComplexRoPE, Decoder
+from torchtitan.models.llama3 import llama3_configs, model_registry, parallelize_llama
+from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
+
+_DEFAULT_THETA = 10_000.0
+"""What transformers takes where config.json has no rope_theta."""
+
+_WRONG_FLAVORS = ("1B", "3B")
+"""torchtitan 0.3.0 divides their low rotary frequencies by 8, as Llama 3.1 has it; the checkpoints, Llama 3.2, have 32. Nothing
+fails: long prompts only get worse. Their folders' config.json is right."""
+
+
+class Llama3Policy(LogprobDecoder, Llama3Model):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Llama3Model.Config):
+        pass
+
+
+def _model_of(hub: HubConfig, attn_backend: str) -> Decoder.Config:
+    return dense_decoder(
+        hub,
+        model=Llama3Model.Config,
+        block=Llama3TransformerBlock.Config,
+        rope=_rope(hub),
+        qk_norm=False,
+        attn_backend=attn_backend,
+    )
+
+
+def _rope(hub: HubConfig) -> ComplexRoPE.Config:
+    # Complex, on pairs of neighbours: torchtitan's adapter permutes the hub's queries and keys to that.
+    rope = ComplexRoPE.Config(
+        dim=hub.get("head_dim", hub["hidden_size"] // hub["num_attention_heads"]),
+        max_seq_len=hub["max_position_embeddings"],
+        theta=hub.rope.get("rope_theta", _DEFAULT_THETA),
+    )
+    if hub.rope["rope_type"] == "default":
+        return rope
+    hub.rope.require("rope_type", "llama3")
+    rope.scaling = "llama"
+    rope.scaling_factor = hub.rope["factor"]
+    rope.low_freq_factor = hub.rope["low_freq_factor"]
+    rope.high_freq_factor = hub.rope["high_freq_factor"]
+    rope.original_max_position_embeddings = hub.rope["original_max_position_embeddings"]
+    return rope
+
+
+LLAMA3 = ModelFamily(
+    name="llama3",
+    policy_config=Llama3Policy.Config,
+    model_of=_model_of,
+    flavors=tuple(flavor for flavor in llama3_configs if flavor not in _WRONG_FLAVORS),
+    spec_of_flavor=model_registry,
+    parallelize=parallelize_llama,
+    state_dict_adapter=ShardedLlama3Adapter,
+)

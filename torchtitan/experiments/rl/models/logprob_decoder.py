@@ -1,0 +1,43 @@
+"""The forward pass of a policy: a decoder that returns log-probabilities of its input tokens. Any decoder of torchtitan."""
+
+import torch
+
+from torchtitan.experiments.rl.compat.torchtitan import HiddenStateDecoder
+from torchtitan.experiments.rl.models.cpu_attention import CPUVarlenAttention, packed_metadata
+from torchtitan.models.common.attention import AttentionMasksType
+
+
+class LogprobDecoder(HiddenStateDecoder):
+    """Mixin: ``class Policy(LogprobDecoder, SomeDecoder)`` is that decoder with this forward pass and a LogprobHead."""
+
+    def forward(  # type: ignore[override]  # it answers another question than torchtitan's, which gives logits
+        self, tokens: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor, needed: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of each needed token given those before it in its sample.
+
+        Args:
+            tokens, positions: int [B, L]; positions restart at 0 at each sample.
+            temperatures: float [B, L].
+            needed: bool [B, L]; the other tokens cost no logits. Never a sample's first token: nothing predicts it.
+
+        Returns:
+            logprobs and entropy [B, L]; 0 where not needed. Entropy is detached.
+        """
+        # Under FSDP everything runs inside this forward, so the head's weight is gathered when the head is called.
+        hidden_BLD = self.hidden_states(tokens.long(), positions.long(), self.get_attention_masks(positions))
+        rows, columns = needed.nonzero(as_tuple=True)
+        logprobs_N, entropy_N = self.lm_head(
+            hidden_BLD[rows, columns - 1],
+            tokens[rows, columns],
+            temperatures[rows, columns],
+            # Short rows fit one chunk whole; a quarter of a row at a time keeps the promise for them too.
+            chunk_tokens=max(1, tokens.shape[1] // 4),
+        )
+        zeros = logprobs_N.new_zeros(tokens.shape)
+        return zeros.index_put((rows, columns), logprobs_N), zeros.index_put((rows, columns), entropy_N)
+
+    def get_attention_masks(self, positions: torch.Tensor) -> AttentionMasksType | None:
+        attention = self.config.first_attention
+        if attention is not None and isinstance(attention.inner_attention, CPUVarlenAttention.Config):
+            return packed_metadata(positions)
+        return super().get_attention_masks(positions)
