@@ -208,7 +208,7 @@ async def run_ours(
 
     training = TrainingLoop(
         steps=steps,
-        ranks=1,
+        data_parallel_size=1,
         synchronous=bound == 0,
         rollouts=rollouts,
         batcher=batcher,

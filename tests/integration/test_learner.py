@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file, save_file
+from torchtitan.config import ParallelismConfig
 
 from tests.integration.conftest import MODEL, llama_folder
 from torchtitan.experiments.rl.batching.batcher import Batcher
@@ -19,7 +20,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, init_process_group
-from torchtitan.experiments.rl.types import TrainingSample
+from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingSample
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import SharedBuffer
@@ -56,11 +57,22 @@ def samples_of(count: int = 24, *, vocabulary: int = 768, seed: int = 0) -> list
     return samples
 
 
-def learner_of(run_dir, *, model: str | ModelConfig = str(MODEL), dtype=None, lr: float = 1e-3, **config) -> Learner:
+class RepeatedLearner(Learner):
+    """All ranks have one data-parallel coordinate: they lie in the mesh's pipeline dimension, each with the whole model."""
+
+    def _parallelism(self) -> ParallelismConfig:
+        parallelism = super()._parallelism()
+        parallelism.pipeline_parallel_degree = dist.get_world_size()
+        return parallelism
+
+
+def learner_of(
+    run_dir, *, model: str | ModelConfig = str(MODEL), dtype=None, lr: float = 1e-3, kind: type[Learner] = Learner, **config
+) -> Learner:
     model = model if isinstance(model, ModelConfig) else ModelConfig(hf_assets_path=model)
     config = TrainerConfig(optimizer=OptimizerConfig(lr=lr), **config)
     config.lr_scheduler.warmup_steps = 0
-    return Learner(config, model=model, device="cpu", max_seq_len=512, total_steps=10, run_dir=str(run_dir), dtype=dtype)
+    return kind(config, model=model, device="cpu", max_seq_len=512, total_steps=10, run_dir=str(run_dir), dtype=dtype)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -72,8 +84,8 @@ def parameters(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def accumulate(learner: Learner, layout: dict, samples: list[TrainingSample]) -> dict[str, float]:
-    plan = Batcher.Config(**layout).build().plan(samples, learner.world_size)
-    return learner.forward_backward(plan.microbatches[learner.rank], 0).compute()
+    plan = Batcher.Config(**layout).build().plan(samples, learner.data_parallel.size)
+    return learner.forward_backward(plan.microbatches[learner.data_parallel.rank], 0).compute()
 
 
 def loss_and_gradient(learner: Learner, layout: dict) -> tuple[float, dict[str, torch.Tensor]]:
@@ -157,6 +169,10 @@ def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_mo
         learner = learner_of(f"{folder}/fused {name}", model=fused_config(fused_model), data_parallel_replicate_degree=copies)
         results[f"snapshot fused {name}"] = snapshot(learner)
         learner.close()
+    learner = learner_of(f"{folder}/repeated", kind=RepeatedLearner)
+    results["repeated"] = one_step(learner)
+    results["repeated"]["snapshot"] = snapshot(learner)
+    learner.close()
     learner = learner_of(f"{folder}/llama", model=llama_model)
     results["snapshot llama"], results["score llama"] = snapshot(learner), learner.score(TOKENS)
     learner.close()
@@ -164,25 +180,41 @@ def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_mo
     learner = learner_of(f"{folder}/float64", dtype=torch.float64)
     results["float64"] = {name: loss_and_gradient(learner, layout) for name, layout in LAYOUTS.items()}
     learner.close()
-    if rank == 0:
-        torch.save(results, f"{folder}/results.pt")
+    torch.save(results, f"{folder}/results-{rank}.pt")
     dist.destroy_process_group()
 
 
+def one_step(learner: Learner) -> dict:
+    """Everything that one step on the fixed samples makes, and what it was made from."""
+    plan = Batcher.Config(**LAYOUTS["long rows"]).build().plan(samples_of(), learner.data_parallel.size)
+    microbatches = plan.microbatches[learner.data_parallel.rank]
+    metrics = learner.forward_backward(microbatches, 0).compute()
+    denominators = learner._denominators(microbatches)
+    metrics |= learner.optim_step()
+    coordinate = learner.data_parallel
+    return dict(metrics=metrics, denominators=denominators, parameters=parameters(learner), coordinate=coordinate)
+
+
 def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
-    """What the ranks together wrote into shared memory; nothing on other ranks than the first."""
+    """What this rank wrote into shared memory; on the first rank, what the ranks wrote together."""
     publisher = SnapshotPublisher(rank=learner.rank, one_host=True, dtype=torch.float32)
     publisher.write(1, learner.hub_tensors())
     if learner.rank:
-        return {}
+        return {name: view.clone() for name, view in publisher._targets[1].items()}
     return {name: view.clone() for name, view in publisher._buffers[1].views(publisher._layout)}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(fused_model, llama_model, tmp_path_factory) -> dict:
+def both_ranks(fused_model, llama_model, tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("two_ranks")
     multiprocessing.spawn(work_of_a_rank, args=(free_port(), str(folder), fused_model, llama_model), nprocs=2)
-    return torch.load(folder / "results.pt", weights_only=False)
+    return [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(both_ranks) -> dict:
+    """What the first rank has to say."""
+    return both_ranks[0]
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +250,31 @@ def test_every_mesh_scores_alike(stepped, two_ranks, one_rank, tmp_path):
     step(learner)
     for mesh in ("sharded", "copied"):
         np.testing.assert_allclose(two_ranks[f"score {mesh}"], learner.score(TOKENS), rtol=0, atol=1e-4)
+
+
+def test_ranks_of_one_data_parallel_coordinate_step_as_one_rank_alone(both_ranks, one_rank, tmp_path):
+    learner = learner_of(tmp_path)
+    alone = one_step(learner)
+    learner.close()
+    # Member tokens of the fixed samples, counted here: sampled ones, and those with a cross-entropy weight.
+    samples = samples_of()
+    rl = sum(int(sample.loss_mask.sum()) for sample in samples)
+    ce = sum(int((sample.ce_weights > 0).sum()) for sample in samples)
+    assert alone["denominators"] == LossDenominators(rl=rl, ce=ce, ref_kl=1)
+    for rank in both_ranks:
+        repeated = rank["repeated"]
+        assert repeated["coordinate"] == alone["coordinate"] == DataParallel(rank=0, size=1)
+        assert repeated["denominators"] == alone["denominators"]
+        assert repeated["metrics"].keys() == alone["metrics"].keys() and len(alone["metrics"]) > 10
+        assert repeated["metrics"] == pytest.approx(alone["metrics"], rel=1e-6, abs=1e-9)
+        assert_same(repeated["parameters"], alone["parameters"], rtol=0, atol=1e-6)
+
+
+def test_what_several_ranks_hold_is_written_by_one(both_ranks):
+    first, second = both_ranks
+    assert_same(first["repeated"]["snapshot"], first["repeated"]["parameters"], rtol=0, atol=0)
+    assert second["repeated"]["snapshot"] == second["snapshot copied"] == {}
+    assert second["snapshot sharded"].keys() == first["snapshot sharded"].keys()
 
 
 # ---- float64: nothing but rounding may depend on how samples are laid out

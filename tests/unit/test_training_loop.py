@@ -79,7 +79,7 @@ def build(*, steps=3, bound=1, task=None):
     records, starts = [], []
     loop = TrainingLoop(
         steps=steps,
-        ranks=1,
+        data_parallel_size=1,
         synchronous=bound == 0,
         rollouts=rollouts,
         batcher=batcher,

@@ -131,6 +131,16 @@ class TrainingBatch(TokenStreams[torch.Tensor, torch.Tensor]):
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
+class DataParallel:
+    """Which rows a trainer rank is sent. Ranks with the same coordinate are sent the same rows, and share the work on them."""
+
+    rank: int
+    """Index into the shares of a step's rows."""
+    size: int
+    """Shares of a step's rows. At most the number of trainer ranks."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
 class LossDenominators:
     """Member tokens of each loss component over the whole optimizer step: all microbatches, all data-parallel ranks.
 

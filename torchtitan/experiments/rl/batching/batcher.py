@@ -21,7 +21,7 @@ class BatchPlan:
     """One optimizer step's batches."""
 
     microbatches: list[list[TrainingBatch]]
-    """[rank][microbatch]. Every rank has the same number, at least 1, since sharded ranks must run forward together."""
+    """[data-parallel rank][microbatch]. Each has the same number, at least 1: sharded ranks must run forward together."""
     efficiency: float
     """Share of the B * L slots that hold a sample's token, over all ranks."""
     rows: int
@@ -54,7 +54,7 @@ class Batcher(Configurable):
         return not all(self.fits(sample) for sample in samples)
 
     def plan(self, samples: Sequence[TrainingSample], ranks: int) -> BatchPlan:
-        """Pack one step's samples for ``ranks`` data-parallel ranks.
+        """Pack one step's samples for ``ranks`` data-parallel ranks. Rank means data-parallel rank here.
 
         Rows are shared out so that ranks have nearly equal work, and where a rank would otherwise wait, samples are spread
         over more and shorter rows. A rank with no row left gets one short row of padding.

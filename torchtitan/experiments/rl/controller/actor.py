@@ -152,7 +152,7 @@ class Controller(Actor):
         )
         self._training = TrainingLoop(
             steps=config.steps,
-            ranks=config.trainer.ranks,
+            data_parallel_size=self._actors.trainer.data_parallel_size,
             synchronous=config.max_offpolicy_steps == 0,
             rollouts=self._rollouts,
             batcher=batcher,

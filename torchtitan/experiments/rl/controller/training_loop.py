@@ -38,7 +38,7 @@ class TrainingLoop:
         self,
         *,
         steps: int,
-        ranks: int,
+        data_parallel_size: int,
         synchronous: bool,
         rollouts: RolloutLoop,
         batcher: Batcher,
@@ -53,14 +53,14 @@ class TrainingLoop:
         """
         Args:
             steps: optimizer steps to take.
-            ranks: trainer ranks; each gets its own rows.
+            data_parallel_size: data-parallel ranks of the trainer; each gets its own rows.
             synchronous: rollouts of a version start only when the generators hold it and its evaluation has ended.
             generated_tokens: returns the number of tokens sampled since the run began.
             on_start: called once, with the validation result of step 0 (reward None if there is no validation).
             on_step: called with every finished step.
         """
         self.steps_done = 0
-        self._steps, self._ranks, self._synchronous = steps, ranks, synchronous
+        self._steps, self._data_parallel_size, self._synchronous = steps, data_parallel_size, synchronous
         self._rollouts, self._batcher, self._trainer, self._weights = rollouts, batcher, trainer, weights
         self._validator, self._runner, self._generated_tokens = validator, runner, generated_tokens
         self._on_start, self._on_step = on_start, on_step
@@ -103,7 +103,7 @@ class TrainingLoop:
         with self._watch.span("train"):
             samples = [sample for group in taken.groups for rollout in group.rollouts for sample in rollout.samples]
             # In a thread, because it copies every stream of the step: the event loop keeps running rollouts.
-            packed = await asyncio.to_thread(self._batcher.plan, samples, ranks=self._ranks)
+            packed = await asyncio.to_thread(self._batcher.plan, samples, self._data_parallel_size)
             trained = await self._trainer.step(packed, step)
         self._rollouts.trained(taken)
         with self._watch.span("sync"):

@@ -84,6 +84,7 @@ class RunActors:
         await self._frozen.connect()
         spec = policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length)
         self.trainer = TrainerClient(trainers, run_dir=self._run_dir)
+        await self.trainer.connect()
         self.weights = WeightSync(
             trainers,
             self.policy,

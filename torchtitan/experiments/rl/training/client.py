@@ -7,23 +7,43 @@ from typing import Any
 import torch
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
+from torchtitan.experiments.rl.types import DataParallel
 
 
 class TrainerClient:
+    """``connect``, then steps."""
+
     def __init__(self, mesh: Any, *, run_dir: Path):
         self._mesh, self._run_dir = mesh, run_dir
         self.failed_batch: Path | None = None
         """Where a batch was written on which a step failed."""
+        self._coordinates: list[DataParallel] = []
+        """Of each rank."""
+
+    async def connect(self) -> None:
+        """Ask every rank, once it is set up, for its data-parallel coordinate."""
+        self._coordinates = list((await self._mesh.data_parallel.call()).values())
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Shares that a step's rows are planned in."""
+        return self._coordinates[0].size
 
     async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
-        """Take optimizer step ``step`` on the policy version before it; each rank is sent its own rows only. Returns metrics.
+        """Take optimizer step ``step`` on the policy version before it. Returns metrics.
+
+        The client sends each rank the rows of its data-parallel coordinate and no others.
 
         Raises:
+            ValueError: ``packed`` was planned for another number of data-parallel ranks.
             Exception: what a rank raised; the batch is on disk then.
         """
+        if len(packed.microbatches) != self.data_parallel_size:
+            planned, size = len(packed.microbatches), self.data_parallel_size
+            raise ValueError(f"rows planned for {planned} data-parallel ranks, and the trainer has {size}")
         calls = [
-            self._mesh.slice(procs=rank).forward_backward.call_one(microbatches, step - 1)
-            for rank, microbatches in enumerate(packed.microbatches)
+            self._mesh.slice(procs=rank).forward_backward.call_one(packed.microbatches[coordinate.rank], step - 1)
+            for rank, coordinate in enumerate(self._coordinates)
         ]
         try:
             metrics = (await asyncio.gather(*calls))[0]

@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.losses import MetricSums, compute_loss, count_mem
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.training.config import TrainerConfig
-from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch
+from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
 
 
 class Learner:
@@ -38,18 +38,21 @@ class Learner:
     ):
         """Needs an initialised process group; every rank builds one. ``dtype`` overrides config.dtype (tests: float64)."""
         self.config = config
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        parallelism = self._parallelism()
+        dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+        # torchtitan's mesh over ranks that are sent different rows: dp_replicate x dp_shard. None where it has one rank.
+        mesh = dims.get_optional_mesh("batch")
+        self._data_parallel_group = None if mesh is None else mesh.get_group()
+        self.data_parallel = DataParallel(rank=0, size=1)
+        if mesh is not None:
+            self.data_parallel = DataParallel(rank=mesh.get_local_rank(), size=mesh.size())
         self._device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
         spec = policy_spec(model, device=device, max_seq_len=max_seq_len, chunk_tokens=config.logprob_chunk_tokens)
-        parallelism = ParallelismConfig(
-            data_parallel_replicate_degree=config.data_parallel_replicate_degree,
-            # The default backend fails with torch 2.13 and more than one rank.
-            spmd_backend="partial_dtensor",
-        )
         dtype = dtype or getattr(torch, config.dtype)
         with torch.device("meta"):
             self.model = spec.model.build().to(dtype)
-        self._parallelize(spec.parallelize_fn, parallelism, run_dir)
+        self._parallelize(spec.parallelize_fn, dims, parallelism, run_dir)
         self.model.to_empty(device=self._device)
         with torch.no_grad():
             self.model.init_states(buffer_device=self._device)
@@ -81,10 +84,10 @@ class Learner:
         self.checkpointer.load()
 
     def forward_backward(self, microbatches: list[TrainingBatch], policy_version: int) -> MetricSums:
-        """Accumulate the gradient of one optimizer step over this rank's microbatches. Collective.
+        """Accumulate the gradient of one optimizer step. Collective.
 
         Args:
-            microbatches: this rank's share of the step; every rank has the same number.
+            microbatches: the step's rows of this rank's data-parallel coordinate; every rank has the same number.
             policy_version: version of the weights being trained, for metrics by policy age.
 
         Returns:
@@ -103,7 +106,8 @@ class Learner:
             metrics.add_mean("policy/entropy", entropy, batch.loss_mask)
             sums.merge(metrics)
             sums.merge(mismatch_metrics(logprobs.detach(), batch, policy_version))
-        sums.all_reduce()
+        if self._data_parallel_group is not None:
+            sums.all_reduce(self._data_parallel_group)
         return sums
 
     def optim_step(self) -> dict[str, float]:
@@ -155,11 +159,18 @@ class Learner:
     def close(self) -> None:
         self.checkpointer.close()
 
-    def _parallelize(self, parallelize_fn, parallelism: ParallelismConfig, run_dir: str) -> None:
+    def _parallelism(self) -> ParallelismConfig:
+        return ParallelismConfig(
+            data_parallel_replicate_degree=self.config.data_parallel_replicate_degree,
+            # The default backend fails with torch 2.13 and more than one rank.
+            spmd_backend="partial_dtensor",
+        )
+
+    def _parallelize(self, parallelize_fn, dims: ParallelDims, parallelism: ParallelismConfig, run_dir: str) -> None:
         config = self.config
         parallelize_fn(
             self.model,
-            parallel_dims=ParallelDims.from_config(parallelism, self.world_size),
+            parallel_dims=dims,
             training=TrainingConfig(
                 mixed_precision_param=config.mixed_precision_param, enable_cpu_offload=config.enable_cpu_offload
             ),
@@ -176,7 +187,8 @@ class Learner:
 
     def _denominators(self, microbatches: list[TrainingBatch]) -> LossDenominators:
         counts = torch.stack([count_members(batch) for batch in microbatches]).sum(0).to(self._device)
-        dist.all_reduce(counts)
+        if self._data_parallel_group is not None:
+            dist.all_reduce(counts, group=self._data_parallel_group)
         rl, ce, ref_kl = (max(1, int(count)) for count in counts)
         return LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl)
 

@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, init_process_group
-from torchtitan.experiments.rl.types import TrainingBatch
+from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.store import use_torchstore
 
@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 
 
 class PolicyTrainer(Actor):
-    """Consumes this rank's microbatches, produces metrics and published weights. Knows no task, env or algorithm."""
+    """Consumes the microbatches of its data-parallel coordinate, produces metrics and published weights.
+
+    Knows no task, env or algorithm.
+    """
 
     def __init__(
         self,
@@ -77,8 +80,13 @@ class PolicyTrainer(Actor):
         await self._run(build)
 
     @concurrent_endpoint
+    async def data_parallel(self) -> DataParallel:
+        """This rank's data-parallel coordinate. Known after ``setup``."""
+        return self._learner.data_parallel
+
+    @concurrent_endpoint
     async def forward_backward(self, microbatches: list[TrainingBatch], policy_version: int) -> dict[str, float]:
-        """Accumulate one step's gradient over this rank's microbatches; metrics of the whole step. Collective."""
+        """Accumulate one step's gradient over this coordinate's microbatches; metrics of the whole step. Collective."""
         return await self._run(lambda: self._learner.forward_backward(microbatches, policy_version).compute())
 
     @concurrent_endpoint

@@ -2,13 +2,14 @@
 
 import socket
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchstore
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
+from torchtitan.experiments.rl.compat.torch import local_shard
 from torchtitan.experiments.rl.weights.snapshot import (
     Manifest,
     SharedBuffer,
@@ -21,8 +22,8 @@ from torchtitan.experiments.rl.weights.store import manifest_key, payload_key
 class SnapshotPublisher:
     """Writes versions to two buffers in turn, so that the one before may still be read while the next is written.
 
-    On one host every rank copies its own shards straight into the buffer: gathering is that copy. Ranks on several hosts
-    gather each tensor, and rank 0 writes.
+    On one host every rank copies its own shards straight into the buffer: gathering is that copy. Of several ranks that hold
+    the same shard, the lowest writes it. Ranks on several hosts gather each tensor, and rank 0 writes.
     """
 
     def __init__(self, *, rank: int, one_host: bool, dtype: torch.dtype):
@@ -43,7 +44,11 @@ class SnapshotPublisher:
         if self._layout is None:
             self._layout = SnapshotLayout.of(tensors, self._dtype)
             self._open_buffers()
-            self._targets = [self._targets_in(buffer, tensors) for buffer in self._buffers] or [{}, {}]
+            shards = self._shards_to_write(tensors)
+            self._targets = [
+                {name: view[shards[name]] for name, view in buffer.views(self._layout) if name in shards}
+                for buffer in self._buffers
+            ] or [{}, {}]
         targets = self._targets[version % 2]
         for name, tensor in tensors.items():
             if isinstance(tensor, DTensor):
@@ -83,31 +88,41 @@ class SnapshotPublisher:
         if self._rank == 0:
             self._buffers = [SharedBuffer.create(self._layout.nbytes) for _ in paths]
             paths = [buffer.path for buffer in self._buffers]
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if _many_ranks():
             dist.broadcast_object_list(paths)
         if self._rank != 0 and self._one_host:
             self._buffers = [SharedBuffer.attach(path) for path in paths]
 
-    def _targets_in(self, buffer: SharedBuffer, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        targets = {}
-        for name, view in buffer.views(self._layout):
-            part = self._part(tensors[name])
-            if part is not None:
-                targets[name] = view[part]
-        return targets
+    def _shards_to_write(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
+        """Index of what this rank writes in the whole tensor, by name. Collective: the ranks compare what they hold."""
+        if not self._one_host:
+            return dict.fromkeys(tensors, (...,)) if self._rank == 0 else {}
+        mine = {name: _shard_of(tensor) for name, tensor in tensors.items()}
+        held = [mine]
+        if _many_ranks():
+            held = [mine] * dist.get_world_size()
+            dist.all_gather_object(held, mine)
+        written = {entry for lower in held[: self._rank] for entry in lower.items()}
+        return {
+            name: tuple(slice(start, stop) for start, stop in shard)
+            for name, shard in mine.items()
+            if (name, shard) not in written
+        }
 
-    def _part(self, tensor: torch.Tensor) -> tuple[slice, ...] | None:
-        """What this rank writes of a tensor; None for nothing."""
-        if not isinstance(tensor, DTensor) or not self._one_host:
-            return (...,) if self._rank == 0 else None
-        mesh, placements = tensor.device_mesh, tensor.placements
-        # Where a mesh dimension holds copies, its first rank writes.
-        if any(isinstance(p, Replicate) and mesh.get_local_rank(i) != 0 for i, p in enumerate(placements)):
-            return None
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-        return tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
+
+Shard = tuple[tuple[int, int], ...]
+"""Start and stop in each dimension of the whole tensor."""
+
+
+def _shard_of(tensor: torch.Tensor) -> Shard:
+    offset, shape = local_shard(tensor) if isinstance(tensor, DTensor) else ((0,) * tensor.ndim, tuple(tensor.shape))
+    return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _many_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _barrier() -> None:
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if _many_ranks():
         dist.barrier()

@@ -1,0 +1,76 @@
+"""Which rows each trainer rank is sent. The mesh is a stand-in that notes every call."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchtitan.experiments.rl.batching.batcher import BatchPlan
+from torchtitan.experiments.rl.training.client import TrainerClient
+from torchtitan.experiments.rl.types import DataParallel
+
+
+class Mesh:
+    """Ranks with the given data-parallel coordinates. ``sent`` has what each rank was given to train on."""
+
+    def __init__(self, *coordinates: int, size: int, broken: int | None = None):
+        self._coordinates = [DataParallel(rank=rank, size=size) for rank in coordinates]
+        self._broken = broken
+        self.sent: dict[int, tuple] = {}
+        self.data_parallel = SimpleNamespace(call=lambda: self._answers(self._coordinates))
+        self.optim_step = SimpleNamespace(call=lambda step: self._answers([{"train/lr": step / 10}] * len(coordinates)))
+
+    async def _answers(self, values: list) -> dict:
+        return dict(enumerate(values))
+
+    def slice(self, *, procs: int):
+        async def forward_backward(microbatches, version):
+            self.sent[procs] = (microbatches, version)
+            if procs == self._broken:
+                raise RuntimeError(f"rank {procs} is broken")
+            return {"loss/total": 0.5}
+
+        return SimpleNamespace(forward_backward=SimpleNamespace(call_one=forward_backward))
+
+
+def plan_of(*microbatches) -> BatchPlan:
+    return BatchPlan(microbatches=list(microbatches), efficiency=1.0, rows=1, tokens=1)
+
+
+async def connected(mesh: Mesh, folder) -> TrainerClient:
+    client = TrainerClient(mesh, run_dir=folder)
+    await client.connect()
+    return client
+
+
+async def test_ranks_that_share_a_coordinate_are_sent_the_same_rows(tmp_path):
+    mesh = Mesh(0, 0, 1, 1, size=2)
+    client = await connected(mesh, tmp_path)
+    assert client.data_parallel_size == 2
+    metrics = await client.step(plan_of(["first"], ["second"]), 3)
+    assert mesh.sent == {0: (["first"], 2), 1: (["first"], 2), 2: (["second"], 2), 3: (["second"], 2)}
+    assert metrics == {"loss/total": 0.5, "train/lr": 0.3}
+
+
+async def test_coordinates_need_not_follow_the_order_of_the_ranks(tmp_path):
+    mesh = Mesh(1, 0, 1, 0, size=2)
+    client = await connected(mesh, tmp_path)
+    await client.step(plan_of(["first"], ["second"]), 1)
+    assert [mesh.sent[rank][0] for rank in range(4)] == [["second"], ["first"], ["second"], ["first"]]
+
+
+@pytest.mark.parametrize("planned", [1, 4])
+async def test_rows_planned_for_another_number_of_data_parallel_ranks_are_not_sent(tmp_path, planned):
+    mesh = Mesh(0, 0, 1, 1, size=2)
+    client = await connected(mesh, tmp_path)
+    with pytest.raises(ValueError, match=f"planned for {planned} data-parallel ranks, and the trainer has 2"):
+        await client.step(plan_of(*([["rows"]] * planned)), 1)
+    assert not mesh.sent
+
+
+async def test_a_batch_on_which_a_rank_fails_is_kept(tmp_path):
+    client = await connected(Mesh(0, 0, 1, 1, size=2, broken=3), tmp_path)
+    with pytest.raises(RuntimeError, match="rank 3 is broken"):
+        await client.step(plan_of(["first"], ["second"]), 7)
+    assert client.failed_batch == tmp_path / "failed-batch-7.pt"
+    assert torch.load(client.failed_batch) == [["first"], ["second"]]
