@@ -4,6 +4,7 @@ A registry of your own is any module with such functions, named by ``--module my
 """
 
 from pathlib import Path
+from typing import Any
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo, MaxRL
@@ -110,7 +111,7 @@ def rl_mixed_qwen3_debug() -> RunConfig:
 
 def rl_alphabet_sort_qwen3_debug() -> RunConfig:
     """Sorting names over two user turns, with the 1M-parameter model on two CPU cores."""
-    sizes = {"min_rounds": 2, "max_rounds": 2, "min_names": 2, "max_names": 3}
+    sizes: dict[str, Any] = {"min_rounds": 2, "max_rounds": 2, "min_names": 2, "max_names": 3}
     return _conversation(
         60,
         alphabet_sort=AlphabetSortTask.Config(
@@ -125,7 +126,7 @@ def rl_alphabet_sort_qwen3_debug() -> RunConfig:
 
 def rl_calculator_qwen3_debug() -> RunConfig:
     """Arithmetic with a calculator tool that has to be called, with the 1M-parameter model on two CPU cores."""
-    sizes = {"max_operands": 2, "max_operand": 99}
+    sizes: dict[str, Any] = {"max_operands": 2, "max_operand": 99}
     return _conversation(
         20,
         calculator=CalculatorTask.Config(
@@ -140,7 +141,7 @@ def rl_calculator_qwen3_debug() -> RunConfig:
 
 def rl_guess_number_qwen3_debug() -> RunConfig:
     """A guessing game of up to four turns, rewarded at its end, with the 1M-parameter model on two CPU cores."""
-    sizes = {"numbers": 15, "max_number": 99, "guesses": 4}
+    sizes: dict[str, Any] = {"numbers": 15, "max_number": 99, "guesses": 4}
     return _conversation(
         40,
         guess_number=GuessNumberTask.Config(
@@ -246,14 +247,14 @@ def _conversation(steps: int, **tasks: Task.Config) -> RunConfig:
     return config
 
 
-def _sum_digits(algorithm: Algorithm.Config) -> SumDigitsTask.Config:
+def _sum_digits(algorithm: Algorithm.Config) -> Task.Config:
     """rl_grpo_qwen3_debug's task by another algorithm."""
     task = rl_grpo_qwen3_debug().tasks["sum_digits"]
     task.algorithm = algorithm
     return task
 
 
-def _sum_digits_rounds(algorithm: Algorithm.Config) -> SumDigitsRoundsTask.Config:
+def _sum_digits_rounds(algorithm: Algorithm.Config) -> Task.Config:
     return SumDigitsRoundsTask.Config(algorithm=algorithm, group_size=8)
 
 

@@ -8,7 +8,7 @@ from torchtitan.config import Configurable
 class UserConfigurable(Configurable):
     """A Configurable whose every subclass has a Config that builds that subclass.
 
-    A Configurable that defines no Config inherits its parent's, and ``Sub.Config().build()`` makes the parent without a word.
+    A Configurable that defines no Config inherits its parent's, and ``Sub.Config().build()`` silently makes the parent.
     Here such a subclass gets an empty Config of its own, so a subclass that only overrides a method is complete.
     """
 
@@ -19,5 +19,6 @@ class UserConfigurable(Configurable):
                 "__qualname__": f"{cls.__qualname__}.Config",
                 "__doc__": cls.Config.__doc__,
             }
-            cls.Config = dataclass(kw_only=True, slots=True)(type("Config", (cls.Config,), namespace))
+            config = dataclass(kw_only=True, slots=True)(type("Config", (cls.Config,), namespace))
+            cls.Config = config  # type: ignore[misc]  # what a class statement in the body would do
         super().__init_subclass__(**kwargs)

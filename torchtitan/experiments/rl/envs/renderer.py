@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import renderers
 from renderers import Renderer
@@ -38,7 +38,7 @@ def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Render
     if config.name not in classes:
         raise ConfigError("renderer.name", config.name, f"not a renderer; known: {', '.join(sorted(classes))}")
     fields = classes[config.name].model_fields
-    knobs = {"thinking_retention": config.thinking_retention}
+    knobs: dict[str, Any] = {"thinking_retention": config.thinking_retention}
     if "enable_thinking" in fields:
         knobs["enable_thinking"] = config.enable_thinking
     elif config.enable_thinking:
@@ -58,7 +58,7 @@ def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Render
         raise ConfigError("renderer.name", config.name, f"does not fit the tokenizer in {tokenizer_path}: {cause}") from error
 
 
-def _config_classes() -> dict[str, type]:
+def _config_classes() -> dict[str, Any]:
     """The package's typed configs by name. "auto" is left out because it may ask the hub, "custom" because it needs a path."""
     union, *_ = get_args(renderers.RendererConfig)
     by_name = {config.model_fields["name"].default: config for config in get_args(union)}

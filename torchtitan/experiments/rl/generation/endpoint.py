@@ -64,7 +64,7 @@ class EndpointClient:
                 if attempt:
                     await asyncio.sleep(self._wait_s(attempt))
                 answer, problem = await self._attempt(body)
-                if problem is None:
+                if answer is not None:
                     return answer
                 logger.info("frozen model %s: %s", self.model.name, problem)
         raise self._error(f"failed {self.model.max_retries + 1} times, last with {problem}")

@@ -64,12 +64,13 @@ class CPUVarlenAttention(VarlenAttention):
         k_BLNH: torch.Tensor,
         v_BLNH: torch.Tensor,
         *,
-        attention_masks: CPUPackedMetadata,
+        attention_masks: VarlenMetadata,
         scale: float | None = None,
         enable_gqa: bool = False,
         **kwargs,
     ) -> torch.Tensor:
         """Causal attention of each document to itself. Shapes as in torchtitan: [B, L, heads, head_dim]."""
+        assert isinstance(attention_masks, CPUPackedMetadata)
         q_TNH, k_TNH, v_TNH = (t.flatten(0, 1) for t in (q_BLNH, k_BLNH, v_BLNH))
         outputs = []
         for index in attention_masks.documents.gather:

@@ -24,7 +24,7 @@ class LogprobHead(Linear):
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
 
-    def forward(
+    def forward(  # type: ignore[override]  # a Linear by its weight alone: what it answers is another question
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor, chunk_tokens: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of each target, and entropy of each distribution, both of the logits divided by the temperature.

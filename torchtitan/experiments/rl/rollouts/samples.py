@@ -69,22 +69,23 @@ def samples_from_turns(
     samples = []
     for run in runs.values():
         last, last_span = run[-1]
+        role_ids = np.full(last_span.end, ROLE_IDS["assistant"], np.int8)
+        role_ids[: last_span.completion] = last.prompt_role_ids
         sample = TrainingSample(
             token_ids=np.concatenate([last.prompt_token_ids, last.completion.token_ids]).astype(np.int32),
             loss_mask=np.zeros(last_span.end, bool),
             generator_logprobs=np.zeros(last_span.end, np.float32),
             policy_versions=np.full(last_span.end, -1, np.int32),
-            role_ids=np.full(last_span.end, ROLE_IDS["assistant"], np.int8),
+            role_ids=role_ids,
             temperature=temperature,
             task_name=task_name,
             rollout_id=rollout_id,
         )
-        sample.role_ids[: last_span.completion] = last.prompt_role_ids
         for turn, span in run:
             sampled = slice(span.completion, span.end)
             sample.loss_mask[sampled] = True
             sample.generator_logprobs[sampled] = turn.completion.logprobs
             sample.policy_versions[sampled] = turn.completion.policy_versions
-            sample.role_ids[sampled] = ROLE_IDS["assistant"]
+            role_ids[sampled] = ROLE_IDS["assistant"]
         samples.append(sample)
     return samples

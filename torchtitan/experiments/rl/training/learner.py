@@ -57,6 +57,7 @@ class Learner:
         with torch.no_grad():
             self.model.init_states(buffer_device=self._device)
         self.model.train()
+        assert spec.state_dict_adapter is not None, "every family has one"
         adapter = spec.state_dict_adapter(spec.model, model.hf_assets_path)
         self._to_hub = adapter.to_hf
         options = config.optimizer

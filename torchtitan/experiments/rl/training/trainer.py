@@ -31,6 +31,11 @@ class PolicyTrainer(Actor):
     Knows no task, env or algorithm.
     """
 
+    # Made by setup, and by copy_out_weights.
+    _learner: Learner
+    _publisher: SnapshotPublisher
+    _canary: asyncio.Future[np.ndarray]
+
     def __init__(
         self,
         config: TrainerConfig,
@@ -47,9 +52,6 @@ class PolicyTrainer(Actor):
         setup_process_logging(run_dir, f"trainer-{self._rank}")
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._generator_dtype = generator_dtype
-        self._learner: Learner | None = None
-        self._publisher: SnapshotPublisher | None = None
-        self._canary: asyncio.Future | None = None
 
         def build() -> Learner:
             return Learner(
@@ -108,14 +110,14 @@ class PolicyTrainer(Actor):
     async def copy_out_weights(self, version: int, canary_token_ids: np.ndarray) -> None:
         """Copy the weights into the snapshot of ``version``. Collective.
 
-        The canary is scored with the same weights, before whatever this actor is asked to compute next: see ``canary``.
+        Also starts to score the canary with the same weights; ``canary`` returns the result.
         """
         await self._run(lambda: self._publisher.write(version, self._learner.hub_tensors()))
         self._canary = self._submit(lambda: self._learner.score(canary_token_ids))
 
     @concurrent_endpoint
     async def publish_weights(self, version: int, remote_readers: bool) -> None:
-        """Rank 0: let the generators find the snapshot of ``version``. Runs beside the compute thread."""
+        """Rank 0: put the snapshot of ``version`` where the generators find it. Runs beside the compute thread."""
         await self._publisher.publish(version, remote_readers=remote_readers)
 
     @concurrent_endpoint
@@ -138,14 +140,14 @@ class PolicyTrainer(Actor):
         """Finish what is being saved, and leave the process group."""
 
         def close() -> None:
-            if self._learner is not None:
+            if hasattr(self, "_learner"):
                 self._learner.close()
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
 
         await self._run(close)
 
-    def _submit(self, work: Callable[[], Any]) -> asyncio.Future:
+    def _submit(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._compute, work)
 
     async def _run(self, work: Callable[[], Any]) -> Any:

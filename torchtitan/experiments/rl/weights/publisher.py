@@ -43,7 +43,7 @@ class SnapshotPublisher:
         """Copy ``tensors`` (hub names; DTensor or plain) into this version's buffer. Collective: every rank calls it."""
         if self._layout is None:
             self._layout = SnapshotLayout.of(tensors, self._dtype)
-            self._open_buffers()
+            self._open_buffers(self._layout.nbytes)
             shards = self._shards_to_write(tensors)
             self._targets = [
                 {name: view[shards[name]] for name, view in buffer.views(self._layout) if name in shards}
@@ -65,6 +65,7 @@ class SnapshotPublisher:
         Version ``v - 2`` shares the buffer of ``v`` and leaves the store: by now every generator has answered for it.
         """
         buffer = self._buffers[version % 2]
+        assert self._layout is not None, "publish comes after write"
         manifest = Manifest(
             version=version,
             layout=self._layout,
@@ -83,10 +84,10 @@ class SnapshotPublisher:
             if had_payload:
                 await torchstore.delete(payload_key(old))
 
-    def _open_buffers(self) -> None:
-        paths: list[str | None] = [None, None]
+    def _open_buffers(self, nbytes: int) -> None:
+        paths = ["", ""]
         if self._rank == 0:
-            self._buffers = [SharedBuffer.create(self._layout.nbytes) for _ in paths]
+            self._buffers = [SharedBuffer.create(nbytes) for _ in paths]
             paths = [buffer.path for buffer in self._buffers]
         if _many_ranks():
             dist.broadcast_object_list(paths)

@@ -132,7 +132,7 @@ class SnapshotReader:
 
 def fingerprint(buffer: torch.Tensor) -> str:
     """XXH3-128 of a flat uint8 tensor. Chunks are hashed in parallel: xxhash releases the GIL, and reads at memory speed."""
-    view = memoryview(buffer.numpy())
+    view = buffer.numpy().data
     chunks = [view[i : i + _FINGERPRINT_CHUNK] for i in range(0, len(view), _FINGERPRINT_CHUNK)]
     with ThreadPoolExecutor(max_workers=max(1, len(os.sched_getaffinity(0)))) as pool:
         digests = list(pool.map(xxhash.xxh3_128_digest, chunks))
