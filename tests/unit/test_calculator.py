@@ -213,10 +213,10 @@ async def test_a_model_that_only_calls_runs_out_of_turns_and_earns_nothing(rende
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ({"min_operands": 1}, "tasks.c.dataset.min_operands = 1: must be 2 to 4"),
-        ({"min_operands": 5}, "tasks.c.dataset.min_operands = 5: must be 2 to 4"),
-        ({"max_operands": 21}, "tasks.c.dataset.max_operands = 21: must be 2 to 20"),
-        ({"max_operand": 5}, "tasks.c.dataset.max_operand = 5: must be 9 to 999"),
+        ({"min_operands": 1}, "tasks.c.dataset.min_operands = 1: must be at least 2 and at most 20"),
+        ({"min_operands": 5}, "tasks.c.dataset.min_operands = 5: must be at most max_operands = 4"),
+        ({"max_operands": 21}, "tasks.c.dataset.max_operands = 21: must be at least 2 and at most 20"),
+        ({"max_operand": 5}, "tasks.c.dataset.max_operand = 5: must be at least 9 and at most 999"),
     ],
 )
 def test_a_dataset_that_cannot_work_says_what_to_change(dataset, message):

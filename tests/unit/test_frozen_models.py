@@ -7,6 +7,7 @@ import pytest
 
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD, SFT
+from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.config.checks import check, needed_gpus, plan_run
 from torchtitan.experiments.rl.config.placement import plan_placement
 from torchtitan.experiments.rl.config.resolved import resolved_config
@@ -52,7 +53,7 @@ REFUSED = {
 @pytest.mark.parametrize("model, message", REFUSED.values(), ids=REFUSED)
 def test_a_reference_that_can_not_work_is_refused(model, message):
     with pytest.raises(ConfigError, match=message):
-        model.validate(field="t")
+        check_config(model, field="t")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ MAX_LINES = 350
 FLOORS = (
     ("errors",),
     ("compat",),
-    ("configurable", "user_code", "types"),
+    ("bounds", "configurable", "user_code", "types"),
     ("losses", "batching", "models", "weights"),
     ("rollouts",),
     ("observability",),

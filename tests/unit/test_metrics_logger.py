@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.metrics import (
     METRICS_FILE,
@@ -107,5 +108,5 @@ def test_online_wandb_without_a_key_is_a_one_line_config_error(tmp_path, monkeyp
 
 
 def test_an_unknown_wandb_mode_names_the_known_ones():
-    with pytest.raises(ConfigError, match=r"metrics.wandb_mode = 'on': use one of offline, online, disabled"):
-        MetricsLogger.Config(wandb_mode="on").validate()
+    with pytest.raises(ConfigError, match=r"metrics.wandb_mode = 'on': must be one of 'offline', 'online', 'disabled'"):
+        check_fields(MetricsLogger.Config(wandb_mode="on"), field="metrics")

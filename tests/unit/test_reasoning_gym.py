@@ -179,7 +179,10 @@ MISTAKES = {
         {"dataset": dataset({"chain_sum": PuzzleGenerator(config={"seed": 3})})},
         "tasks.t.dataset.generators.chain_sum.config = {'seed': 3}: leave 'seed' out: it is the dataset's seed",
     ),
-    "no generators": ({"dataset": ReasoningGymDataset.Config(generators={})}, "tasks.t.dataset.generators = {}: name at least"),
+    "no generators": (
+        {"dataset": ReasoningGymDataset.Config(generators={})},
+        "tasks.t.dataset.generators = {}: must not be empty; name",
+    ),
     "no puzzles": ({"dataset": dataset(count=0)}, "tasks.t.dataset.count = 0: must be at least 1"),
     "no weight": (
         {"dataset": dataset({"chain_sum": PuzzleGenerator(weight=0.0)})},

@@ -363,9 +363,9 @@ def test_full_file_ends_the_recording_with_one_line_in_the_log(tmp_path, caplog)
     [({"fraction": 1.5}, "fraction"), ({"fraction": -0.1}, "fraction"), ({"fraction": float("nan")}, "fraction"),
      ({"max_rollout_bytes": 0}, "max_rollout_bytes"), ({"max_file_bytes": 0}, "max_file_bytes")],
 )  # fmt: skip
-def test_limits_out_of_range_are_refused(config, field):
+def test_limits_out_of_range_are_refused(config, field, tmp_path):
     with pytest.raises(ConfigError, match=f"recorder.{field}"):
-        RolloutRecorder.Config(**config).validate()
+        RolloutRecorder.Config(**config).build(run_dir=tmp_path)
 
 
 # ---- what goes wrong

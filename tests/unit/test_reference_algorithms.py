@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
+from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, RunError
@@ -319,7 +320,7 @@ async def test_a_rubric_reaches_its_judge_through_the_policy(run, tokenizer):
 HOSTED = HostedModel(path="teacher")
 REFUSED = {
     "OPD from the policy": (OPD.Config(), "a.teacher = LivePolicy.*KL of zero.*FrozenModel.*HostedModel"),
-    "OPD from None": (OPD.Config(teacher=None), "a.teacher = None: .*KL of zero"),
+    "OPD from None": (OPD.Config(teacher=None), "a.teacher = None: must be a ModelReference; name a FrozenModel .*HostedModel"),
     "OPD from where the policy starts": (
         OPD.Config(teacher=HostedModel(path="policy", engine=VLLMEngineConfig(max_model_len=4096))),
         "a.teacher.path = 'policy': .*the KL is zero: name another model",
@@ -331,7 +332,10 @@ REFUSED = {
     ),
     "Echo with no role": (Echo.Config(alpha={}), r"a.alpha = \{\}: no role has a weight"),
     "Echo with an unknown role": (Echo.Config(alpha={"assistant": 1.0}), "a.alpha = 'assistant': .*use one of system"),
-    "Echo with a weight of 0": (Echo.Config(alpha={"tool": 0.0}), "a.alpha.tool = 0.0: must be above 0"),
+    "Echo with a weight of 0": (
+        Echo.Config(alpha={"tool": 0.0}),
+        "a.alpha.tool = 0.0: must be above 0; to leave a role out, don't name it",
+    ),
     "OPSD that shows nothing": (OPSD.Config(template="hm"), r"a.template = 'hm': has no \{demonstration\}"),
     "OPSD that asks nothing": (OPSD.Config(max_concurrency=0), "a.max_concurrency = 0: must be at least 1"),
 }
@@ -340,7 +344,7 @@ REFUSED = {
 @pytest.mark.parametrize("config, message", REFUSED.values(), ids=REFUSED)
 def test_what_can_not_work_is_refused_with_field_and_cure(config, message):
     with pytest.raises(ConfigError, match=message):
-        config.validate(field="a", group_size=2, temperature=1.0, max_rollout_tokens=2048, policy_path="policy")
+        check_config(config, field="a", group_size=2, temperature=1.0, max_rollout_tokens=2048, policy_path="policy")
 
 
 @pytest.mark.parametrize("config", [OPD.Config(teacher=HOSTED), OPSD.Config()], ids=["OPD", "OPSD"])

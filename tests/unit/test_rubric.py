@@ -303,8 +303,11 @@ def test_saved_config_names_its_functions():
     ("config", "message"),
     [
         (Rubric.Config(reward_fns=[RewardFn(length), RewardFn(length)]), "two functions named 'length'"),
-        (Rubric.Config(reward_fns=[RewardFn(length, weight=-1)]), "must be 0 or more"),
-        (Rubric.Config(reward_fns=[RewardFn(length, weight=math.nan)]), "must be 0 or more"),
+        (
+            Rubric.Config(reward_fns=[RewardFn(length, weight=-1)]),
+            r"rubric.reward_fns\[0\].weight = -1: must be at least 0; a penalty",
+        ),
+        (Rubric.Config(reward_fns=[RewardFn(length, weight=math.nan)]), "must be a finite number and at least 0; a penalty"),
         (Rubric.Config(reward_fns=[RewardFn(length, weight=0)]), "every weight is 0"),
         (Rubric.Config(truncation_reward=math.inf), "finite"),
         (Rubric.Config(isolated_workers=0), "at least 1"),

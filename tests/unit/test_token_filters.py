@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_samples import turn_of
+from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
@@ -225,4 +226,4 @@ def test_a_filter_of_ones_own_is_checked_by_its_base():
 
     assert matches(Mine.Config(), rollout_of()) == [False]
     with pytest.raises(ConfigError, match=r"pre_batch_filters\[0\].mode = 'off'"):
-        Mine.Config(mode="off").validate(field="pre_batch_filters[0]")
+        check_config(Mine.Config(mode="off"), field="pre_batch_filters[0]")

@@ -9,6 +9,7 @@ import pytest
 from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, raise_value_error
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator, evaluation_metrics, pass_at_k
 from torchtitan.experiments.rl.data.dataset import Dataset
@@ -267,7 +268,7 @@ async def test_what_our_own_code_raises_reaches_the_run(build, tokenizer):
 )
 def test_bad_schedules_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        ValidationConfig(**changes).validate(field="validation")
+        check_config(ValidationConfig(**changes), field="validation")
 
 
 async def test_validation_leaves_the_training_examples_alone(build, tokenizer):

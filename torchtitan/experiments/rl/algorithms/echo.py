@@ -2,16 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Gt
 
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutTurn
 from torchtitan.experiments.rl.types import ROLES
 
 ENV_ROLES = tuple(role for role in ROLES if role != "assistant")
+
+RoleWeight = Annotated[float, Gt(0), Cure("to leave a role out, don't name it")]
 
 
 class Echo(GRPO):
@@ -26,7 +31,7 @@ class Echo(GRPO):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GRPO.Config):
-        alpha: dict[str, float] = field(default_factory=lambda: {"tool": 0.1})
+        alpha: dict[str, RoleWeight] = field(default_factory=lambda: {"tool": 0.1})
         """Weight by message role. Setting any role replaces the whole table."""
         keep: Callable[[Rollout, RolloutTurn], bool | np.ndarray] | None = None
         """Filter of one's own: whether what the env said before this turn is trained on; or bool [P], for each token of the
@@ -38,12 +43,10 @@ class Echo(GRPO):
                 raise ConfigError(
                     f"{field}.alpha", self.alpha, 'no role has a weight: name one, such as {"tool": 0.1}, or use GRPO'
                 )
-            for role, weight in self.alpha.items():
+            for role in self.alpha:
                 if role not in ENV_ROLES:
                     cure = f"is no role of an env's message: use one of {', '.join(ENV_ROLES)}"
                     raise ConfigError(f"{field}.alpha", role, cure)
-                if not weight > 0:
-                    raise ConfigError(f"{field}.alpha.{role}", weight, "must be above 0; to leave a role out, don't name it")
 
     config: Config
 

@@ -1,15 +1,19 @@
 """GRPO: a rollout's advantage is how much better it did than its group."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
+from annotated_types import Ge
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.types import ROLE_IDS
+
+TokenWeight = Annotated[float, Ge(0), Cure("a negative cost rewards length")]
 
 
 class GRPO(Algorithm):
@@ -35,18 +39,14 @@ class GRPO(Algorithm):
         """Divide by the group's standard deviation (of the population)."""
         length_penalty: Literal["none", "tokens", "turns"] = "none"
         """What a rollout costs: weighted tokens, or its turns."""
-        completion_token_weight: float = 1.0
+        completion_token_weight: TokenWeight = 1.0
         """Cost of a sampled token, for "tokens"."""
-        tool_token_weight: float = 1.0
+        tool_token_weight: TokenWeight = 1.0
         """Cost of a token in a tool's response, for "tokens"."""
 
         def validate(self, *, field: str, **context) -> None:
             super(GRPO.Config, self).validate(field=field, **context)
-            weights = (self.completion_token_weight, self.tool_token_weight)
-            for name, weight in zip(("completion_token_weight", "tool_token_weight"), weights, strict=True):
-                if weight < 0:
-                    raise ConfigError(f"{field}.{name}", weight, "a negative cost rewards length: use 0 or more")
-            if self.length_penalty == "tokens" and not any(weights):
+            if self.length_penalty == "tokens" and not (self.completion_token_weight or self.tool_token_weight):
                 raise ConfigError(
                     f"{field}.length_penalty", self.length_penalty, "both token weights are 0, so nothing has a cost: raise one"
                 )

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.algorithms.reference import check_frozen, connect, set_ref_kl_streams
+from torchtitan.experiments.rl.algorithms.reference import Teacher, check_frozen, connect, set_ref_kl_streams
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.generation.references import HostedModel, LivePolicy, ModelReference
+from torchtitan.experiments.rl.generation.references import HostedModel, LivePolicy
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout
 
@@ -28,7 +28,7 @@ class OPD(Algorithm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
-        teacher: ModelReference = field(default_factory=LivePolicy)
+        teacher: Teacher = field(default_factory=LivePolicy)
         """FrozenModel or HostedModel, with the policy's tokenizer."""
 
         def validate(self, *, field: str, policy_path: str | None = None, **context) -> None:

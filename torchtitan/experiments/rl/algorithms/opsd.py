@@ -9,6 +9,7 @@ from renderers import Message
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.reference import set_ref_kl_streams
+from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
@@ -35,11 +36,11 @@ class OPSD(Algorithm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
-        demonstration_key: str = "demonstration"
+        demonstration_key: NonEmptyStr = "demonstration"
         """Where in DataSample.info the dataset put the demonstration, a text."""
         template: str = TEMPLATE
         """Added to the last user message of the prompt."""
-        max_concurrency: int = 256
+        max_concurrency: PositiveInt = 256
         """Scores in flight at once; more wait their turn."""
 
         def validate(self, *, field: str, **context) -> None:
@@ -48,8 +49,6 @@ class OPSD(Algorithm):
                 raise ConfigError(
                     f"{field}.template", self.template, "has no {demonstration}, so the KL would be about nothing"
                 )
-            if self.max_concurrency < 1:
-                raise ConfigError(f"{field}.max_concurrency", self.max_concurrency, "must be at least 1")
 
     config: Config
 

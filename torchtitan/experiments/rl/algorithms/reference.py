@@ -1,11 +1,16 @@
 """Shared by algorithms that compare with a reference model: checks of its config, its client, and the streams it sets."""
 
+from typing import Annotated
+
 import numpy as np
 
+from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient
 from torchtitan.experiments.rl.types import TrainingSample
+
+Teacher = Annotated[ModelReference, Cure("name a FrozenModel (a server) or a HostedModel (a checkpoint)")]
 
 
 def check_frozen(model: ModelReference, *, field: str, why: str, max_rollout_tokens: int | None) -> None:

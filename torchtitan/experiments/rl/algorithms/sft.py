@@ -6,8 +6,8 @@ from typing import ClassVar
 import numpy as np
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.algorithms.reference import check_frozen, connect
-from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy, ModelReference
+from torchtitan.experiments.rl.algorithms.reference import Teacher, check_frozen, connect
+from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout
 
@@ -25,7 +25,7 @@ class SFT(Algorithm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
-        teacher: ModelReference = field(default_factory=LivePolicy)
+        teacher: Teacher = field(default_factory=LivePolicy)
         """FrozenModel or HostedModel, with the policy's tokenizer."""
 
         def frozen_source(self) -> FrozenModel | HostedModel | None:

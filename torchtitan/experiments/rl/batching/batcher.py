@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import torch
+from annotated_types import Ge
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.batching.packing import balance_rows, pack_rows, row_cost, spread_rows
+from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.types import STREAMS, Stream, TrainingBatch, TrainingSample
 
 LENGTH_MULTIPLE = 8
@@ -38,9 +41,9 @@ class Batcher(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        row_length: int = 2048
+        row_length: Annotated[int, Ge(2)] = 2048
         """L, in tokens: the longest sample that can be trained on."""
-        rows_per_microbatch: int = 8
+        rows_per_microbatch: PositiveInt = 8
         """B at most. What fits in memory: B * L tokens are in flight at once."""
 
     def __init__(self, config: Config):

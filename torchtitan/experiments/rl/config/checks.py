@@ -3,6 +3,8 @@
 import math
 from pathlib import Path
 
+from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveInt, Share, check_fields
 from torchtitan.experiments.rl.config.placement import plan_placement
 from torchtitan.experiments.rl.config.plan import RunPlan, trainer_memory_gib
 from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -11,8 +13,15 @@ from torchtitan.experiments.rl.generation.references import find_references, hos
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import model_positions, parameter_count, policy_spec
 
-MAX_TEMPERATURE = 2.0
-"""vLLM refuses more."""
+TORCHTITAN_FIELDS = {
+    LRSchedulersContainer.Config: {
+        "warmup_steps": NonNegativeInt,
+        "total_steps": PositiveInt | None,
+        "decay_ratio": Share | None,
+        "min_lr_factor": Share,
+    }
+}
+"""Bounds of torchtitan's own config classes, which declare none."""
 
 
 def checked_plan(config: RunConfig) -> RunPlan:
@@ -31,30 +40,7 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigError: the first problem, by field, value and cure.
     """
-    if not config.tasks:
-        raise ConfigError("tasks", config.tasks, "name at least one task")
-    for field, value, least in (
-        ("steps", config.steps, 1),
-        ("groups_per_step", config.groups_per_step, 1),
-        ("max_offpolicy_steps", config.max_offpolicy_steps, 0),
-        ("max_drops_in_a_row", config.max_drops_in_a_row, 1),
-        ("batcher.row_length", config.batcher.row_length, 2),
-        ("batcher.rows_per_microbatch", config.batcher.rows_per_microbatch, 1),
-        ("trainer.ranks", config.trainer.ranks, 1),
-        ("trainer.data_parallel_replicate_degree", config.trainer.data_parallel_replicate_degree, 1),
-        ("trainer.logprob_chunk_tokens", config.trainer.logprob_chunk_tokens, 1),
-        ("trainer.checkpoint_interval", config.trainer.checkpoint_interval, 0),
-        ("rollout_workers", config.rollout_workers, 0),
-        ("generator.replicas", config.generator.replicas, 1),
-    ):
-        if not value >= least:
-            raise ConfigError(field, value, f"must be at least {least}")
-    for field, value in (
-        ("trainer.optimizer.lr", config.trainer.optimizer.lr),
-        ("trainer.optimizer.max_norm", config.trainer.optimizer.max_norm),
-    ):
-        if not value > 0:
-            raise ConfigError(field, value, "must be above 0")
+    check_fields(config, field_types=TORCHTITAN_FIELDS)
     config.generator.engine.validate(field="generator.engine")
     if config.trainer.ranks % config.trainer.data_parallel_replicate_degree:
         cure = f"must divide trainer.ranks = {config.trainer.ranks}"
@@ -62,17 +48,7 @@ def check(config: RunConfig) -> None:
     if config.rollout_workers and config.max_offpolicy_steps == 0:
         cure = "synchronous runs repeat bit for bit, which takes one process: set it to 0, or max_offpolicy_steps to 1 or more"
         raise ConfigError("rollout_workers", config.rollout_workers, cure)
-    config.metrics.validate()
-    config.recorder.validate()
-    temperatures = {f"tasks.{name}.sampling.temperature": task.sampling.temperature for name, task in config.tasks.items()}
-    temperatures |= {
-        f"tasks.{name}.validation_schedule.temperature": task.validation_schedule.temperature
-        for name, task in config.tasks.items()
-        if task.validation_schedule is not None
-    }
-    for field, value in (temperatures | {"validation.temperature": config.validation.temperature}).items():
-        if value > MAX_TEMPERATURE:
-            raise ConfigError(field, value, f"the engine samples at {MAX_TEMPERATURE:g} at most")
+    config.metrics.validate(field="metrics")
     config.validation.validate(field="validation")
     for name, task in config.tasks.items():
         field = f"tasks.{name}"

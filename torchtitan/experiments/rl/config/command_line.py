@@ -104,6 +104,10 @@ def _import(name: str) -> ModuleType:
 
 
 def _override(config: Any, overrides: list[str]) -> Any:
+    # Not at the top: both import what only a config needs, and --help alone doesn't.
+    from torchtitan.experiments.rl.config.checks import TORCHTITAN_FIELDS
+    from torchtitan.experiments.rl.config.shown_bounds import registry_with_bounds
+
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -114,6 +118,7 @@ def _override(config: Any, overrides: list[str]) -> Any:
                 prog="python -m torchtitan.experiments.rl.grpo --config NAME",
                 # Else a field that may be None becomes a subcommand; so it stays what the config made it, with options.
                 config=(tyro.conf.AvoidSubcommands,),
+                registry=registry_with_bounds(TORCHTITAN_FIELDS),
             )
     except SystemExit as end:
         if end.code in (0, None):  # --help

@@ -1,8 +1,12 @@
 """The config of a run: which tasks, which model, how it trains, generates, validates and records."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import MinLen
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.bounds import Cure, NonEmptyStr, NonNegativeInt, PositiveInt
 from torchtitan.experiments.rl.config.placement import ProvisionConfig
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer import RendererConfig
@@ -20,24 +24,24 @@ from torchtitan.experiments.rl.training.config import TrainerConfig
 class RunConfig:
     """A whole run. Plain data: ``config/checks.py`` checks it, ``controller/`` runs it."""
 
-    tasks: dict[str, Task.Config]
+    tasks: Annotated[dict[str, Task.Config], MinLen(1), Cure("name at least one task")]
     model: ModelConfig
     renderer: RendererConfig = field(default_factory=RendererConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     batcher: Batcher.Config = field(default_factory=Batcher.Config)
-    steps: int = 100
+    steps: PositiveInt = 100
     """Optimizer steps."""
-    groups_per_step: int = 8
+    groups_per_step: PositiveInt = 8
     """Groups trained on in one optimizer step."""
-    rollouts_per_step: int | None = None
+    rollouts_per_step: PositiveInt | None = None
     """The same said in rollouts, where all tasks share a group_size that divides it; overrides groups_per_step."""
-    max_offpolicy_steps: int = 1
+    max_offpolicy_steps: NonNegativeInt = 1
     """Versions a group may be behind when it is trained on. 0 is synchronous, and on CPU deterministic by seed."""
-    max_drops_in_a_row: int = 100
+    max_drops_in_a_row: PositiveInt = 100
     """Groups in a row that gave nothing to train on (failed, filtered, oversized) after which the run is given up; as are
     runs whose first groups, this many, teach nothing because every reward ties."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     task_mix: TaskMix.Config = field(default_factory=WeightedRoundRobin.Config)
     pre_batch_filters: list[Filter.Config] = field(default_factory=list)
     """Before a rollout takes a place in a batch: what they drop is replaced by further groups."""
@@ -47,9 +51,9 @@ class RunConfig:
     """Schedule of tasks that name none of their own."""
     metrics: MetricsLogger.Config = field(default_factory=MetricsLogger.Config)
     recorder: RolloutRecorder.Config = field(default_factory=RolloutRecorder.Config)
-    rollout_workers: int = 0
+    rollout_workers: NonNegativeInt = 0
     """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's own, on one core of
     Python; perf/event_loop_lag_max_s says when that is too little."""
     provision: ProvisionConfig = field(default_factory=ProvisionConfig)
-    output_dir: str = "outputs"
+    output_dir: NonEmptyStr = "outputs"
     """Run folders are made in it."""

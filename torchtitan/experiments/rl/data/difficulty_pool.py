@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.experiments.rl.bounds import NonNegativeFloat, check_config
 from torchtitan.experiments.rl.data.dataset import Examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
-from torchtitan.experiments.rl.user_code.calls import is_finite_number
 
 POOLS = ("unseen", "normal", "hard", "easy")
 """Where all pools with a weight are empty, the first of these that is not gives the example."""
@@ -42,13 +42,13 @@ class DifficultyPool(SampleStrategy):
         """Mean reward up to which an example is hard."""
         easy_from: float = 0.9
         """Mean reward from which an example is easy; normal ones lie between."""
-        unseen_weight: float = 0.3
+        unseen_weight: NonNegativeFloat = 0.3
         """Weights are how often each pool is drawn from, relative to the others that have an example to give; 0 is only when no
         other has."""
-        normal_weight: float = 0.6
-        hard_weight: float = 0.05
+        normal_weight: NonNegativeFloat = 0.6
+        hard_weight: NonNegativeFloat = 0.05
         """Above 0 so that what comes within reach is noticed."""
-        easy_weight: float = 0.05
+        easy_weight: NonNegativeFloat = 0.05
         """Above 0 so that what is forgotten comes back."""
 
         def weights(self) -> dict[str, float]:
@@ -56,14 +56,8 @@ class DifficultyPool(SampleStrategy):
 
         def validate(self, *, field: str) -> None:
             """See SampleStrategy.Config."""
-            for name in ("hard_up_to", "easy_from"):
-                if not is_finite_number(getattr(self, name)):
-                    raise ConfigError(f"{field}.{name}", getattr(self, name), "must be a mean reward, a finite number")
             if not self.hard_up_to < self.easy_from:
                 raise ConfigError(f"{field}.easy_from", self.easy_from, f"must be above hard_up_to = {self.hard_up_to:g}")
-            for pool, weight in self.weights().items():
-                if not is_finite_number(weight) or weight < 0:
-                    raise ConfigError(f"{field}.{pool}_weight", weight, "must be 0 or above")
             if not any(self.weights().values()):
                 raise ConfigError(f"{field}.normal_weight", self.normal_weight, "at least one pool needs a weight above 0")
 
@@ -71,7 +65,7 @@ class DifficultyPool(SampleStrategy):
 
     def __init__(self, config: Config, *, dataset: Examples, seed: int):
         super().__init__(config, dataset=dataset, seed=seed)
-        config.validate(field="sampler")
+        check_config(config, field="sampler")
         self._weights = config.weights()
         self._first_order = np.random.default_rng(seed).permutation(len(dataset))
         self._cursor = 0

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.rollouts.types import DataSample
 
@@ -26,7 +27,7 @@ class MadeDataset(Dataset):
     class Config(Dataset.Config):
         split: Literal["train", "validation"] = "train"
         """No example of one split is ever in the other, whatever the seed."""
-        count: int = 10_000
+        count: PositiveInt = 10_000
         """Examples to make."""
         seed: int = 0
 

@@ -1,15 +1,16 @@
 """Examples whose groups taught something, again."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Gt, Le
 
+from torchtitan.experiments.rl.bounds import Cure, PositiveInt, check_config
 from torchtitan.experiments.rl.data.dataset import Examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
-from torchtitan.experiments.rl.user_code.calls import is_finite_number
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,9 +37,9 @@ class Replay(SampleStrategy):
     class Config(SampleStrategy.Config):
         fresh: SampleStrategy.Config = field(default_factory=ShuffledCursor.Config)
         """Where fresh examples come from; it observes every group, replays included."""
-        fraction: float = 0.25
+        fraction: Annotated[float, Gt(0), Le(1), Cure("for 0, use the fresh sampler")] = 0.25
         """Share of replays while something is stored; above 0, at most 1."""
-        capacity: int = 1024
+        capacity: PositiveInt = 1024
         """Groups stored."""
         keep: Literal["recent", "variance"] = "recent"
         """Which groups stay once there are more: the latest, or those whose rewards vary most."""
@@ -49,18 +50,6 @@ class Replay(SampleStrategy):
 
         def validate(self, *, field: str) -> None:
             """See SampleStrategy.Config."""
-            if not 0 < self.fraction <= 1:
-                raise ConfigError(
-                    f"{field}.fraction", self.fraction, "must be above 0 and at most 1; for 0, use the fresh sampler"
-                )
-            if not self.capacity >= 1:
-                raise ConfigError(f"{field}.capacity", self.capacity, "must be at least 1")
-            if self.keep not in ("recent", "variance"):
-                raise ConfigError(f"{field}.keep", self.keep, 'must be "recent" or "variance"')
-            for name in ("mean_above", "mean_below"):
-                bound = getattr(self, name)
-                if bound is not None and not is_finite_number(bound):
-                    raise ConfigError(f"{field}.{name}", bound, "must be a finite number, or None for no bound")
             above, below = self.mean_above, self.mean_below
             if above is not None and below is not None and not above < below:
                 raise ConfigError(f"{field}.mean_below", below, f"must be above mean_above = {above:g}")
@@ -70,7 +59,7 @@ class Replay(SampleStrategy):
 
     def __init__(self, config: Config, *, dataset: Examples, seed: int):
         super().__init__(config, dataset=dataset, seed=seed)
-        config.validate(field="sampler")
+        check_config(config, field="sampler")
         self.fresh: SampleStrategy = config.fresh.build(dataset=dataset, seed=seed)
         self._draws = 0
         self._stores = 0

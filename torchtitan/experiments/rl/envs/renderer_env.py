@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from annotated_types import Ge
 from renderers import Message, Renderer
 
+from torchtitan.experiments.rl.bounds import PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.messages import assistant_message, checked_messages, checked_rewards
 from torchtitan.experiments.rl.envs.prompt import (
@@ -29,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class RendererEnvConfig:
-    max_turns: int = 8
+    max_turns: PositiveInt = 8
     """Completions a rollout may have."""
-    max_rollout_tokens: int = 1024
+    max_rollout_tokens: Annotated[int, Ge(2)] = 1024
     """Tokens the conversation may have: a prompt and its completion together never exceed it, so no training sample does."""
-    step_timeout_s: float = 60.0
+    step_timeout_s: PositiveFloat = 60.0
     """For each reset, step_message and close."""
-    rollout_timeout_s: float = 600.0
+    rollout_timeout_s: PositiveFloat = 600.0
     """From reset to the terminal status, sampling included. Enforced by the task that runs the rollout."""
 
 

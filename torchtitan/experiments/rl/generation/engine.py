@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.generation.messages import Request, RequestFailed, Result
 from torchtitan.experiments.rl.weights.snapshot import Manifest
 
@@ -93,9 +93,9 @@ class EngineConfig(ABC):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations. The trainer publishes its weights in it."""
-    max_model_len: int = 2048
+    max_model_len: PositiveInt = 2048
     """Longest prompt + completion, in tokens."""
-    tensor_parallel_degree: int = 1
+    tensor_parallel_degree: PositiveInt = 1
     """GPUs that share one engine's model."""
 
     @abstractmethod
@@ -111,17 +111,11 @@ class EngineConfig(ABC):
         """Memory of one process: GiB on CPU; on CUDA the share of its GPU, from 0 to 1."""
 
     def validate(self, *, field: str) -> None:
-        """Refuse values that can't work. An extension calls this too.
+        """Refuse fields that can't work together. An extension calls this too.
 
         Raises:
             ConfigError: by field, value and cure.
         """
-        self.check_at_least(1, "max_model_len", "tensor_parallel_degree", field=field)
-
-    def check_at_least(self, least: float, *names: str, field: str) -> None:
-        for name in names:
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"{field}.{name}", getattr(self, name), f"must be at least {least}")
 
     @property
     def torch_dtype(self) -> torch.dtype:

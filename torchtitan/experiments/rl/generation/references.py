@@ -11,9 +11,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+from annotated_types import MinLen
+
+from torchtitan.experiments.rl.bounds import Cure, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
@@ -29,24 +32,22 @@ class LivePolicy(ModelReference):
 class FrozenModel(ModelReference):
     """A model behind a vLLM server's OpenAI-compatible API. Its tokenizer must be the policy's: tokens go in and out."""
 
-    name: str
+    name: Annotated[str, MinLen(1), Cure("name the model as its server does (GET /v1/models lists them)")]
     """What the server calls the model."""
     base_url: str
     """Up to and with the version, such as "http://10.0.0.7:8000/v1"."""
     api_key_env: str | None = None
     """Environment variable that holds the key; read at every request, never logged or saved. None: the server wants none."""
-    max_concurrency: int = 64
+    max_concurrency: PositiveInt = 64
     """Requests in flight at once; more wait."""
-    timeout_s: float = 120.0
+    timeout_s: PositiveFloat = 120.0
     """For each attempt."""
-    max_retries: int = 5
+    max_retries: NonNegativeInt = 5
     """Attempts after the first, where the server can't be reached, is busy (429) or failing (5xx)."""
-    backoff_s: float = 0.5
+    backoff_s: NonNegativeFloat = 0.5
     """Wait before the first retry; doubled for each further one, up to 30 s."""
 
     def validate(self, *, field: str) -> None:
-        if not self.name:
-            raise ConfigError(f"{field}.name", self.name, "name the model as its server does (GET /v1/models lists them)")
         # A key pasted where its variable's name belongs, or into the URL, must not be shown either.
         if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
             raise ConfigError(
@@ -57,11 +58,6 @@ class FrozenModel(ModelReference):
             raise ConfigError(f"{field}.base_url", "(hidden)", "may hold a secret: leave user, password and query out of it")
         if url.scheme not in ("http", "https") or not url.netloc:
             raise ConfigError(f"{field}.base_url", self.base_url, 'want the server\'s root, such as "http://localhost:8000/v1"')
-        for name, least in (("max_concurrency", 1), ("max_retries", 0), ("backoff_s", 0)):
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"{field}.{name}", getattr(self, name), f"must be at least {least}")
-        if not self.timeout_s > 0:
-            raise ConfigError(f"{field}.timeout_s", self.timeout_s, "must be above 0")
 
     def api_key(self) -> str | None:
         """The key, from its environment variable; None where the server wants none.
@@ -87,20 +83,15 @@ class FrozenModel(ModelReference):
 class HostedModel(ModelReference):
     """A checkpoint that the run serves itself: generators that never synchronise, shared by all that name its path."""
 
-    path: str
+    path: Annotated[str, MinLen(1), Cure("name the checkpoint's folder")]
     """Hub-format folder. Its tokenizer must be the policy's."""
-    replicas: int = 1
+    replicas: PositiveInt = 1
     """Independent engines."""
     engine: EngineConfig = field(default_factory=VLLMEngineConfig)
-    max_concurrency: int = 256
+    max_concurrency: PositiveInt = 256
     """Scores in flight at once; more wait. How much is sampled at once is the engine's to say."""
 
     def validate(self, *, field: str) -> None:
-        if not self.path:
-            raise ConfigError(f"{field}.path", self.path, "name the checkpoint's folder")
-        for name, value in (("replicas", self.replicas), ("max_concurrency", self.max_concurrency)):
-            if value < 1:
-                raise ConfigError(f"{field}.{name}", value, "must be at least 1")
         self.engine.validate(field=f"{field}.engine")
 
     def check_present(self, *, field: str) -> None:

@@ -5,12 +5,13 @@ vLLM is imported when an engine is built: importing this file, and with it any c
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from annotated_types import Gt, Le
 
+from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport
 from torchtitan.experiments.rl.generation.messages import (
     GenerateResult,
@@ -28,11 +29,11 @@ from torchtitan.experiments.rl.weights.snapshot import Manifest
 class VLLMEngineConfig(EngineConfig):
     """vLLM's settings; what vLLM calls them is said where the names differ."""
 
-    max_num_seqs: int = 256
+    max_num_seqs: PositiveInt = 256
     """Sequences in one engine step."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
     """Share of the GPU's memory for weights and KV cache. CUDA only."""
-    cpu_kv_cache_gib: int = 1
+    cpu_kv_cache_gib: PositiveInt = 1
     """KV cache on CPU, in GiB."""
     cuda_graphs: bool = True
     """False sets enforce_eager. CPU is always eager."""
@@ -45,14 +46,6 @@ class VLLMEngineConfig(EngineConfig):
         if device == "cuda":
             return self.gpu_memory_utilization
         return parameters * self.torch_dtype.itemsize / 2**30 + self.cpu_kv_cache_gib
-
-    def validate(self, *, field: str) -> None:
-        # Not super(): a dataclass with slots is a copy of the class that super() knows.
-        EngineConfig.validate(self, field=field)
-        self.check_at_least(1, "max_num_seqs", "cpu_kv_cache_gib", field=field)
-        if not 0 < self.gpu_memory_utilization <= 1:
-            cure = "is a share of the GPU: above 0, at most 1"
-            raise ConfigError(f"{field}.gpu_memory_utilization", self.gpu_memory_utilization, cure)
 
 
 class VLLMEngine:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.config import Configurable
+from torchtitan.experiments.rl.bounds import NonNegativeFloat
 
 
 class RefKL(Configurable):
@@ -21,9 +22,9 @@ class RefKL(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        mask_low: float = 0.2
+        mask_low: NonNegativeFloat = 0.2
         """A token whose probability fell by more than this since it was sampled has no gain."""
-        kl_tau: float = 1e-3
+        kl_tau: NonNegativeFloat = 1e-3
         """Weight of the squared log ratio, which holds the policy near the generator's."""
 
     def __init__(self, config: Config):

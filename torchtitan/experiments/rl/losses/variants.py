@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from torchtitan.config import Configurable
+from torchtitan.experiments.rl.bounds import NonNegativeFloat
 from torchtitan.experiments.rl.configurable import UserConfigurable
 
 
@@ -58,13 +59,13 @@ class DPPO(RLLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RLLoss.Config):
-        mask_high: float = 0.2
+        mask_high: NonNegativeFloat = 0.2
         """A token of positive advantage already this much more probable than when sampled has no policy gradient."""
-        mask_low: float = 0.2
+        mask_low: NonNegativeFloat = 0.2
         """The same for one of negative advantage already this much less probable."""
-        adv_tau: float = 1.0
+        adv_tau: NonNegativeFloat = 1.0
         """Weight of the policy gradient."""
-        kl_tau: float = 1e-3
+        kl_tau: NonNegativeFloat = 1e-3
         """Weight of the squared log ratio."""
 
     config: Config
@@ -104,8 +105,8 @@ class PPOClip(RLLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RLLoss.Config):
-        clip_low: float = 0.2
-        clip_high: float = 0.2
+        clip_low: NonNegativeFloat = 0.2
+        clip_high: NonNegativeFloat = 0.2
         """DAPO: 0.28."""
 
     config: Config
@@ -125,9 +126,9 @@ class CISPO(RLLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RLLoss.Config):
-        clip_low: float = 1.0
+        clip_low: NonNegativeFloat = 1.0
         """1 is no lower bound, as in the paper."""
-        clip_high: float = 4.0
+        clip_high: NonNegativeFloat = 4.0
         """The paper tunes this bound and gives no number. 4 caps the weight at 5."""
 
     config: Config
@@ -152,8 +153,8 @@ class GSPO(RLLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RLLoss.Config):
-        clip_low: float = 3e-4
-        clip_high: float = 4e-4
+        clip_low: NonNegativeFloat = 3e-4
+        clip_high: NonNegativeFloat = 4e-4
         """Both bounds are the paper's; sequence ratios vary far less than token ratios."""
 
     config: Config

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.models.common.linear import Linear
 
 
@@ -17,7 +18,7 @@ class LogprobHead(Linear):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
-        chunk_tokens: int = 1024
+        chunk_tokens: PositiveInt = 1024
         """Tokens whose logits are held at once."""
 
     def __init__(self, config: Config):

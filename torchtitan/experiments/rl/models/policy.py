@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.models.cpu_attention import CPUVarlenAttention
 from torchtitan.experiments.rl.models.families import family_of_flavor, family_of_folder
@@ -19,7 +20,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 @dataclass(kw_only=True, slots=True)
 class ModelConfig:
-    hf_assets_path: str
+    hf_assets_path: NonEmptyStr
     """Hub-format folder: config.json, safetensors, tokenizer."""
     flavor: str | None = None
     """torchtitan's name of a configuration, with its family ("qwen3/0.6B", "llama3/8B") or, where the folder or the name itself

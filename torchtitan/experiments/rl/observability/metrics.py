@@ -11,9 +11,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO, get_args
+from typing import Any, Literal, TextIO
 
 from torchtitan.config.configurable import Configurable
+from torchtitan.experiments.rl.bounds import NonEmptyStr, check_config
 from torchtitan.experiments.rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -45,14 +46,12 @@ class MetricsLogger(Configurable):
         """Write TensorBoard events to `tensorboard/` in the run folder."""
         wandb: bool = False
         """Log to Weights & Biases; its files lie in `wandb/` in the run folder."""
-        wandb_project: str = "torchtitan-rl"
+        wandb_project: NonEmptyStr = "torchtitan-rl"
         wandb_mode: WandbMode = "offline"
         """`offline` needs no network and can be uploaded later; `online` needs WANDB_API_KEY."""
 
-        def validate(self, field: str = "metrics") -> None:
+        def validate(self, *, field: str) -> None:
             """Raises ConfigError where this config can't log; `field` is where it sits in the whole config."""
-            if self.wandb_mode not in get_args(WandbMode):
-                raise ConfigError(f"{field}.wandb_mode", self.wandb_mode, f"use one of {', '.join(get_args(WandbMode))}")
             if self.wandb and self.wandb_mode == "online" and not os.environ.get("WANDB_API_KEY"):
                 raise ConfigError(f"{field}.wandb_mode", "online", "WANDB_API_KEY is not set: set it, or use offline")
 
@@ -71,7 +70,7 @@ class MetricsLogger(Configurable):
                 and which will be taken again, are dropped. None starts a new record.
             run_config: Shown beside the metrics where the backend has a place for it.
         """
-        config.validate()
+        check_config(config, field="metrics")
         run_dir.mkdir(parents=True, exist_ok=True)
         self._last_step = resume_step
         self._file = self._tensorboard = self._wandb = None

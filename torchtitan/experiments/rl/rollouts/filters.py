@@ -10,8 +10,9 @@ from typing import Literal
 import numpy as np
 
 from torchtitan.config import Configurable
+from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
 
@@ -24,7 +25,7 @@ class Filter(UserConfigurable, abc.ABC):
         """enforce: matching rollouts are dropped. monitor: they are only counted."""
 
         def validate(self, *, field: str) -> None:
-            """Refuse what can't work, before any process starts.
+            """Refuse fields that can't work together, before any process starts.
 
             A subclass adds its checks after ``super(MyFilter.Config, self).validate(...)``: a slotted dataclass is made anew by
             its decorator, which a bare ``super()`` doesn't know.
@@ -35,12 +36,10 @@ class Filter(UserConfigurable, abc.ABC):
             Raises:
                 ConfigError: naming the field at fault, its value and the cure.
             """
-            if self.mode not in ("enforce", "monitor"):
-                raise ConfigError(f"{field}.mode", self.mode, 'must be "enforce" or "monitor"')
 
     def __init__(self, config: Config):
         self.config = config
-        config.validate(field=self.name)
+        check_config(config, field=self.name)
 
     @property
     def name(self) -> str:

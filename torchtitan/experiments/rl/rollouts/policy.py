@@ -4,23 +4,29 @@ Implemented by ``generation/client.py`` (the policy), ``generation/endpoint.py``
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
+from annotated_types import Ge, Gt, Interval, Le
 
+from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.rollouts.types import Completion
+
+Temperature = Annotated[float, Interval(ge=0, le=2)]
+"""vLLM refuses more than 2."""
 
 
 @dataclass(kw_only=True, slots=True)
 class SamplingConfig:
     """How completions are sampled. Truncated sampling (top_p, top_k) is for validation only: it biases the importance ratio."""
 
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """0 is greedy."""
-    max_tokens: int = 256
+    max_tokens: PositiveInt = 256
     """Per turn."""
-    top_p: float = 1.0
-    top_k: int = -1
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    top_k: Annotated[int, Ge(-1)] = -1
+    """-1 and 0: all tokens."""
 
 
 @dataclass(kw_only=True, slots=True)

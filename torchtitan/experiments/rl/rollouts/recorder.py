@@ -11,9 +11,12 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge
 
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.bounds import Cure, Share, check_fields
 from torchtitan.experiments.rl.rollouts.record_file import RecordFile, compress, read_groups
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
@@ -28,33 +31,24 @@ QUEUED_GROUPS = 1024
 CLOSE_LIMIT_S = 120.0
 """How long the end of a run waits for what is queued; a network disk may hang."""
 
+RECORD_NOTHING = Cure("to record nothing set fraction to 0")
+
 
 class RolloutRecorder(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        fraction: float = 1.0
+        fraction: Share = 1.0
         """Share of the groups that are recorded, each whole or not at all; 0 records none. Which ones follows from their ids,
         so two runs record the same. A run of 512 rollouts of 32k tokens a step writes 110 MB a step: there, 0.05 is plenty."""
-        max_rollout_bytes: int = 4 * 2**20
+        max_rollout_bytes: Annotated[int, Ge(1), RECORD_NOTHING] = 4 * 2**20
         """Before compression. A longer line loses its turns and samples: some 150k tokens fit. How the rollout ended, and its
         rewards, stay."""
-        max_file_bytes: int = 4 * 2**30
+        max_file_bytes: Annotated[int, Ge(1), RECORD_NOTHING] = 4 * 2**30
         """Recording ends when the file would become larger."""
-
-        def validate(self, *, field: str = "recorder") -> None:
-            """
-            Raises:
-                ConfigError: a value out of range.
-            """
-            if not 0 <= self.fraction <= 1:
-                raise ConfigError(f"{field}.fraction", self.fraction, "is a share of the groups: use 0 to 1")
-            for name, value in (("max_rollout_bytes", self.max_rollout_bytes), ("max_file_bytes", self.max_file_bytes)):
-                if value < 1:
-                    raise ConfigError(f"{field}.{name}", value, "must be at least 1; to record nothing set fraction to 0")
 
     def __init__(self, config: Config, *, run_dir: Path):
         """Appends to the file of an earlier run in the same folder."""
-        config.validate()
+        check_fields(config, field="recorder")
         self.config = config
         self.path = Path(run_dir) / ROLLOUTS_FILE
         self.recorded = 0

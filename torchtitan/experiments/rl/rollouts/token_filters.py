@@ -6,9 +6,12 @@ sampled nothing matches neither.
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from annotated_types import Ge, Gt, Lt
 
+from torchtitan.experiments.rl.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
@@ -25,30 +28,21 @@ class Gibberish(Filter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Filter.Config):
-        vocab_size: int = 151_936
+        vocab_size: Annotated[int, Ge(2)] = 151_936
         """Ids of the policy's vocabulary; Qwen3's has so many."""
-        rare_from: int = 100_000
+        rare_from: NonNegativeInt = 100_000
         """Id from which a token is rare. Special tokens have the highest ids, but are likely wherever they belong."""
-        margin: float = 2.0
+        margin: NonNegativeFloat = 2.0
         """How far below a blind draw's log-probability, in nats."""
-        tokens: int = 1
+        tokens: PositiveInt = 1
         """Such tokens from which a rollout matches."""
 
         def validate(self, *, field: str) -> None:
             """See Filter.Config."""
             super(Gibberish.Config, self).validate(field=field)
-            for name, value, least in (
-                ("vocab_size", self.vocab_size, 2),
-                ("rare_from", self.rare_from, 0),
-                ("tokens", self.tokens, 1),
-            ):
-                if not value >= least:
-                    raise ConfigError(f"{field}.{name}", value, f"must be at least {least}")
             if not self.rare_from < self.vocab_size:
                 cure = f"no id of a vocabulary of {self.vocab_size} is that high: lower it, or set vocab_size"
                 raise ConfigError(f"{field}.rare_from", self.rare_from, cure)
-            if not 0 <= self.margin < math.inf:
-                raise ConfigError(f"{field}.margin", self.margin, "must be a number of nats, 0 or above")
 
     config: Config
 
@@ -76,30 +70,15 @@ class Repetition(Filter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Filter.Config):
-        window: int = 3000
+        window: Annotated[int, Ge(2)] = 3000
         """Tokens in a row."""
-        probability: float = 0.99
-        distinct_ngrams: float = 0.0
+        probability: Annotated[float, Gt(0), Lt(1)] = 0.99
+        distinct_ngrams: Share = 0.0
         """Least share of distinct n-grams among all; text that goes ten times round has 0.1. 0: not looked at."""
-        ngram: int = 16
+        ngram: PositiveInt = 16
         """Tokens of an n-gram. Long enough that phrases and table rows don't count."""
-        min_ngrams: int = 512
+        min_ngrams: Annotated[int, Ge(2)] = 512
         """Rollouts with fewer n-grams are too short to tell."""
-
-        def validate(self, *, field: str) -> None:
-            """See Filter.Config."""
-            super(Repetition.Config, self).validate(field=field)
-            for name, value, least in (
-                ("window", self.window, 2),
-                ("ngram", self.ngram, 1),
-                ("min_ngrams", self.min_ngrams, 2),
-            ):
-                if not value >= least:
-                    raise ConfigError(f"{field}.{name}", value, f"must be at least {least}")
-            if not 0 < self.probability < 1:
-                raise ConfigError(f"{field}.probability", self.probability, "must lie between 0 and 1")
-            if not 0 <= self.distinct_ngrams <= 1:
-                raise ConfigError(f"{field}.distinct_ngrams", self.distinct_ngrams, "is a share: 0 (off) to 1")
 
     config: Config
 

@@ -14,9 +14,12 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge
 
 from torchtitan.config import Configurable
+from torchtitan.experiments.rl.bounds import Cure, PositiveFloat, PositiveInt, check_fields
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
@@ -42,13 +45,13 @@ class RewardFn:
     """A reward function and how a rubric uses it."""
 
     fn: Callable[..., Any]
-    weight: float = 1.0
+    weight: Annotated[float, Ge(0), Cure("a penalty returns less than 0")] = 1.0
     """0 or more; a rubric's weights are normalised to sum to 1. With weight 0 a function is only logged."""
     name: str | None = None
     """None: the function's own name."""
     group_level: bool = False
     """Called once per group with the list of rollouts that are to be scored; returns a number for each."""
-    timeout_s: float | None = None
+    timeout_s: PositiveFloat | None = None
     """Per call; None: the rubric's."""
     isolate: bool = False
     """Call it in a child process that is killed when late: for code that may hang or crash. A late sync function that is not
@@ -74,15 +77,16 @@ class Rubric(UserConfigurable):
         overflows is excluded."""
         error_reward: float | None = None
         """Reward of rollouts that failed; None excludes them. Never given for a failed reward function."""
-        timeout_s: float = 30.0
+        timeout_s: PositiveFloat = 30.0
         """For each call of a reward function that names no limit of its own."""
-        isolated_workers: int = 2
+        isolated_workers: PositiveInt = 2
         """Child processes for functions with isolate=True."""
 
     def __init__(self, config: Config):
+        check_fields(config, field="rubric")
         self.config = config
         named = [(entry.name or _name_of(entry.fn), entry) for entry in self.register_funcs()]
-        _check(named, config)
+        _check(named)
         total = math.fsum(entry.weight for _, entry in named)
         self._fns = {name: replace(entry, weight=entry.weight / total) for name, entry in named}
         self._isolated = IsolatedCalls(config.isolated_workers)
@@ -207,19 +211,12 @@ def _number(value: Any) -> float | str:
     return f"returned {str(value)[:60]} ({type(value).__name__}), want a finite number"
 
 
-def _check(named: list[tuple[str, RewardFn]], config: Rubric.Config) -> None:
+def _check(named: list[tuple[str, RewardFn]]) -> None:
     names = [name for name, _ in named]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError("rubric.reward_fns", names, f"two functions named {name!r}: give one RewardFn(..., name=...)")
     for name, entry in named:
-        if not is_finite_number(entry.weight) or entry.weight < 0:
-            raise ConfigError(f"weight of {name!r}", entry.weight, "must be 0 or more; a penalty returns less than 0")
+        check_fields(entry, field=f"reward function {name!r}")
     if named and not any(entry.weight for _, entry in named):
         raise ConfigError("rubric.reward_fns", names, "every weight is 0: give at least one a weight")
-    for field_name in ("truncation_reward", "error_reward"):
-        value = getattr(config, field_name)
-        if value is not None and not is_finite_number(value):
-            raise ConfigError(f"rubric.{field_name}", value, "must be a finite number or None")
-    if config.isolated_workers < 1:
-        raise ConfigError("rubric.isolated_workers", config.isolated_workers, "must be at least 1")

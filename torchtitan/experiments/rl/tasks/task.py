@@ -17,6 +17,7 @@ from renderers import Renderer
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveFloat, PositiveInt, check_fields
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
@@ -47,17 +48,17 @@ class Task(UserConfigurable):
         sampler: SampleStrategy.Config = field(default_factory=ShuffledCursor.Config)
         env: RendererEnvConfig = field(default_factory=RendererEnvConfig)
         sampling: SamplingConfig = field(default_factory=SamplingConfig)
-        group_size: int = 8
+        group_size: PositiveInt = 8
         """Rollouts per data sample."""
-        max_retries: int = 1
+        max_retries: NonNegativeInt = 1
         """Times a rollout that failed is run again."""
-        min_group_size: int = 2
+        min_group_size: PositiveInt = 2
         """A group with fewer scored rollouts is dropped."""
-        weight: float = 1.0
+        weight: PositiveFloat = 1.0
         """Share of the groups, relative to the other tasks."""
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
-            """Refuse what can't work, before any process starts.
+            """Refuse what can't work, before any process starts: fields out of bounds, and fields that don't fit together.
 
             Args:
                 field: path of this config, such as "tasks.sum_digits".
@@ -66,24 +67,8 @@ class Task(UserConfigurable):
             Raises:
                 ConfigError: naming the field at fault, its value and the cure.
             """
-            env, sampling = self.env, self.sampling
-            for name, value, least in (
-                ("group_size", self.group_size, 1),
-                ("max_retries", self.max_retries, 0),
-                ("min_group_size", self.min_group_size, 1),
-                ("env.max_turns", env.max_turns, 1),
-                ("env.max_rollout_tokens", env.max_rollout_tokens, 2),
-                ("sampling.max_tokens", sampling.max_tokens, 1),
-            ):
-                if value < least:
-                    raise ConfigError(f"{field}.{name}", value, f"must be at least {least}")
-            for name, value in (
-                ("weight", self.weight),
-                ("env.step_timeout_s", env.step_timeout_s),
-                ("env.rollout_timeout_s", env.rollout_timeout_s),
-            ):
-                if not value > 0:
-                    raise ConfigError(f"{field}.{name}", value, "must be above 0")
+            sampling = self.sampling
+            check_fields(self, field=field)
             if self.group_size > 1 and self.min_group_size > self.group_size:
                 raise ConfigError(f"{field}.min_group_size", self.min_group_size, f"groups have {self.group_size}: lower it")
             self.dataset.validate(field=f"{field}.dataset")
@@ -103,7 +88,7 @@ class Task(UserConfigurable):
                 field=f"{field}.algorithm",
                 group_size=self.group_size,
                 temperature=sampling.temperature,
-                max_rollout_tokens=env.max_rollout_tokens,
+                max_rollout_tokens=self.env.max_rollout_tokens,
                 policy_path=policy_path,
             )
 

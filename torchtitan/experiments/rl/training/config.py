@@ -1,27 +1,32 @@
 """Settings of the policy's training: plain data, apart from the actor."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Lt
 
 from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.experiments.rl.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.losses import LossConfig
+
+DecayRate = Annotated[float, Ge(0), Lt(1)]
 
 
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW, as torchtitan's OptimizersContainer builds it."""
 
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_norm: float = 1.0
+    lr: PositiveFloat = 1e-6
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
 
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    ranks: int = 1
+    ranks: PositiveInt = 1
     """Processes of the mesh; each is one data-parallel rank (FSDP)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulersContainer.Config = field(
@@ -33,16 +38,16 @@ class TrainerConfig:
     """Of parameters, gradients and optimizer state."""
     mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward pass (FSDP mixed precision)."""
-    data_parallel_replicate_degree: int = 1
+    data_parallel_replicate_degree: PositiveInt = 1
     """Copies of the sharded model (HSDP); the rest of the ranks shard."""
     enable_cpu_offload: bool = False
     activation_checkpoint: bool = False
     """Keep only each transformer block's input, and compute the rest again in the backward pass."""
     compile: bool = False
     """torch.compile of each transformer block."""
-    logprob_chunk_tokens: int = 1024
+    logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose full-vocabulary logits exist at once."""
-    checkpoint_interval: int = 0
+    checkpoint_interval: NonNegativeInt = 0
     """Save model, optimizer and schedule every so many steps; 0 saves none."""
     save_final_model: bool = True
     """Write the final policy as a hub folder, tokenizer included: <run folder>/checkpoint/step-N."""

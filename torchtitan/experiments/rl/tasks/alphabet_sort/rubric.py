@@ -4,6 +4,7 @@ because the next is to be sorted from the names, not from the reply."""
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
+from torchtitan.experiments.rl.bounds import NonNegativeFloat
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.alphabet_sort.data import sorted_lists
@@ -12,7 +13,7 @@ from torchtitan.experiments.rl.tasks.alphabet_sort.data import sorted_lists
 class AlphabetSortRubric(Rubric):
     @dataclass(kw_only=True, slots=True)
     class Config(Rubric.Config):
-        similarity_weight: float = 0.0
+        similarity_weight: NonNegativeFloat = 0.0
         """Weight of `similarity` beside the 1.0 of `exact`: for long lists, of which a model seldom gets all in order."""
 
     config: Config

@@ -1,8 +1,11 @@
 """Several user turns: sort names, then merge more into the list. Copy this folder for a conversation that follows a script."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge
+
+from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.made import MadeDataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
@@ -19,22 +22,19 @@ from torchtitan.experiments.rl.tasks.task import Task
 class AlphabetSortDataset(MadeDataset):
     @dataclass(kw_only=True, slots=True)
     class Config(MadeDataset.Config):
-        min_rounds: int = 2
-        max_rounds: int = 3
+        min_rounds: PositiveInt = 2
+        max_rounds: PositiveInt = 3
         """Lists of names in an example, and so the model's turns."""
-        min_names: int = 2
-        max_names: int = 5
+        min_names: Annotated[int, Ge(2)] = 2
+        """A single name to open with is nothing to sort, and too few of them to split."""
+        max_names: Annotated[int, Ge(2)] = 5
         """Names in each list."""
 
         def validate(self, *, field: str) -> None:
             """Raises ConfigError where no example can be made."""
-            for name, low, high, least in (
-                ("rounds", self.min_rounds, self.max_rounds, 1),
-                # A single name to open with is nothing to sort, and too few of them to split.
-                ("names", self.min_names, self.max_names, 2),
-            ):
-                if not least <= low <= high:
-                    raise ConfigError(f"{field}.min_{name}", low, f"must be at least {least}, at most max_{name} = {high}")
+            for name, low, high in (("rounds", self.min_rounds, self.max_rounds), ("names", self.min_names, self.max_names)):
+                if low > high:
+                    raise ConfigError(f"{field}.min_{name}", low, f"must be at most max_{name} = {high}")
             if self.max_rounds * self.max_names > len(NAMES):
                 cure = f"with max_rounds = {self.max_rounds} more than the {len(NAMES)} names there are; lower either"
                 raise ConfigError(f"{field}.max_names", self.max_names, cure)

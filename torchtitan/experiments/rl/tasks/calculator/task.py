@@ -1,6 +1,9 @@
 """A tool the model must call. Copy this folder for an env with tools of its own."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Interval
 
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.made import MadeDataset
@@ -14,25 +17,23 @@ from torchtitan.experiments.rl.tasks.calculator.env import CalculatorEnv
 from torchtitan.experiments.rl.tasks.calculator.rubric import CalculatorRubric
 from torchtitan.experiments.rl.tasks.task import Task
 
+Operands = Annotated[int, Interval(ge=2, le=20)]
+"""What stays within the calculator's bounds: 20 factors of 999 have 200 bits and 118 characters."""
+
 
 class CalculatorDataset(MadeDataset):
     @dataclass(kw_only=True, slots=True)
     class Config(MadeDataset.Config):
-        min_operands: int = 2
-        max_operands: int = 4
+        min_operands: Operands = 2
+        max_operands: Operands = 4
         """Numbers in an expression."""
-        max_operand: int = 999
+        max_operand: Annotated[int, Interval(ge=9, le=999)] = 999
 
         def validate(self, *, field: str) -> None:
             """Raises ConfigError where no example can be made."""
-            # The most that stays within the calculator's bounds: 20 factors of 999 have 200 bits and 118 characters.
-            for name, value, least, most in (
-                ("min_operands", self.min_operands, 2, self.max_operands),
-                ("max_operands", self.max_operands, 2, 20),
-                ("max_operand", self.max_operand, 9, 999),
-            ):
-                if not least <= value <= most:
-                    raise ConfigError(f"{field}.{name}", value, f"must be {least} to {most}")
+            if self.min_operands > self.max_operands:
+                cure = f"must be at most max_operands = {self.max_operands}"
+                raise ConfigError(f"{field}.min_operands", self.min_operands, cure)
 
     make = staticmethod(make_examples)
 

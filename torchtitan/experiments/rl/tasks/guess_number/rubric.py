@@ -1,6 +1,9 @@
 """1 for finding the number within the guesses allowed, else 0; less for a late find where the config says so."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Gt, Le
 
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_components
@@ -10,8 +13,8 @@ from torchtitan.experiments.rl.tasks.guess_number.data import Game
 class GuessNumberRubric(Rubric):
     @dataclass(kw_only=True, slots=True)
     class Config(Rubric.Config):
-        discount: float = 1.0
-        """Factor for each guess after the first, above 0 and at most 1."""
+        discount: Annotated[float, Gt(0), Le(1)] = 1.0
+        """Factor for each guess after the first."""
 
     config: Config
 

@@ -1,7 +1,11 @@
 """A game of several turns with a reward at its end alone. Copy this folder for an env that reacts to what the model does."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from annotated_types import Ge
+
+from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.made import MadeDataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
@@ -18,17 +22,14 @@ from torchtitan.experiments.rl.tasks.task import Task
 class GuessNumberDataset(MadeDataset):
     @dataclass(kw_only=True, slots=True)
     class Config(MadeDataset.Config):
-        numbers: int = 100
+        numbers: Annotated[int, Ge(2)] = 100
         """Numbers in a game's range. Halving it finds every one of 2^g - 1 numbers within g guesses."""
-        max_number: int = 1000
+        max_number: PositiveInt = 1000
         """No range goes beyond it."""
-        guesses: int = 7
+        guesses: PositiveInt = 7
 
         def validate(self, *, field: str) -> None:
             """Raises ConfigError where no game can be made."""
-            for name, value, least in (("numbers", self.numbers, 2), ("guesses", self.guesses, 1)):
-                if value < least:
-                    raise ConfigError(f"{field}.{name}", value, f"must be at least {least}")
             if not first_numbers(split=self.split, numbers=self.numbers, max_number=self.max_number):
                 cure = f"leaves no range of {self.numbers} numbers to {self.split}: raise it"
                 raise ConfigError(f"{field}.max_number", self.max_number, cure)
@@ -53,8 +54,6 @@ class GuessNumberTask(Task):
                 if isinstance(dataset, GuessNumberDataset.Config) and dataset.guesses > self.env.max_turns:
                     cure = f"{field}.{name} allows {dataset.guesses} guesses, a turn each: raise this"
                     raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, cure)
-            if isinstance(self.rubric, GuessNumberRubric.Config) and not 0 < self.rubric.discount <= 1:
-                raise ConfigError(f"{field}.rubric.discount", self.rubric.discount, "must be above 0, at most 1")
 
     def make_env(self, sample: DataSample) -> GuessNumberEnv:
         return GuessNumberEnv(sample.env_input)

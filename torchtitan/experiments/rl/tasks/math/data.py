@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample
@@ -26,14 +27,14 @@ class MathDataset(Dataset):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Dataset.Config):
-        path: str
+        path: NonEmptyStr
         """A dataset of the hub, or a local file: .jsonl, .json or .parquet."""
         name: str | None = None
         """The hub dataset's configuration, where it has several."""
-        split: str = "train"
+        split: NonEmptyStr = "train"
         """A split, or a slice of one, such as "train[:95%]" and "train[95%:]"; a file is all one split, whatever its name."""
-        question_column: str = "question"
-        answer_column: str = "answer"
+        question_column: NonEmptyStr = "question"
+        answer_column: NonEmptyStr = "answer"
         answer_marker: str | None = None
         """The answer is what follows the last of these in its column ("####" in gsm8k). None: the whole column is."""
 
@@ -43,9 +44,6 @@ class MathDataset(Dataset):
             return Path(self.path).expanduser() if Path(self.path).suffix in FILE_FORMATS else None
 
         def validate(self, *, field: str) -> None:
-            for name in ("path", "split", "question_column", "answer_column"):
-                if not getattr(self, name):
-                    raise ConfigError(f"{field}.{name}", getattr(self, name), "must not be empty")
             if self.file is not None and self.name is not None:
                 raise ConfigError(f"{field}.name", self.name, "only datasets of the hub have one: leave it out for a file")
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from torchtitan.experiments.rl.bounds import PositiveFloat
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
 from torchtitan.experiments.rl.tasks.math.boxed import last_boxed
@@ -11,7 +12,7 @@ from torchtitan.experiments.rl.tasks.math.data import MathProblem
 class MathRubric(Rubric):
     @dataclass(kw_only=True, slots=True)
     class Config(Rubric.Config):
-        timeout_s: float = 10.0
+        timeout_s: PositiveFloat = 10.0
         """For each comparison. One that takes longer makes its rollout an error: nobody knows whether the answer was right."""
 
     def register_funcs(self) -> list[RewardFn]:

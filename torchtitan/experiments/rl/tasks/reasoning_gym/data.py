@@ -4,8 +4,11 @@ import difflib
 import random
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import MinLen
+
+from torchtitan.experiments.rl.bounds import Cure, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample
@@ -18,7 +21,7 @@ class PuzzleGenerator:
 
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of the generator's own config, such as {"min_terms": 2} for chain_sum; seed and size are the dataset's."""
-    weight: float = 1.0
+    weight: PositiveFloat = 1.0
     """Share of the puzzles, relative to the other generators'."""
 
 
@@ -41,20 +44,14 @@ class ReasoningGymDataset(Dataset):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Dataset.Config):
-        generators: dict[str, PuzzleGenerator]
+        generators: Annotated[dict[str, PuzzleGenerator], MinLen(1), Cure("name at least one generator")]
         """By the name reasoning_gym knows them by, such as {"chain_sum": PuzzleGenerator()}."""
-        count: int = 10_000
+        count: PositiveInt = 10_000
         seed: int = 0
 
         def validate(self, *, field: str) -> None:
             """Names and configs of generators can be checked only where reasoning_gym is installed, and are then."""
-            if not self.generators:
-                raise ConfigError(f"{field}.generators", self.generators, "name at least one generator")
-            if self.count < 1:
-                raise ConfigError(f"{field}.count", self.count, "must be at least 1")
             for name, generator in self.generators.items():
-                if not generator.weight > 0:
-                    raise ConfigError(f"{field}.generators.{name}.weight", generator.weight, "must be above 0")
                 for owned in ("seed", "size"):
                     if owned in generator.config:
                         cure = f"leave {owned!r} out: it is the dataset's {'seed' if owned == 'seed' else 'count'}"

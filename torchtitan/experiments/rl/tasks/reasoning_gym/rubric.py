@@ -9,6 +9,7 @@ process is no sandbox: leave those nine out where a model must not run code on t
 import functools
 from dataclasses import dataclass
 
+from torchtitan.experiments.rl.bounds import PositiveFloat
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
 from torchtitan.experiments.rl.tasks.reasoning_gym.answers import answer_in
@@ -21,7 +22,7 @@ class PuzzleRubric(Rubric):
         answer_tag: str | None = "answer"
         """The answer is what the final message has between the last pair of these tags, <answer> and </answer>; without a pair
         it earns 0. None: the whole message is the answer."""
-        timeout_s: float = 10.0
+        timeout_s: PositiveFloat = 10.0
         """For each answer. One that takes longer to score makes its rollout an error."""
 
     config: Config

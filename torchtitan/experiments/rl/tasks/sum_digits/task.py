@@ -1,11 +1,15 @@
 """The smallest complete task; copy this folder to start your own."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge
+
+from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.made import MadeDataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
@@ -18,8 +22,13 @@ from torchtitan.experiments.rl.tasks.task import Task
 class SumDigitsDataset(MadeDataset):
     @dataclass(kw_only=True, slots=True)
     class Config(MadeDataset.Config):
-        min_digits: int = 2
-        max_digits: int = 5
+        min_digits: Annotated[int, Ge(2), Cure("lists of one digit are too few to split")] = 2
+        max_digits: Annotated[int, Ge(2)] = 5
+
+        def validate(self, *, field: str) -> None:
+            """Raises ConfigError where no example can be made."""
+            if self.min_digits > self.max_digits:
+                raise ConfigError(f"{field}.min_digits", self.min_digits, f"must be at most max_digits = {self.max_digits}")
 
     make = staticmethod(make_examples)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.made import MadeDataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
@@ -26,7 +27,7 @@ class SumDigitsRoundsDataset(MadeDataset):
 
     @dataclass(kw_only=True, slots=True)
     class Config(SumDigitsDataset.Config):
-        rounds: int = 2
+        rounds: PositiveInt = 2
 
     make = staticmethod(make_rounds)
 

@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample
@@ -24,7 +25,7 @@ class VerifiersDataset(Dataset):
         args: dict[str, Any] = field(default_factory=dict)
         """Arguments of the module's load_environment; plain JSON values."""
         split: Literal["train", "eval"] = "train"
-        count: int | None = None
+        count: PositiveInt | None = None
         """The first so many rows. None: all."""
 
         @property
@@ -38,8 +39,6 @@ class VerifiersDataset(Dataset):
                 json.dumps(self.args)
             except TypeError as error:
                 raise ConfigError(f"{field}.args", self.args, f"must be plain JSON values: {error}") from None
-            if self.count is not None and self.count < 1:
-                raise ConfigError(f"{field}.count", self.count, "must be at least 1, or None for all rows")
 
         def check_present(self, *, field: str) -> None:
             try:
