@@ -99,7 +99,8 @@ def field_annotations(config_class: type, field_types: FieldTypes) -> dict[str, 
 @functools.cache
 def _own_annotations(config_class: type) -> Mapping[str, Any]:
     """A subclass that declares a field anew, for another default, and repeats only its type keeps the bounds."""
-    found, plain = {}, {}
+    found: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for base in reversed(config_class.__mro__):
         try:
             hints, plain_hints = typing.get_type_hints(base, include_extras=True), typing.get_type_hints(base)

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from torchtitan.components.optimizer import LRSchedulersContainer
-from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveInt, Share, check_fields
+from torchtitan.experiments.rl.bounds import FieldTypes, NonNegativeInt, PositiveInt, Share, check_fields
 from torchtitan.experiments.rl.config.placement import plan_placement
 from torchtitan.experiments.rl.config.plan import RunPlan, trainer_memory_gib
 from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -13,7 +13,7 @@ from torchtitan.experiments.rl.generation.references import find_references, hos
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import model_positions, parameter_count, policy_spec
 
-TORCHTITAN_FIELDS = {
+TORCHTITAN_FIELDS: FieldTypes = {
     LRSchedulersContainer.Config: {
         "warmup_steps": NonNegativeInt,
         "total_steps": PositiveInt | None,

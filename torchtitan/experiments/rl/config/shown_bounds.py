@@ -49,8 +49,9 @@ def _named_by_bounds(annotation: Any) -> Any:
     """The annotation with each bounded number in it named by its bounds."""
     plain, bounds, _ = declared(annotation)
     if plain is not annotation:
-        named = Annotated[_named_by_bounds(plain), *annotation.__metadata__]
-        return Annotated[named, _named_number(plain, bounds)] if plain in (int, float) and bounds else named
+        name = (_named_number(plain, bounds),) if plain in (int, float) and bounds else ()
+        annotated: Any = Annotated  # a type made at run time, which no type checker can follow
+        return annotated[_named_by_bounds(plain), *annotation.__metadata__, *name]
     if is_union(plain):
         return Union[tuple(map(_named_by_bounds, get_args(plain)))]  # noqa: UP007 - of a list of types
     if get_origin(plain) in (dict, list, tuple):

@@ -1,0 +1,301 @@
+"""The shipped configs: every number has a bound, every wrong value is found by its field, and --help shows the bounds."""
+
+import copy
+import dataclasses
+import functools
+import importlib
+import math
+import pkgutil
+import re
+import time
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pytest
+from annotated_types import BaseMetadata, Ge, GroupedMetadata, Gt, Le, Lt, MinLen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchtitan.config import Configurable
+
+import torchtitan.experiments.rl as library
+from torchtitan.experiments.rl.bounds import check_fields, field_annotations
+from torchtitan.experiments.rl.config.checks import TORCHTITAN_FIELDS, check, checked_plan
+from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions, load_config, parse_command
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.grpo import main
+from torchtitan.experiments.rl.rollouts.policy import ModelReference
+
+CONFIGS = config_functions(DEFAULT_MODULE)
+
+ANY_REWARD = "rewards may be any finite number"
+ANY_SEED = "names a stream of random numbers; any whole number does"
+WITHOUT_BOUNDS = {
+    "MadeDataset.Config.seed": ANY_SEED,
+    "ReasoningGymDataset.Config.seed": ANY_SEED,
+    "ValidationConfig.pass_reward": ANY_REWARD,
+    "Rubric.Config.truncation_reward": ANY_REWARD,
+    "Rubric.Config.error_reward": ANY_REWARD,
+    "DifficultyPool.Config.hard_up_to": ANY_REWARD,
+    "DifficultyPool.Config.easy_from": ANY_REWARD,
+    "Replay.Config.mean_above": ANY_REWARD,
+    "Replay.Config.mean_below": ANY_REWARD,
+}
+MODEL_SHAPES = ("PolicyModel.Config", "LogprobHead.Config", "CPUVarlenAttention.Config")
+"""Configs of torchtitan's model, which the library fills in from a checkpoint: nobody sets them."""
+
+
+# ---- every number has a bound
+
+
+def parts(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A type and its bounds, taken apart independently of the walk."""
+    if get_origin(annotation) is not Annotated:
+        return annotation, ()
+    plain, *metadata = get_args(annotation)
+    flat = [part for entry in metadata for part in (list(entry) if isinstance(entry, GroupedMetadata) else [entry])]
+    return plain, tuple(entry for entry in flat if isinstance(entry, BaseMetadata))
+
+
+def bare_numbers(annotation: Any) -> bool:
+    """Whether an int or float without a bound is anywhere in an annotation."""
+    plain, bounds = parts(annotation)
+    if plain in (int, float):
+        return not bounds
+    return get_origin(plain) is not Literal and any(bare_numbers(entry) for entry in get_args(plain))
+
+
+def shipped_config_classes() -> set[type]:
+    """Config classes that the library's modules define, and those that a shipped config holds."""
+    modules = [
+        importlib.import_module(module.name)
+        for module in pkgutil.walk_packages(library.__path__, library.__name__ + ".")
+        if ".tasks." not in module.name or not module.name.endswith("loading")  # that one needs an environment's package
+    ]
+    ours = {module.__name__ for module in modules}
+    found: set[type] = set()
+
+    def add(config_class: type) -> None:
+        if config_class.__module__ in ours and dataclasses.is_dataclass(config_class):
+            found.add(config_class)
+        for subclass in config_class.__subclasses__():
+            add(subclass)
+
+    add(Configurable.Config)
+    add(ModelReference)
+    for function in CONFIGS.values():
+        found |= {type(holder) for holder, _, _, _ in fields_of(function()) if dataclasses.is_dataclass(holder)}
+    return {config_class for config_class in found if config_class.__qualname__ not in MODEL_SHAPES}
+
+
+def fields_of(value: Any, path: str = "", annotation: Any = Any, seen: set[int] | None = None) -> list[tuple]:
+    """(holder, key, annotation, path) of every field and entry in a tree of configs, each shared object once."""
+    seen = set() if seen is None else seen
+    if id(value) in seen and not isinstance(value, str | int | float | bool | None):
+        return []
+    seen.add(id(value))
+    plain, _ = parts(annotation)
+    if get_origin(plain) in (Union, types.UnionType):
+        plain = next((parts(option)[0] for option in get_args(plain) if option is not types.NoneType), Any)
+    found: list[tuple] = []
+    if dataclasses.is_dataclass(value):
+        hints = field_annotations(type(value), TORCHTITAN_FIELDS)
+        entries = [
+            (field.name, hints.get(field.name, Any), f"{path}.{field.name}" if path else field.name)
+            for field in dataclasses.fields(value)
+        ]
+    elif isinstance(value, dict):
+        entry_type = (*get_args(plain), Any, Any)[1]
+        entries = [(key, entry_type, f"{path}.{key}") for key in value]
+    elif isinstance(value, list):
+        entries = [(index, (*get_args(plain), Any)[0], f"{path}[{index}]") for index in range(len(value))]
+    else:
+        return []
+    for key, entry_type, entry_path in entries:
+        found.append((value, key, entry_type, entry_path))
+        found += fields_of(held(value, key), entry_path, entry_type, seen)
+    return found
+
+
+def held(holder: Any, key: Any) -> Any:
+    return getattr(holder, key) if dataclasses.is_dataclass(holder) else holder[key]
+
+
+def put(holder: Any, key: Any, value: Any) -> None:
+    if dataclasses.is_dataclass(holder):
+        setattr(holder, key, value)
+    else:
+        holder[key] = value
+
+
+def test_every_number_in_a_shipped_config_has_a_bound_or_a_reason():
+    bare = {
+        f"{config_class.__qualname__}.{name}"
+        for config_class in shipped_config_classes()
+        for name, annotation in field_annotations(config_class, TORCHTITAN_FIELDS).items()
+        if bare_numbers(annotation) and f"{declaring(config_class, name)}.{name}" not in WITHOUT_BOUNDS
+    }
+    assert bare == set()
+
+
+def test_reasons_are_given_for_fields_that_exist():
+    classes = {config_class.__qualname__: config_class for config_class in shipped_config_classes()}
+    for field_name in WITHOUT_BOUNDS:
+        class_name, _, name = field_name.rpartition(".")
+        assert bare_numbers(field_annotations(classes[class_name], {})[name]), field_name
+
+
+def declaring(config_class: type, name: str) -> str:
+    """The class whose annotation a field has."""
+    return next(base for base in config_class.__mro__ if name in vars(base).get("__annotations__", {})).__qualname__
+
+
+# ---- every wrong value is found
+
+
+def bad_values(annotation: Any) -> list[Any]:
+    """Values a field must not have: of another type, not finite, or just outside each bound."""
+    plain, bounds = parts(annotation)
+    if get_origin(plain) in (Union, types.UnionType):
+        options = get_args(plain)
+        values = [value for option in options if option is not types.NoneType for value in bad_values(option)]
+        return [value for value in values if not (value is None and types.NoneType in options)]
+    values = []
+    for bound in bounds:
+        match bound:
+            case Ge(least):
+                values.append(least - 1)
+            case Gt(low):
+                values += [low, low - 1]
+            case Le(most):
+                values.append(most + 1)
+            case Lt(high):
+                values += [high, high + 1]
+            case MinLen(1) if plain is str:
+                values.append("")
+    if plain is int:
+        return [*values, None, "3", True, 2.5, math.nan, math.inf, [1]]
+    if plain is float:
+        return [*values, None, "0.5", True, math.nan, math.inf, -math.inf, 10**400, (1.0,)]
+    if plain is bool:
+        return [None, 1, "yes"]
+    if plain is str:
+        return [*values, None, 3, ["a"]]
+    if get_origin(plain) is Literal:
+        return [None, "no such choice", 3]
+    if get_origin(plain) in (list, dict, tuple):
+        return [None, "a", 3, {list: (), dict: [], tuple: []}[get_origin(plain)]]
+    if dataclasses.is_dataclass(plain):
+        return [None, "a", 3]
+    return []
+
+
+@functools.cache
+def fresh(name: str) -> Any:
+    return CONFIGS[name]()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_wrong_value_in_any_field_of_a_shipped_config_is_one_error_that_names_it(name, data):
+    config = copy.deepcopy(fresh(name))
+    choices = [(entry, bad_values(entry[2])) for entry in fields_of(config)]
+    (holder, key, _, path), values = data.draw(st.sampled_from([choice for choice in choices if choice[1]]))
+    value = data.draw(st.sampled_from(values))
+    put(holder, key, value)
+    with pytest.raises(ConfigError) as error:
+        check(config)
+    assert error.value.field == path
+    assert error.value.value is value and error.value.cure.startswith("must ")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_shipped_config_raises_no_false_alarm(name):
+    check(CONFIGS[name]())
+
+
+def test_wrong_entries_of_a_tuple_are_found():
+    config = fresh("rl_grpo_qwen3_debug")
+    for betas, index in (((1.0, 0.9), 0), ((0.9, -0.1), 1), ((math.nan, 0.9), 0)):
+        changed = copy.deepcopy(config)
+        changed.trainer.optimizer.betas = betas
+        with pytest.raises(ConfigError) as error:
+            checked_plan(changed)
+        assert error.value.field == f"trainer.optimizer.betas[{index}]"
+
+
+def test_the_walk_takes_a_moment():
+    for name in CONFIGS:
+        config, best = fresh(name), math.inf
+        for _ in range(5):
+            start = time.perf_counter()
+            check_fields(config, field_types=TORCHTITAN_FIELDS)
+            best = min(best, time.perf_counter() - start)
+        assert best < 0.05, name
+
+
+# ---- the command line
+
+
+def options_of(config: Any) -> list[tuple[str, Any, Any]]:
+    """(option, annotation, value) of every field that is a number, a text or a choice."""
+    return [
+        ("--" + path.replace("_", "-"), annotation, held(holder, key))
+        for holder, key, annotation, path in fields_of(config)
+        if isinstance(held(holder, key), int | float | str | None) and not isinstance(held(holder, key), bool)
+        if not any(map(dataclasses.is_dataclass, get_args(annotation)))
+    ]
+
+
+def test_help_shows_the_bounds_of_every_option(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--config", "rl_grpo_qwen3_debug", "--help"])
+    assert not end.value.code
+    text = capsys.readouterr().out
+    for shown in (
+        "--steps INT>=1",
+        "--max-offpolicy-steps INT>=0",
+        "--rollouts-per-step {None}|INT>=1",
+        "--trainer.optimizer.lr FLOAT>0",
+        "--trainer.optimizer.betas 0<=FLOAT<1 0<=FLOAT<1",
+        "--trainer.lr-scheduler.warmup-steps INT>=0",
+        "--trainer.lr-scheduler.decay-ratio {None}|0<=FLOAT<=1",
+        "--generator.engine.gpu-memory-utilization 0<FLOAT<=1",
+        "--recorder.fraction 0<=FLOAT<=1",
+        "--tasks.sum-digits.dataset.seed INT",
+    ):
+        assert re.search(rf"^\W*{re.escape(shown)}\W*$", text, re.MULTILINE), shown
+    for option, annotation, _ in options_of(fresh("rl_grpo_qwen3_debug")):
+        shown = re.search(rf"^\W*{re.escape(option)} (.*)$", text, re.MULTILINE)[1]
+        if "INT" in shown or "FLOAT" in shown:
+            assert bool(re.search("[<>]", shown)) == (not bare_numbers(annotation)), option
+
+
+def test_every_option_still_sets_its_field():
+    config = fresh("rl_grpo_qwen3_debug")
+    options = options_of(config)
+    assert len(options) > 60
+    words = [word for option, _, value in options for word in (option, str(value))]
+    assert load_config(parse_command(["--config", "rl_grpo_qwen3_debug", *words])) == config
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--steps", "0", "steps = 0: must be at least 1"),
+        ("--trainer.optimizer.lr", "nan", "trainer.optimizer.lr = nan: must be a finite number and above 0"),
+        ("--trainer.optimizer.lr", "inf", "trainer.optimizer.lr = inf: must be a finite number and above 0"),
+        ("--trainer.optimizer.eps", "0", "trainer.optimizer.eps = 0.0: must be above 0"),
+        ("--trainer.lr-scheduler.warmup-steps", "-1", "trainer.lr_scheduler.warmup_steps = -1: must be at least 0"),
+        ("--trainer.lr-scheduler.decay-ratio", "2", "lr_scheduler.decay_ratio = 2.0: must be at least 0 and at most 1"),
+        ("--trainer.loss.rl.mask-high", "-0.1", "trainer.loss.rl.mask_high = -0.1: must be at least 0"),
+        ("--validation.temperature", "2.5", "validation.temperature = 2.5: must be at least 0 and at most 2"),
+        ("--tasks.sum-digits.dataset.min-digits", "1", "dataset.min_digits = 1: must be at least 2; lists of one digit"),
+        ("--tasks.sum-digits.dataset.min-digits", "6", "dataset.min_digits = 6: must be at most max_digits = 5"),
+        ("--output-dir", "", "output_dir = '': must not be empty"),
+    ],
+)
+def test_an_override_out_of_bounds_is_one_line_and_exit_code_2(option, value, message, capsys):
+    assert main(["--config", "rl_grpo_qwen3_debug", "--dry-run", option, value]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
