@@ -243,7 +243,7 @@ def options_of(config: Any) -> list[tuple[str, Any, Any]]:
         ("--" + path.replace("_", "-"), annotation, held(holder, key))
         for holder, key, annotation, path in fields_of(config)
         if isinstance(held(holder, key), int | float | str | None) and not isinstance(held(holder, key), bool)
-        if not any(map(dataclasses.is_dataclass, get_args(annotation)))
+        if not any(isinstance(part, type) and dataclasses.is_dataclass(part) for part in get_args(annotation))
     ]
 
 
