@@ -12,6 +12,7 @@ import pytest
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
+from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.observability import rollouts as viewer
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
@@ -41,6 +42,18 @@ def sandbox_task(modules, renderer, **changes):
 def test_every_block_of_code_is_one_that_is_run_here():
     assert set(FILES) == {"phonebook", "test_phonebook", "sandboxes", "slow_tools"}
     assert PAGE.count("```python") == len(FILES)
+
+
+def test_a_field_of_ones_own_is_held_to_its_bounds(modules, capsys):
+    words = ["--module", "phonebook", "--config", "rl_phonebook", "--dry-run"]
+    override, message = "--tasks.phonebook.dataset.count 0", "tasks.phonebook.dataset.count = 0: must be at least 1"
+    assert override in PAGE and message in " ".join(PAGE.split())
+    assert main([*words, *override.split()]) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
+    with pytest.raises(SystemExit):
+        main([*words, "--help"])
+    shown = "--tasks.phonebook.dataset.count INT>=1"
+    assert shown in capsys.readouterr().out and shown in PAGE
 
 
 async def test_the_tests_of_the_task_pass(modules):
