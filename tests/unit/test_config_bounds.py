@@ -299,3 +299,25 @@ def test_an_override_out_of_bounds_is_one_line_and_exit_code_2(option, value, me
     assert main(["--config", "rl_grpo_qwen3_debug", "--dry-run", option, value]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+@pytest.mark.parametrize("dry_run", [["--dry-run"], []], ids=["dry run", "run"])
+def test_a_registrys_own_mistakes_end_in_the_same_line(dry_run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "wrong_configs.py").write_text(
+        "from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug\n"
+        "def without_a_model():\n"
+        "    config = rl_grpo_qwen3_debug()\n"
+        "    config.model = None\n"
+        "    return config\n"
+        "def with_a_text():\n"
+        "    config = rl_grpo_qwen3_debug()\n"
+        "    config.steps = 'three'\n"
+        "    return config\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, message in (
+        ("without_a_model", "model = None: must be a ModelConfig"),
+        ("with_a_text", "steps = 'three': must be a whole number"),
+    ):
+        assert main(["--module", "wrong_configs", "--config", name, *dry_run]) == 2
+        assert capsys.readouterr().err == f"error: {message}\n"

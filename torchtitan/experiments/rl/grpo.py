@@ -31,9 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(command)
         if command.dry_run:
             return _dry_run(config)
-        _check_model(config)
-        _check_config(config)
-        _check_present(config)
+        _check_all(config)
         name = str(command.config_name)
         run_dir = _run_dir(command.run_dir, config.output_dir, name)
     except ConfigError as error:
@@ -66,10 +64,13 @@ def _dry_run(config: Any) -> int:
     return 0
 
 
-def _check_config(config: Any) -> None:
-    from torchtitan.experiments.rl.config.checks import checked_plan
+def _check_all(config: Any) -> None:
+    from torchtitan.experiments.rl.config.checks import check, plan_run
 
-    checked_plan(config)
+    check(config)  # first: only a checked config surely has a model to look for
+    _check_model(config)
+    plan_run(config)
+    _check_present(config)
 
 
 def _check_model(config: Any) -> None:

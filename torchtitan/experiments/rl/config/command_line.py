@@ -104,7 +104,7 @@ def _import(name: str) -> ModuleType:
 
 
 def _override(config: Any, overrides: list[str]) -> Any:
-    # Not at the top: both import what only a config needs, and --help alone doesn't.
+    # Imported here: --help without a config needs neither, and their imports take seconds.
     from torchtitan.experiments.rl.config.checks import TORCHTITAN_FIELDS
     from torchtitan.experiments.rl.config.shown_bounds import registry_with_bounds
 
