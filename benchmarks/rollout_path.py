@@ -23,11 +23,11 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import torchtitan.experiments.rl  # noqa: E402, F401
 from torchtitan.experiments.rl.algorithms import GRPO  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
 from torchtitan.experiments.rl.observability.loop_lag import INTERVAL_S, LoopLag  # noqa: E402
+from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_process, unfreeze_objects  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus  # noqa: E402
 from torchtitan.experiments.rl.rubrics.rubric import env_component  # noqa: E402
@@ -164,6 +164,7 @@ async def run(renderer, tokenizer, options, *, latency_s: float) -> tuple[float,
             await asyncio.sleep(INTERVAL_S)
             own_s.append(time.process_time() - before)  # what the loop did in time, as well as what made it late
 
+    freeze_objects()
     lag.start()
     watch = asyncio.create_task(watch_own())
     await asyncio.sleep(0.1)
@@ -174,6 +175,7 @@ async def run(renderer, tokenizer, options, *, latency_s: float) -> tuple[float,
     await asyncio.sleep(2 * INTERVAL_S)
     cpu_s = time.process_time() - began
     lag.stop()
+    unfreeze_objects()
     watch.cancel()
 
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -195,6 +197,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="write every rollout to disk meanwhile")
     parser.add_argument("--profile", action="store_true", help="print where the time goes (profiling adds to it)")
     options = parser.parse_args()
+    set_up_process()
     renderer = build_renderer(RendererConfig(), TINY_MODEL)
     tokenizer = renderer._tokenizer
 

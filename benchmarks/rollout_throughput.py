@@ -14,7 +14,6 @@
 
 import argparse
 import asyncio
-import gc
 import multiprocessing
 import os
 import signal
@@ -42,7 +41,7 @@ from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noq
 from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
-from torchtitan.experiments.rl.observability.logs import setup_process_logging  # noqa: E402
+from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, set_up_process, unfreeze_objects  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup  # noqa: E402
 from torchtitan.experiments.rl.tasks.group_run import derive_seed  # noqa: E402
@@ -135,11 +134,11 @@ def _serve_bare_engine(pipe: Connection, arguments: dict[str, Any], cores: Seque
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
     }
-    setup_process_logging(Path(run_dir), "bare-engine")
+    set_up_logging(Path(run_dir), "bare-engine")
     from vllm import EngineArgs, LLMEngine, SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    setup_process_logging(Path(run_dir), "bare-engine")  # again: vLLM's import adds handlers
+    set_up_logging(Path(run_dir), "bare-engine")  # again: vLLM's import adds handlers
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
     names = (str(index) for index in range(2**63))
     pipe.send("ready")
@@ -278,22 +277,22 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--verbose", action="store_true", help="print every turn")
     args = parser.parse_args()
+    set_up_process()
     config = rl_grpo_qwen3_debug()
     if args.model:
         config.model.hf_assets_path = args.model
     config.generator.engine.max_num_seqs = args.rollouts
     config.max_offpolicy_steps = args.max_offpolicy_steps
     with tempfile.TemporaryDirectory() as run_dir:
-        setup_process_logging(Path(run_dir), "controller")
+        set_up_logging(Path(run_dir), "controller")
         # As the controller does: what is here by now stays, and collections needn't look at it (a third of the path's time).
-        gc.collect()
-        gc.freeze()
+        freeze_objects()
         try:
             asyncio.run(compare(args, config, run_dir))
         except KeyboardInterrupt:
             sys.exit(130)
         finally:
-            gc.unfreeze()
+            unfreeze_objects()
             shutdown_context().get()
 
 

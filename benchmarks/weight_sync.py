@@ -35,6 +35,7 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig  # noqa: E402
+from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer  # noqa: E402
 from torchtitan.experiments.rl.weights.sync import WeightSync  # noqa: E402
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=4)
     arguments = parser.parse_args()
+    set_up_process()
     with tempfile.TemporaryDirectory() as folder:
         nbytes = make_model(folder, arguments.layers)
         try:

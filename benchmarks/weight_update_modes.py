@@ -35,6 +35,7 @@ from torchtitan.experiments.rl.generation.config import (
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult  # noqa: E402
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig  # noqa: E402
+from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher  # noqa: E402
 from torchtitan.experiments.rl.weights.store import start_store  # noqa: E402
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=float, default=2.0)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
+    set_up_process()
     with tempfile.TemporaryDirectory() as run_dir:
         try:
             figures = asyncio.run(measure(arguments, run_dir))

@@ -9,8 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-import torchtitan.experiments.rl  # noqa: F401  before any other module of torchtitan: it says which device there is
-
 MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny_qwen3"
 """Tied head, as Qwen3 0.6B to 4B have it."""
 

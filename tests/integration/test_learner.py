@@ -18,6 +18,7 @@ from tests.integration.conftest import MODEL, llama_folder
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, init_process_group
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingSample
@@ -158,6 +159,7 @@ def one_rank() -> Iterator[None]:
 
 def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_model: str) -> None:
     torch.set_num_threads(1)
+    set_up_process()
     init_process_group(device="cpu", rank=rank, world_size=2, address=f"127.0.0.1:{port}")
     results = {}
     for name, copies in (("sharded", 1), ("copied", 2)):

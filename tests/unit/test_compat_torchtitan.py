@@ -1,7 +1,11 @@
 """The private API of torchtitan that the library uses is there and does what the library needs. An upgrade that breaks one
 fails here, by its name."""
 
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,26 @@ from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
 from torchtitan.experiments.rl.compat.torchtitan import HiddenStateDecoder, ShardedLlama3Adapter, built_class
+
+ROOT = Path(__file__).resolve().parents[2]
+
+COPIES = """
+import sys
+copies = {}
+for name, module in sys.modules.items():
+    if name.startswith("torchtitan.") and "device_type" in vars(module):
+        copies[name] = module.device_type
+    if name.startswith("torchtitan.") and "device_module" in vars(module):
+        copies[name + " module"] = module.device_module.__name__
+print(copies)
+"""
+
+
+def python(code: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 class HeadlessLlama(HiddenStateDecoder, Llama3Model):
@@ -71,3 +95,21 @@ def test_llama3_adapter_permute_takes_the_weight_and_its_heads_first(monkeypatch
     assert seen == [((32, 32), 8), ((8, 32), 2)]
     theirs = getattr(Llama3StateDictAdapter(spec.model, None), direction)(dict(weights))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_torchtitan_still_assumes_cuda_where_there_is_no_accelerator():
+    printed = python("import torchtitan.tools.utils" + COPIES)
+    said = "torchtitan finds the CPU by itself now: use_cpu_without_accelerator can go"
+    assert eval(printed) == {"torchtitan.tools.utils": "cuda", "torchtitan.tools.utils module": "torch.cuda"}, said
+
+
+@pytest.mark.parametrize("first", ["set_up", "torchtitan"])
+def test_every_copy_of_the_device_says_cpu_whatever_was_imported_first(first):
+    steps = {
+        "set_up": "from torchtitan.experiments.rl.process.setup import set_up_process; set_up_process()\n",
+        "torchtitan": "import torchtitan.models.qwen3, torchtitan.components.metrics, torchtitan.distributed.utils\n",
+    }
+    printed = python(steps.pop(first) + "".join(steps.values()) + COPIES)
+    copies = eval(printed)
+    assert {"torchtitan.tools.utils", "torchtitan.distributed.utils", "torchtitan.distributed.parallel_dims"} < copies.keys()
+    assert set(copies.values()) == {"cpu", "torch.cpu"}, copies

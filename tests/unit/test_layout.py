@@ -15,7 +15,8 @@ MAX_LINES = 350
 
 FLOORS = (
     ("errors",),
-    ("compat",),
+    ("compat", "printable"),
+    ("process",),
     ("bounds", "configurable", "user_code", "types"),
     ("losses", "batching", "models", "weights"),
     ("rollouts",),

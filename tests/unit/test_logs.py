@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-# The module is loaded from its folder: importing its package imports torch, two seconds in each of these processes.
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "torchtitan/experiments/rl/observability"
 SETUP = """
 import logging, sys, threading, warnings
 from pathlib import Path
-from logs import setup_process_logging
-path = setup_process_logging(Path(sys.argv[1]), "trainer-0")
+from torchtitan.experiments.rl.process.setup import set_up_logging
+path = set_up_logging(Path(sys.argv[1]), "trainer-0")
 ours, other = logging.getLogger("torchtitan.experiments.rl.controller.actor"), logging.getLogger("vllm.engine")
 """
 
@@ -26,7 +24,7 @@ def run(tmp_path):
     def run(code: str) -> tuple[list[dict], str]:
         """The records of the log file, and what reached the terminal."""
         command = [sys.executable, "-c", SETUP + code, str(tmp_path)]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, FOLDER)))}
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
         result = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert result.returncode == 0, result.stderr
         text = (tmp_path / "logs" / "trainer-0.jsonl").read_text()
@@ -79,7 +77,7 @@ for thread in threads: thread.start(); thread.join()
 
 
 def test_setting_up_twice_writes_each_record_once(run):
-    records, terminal = run("setup_process_logging(Path(sys.argv[1]), 'trainer-0'); ours.warning('w')")
+    records, terminal = run("set_up_logging(Path(sys.argv[1]), 'trainer-0'); ours.warning('w')")
     assert len(records) == len(terminal.splitlines()) == 1
 
 
@@ -87,7 +85,7 @@ def test_a_second_setup_takes_the_terminal_from_libraries_that_took_it(run):
     records, terminal = run("""
 logging.getLogger("vllm").addHandler(logging.StreamHandler(sys.stdout)); logging.getLogger("vllm").propagate = False
 logging.getLogger().addHandler(logging.StreamHandler())
-setup_process_logging(path.parents[1], "trainer-0"); other.warning("chatter")
+set_up_logging(path.parents[1], "trainer-0"); other.warning("chatter")
 """)
     assert [r["message"] for r in records] == ["chatter"] and terminal == ""
 

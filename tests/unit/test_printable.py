@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torchtitan.experiments.rl import grpo
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.console import Console, RunHeader
-from torchtitan.experiments.rl.observability.logs import setup_process_logging
-from torchtitan.experiments.rl.observability.printable import printable, printable_json, printable_line
+from torchtitan.experiments.rl.printable import printable, printable_json, printable_line
+from torchtitan.experiments.rl.process.setup import set_up_logging
 
 ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c\u2028\u2029\ud800-\udfff]")
 ATTACK = "\x1b[2J\x1b]0;owned\x07 \x9b31m \u202eevil\u202c \ud83d end"
@@ -57,7 +57,7 @@ def root_logger_put_back():
 
 
 def test_log_lines_are_safe_on_the_terminal_and_in_the_file(capsys, tmp_path, root_logger_put_back):
-    path = setup_process_logging(tmp_path, "controller")
+    path = set_up_logging(tmp_path, "controller")
     logging.getLogger("torchtitan.experiments.rl.test").warning("env said %s", ATTACK)
     line = path.read_text(encoding="utf-8").splitlines()[-1]
     assert not ACTS.search(capsys.readouterr().err) and not ACTS.search(line)

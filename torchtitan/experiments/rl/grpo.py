@@ -5,16 +5,18 @@ Exit codes: 0 done; 1 the run failed; 2 the config can't run, and nothing was sp
 """
 
 import os
-import re
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
+from torchtitan.experiments.rl.compat.monarch import original
 from torchtitan.experiments.rl.config.command_line import config_functions, load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.observability.printable import printable_line
+from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.setup import set_up_process
 
 SIGNAL_POLL_S = 0.2
 
@@ -22,6 +24,7 @@ SIGNAL_POLL_S = 0.2
 def main(arguments: list[str] | None = None) -> int:
     try:
         command = parse_command(sys.argv[1:] if arguments is None else arguments)
+        set_up_process()
         if command.list_configs:
             functions = config_functions(command.module)
             width = max(map(len, functions), default=0)
@@ -128,12 +131,10 @@ def _run(config: Any, run_dir: str, config_name: str) -> int:
 
 
 def _cause(error: Exception) -> str:
-    """The last line of a remote traceback is the error itself. Where a process died, Monarch names its actor just before."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if died := re.search(r"(\w+){'procs': (\d+)/\d+}> and all its descendants have failed: (.+)", " ".join(lines)):
-        return f"{died[1]} {died[2]}: {died[3]}"
-    # A RunError is a sentence for the person who runs it; other errors need their type.
-    return lines[-1].removeprefix(f"{RunError.__module__}.RunError: ") if lines else type(error).__name__
+    raised = original(error)
+    if isinstance(raised, RunError):  # a sentence for the person who runs it; other errors need their type
+        return str(raised)
+    return " ".join("".join(traceback.format_exception_only(raised)).split())
 
 
 if __name__ == "__main__":

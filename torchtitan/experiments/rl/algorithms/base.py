@@ -6,6 +6,7 @@ from typing import ClassVar
 from renderers import Renderer
 
 from torchtitan.config import Configurable
+from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
@@ -58,7 +59,7 @@ class Algorithm(UserConfigurable):
             Raises:
                 ConfigError: naming the field at fault, its value and the cure.
             """
-            algorithm = self._owner
+            algorithm: type[Algorithm] = built_class(self)
             if algorithm.group_relative and group_size < 2:
                 raise ConfigError(
                     f"{field}: group_size",

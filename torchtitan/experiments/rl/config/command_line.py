@@ -14,6 +14,7 @@ from typing import Any
 
 import tyro
 
+from torchtitan.experiments.rl.compat.tyro import error_message
 from torchtitan.experiments.rl.errors import ConfigError
 
 DEFAULT_MODULE = "torchtitan.experiments.rl.config_registry"
@@ -123,22 +124,4 @@ def _override(config: Any, overrides: list[str]) -> Any:
     except SystemExit as end:
         if end.code in (0, None):  # --help
             raise
-        raise ConfigError("overrides", " ".join(overrides), _first_message(errors.getvalue())) from None
-
-
-def _first_message(box: str) -> str:
-    """The sentence in tyro's box of lines, and what it thinks was meant."""
-    lines = [line.strip().strip("│").strip() for line in box.splitlines()]
-    if not lines[0].startswith("╭"):  # no UTF-8 here: a blank for the border, and a rule under the title
-        lines = lines[next(i for i, line in enumerate(lines) if _is_rule(line)) + 1 :]
-    lines = [line for line in lines if line and not line.startswith(("╭", "╰"))]
-    end = next((i for i, line in enumerate(lines) if _is_rule(line)), len(lines))
-    message = " ".join(lines[:end])
-    for i, line in enumerate(lines):
-        if line.startswith("Perhaps you meant") and i + 1 < len(lines):
-            return f"{message}; perhaps you meant {lines[i + 1].split()[0]}"
-    return message
-
-
-def _is_rule(line: str) -> bool:
-    return len(line) > 1 and set(line) <= set("─-")
+        raise ConfigError("overrides", " ".join(overrides), error_message(errors.getvalue())) from None

@@ -4,11 +4,13 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from torchtitan.experiments.rl.compat.monarch import ProcessDeath, process_death, process_death_behind
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -18,12 +20,12 @@ from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
 from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
-from torchtitan.experiments.rl.controller.wiring import ROLES, RunActors
+from torchtitan.experiments.rl.controller.wiring import RunActors
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary
-from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
+from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -44,7 +46,7 @@ class Controller(Actor):
         self._rollouts: RolloutLoop | None = None
         self._training: TrainingLoop | None = None
         self._recorder: RolloutRecorder | None = None
-        self._deaths: list[str] = []
+        self._deaths: list[ProcessDeath] = []
         self._building: asyncio.Task[None] | None = None
         self._stopped_by: str | None = None
         self._console = Console()
@@ -74,8 +76,11 @@ class Controller(Actor):
                 raise
         except Exception as error:
             logger.exception("the run failed")
-            self._stopped_by = self._stopped_by or f"an error ({type(error).__name__})"
-            raise
+            explained = await self._explained(error)
+            self._stopped_by = self._stopped_by or f"an error ({type(explained).__name__})"
+            if explained is error:
+                raise
+            raise explained from error
         finally:
             await self._close()
             summary = self._summary(time.perf_counter() - started)
@@ -92,18 +97,28 @@ class Controller(Actor):
             self._training.stop()
 
     def __supervise__(self, failure: Any) -> bool:
-        """A process of ours died: end the run in order instead of with it."""
-        # Monarch's own actors in a process are reported beside ours, in any order: only ours say which process it was.
-        report = " ".join(str(failure).split())
-        self._deaths.append(report)
+        """Monarch calls this for each actor of a process that died. The controller lives on, and ends the run in order."""
+        self._deaths.append(process_death(failure))
         if len(self._deaths) == 1:
             self._loop.call_soon_threadsafe(self._loop.call_later, DEATH_REPORTS_S, self._on_process_death)
         return True
 
     def _on_process_death(self) -> None:
-        named = [report for report in self._deaths if any(role in report for role in ROLES)]
-        error = RunError(f"a process of the run died: {(named or self._deaths)[0]}")
-        self._actors.fail(error)
+        self._actors.fail(self._death_error(self._deaths))
+
+    async def _explained(self, error: Exception) -> Exception:
+        """``error``, or what names the dead process if ``error`` is of a call to one."""
+        death = process_death_behind(error)
+        if death is None:
+            return error
+        if not self._actors.owns(death.actor):
+            await asyncio.sleep(DEATH_REPORTS_S)  # a call to one of Monarch's own actors: who died is reported soon
+        return self._death_error([death, *self._deaths])
+
+    def _death_error(self, deaths: Sequence[ProcessDeath]) -> RunError:
+        # Monarch reports its own actors in a process beside ours, in any order. Only ours say which process it was.
+        ours = [death for death in deaths if self._actors.owns(death.actor)]
+        return RunError(f"a process of the run died: {(ours or deaths)[0]}")
 
     def _fail(self, error: Exception) -> None:
         if self._rollouts is not None:
@@ -111,7 +126,7 @@ class Controller(Actor):
 
     async def _build(self) -> None:
         config, plan = self.config, self._plan
-        setup_process_logging(self._run_dir, "controller")
+        set_up_logging(self._run_dir, "controller")
         resolved = resolved_config(config)
         (self._run_dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
         self._metrics = config.metrics.build(run_dir=self._run_dir, run_config=resolved)

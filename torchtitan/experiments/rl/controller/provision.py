@@ -2,15 +2,14 @@
 
 import asyncio
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
-import torch
-from monarch.actor import HostMesh, ProcMesh, this_host
+from monarch.actor import HostMesh, Point, ProcMesh, default_bootstrap_cmd, this_host
 
 from torchtitan.experiments.rl.config.placement import Placement
+from torchtitan.experiments.rl.process.setup import launch_environment, set_up_spawned_process
 from torchtitan.experiments.rl.weights.store import start_store
 
 logger = logging.getLogger(__name__)
@@ -29,6 +28,8 @@ class RunMeshes:
         self.rollout_worker_procs = (
             spawn(host, "rollout_worker", placement.rollout_workers, "cpu") if placement.rollout_workers else None
         )
+        self.actor_names = {"trainer", "generator", "rollout_worker", *(f"hosted_{i}" for i in range(len(placement.hosted)))}
+        """What the actors in these processes are spawned as."""
         self._actors: list[Any] = []
 
     async def start(self, trainer: Any, generators: Any, hosted: Sequence[Any] = ()) -> int:
@@ -82,21 +83,13 @@ async def _within_limit(what: str, future: Any) -> None:
 
 def spawn(host: HostMesh | None, name: str, shares: tuple[tuple[int, ...], ...], device: Literal["cpu", "cuda"]) -> ProcMesh:
     """One process per share, each seeing only its own cores or GPUs."""
-    # Inherited, because torch's C++ side reads it at its first import: it warns of its memory binding at every start.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    bootstrap: Callable[[], None] = partial(_bootstrap, shares, device)
-    return (host or this_host()).spawn_procs(per_host={"procs": len(shares)}, bootstrap=bootstrap, name=name)
 
+    def launch_command(point: Point) -> Any:
+        return default_bootstrap_cmd().with_env(launch_environment(shares[point.rank], device))
 
-def _bootstrap(shares: tuple[tuple[int, ...], ...], device: str) -> None:
-    """Runs in the new process before any actor: affinity and visibility must be right before torch starts its threads."""
-    from monarch.actor import current_rank
-
-    share = shares[current_rank().rank]
-    if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        os.environ["OMP_NUM_THREADS"] = str(len(share))
-        os.sched_setaffinity(0, share)
-        torch.set_num_threads(len(share))
-    else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, share))
+    return (host or this_host()).spawn_procs(
+        per_host={"procs": len(shares)},
+        bootstrap=partial(set_up_spawned_process, shares, device),
+        name=name,
+        bootstrap_command=launch_command,
+    )

@@ -15,8 +15,8 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
-from torchtitan.experiments.rl.observability.logs import setup_process_logging
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
+from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, unfreeze_objects
 from torchtitan.experiments.rl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class RolloutWorker(Actor):
         self, tasks: dict[str, Task.Config], *, renderer: RendererConfig, tokenizer_path: str, seed: int, run_dir: str
     ):
         rank = current_rank().rank
-        setup_process_logging(run_dir, f"rollout_worker-{rank}")
+        set_up_logging(run_dir, f"rollout_worker-{rank}")
         client_id = 1 + rank  # the controller's is 0
         self._frozen = FrozenClients(hosted_models(tasks), lockstep=False, client_id=client_id)
         self._policy = GeneratorClient(client_id=client_id, frozen=self._frozen.find)
@@ -47,6 +47,7 @@ class RolloutWorker(Actor):
         await self._frozen.connect()
         for task in self._tasks.values():
             await task.setup(self._policy)
+        freeze_objects()
         self._lag.start()
 
     @concurrent_endpoint
@@ -64,6 +65,7 @@ class RolloutWorker(Actor):
             work.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._lag.stop()
+        unfreeze_objects()
         for task in self._tasks.values():
             await task.close()
         self._policy.close()

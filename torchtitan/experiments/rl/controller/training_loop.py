@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
 from torchtitan.experiments.rl.observability.timing import Stopwatch
+from torchtitan.experiments.rl.process.setup import freeze_objects, unfreeze_objects
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
 
@@ -71,6 +72,7 @@ class TrainingLoop:
 
     async def run(self) -> None:
         """Take the steps, unless stopped."""
+        freeze_objects()
         self._lag.start()
         try:
             self._validator.start(0)
@@ -83,6 +85,7 @@ class TrainingLoop:
             pass
         finally:
             self._lag.stop()
+            unfreeze_objects()
 
     def stop(self) -> None:
         """End after the step that is being taken."""

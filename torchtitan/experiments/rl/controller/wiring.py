@@ -23,9 +23,6 @@ from torchtitan.experiments.rl.weights.sync import WeightSync, canary_tolerance
 
 logger = logging.getLogger(__name__)
 
-ROLES = ("trainer", "generator", "hosted_", "rollout_worker")
-"""What the names of the run's own actors begin with."""
-
 
 class RunActors:
     """``start``, then ``start_runner``; ``close`` takes down whatever was started."""
@@ -114,6 +111,10 @@ class RunActors:
         self._meshes.add(workers)
         await workers.setup.call(self._generators, config.generator.replicas, self._hosted)
         return WorkerRunner(workers, config.rollout_workers, self.policy)
+
+    def owns(self, actor: str) -> bool:
+        """Whether ``actor`` is the name of one of the run's actors. Monarch has actors of its own in each process."""
+        return self._meshes is not None and actor in self._meshes.actor_names
 
     def fail(self, failure: RunError) -> None:
         """Answer every open and future request of the rollouts with ``failure``."""

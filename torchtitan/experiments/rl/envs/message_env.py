@@ -3,7 +3,7 @@
 import abc
 from dataclasses import dataclass, field
 
-from renderers.base import Message, ToolSpec
+from renderers import Message, ToolSpec
 
 
 @dataclass(kw_only=True, slots=True)

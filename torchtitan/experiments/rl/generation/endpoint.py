@@ -16,9 +16,6 @@ from torchtitan.experiments.rl.rollouts.types import Completion
 
 logger = logging.getLogger(__name__)
 
-# It logs every request: thousands of lines a step.
-logging.getLogger("httpx").setLevel(logging.WARNING)
-
 LONGEST_WAIT_S = 30.0
 EXCERPT = 300
 """Characters of a refusal that go into an error."""

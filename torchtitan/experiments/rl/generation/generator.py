@@ -15,9 +15,9 @@ from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
 from torchtitan.experiments.rl.generation.messages import CLIENT_BITS, GeneratorFailed, GeneratorMessage, Request
-from torchtitan.experiments.rl.observability.logs import setup_process_logging
+from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
-from torchtitan.experiments.rl.weights.store import local_copy, manifest_key, use_torchstore
+from torchtitan.experiments.rl.weights.store import local_copy, manifest_key
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,12 @@ class Generator(Actor):
         self._model_path = model_path
         self._device = device
         self._ports: dict[int, Port[list[GeneratorMessage]]] = {}
-        setup_process_logging(run_dir, f"{role}-{current_rank().rank}")
+        set_up_logging(run_dir, f"{role}-{current_rank().rank}")
         self._thread = EngineThread(self._send)
 
     @concurrent_endpoint
     async def setup(self) -> str:
         """Build the engine on the checkpoint's weights, which are version 0. Returns this process's host name."""
-        use_torchstore()
         await self._thread.start(lambda: self.config.engine.build(model_path=self._model_path, device=self._device))
         return socket.gethostname()
 

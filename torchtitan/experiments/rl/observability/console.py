@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from torchtitan.experiments.rl.observability.printable import printable_line
+from torchtitan.experiments.rl.printable import printable_line
 
 WIDTH = 100
 LABEL_WIDTH = 12

@@ -1,7 +1,6 @@
 """How long an event loop was held up: by user code that blocks without awaiting, or by our own."""
 
 import asyncio
-import gc
 import time
 
 INTERVAL_S = 0.01
@@ -17,18 +16,11 @@ class LoopLag:
         """Of every look since the last lap."""
 
     def start(self) -> None:
-        """Begin to look, on the running loop; and take what the process has built so far out of garbage collection.
-
-        Torch, vLLM and the tasks are a million objects. Each full collection looked at all of them and held up the event loop
-        for 0.3 s, every few steps.
-        """
-        gc.collect()
-        gc.freeze()
+        """Begin to look, on the running loop."""
         self._task = asyncio.create_task(self._look(), name="loop-lag")
 
     def stop(self) -> None:
-        """Look no more, and let garbage collection have its way: what is frozen at exit counts as leaked."""
-        gc.unfreeze()
+        """Look no more."""
         if self._task is not None:
             self._task.cancel()
 

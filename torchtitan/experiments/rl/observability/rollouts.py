@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.observability.printable import printable
+from torchtitan.experiments.rl.printable import printable
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus

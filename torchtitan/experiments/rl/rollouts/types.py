@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
-from renderers.base import Message, ToolSpec
+from renderers import Message, ToolSpec
 
 from torchtitan.experiments.rl.types import TrainingSample
 

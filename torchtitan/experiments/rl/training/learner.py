@@ -1,7 +1,6 @@
 """One rank of the policy's training: model, optimizer, schedule, checkpoint. Synchronous; it knows tokens and weights only."""
 
 import math
-import os
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -36,7 +35,10 @@ class Learner:
         run_dir: str,
         dtype: torch.dtype | None = None,
     ):
-        """Needs an initialised process group; every rank builds one. ``dtype`` overrides config.dtype (tests: float64)."""
+        """Needs a process set up by ``process.setup``, and a process group; every rank builds one.
+
+        ``dtype`` overrides config.dtype (tests: float64).
+        """
         self.config = config
         self.rank = dist.get_rank()
         parallelism = self._parallelism()
@@ -198,6 +200,5 @@ def init_process_group(*, device: Literal["cpu", "cuda"], rank: int, world_size:
     """Join the trainer's process group; ``address`` is ``host:port`` of rank 0."""
     if device == "cuda":
         torch.cuda.set_device(0)  # the only one this process sees: controller/provision.py
-    os.environ["LOCAL_RANK"] = "0"
     backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=world_size)

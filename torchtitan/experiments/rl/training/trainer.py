@@ -15,12 +15,11 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
 
 from torchtitan.experiments.rl.models.policy import ModelConfig
-from torchtitan.experiments.rl.observability.logs import setup_process_logging
+from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, init_process_group
 from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.store import use_torchstore
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class PolicyTrainer(Actor):
     ):
         self._rank, self._world_size = current_rank().rank, math.prod(current_size().values())
         self._device = device
-        setup_process_logging(run_dir, f"trainer-{self._rank}")
+        set_up_logging(run_dir, f"trainer-{self._rank}")
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._generator_dtype = generator_dtype
 
@@ -72,7 +71,6 @@ class PolicyTrainer(Actor):
         Args:
             one_host: all ranks share this host's memory.
         """
-        use_torchstore()
 
         def build() -> None:
             init_process_group(device=self._device, rank=self._rank, world_size=self._world_size, address=rendezvous)

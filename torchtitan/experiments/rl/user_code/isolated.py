@@ -24,6 +24,7 @@ from typing import IO, Any
 
 import cloudpickle
 
+from torchtitan.experiments.rl.process.setup import set_up_isolated_process
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, cause_of
 
 START_S = 120.0
@@ -148,6 +149,7 @@ def _send(stream: IO[bytes], payload: bytes) -> None:
 
 
 def _serve() -> None:
+    set_up_isolated_process()
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
     # What the function prints must not mix with the answers, nor what it reads with the requests.
     os.dup2(2, 1)

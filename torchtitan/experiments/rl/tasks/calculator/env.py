@@ -2,8 +2,7 @@
 
 import json
 
-from renderers import Message
-from renderers.base import ToolCall
+from renderers import Message, ToolCall
 
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.tasks.calculator.arithmetic import ExpressionError, evaluate, number_text

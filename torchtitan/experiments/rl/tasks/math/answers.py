@@ -3,17 +3,12 @@
 Only child processes call ``correct``: comparing 1 with 9^{9^{9}} takes forever, and sympy can't be interrupted.
 """
 
-import logging
-
 from math_verify import parse, verify
 
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.rubrics.rubric import last_assistant_text
 from torchtitan.experiments.rl.tasks.math.boxed import last_boxed
 from torchtitan.experiments.rl.tasks.math.data import MathProblem
-
-# It warns that its own time limits are off.
-logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
 def correct(rollout: Rollout, problem: MathProblem) -> float:

@@ -9,8 +9,7 @@ rollout is an error that says so. Imports verifiers with this module.
 import asyncio
 from typing import Any
 
-from renderers import Message
-from renderers.base import ToolSpec
+from renderers import Message, ToolSpec
 from verifiers import Environment, State
 from verifiers.clients import Client
 from verifiers.types import ClientConfig, Messages, Response, SamplingArgs, Tool

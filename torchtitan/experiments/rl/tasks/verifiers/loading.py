@@ -7,23 +7,17 @@
 Imports verifiers with this module.
 """
 
-import contextlib
 import contextvars
 import functools
 import json
-import logging
-import signal
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import verifiers
-import verifiers.envs.environment
 
+from torchtitan.experiments.rl.compat.verifiers import compares_rollouts, no_signal_handlers, replace_reward_functions
+from torchtitan.experiments.rl.process.setup import take_log_of
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_user, is_finite_number
-
-# verifiers keeps its log to itself; its warnings belong into the process's.
-logging.getLogger("verifiers").propagate = True
 
 _failures: contextvars.ContextVar[list[str]] = contextvars.ContextVar("failures of the reward functions of one rollout")
 
@@ -35,16 +29,16 @@ def load_environment(name: str, args: str) -> "verifiers.Environment":
     Raises:
         Exception: whatever the environment's own code raises.
     """
-    with _signals_left_alone():
+    take_log_of("verifiers")
+    with no_signal_handlers():
         environment = verifiers.load_environment(name, **json.loads(args))
-    for rubric in _rubrics(environment):
-        rubric.funcs[:] = [_watched(function) for function in rubric.funcs]
+    replace_reward_functions(environment, _watched)
     return environment
 
 
 def scores_groups(environment: "verifiers.Environment") -> bool:
     """Whether some reward function compares rollouts."""
-    return any(rubric.has_group_rewards or rubric.has_advantages for rubric in _rubrics(environment))
+    return compares_rollouts(environment)
 
 
 async def score(environment: "verifiers.Environment", state: "verifiers.State") -> dict[str, float]:
@@ -64,17 +58,6 @@ async def score(environment: "verifiers.Environment", state: "verifiers.State") 
     return {**state["metrics"], "reward": state["reward"]}
 
 
-def _rubrics(environment: "verifiers.Environment") -> Iterator["verifiers.Rubric"]:
-    """All rubrics of an environment, or of a group of environments; each once."""
-    waiting, seen = [environment.rubric, *(inner.rubric for inner in getattr(environment, "envs", []))], []
-    while waiting:
-        rubric = waiting.pop()
-        if not any(rubric is known for known in seen):
-            seen.append(rubric)
-            waiting += getattr(rubric, "rubrics", [])
-            yield rubric
-
-
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
     """The reward function in a thread if it is sync, with what goes wrong in it written down."""
 
@@ -91,13 +74,3 @@ def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
         return value
 
     return watched
-
-
-@contextlib.contextmanager
-def _signals_left_alone() -> Iterator[None]:
-    module = verifiers.envs.environment
-    kept, module.signal = module.signal, SimpleNamespace(**vars(signal) | {"signal": lambda number, handler: None})
-    try:
-        yield
-    finally:
-        module.signal = kept

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from renderers import Message
-from renderers.base import ToolSpec
+from renderers import Message, ToolSpec
 from verifiers.types import Message as VerifiersMessage
 from verifiers.types import Response, ResponseMessage, Tool, ToolCall
 

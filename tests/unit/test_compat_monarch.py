@@ -1,0 +1,112 @@
+"""What this library takes from inside Monarch: one process is killed for it, which Monarch reports after some ten seconds."""
+
+import asyncio
+import logging
+import os
+import signal
+
+import pytest
+from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host, this_proc
+
+from torchtitan.experiments.rl.compat.monarch import ENVIRONMENT, ProcessDeath, original, process_death, process_death_behind
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.process.setup import set_up_logging
+
+
+class Worker(Actor):
+    @concurrent_endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+    @concurrent_endpoint
+    async def refuse(self) -> None:
+        raise RunError("the batch is empty")
+
+    @concurrent_endpoint
+    async def wait(self) -> None:
+        await asyncio.sleep(600)
+
+    @concurrent_endpoint
+    async def log(self, folder: str) -> str:
+        path = set_up_logging(folder, "worker")
+        logging.getLogger("torchtitan.experiments.rl").info("as written")
+        return path.read_text()
+
+
+class Owner(Actor):
+    def __init__(self):
+        self._reports: list[ProcessDeath] = []
+
+    @concurrent_endpoint
+    async def kill_the_second(self) -> tuple[ProcessDeath, list[ProcessDeath]]:
+        workers = this_host().spawn_procs(per_host={"procs": 2}, name="hosted_0").spawn("hosted_0", Worker)
+        pids = {point.rank: pid for point, pid in (await workers.pid.call()).items()}
+        waiting = workers.slice(procs=1).wait.call_one()
+        os.kill(pids[1], signal.SIGKILL)
+        try:
+            await waiting
+        except Exception as error:
+            call = process_death_behind(error)
+        for _ in range(100):
+            if len(self._reports) > 1:
+                break
+            await asyncio.sleep(0.1)
+        return call, self._reports
+
+    def __supervise__(self, failure) -> bool:
+        self._reports.append(process_death(failure))
+        return True
+
+
+def test_the_death_of_a_process_names_actor_rank_and_signal_in_the_call_and_in_the_report():
+    call, reports = this_proc().spawn("owner", Owner).kill_the_second.call_one().get()
+    changed = "Monarch reports a dead process in another form"
+    (report,) = [report for report in reports if report.actor == "hosted_0"]
+    for death in (call, report):
+        assert (death.actor, death.rank) == ("hosted_0", "1"), changed
+        assert "Killed(sig=9)" in death.cause and "\n" not in str(death), changed
+    assert str(report).startswith("hosted_0 1: ")
+
+
+@pytest.fixture(scope="module")
+def worker():
+    procs = this_host().spawn_procs(per_host={"procs": 1}, name="worker")
+    yield procs.spawn("worker", Worker)
+    procs.stop().get()
+
+
+def test_what_an_actor_raised_arrives_as_it_was(worker):
+    with pytest.raises(ActorError) as caught:
+        worker.refuse.call_one().get()
+    error = original(caught.value)
+    assert type(error) is RunError and str(error) == "the batch is empty", "ActorError no longer has it in `exception`"
+    assert process_death_behind(caught.value) is None
+
+
+def test_errors_inside_several_actor_errors_are_found():
+    error = KeyError("lost")
+    assert original(ActorError(ActorError(error))) is error
+    assert original(error) is error
+
+
+def test_a_failure_of_another_form_keeps_its_text():
+    class Failure:
+        mesh_name = "trainer-3xYz"
+
+        def report(self) -> str:
+            return "the trainer is\n gone"
+
+    assert process_death(Failure()) == ProcessDeath(actor="trainer", rank="", cause="the trainer is gone")
+
+
+def test_messages_are_logged_without_the_actors_name(worker, tmp_path):
+    (line,) = worker.log.call_one(str(tmp_path)).get().splitlines()
+    assert '"message": "as written"' in line, "Monarch adds the actor's name to log messages in another way"
+
+
+def test_the_message_limit_is_monarchs_own_name_and_holds_in_this_process():
+    from monarch.config import get_global_config
+
+    assert get_global_config()["codec_max_frame_length"] == int(ENVIRONMENT["HYPERACTOR_CODEC_MAX_FRAME_LENGTH"]), (
+        "Monarch no longer takes its message limit from HYPERACTOR_CODEC_MAX_FRAME_LENGTH"
+    )

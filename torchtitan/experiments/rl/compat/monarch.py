@@ -1,0 +1,77 @@
+"""Monarch 0.7.0: its message limit, its log prefix, and its reports of a process that died.
+
+``monarch`` is imported when a function needs it: this module's environment has to be set before.
+"""
+
+import logging
+import re
+from dataclasses import dataclass
+from typing import Any
+
+ENVIRONMENT = {"HYPERACTOR_CODEC_MAX_FRAME_LENGTH": str(2**40)}
+"""Monarch reads it when it starts. A batch or a snapshot is one message, and larger than the default limit."""
+
+# The public ``MeshFailure.mesh_name`` is the name an actor was spawned under, a hyphen and a random id.
+_MESH_NAME = re.compile(r"(?P<actor>.+)-[0-9A-Za-z]+")
+# ``MeshFailure.report()`` and the text of a SupervisionError hold the only trace of rank and cause.
+_REPORT = re.compile(r"(?P<actor>\w+)\{(?P<point>[^}]*)\}>? and all its descendants have failed:\s*(?P<cause>.+)", re.DOTALL)
+_RANK = re.compile(r"(\d+)/\d+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessDeath:
+    """One actor of a process that died. Monarch reports its own actors in that process too."""
+
+    actor: str
+    """The name it was spawned under; "" where the report has none."""
+    rank: str
+    """Its place in its mesh; "" where the report has none, coordinates joined by a dot in a mesh of several dimensions."""
+    cause: str
+
+    def __str__(self) -> str:
+        return f"{' '.join(part for part in (self.actor, self.rank) if part)}: {self.cause}"
+
+
+def process_death(failure: Any) -> ProcessDeath:
+    """What Monarch tells an owner in ``__supervise__``, by a ``monarch.actor.MeshFailure``."""
+    return _read(failure.report(), mesh_name=failure.mesh_name)
+
+
+def process_death_behind(error: BaseException) -> ProcessDeath | None:
+    """What a call to an actor whose process died has raised; None for any other error.
+
+    Monarch's SupervisionError has no public import path.
+    """
+    from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+    error = original(error)
+    return _read(str(error)) if isinstance(error, SupervisionError) else None
+
+
+def original(error: BaseException) -> BaseException:
+    """What was raised in an actor, without the ActorErrors that brought it here."""
+    from monarch.actor import ActorError
+
+    while isinstance(error, ActorError):
+        error = error.exception
+    return error
+
+
+def keep_messages_as_written(handler: logging.Handler) -> None:
+    """Take away the filter that Monarch's patch of ``Logger.addHandler`` gives each handler.
+
+    It writes the actor's name into the message, once for each handler. Only a private flag turns it off for a whole process.
+    """
+    for added in handler.filters[:]:
+        if type(added).__module__.partition(".")[0] == "monarch":
+            handler.removeFilter(added)
+
+
+def _read(report: str, *, mesh_name: str = "") -> ProcessDeath:
+    found = _REPORT.search(report)
+    spawned_as = _MESH_NAME.fullmatch(mesh_name)
+    return ProcessDeath(
+        actor=spawned_as["actor"] if spawned_as else found["actor"] if found else "",
+        rank=".".join(_RANK.findall(found["point"])) if found else "",
+        cause=" ".join((found["cause"] if found else report).split()),
+    )

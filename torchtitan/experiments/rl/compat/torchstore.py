@@ -1,0 +1,40 @@
+"""torchstore 0.1.2 on Monarch 0.7.0: a controller that Monarch accepts.
+
+torchstore's own mixes sync and async endpoints in one actor, which Monarch refuses. Here all of them are async. Importing
+torchstore sets ``HYPERACTOR_CODEC_MAX_FRAME_LENGTH``, with a warning on the terminal, where it is not set.
+"""
+
+from typing import Any
+
+import torchstore.api
+from monarch.actor import endpoint
+from torchstore.controller import Controller
+
+
+class AsyncController(Controller):
+    """Overrides each sync endpoint. ``Endpoint._method`` is the function that Monarch's decorator wrapped."""
+
+    @endpoint
+    async def get_controller_strategy(self) -> Any:
+        return Controller.get_controller_strategy._method(self)
+
+    @endpoint
+    async def locate_volumes(self, key: str) -> Any:
+        return Controller.locate_volumes._method(self, key)
+
+    @endpoint
+    async def notify_put(self, key: str, request: Any, storage_volume_id: str) -> None:
+        Controller.notify_put._method(self, key, request, storage_volume_id)
+
+    @endpoint
+    async def keys(self, prefix: str | None = None) -> list[str]:
+        return Controller.keys._method(self, prefix)
+
+    @endpoint
+    async def notify_delete(self, key: str, storage_volume_id: str) -> None:
+        Controller.notify_delete._method(self, key, storage_volume_id)
+
+
+def use_async_controller() -> None:
+    """Make this process's torchstore spawn, and speak to, the async controller. Call before any put or get."""
+    torchstore.api.Controller = AsyncController

@@ -1,0 +1,68 @@
+"""Handlers and formats of a process's log: every record to a file as JSON, few of them to the terminal."""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from torchtitan.experiments.rl.printable import printable_json, printable_line
+
+OURS = "torchtitan.experiments.rl"
+
+
+class RunFileHandler(logging.FileHandler):
+    """Its own class, so that a second setup knows its predecessor's handler from anyone else's."""
+
+
+class TerminalHandler(logging.StreamHandler):
+    """Writes to whatever sys.stderr is at the time: process launchers and tests replace it."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+class JsonLine(logging.Formatter):
+    def __init__(self, process_name: str):
+        super().__init__()
+        self._process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": self._process_name,
+            "message": _message(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return printable_json(json.dumps(line, ensure_ascii=False))
+
+
+class TerminalLine(logging.Formatter):
+    def __init__(self, process_name: str, path: Path):
+        super().__init__()
+        self._process_name, self._path = process_name, path
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{record.levelname} {self._process_name}: {_message(record)}"
+        if record.exc_info and record.exc_info[0] is not None:
+            line += f" ({record.exc_info[0].__name__}: {record.exc_info[1]}; traceback in {self._path})"
+        return printable_line(" ".join(line.split()))
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception:  # arguments that don't fit the format: logging would print a traceback to the terminal
+        return f"{record.msg} {record.args}"
+
+
+def worth_the_terminal(record: logging.LogRecord) -> bool:
+    ours = record.name == "__main__" or record.name == OURS or record.name.startswith(OURS + ".")
+    return record.levelno >= (logging.WARNING if ours else logging.ERROR)

@@ -1,0 +1,173 @@
+"""Sets up a process of a run: its environment, cores, threads, device, log and garbage collection. No import does any of it.
+
+1. The command calls ``set_up_process`` before it imports a config. So does a script that uses the learner by itself.
+2. The command launches each other process with ``launch_environment``, because torch, Monarch and torchtitan read it at their
+   first import. In the new process ``set_up_spawned_process`` follows.
+3. Each actor calls ``set_up_logging`` when it is made.
+"""
+
+import gc
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Literal
+
+from torchtitan.experiments.rl.compat import monarch
+from torchtitan.experiments.rl.process.logs import (
+    OURS,
+    JsonLine,
+    RunFileHandler,
+    TerminalHandler,
+    TerminalLine,
+    worth_the_terminal,
+)
+
+ENVIRONMENT = {
+    **monarch.ENVIRONMENT,
+    # torchtitan asks for it. A process sees its own devices only, and takes the first.
+    "LOCAL_RANK": "0",
+}
+"""Of every process."""
+SPAWNED_ENVIRONMENT = {
+    # torch's C++ side warns of its memory binding at every start.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # vLLM prints some hundred lines on stdout otherwise.
+    "VLLM_CONFIGURE_LOGGING": "0",
+}
+"""Of the processes the command launches, where the command's own environment does not say otherwise."""
+
+LEVELS = {
+    # Logs every request: thousands of lines a step.
+    "httpx": logging.WARNING,
+}
+"""Of libraries whose log is too much for the file."""
+
+
+def set_up_process() -> None:
+    """Set up the process that starts a run, or a script's own. Variables that are set already stay. May be called again."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from torchtitan.experiments.rl.compat.torchtitan import use_cpu_without_accelerator
+
+    use_cpu_without_accelerator()
+
+
+def launch_environment(share: tuple[int, ...], device: Literal["cpu", "cuda"]) -> dict[str, str]:
+    """What to launch a process with that is to see only ``share``: cores on "cpu", GPUs on "cuda"."""
+    if device == "cpu":
+        own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(len(share))}
+    else:
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, share))}
+    inherited = {name: os.environ.get(name, value) for name, value in (monarch.ENVIRONMENT | SPAWNED_ENVIRONMENT).items()}
+    return ENVIRONMENT | inherited | own
+
+
+def set_up_spawned_process(shares: tuple[tuple[int, ...], ...], device: Literal["cpu", "cuda"]) -> None:
+    """Set up the new process of rank r for ``shares[r]``, before any actor is made in it."""
+    import torch
+    from monarch.actor import current_rank
+
+    from torchtitan.experiments.rl.compat.torchstore import use_async_controller
+    from torchtitan.experiments.rl.compat.torchtitan import use_cpu_without_accelerator
+
+    if device == "cpu":
+        share = shares[current_rank().rank]
+        _stay_on(share)
+        torch.set_num_threads(len(share))
+    use_cpu_without_accelerator()
+    # Here, before actors are made in several threads: torchstore's modules import each other in a circle, and two threads that
+    # import them at once see half of them.
+    use_async_controller()
+
+
+def set_up_isolated_process() -> None:
+    """Set up a child process that runs a user's function. It has no log file: libraries' errors alone reach the terminal."""
+    logging.getLogger().setLevel(logging.ERROR)
+
+
+def set_up_logging(run_dir: Path | str, process_name: str, level: int = logging.INFO) -> Path:
+    """Send this process's log to `<run_dir>/logs/<process_name>.jsonl`, and return that path.
+
+    The file holds every record at ``level`` and above, Python warnings and exceptions that end a thread included. The terminal
+    gets one line each for our warnings and for other libraries' errors; tracebacks stay in the file. Libraries that print their
+    log to the terminal by handlers of their own (vLLM, monarch, torchstore, transformers) lose those handlers, and their
+    records take the same way.
+
+    Calling it again replaces what the last call set up. Do so after importing a library that prints its own log: handlers it
+    made meanwhile are taken away.
+    """
+    path = Path(run_dir) / "logs" / f"{process_name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for logger in [logging.getLogger(), *logging.root.manager.loggerDict.values()]:
+        if isinstance(logger, logging.Logger):  # the dict also holds placeholders
+            _take_terminal_from(logger)
+    for name, least in LEVELS.items():
+        logging.getLogger(name).setLevel(least)
+
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        if isinstance(handler, (RunFileHandler, TerminalHandler)):
+            root.removeHandler(handler)
+            handler.close()
+    # A lone surrogate (half a character, in a model's output) can't be UTF-8; escaped, it stays valid JSON.
+    file_handler = RunFileHandler(path, encoding="utf-8", errors="backslashreplace")
+    file_handler.setFormatter(JsonLine(process_name))
+    terminal_handler = TerminalHandler()
+    terminal_handler.setFormatter(TerminalLine(process_name, path))
+    terminal_handler.addFilter(worth_the_terminal)
+    for handler in (file_handler, terminal_handler):
+        root.addHandler(handler)
+        monarch.keep_messages_as_written(handler)
+    root.setLevel(level)
+
+    logging.captureWarnings(True)
+    threading.excepthook = _log_thread_exception
+    return path
+
+
+def take_log_of(library: str) -> None:
+    """Have the log of a library that was imported after ``set_up_logging`` take the process's way."""
+    logger = logging.getLogger(library)
+    _take_terminal_from(logger)
+    logger.propagate = True
+
+
+def freeze_objects() -> None:
+    """Take what the process has built so far out of garbage collection.
+
+    Torch, vLLM and the tasks are a million objects. Each full collection looked at all of them and held up the event loop for
+    0.3 s, every few steps.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def unfreeze_objects() -> None:
+    """Let garbage collection see everything again: what is frozen at exit counts as leaked."""
+    gc.unfreeze()
+
+
+def _stay_on(cores: tuple[int, ...]) -> None:
+    # Linux keeps affinity for each thread. Monarch has started some by now, and calls actors in another one than this.
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cores)
+        except ProcessLookupError:  # it has ended meanwhile
+            pass
+
+
+def _take_terminal_from(logger: logging.Logger) -> None:
+    streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    for handler in logger.handlers[:]:
+        if type(handler) is logging.StreamHandler and handler.stream in streams:
+            logger.removeHandler(handler)
+            logger.propagate = True
+
+
+def _log_thread_exception(args: threading.ExceptHookArgs) -> None:
+    if issubclass(args.exc_type, SystemExit):  # how a thread ends itself; Python's own hook is silent about it too
+        return
+    thread = args.thread.name if args.thread is not None else "unknown"
+    logging.getLogger(OURS).error("thread %s ended by an exception", thread, exc_info=args.exc_value)
