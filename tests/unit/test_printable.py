@@ -61,7 +61,7 @@ def test_log_lines_are_safe_on_the_terminal_and_in_the_file(capsys, tmp_path, ro
     logging.getLogger("torchtitan.experiments.rl.test").warning("env said %s", ATTACK)
     line = path.read_text(encoding="utf-8").splitlines()[-1]
     assert not ACTS.search(capsys.readouterr().err) and not ACTS.search(line)
-    assert json.loads(line)["message"] == f"env said {ATTACK}"
+    assert json.loads(line)["message"].endswith(f"env said {ATTACK}")  # Monarch may name its actor before it
 
 
 def test_error_lines_of_the_command_are_safe(capsys, monkeypatch):

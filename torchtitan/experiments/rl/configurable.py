@@ -1,6 +1,7 @@
 """Base of the classes users subclass: tasks, datasets, samplers, rubrics, algorithms, filters, losses."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan.config import Configurable
 
@@ -19,6 +20,6 @@ class UserConfigurable(Configurable):
                 "__qualname__": f"{cls.__qualname__}.Config",
                 "__doc__": cls.Config.__doc__,
             }
-            config = dataclass(kw_only=True, slots=True)(type("Config", (cls.Config,), namespace))
+            config: Any = dataclass(kw_only=True, slots=True)(type("Config", (cls.Config,), namespace))
             cls.Config = config  # type: ignore[misc]  # what a class statement in the body would do
         super().__init_subclass__(**kwargs)

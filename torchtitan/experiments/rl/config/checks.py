@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Literal
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.bounds import FieldTypes, NonNegativeInt, PositiveInt, Share, check_fields
@@ -11,7 +12,7 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import find_references, hosted_models
 from torchtitan.experiments.rl.models.hub import HubConfig
-from torchtitan.experiments.rl.models.policy import model_positions, parameter_count, policy_spec
+from torchtitan.experiments.rl.models.policy import decoder_config, model_positions, parameter_count, policy_spec
 
 TORCHTITAN_FIELDS: FieldTypes = {
     LRSchedulersContainer.Config: {
@@ -118,7 +119,7 @@ def needed_gpus(config: RunConfig) -> int:
     return config.trainer.ranks + config.generator.replicas * config.generator.engine.tensor_parallel_degree + hosted
 
 
-def plan_run(config: RunConfig, *, device: str | None = None, available: list[int] | None = None) -> RunPlan:
+def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None, available: list[int] | None = None) -> RunPlan:
     """Sizes that follow from a checked config.
 
     Args:
@@ -150,7 +151,7 @@ def plan_run(config: RunConfig, *, device: str | None = None, available: list[in
     tokens = groups * largest.group_size * largest.env.max_rollout_tokens
     row_length, rows = config.batcher.row_length, config.batcher.rows_per_microbatch
     parameters = parameter_count(spec)
-    model = spec.model
+    decoder = decoder_config(spec)
     return RunPlan(
         device=device,
         parameters=parameters,
@@ -170,8 +171,8 @@ def plan_run(config: RunConfig, *, device: str | None = None, available: list[in
             shards=config.trainer.ranks // config.trainer.data_parallel_replicate_degree,
             dtype=config.trainer.dtype,
             compute_dtype=config.trainer.mixed_precision_param,
-            layers=len(model.layers),
-            dim=model.dim,
+            layers=len(decoder.layers),
+            dim=decoder.dim,
             microbatch_tokens=row_length * rows,
             activation_checkpoint=config.trainer.activation_checkpoint,
         ),

@@ -50,7 +50,7 @@ def parse_command(arguments: list[str]) -> Command:
     try:
         known, overrides = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        raise ConfigError(error.argument_name, None, error.message) from None
+        raise ConfigError(str(error.argument_name), None, error.message) from None
     if known.config is None and not known.list:
         if {"-h", "--help"} & set(overrides):
             parser.print_help()
@@ -87,12 +87,12 @@ def load_config(command: Command) -> Any:
     Raises:
         ConfigError: unknown config or field, or a value of the wrong type.
     """
-    functions = config_functions(command.module)
-    if command.config_name not in functions:
-        near = difflib.get_close_matches(command.config_name, functions, n=1)
+    functions, name = config_functions(command.module), str(command.config_name)
+    if name not in functions:
+        near = difflib.get_close_matches(name, functions, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError("--config", command.config_name, f"{hint}--list prints the configs of {command.module}")
-    return _override(functions[command.config_name](), command.overrides)
+        raise ConfigError("--config", name, f"{hint}--list prints the configs of {command.module}")
+    return _override(functions[name](), command.overrides)
 
 
 def _import(name: str) -> ModuleType:

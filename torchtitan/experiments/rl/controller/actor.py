@@ -1,6 +1,7 @@
 """The Controller actor: builds the run, owns every part of it, and takes it down. `training_loop` takes the steps."""
 
 import asyncio
+import functools
 import json
 import logging
 import time
@@ -32,7 +33,7 @@ from torchtitan.experiments.rl.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 DEATH_REPORTS_S = 2.0
-"""How long the reports of one process's death are waited for."""
+"""How long the controller collects Monarch's reports of one process's death before it fails the run."""
 
 
 class Controller(Actor):
@@ -47,7 +48,7 @@ class Controller(Actor):
         self._training: TrainingLoop | None = None
         self._recorder: RolloutRecorder | None = None
         self._deaths: list[ProcessDeath] = []
-        self._building: asyncio.Task[None] | None = None
+        self._building: asyncio.Task[TrainingLoop] | None = None
         self._stopped_by: str | None = None
         self._console = Console()
         self._validations: list[float] = []
@@ -60,7 +61,7 @@ class Controller(Actor):
 
     @concurrent_endpoint
     async def run(self) -> RunSummary:
-        """Build everything, train, take everything down again.
+        """Build everything, train, close everything.
 
         Raises:
             Exception: whatever ended the run early, after the summary was printed and every process stopped.
@@ -69,8 +70,7 @@ class Controller(Actor):
         self._loop = asyncio.get_running_loop()
         try:
             self._building = asyncio.create_task(self._build())
-            await self._building
-            await self._train()
+            await self._train(await self._building)
         except asyncio.CancelledError:
             if self._stopped_by is None:
                 raise
@@ -124,12 +124,12 @@ class Controller(Actor):
         if self._rollouts is not None:
             self._rollouts.fail(error)
 
-    async def _build(self) -> None:
+    async def _build(self) -> TrainingLoop:
         config, plan = self.config, self._plan
         set_up_logging(self._run_dir, "controller")
         resolved = resolved_config(config)
         (self._run_dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
-        self._metrics = config.metrics.build(run_dir=self._run_dir, run_config=resolved)
+        metrics = self._metrics = config.metrics.build(run_dir=self._run_dir, run_config=resolved)
         self._console.header(
             RunHeader(
                 run_name=self._run_dir.name,
@@ -176,31 +176,32 @@ class Controller(Actor):
             validator=Validator(self._tasks, runner, config.validation, on_failure=self._fail),
             runner=runner,
             generated_tokens=lambda: self._actors.policy.generated_tokens,
-            on_start=self._start_report,
-            on_step=self._step_report,
+            on_start=functools.partial(self._start_report, metrics),
+            on_step=functools.partial(self._step_report, metrics),
         )
+        return self._training
 
-    async def _train(self) -> None:
-        await self._training.run()
-        if self._training.steps_done:
-            folder = await self._actors.trainer.save_final(self._training.steps_done)
+    async def _train(self, training: TrainingLoop) -> None:
+        await training.run()
+        if training.steps_done:
+            folder = await self._actors.trainer.save_final(training.steps_done)
             if folder is not None:
                 self._files["policy"] = folder
 
-    def _start_report(self, report: ValidationReport) -> None:
-        self._metrics.log(0, report.metrics)
+    def _start_report(self, metrics: MetricsLogger, report: ValidationReport) -> None:
+        metrics.log(0, report.metrics)
         if report.reward is not None:
             self._validations.append(report.reward)
             self._console.note(f"validation before the first step: reward {report.reward:.3f}")
 
-    def _step_report(self, record: StepRecord) -> None:
-        self._metrics.log(record.step, record.metrics)
-        if record.validation is not None:
+    def _step_report(self, metrics: MetricsLogger, record: StepRecord) -> None:
+        metrics.log(record.step, record.metrics)
+        if record.validation is not None and record.validation.reward is not None:
             self._validations.append(record.validation.reward)
         self._console.step(record.report())
 
     async def _close(self) -> None:
-        """Take down whatever was built, in an order that leaves nothing waiting for a part that is gone."""
+        """Close whatever was built, users of a part before the part itself."""
         if self._training is not None:
             await self._training.close()
         if self._rollouts is not None:

@@ -15,7 +15,7 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
-from torchtitan.experiments.rl.models.policy import policy_spec
+from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunActors:
-    """``start``, then ``start_runner``; ``close`` takes down whatever was started."""
+    """``start``, then ``start_runner``; ``close`` stops whatever was started."""
 
     trainer: TrainerClient
     weights: WeightSync
@@ -79,13 +79,13 @@ class RunActors:
         logger.info("actors set up")
         await self.policy.connect(self._generators, config.generator.replicas)
         await self._frozen.connect()
-        spec = policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length)
+        decoder = decoder_config(policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length))
         self.trainer = TrainerClient(trainers, run_dir=self._run_dir)
         await self.trainer.connect()
         self.weights = WeightSync(
             trainers,
             self.policy,
-            vocab_size=spec.model.vocab_size,
+            vocab_size=decoder.vocab_size,
             remote_readers=remote_readers > 0,
             tolerance=canary_tolerance(config.generator.engine.dtype),
         )
@@ -99,6 +99,7 @@ class RunActors:
             for task in tasks.values():
                 await task.setup(self.policy)
             return LocalRunner(self.policy, seed=config.seed)
+        assert self._meshes is not None and self._meshes.rollout_worker_procs is not None, "start comes first"
         workers = self._meshes.rollout_worker_procs.spawn(
             "rollout_worker",
             RolloutWorker,

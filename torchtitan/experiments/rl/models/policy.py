@@ -29,7 +29,7 @@ class ModelConfig:
 
 def model_positions(model: ModelConfig) -> int:
     """Longest sequence the model knows positions for."""
-    return _decoder(_base_spec(model, "varlen")[1]).max_seq_len
+    return decoder_config(_base_spec(model, "varlen")[1]).max_seq_len
 
 
 def policy_spec(model: ModelConfig, *, device: Literal["cpu", "cuda"], max_seq_len: int, chunk_tokens: int = 1024) -> ModelSpec:
@@ -39,7 +39,7 @@ def policy_spec(model: ModelConfig, *, device: Literal["cpu", "cuda"], max_seq_l
         ConfigError: unknown flavor, a folder of no known family, or rows longer than the model's positions.
     """
     family, spec = _base_spec(model, "varlen" if device == "cpu" else "flex")
-    decoder = _decoder(spec)
+    decoder = decoder_config(spec)
     if max_seq_len > decoder.max_seq_len:
         cure = f"the model has {decoder.max_seq_len} positions; choose at most that"
         raise ConfigError("batcher.row_length", max_seq_len, cure)
@@ -60,7 +60,8 @@ def parameter_count(spec: ModelSpec) -> int:
         return sum(parameter.numel() for parameter in spec.model.build().parameters())
 
 
-def _decoder(spec: ModelSpec) -> Decoder.Config:
+def decoder_config(spec: ModelSpec) -> Decoder.Config:
+    """The config of the spec's model, by its type: torchtitan declares that of any module."""
     assert isinstance(spec.model, Decoder.Config), "every family's model is a decoder"
     return spec.model
 
