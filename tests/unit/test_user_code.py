@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -67,14 +66,15 @@ async def test_hung_function_gives_up_its_place_and_waiting_for_a_place_does_not
 
 async def test_threads_never_run_more_than_their_size_at_once():
     threads, running, most = Threads(2), [], []
+    pair = threading.Barrier(2)
 
     def work():
         running.append(None)
         most.append(len(running))
-        time.sleep(0.02)
+        pair.wait(30)  # two run at once, or none gets on
         running.pop()
 
-    await asyncio.gather(*(threads.call(work, timeout_s=5) for _ in range(8)))
+    await asyncio.gather(*(threads.call(work, timeout_s=30) for _ in range(8)))
     assert max(most) == 2
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.unit.rollout_stubs import BrokenEnv, ScriptedPolicy, TalkingEnv, raise_value_error
+from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import check_config
@@ -228,8 +229,9 @@ async def test_evaluation_runs_beside_its_caller_and_one_that_is_still_running_i
     policy = Slow(tokenizer)
     validator = validator_of(policy, build(), every=1)
     validator.start(1)
-    await asyncio.sleep(0.01)
+    await until(lambda: len(policy.sessions) == 4)
     validator.start(2)
+    await iterations()
     assert validator.take() == [] and len(policy.sessions) == 4
     held.set()
     await validator.wait()
@@ -242,7 +244,7 @@ async def test_evaluation_that_is_closed_leaves_nothing_open(build, tokenizer):
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: None)
     validator = validator_of(policy, build())
     validator.start(0)
-    await asyncio.sleep(0.01)
+    await until(lambda: len(policy.sessions) == 4)
     await validator.close()
     assert validator.take() == [] and [session.closed for session in policy.sessions] == [1] * 4
 
@@ -283,6 +285,7 @@ async def test_evaluation_beside_training_leaves_room_in_the_generators(build, t
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: None)
     validator = validator_of(policy, build(), every=5, attempts=3, temperature=1.0, max_concurrency=7)
     validator.start(step, final=final)
-    await asyncio.sleep(0.01)
+    await until(lambda: len(policy.sessions) >= 3 * at_once)
+    await iterations()
     assert len(policy.sessions) == 3 * at_once  # of four examples, three attempts each
     await validator.close()
