@@ -5,7 +5,17 @@ import threading
 
 import pytest
 
-from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, UserCodeTimeout, call_bounded, cause_of
+from torchtitan.experiments.rl.user_code.calls import (
+    BLOCKING,
+    Threads,
+    UserCodeError,
+    UserCodeTimeout,
+    call_bounded,
+    call_user,
+    cause_of,
+    contained,
+    is_finite_number,
+)
 
 
 def test_cause_is_one_line_with_the_place():
@@ -87,3 +97,103 @@ async def test_function_raises_through_and_an_awaitable_answer_is_awaited():
         await Threads(1).call(lambda: asyncio.sleep(3600), timeout_s=0.1)
     with pytest.raises(ZeroDivisionError):
         await Threads(1).call(lambda: 1 / 0, timeout_s=1)
+
+
+# ---- exceptions and values that are hostile themselves
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise SystemExit("no words")
+
+
+def test_exception_whose_message_can_not_be_read_keeps_its_type_and_place():
+    try:
+        raise Unprintable
+    except Unprintable as error:
+        cause = cause_of(error)
+    assert cause.startswith("Unprintable: its message can't be read (SystemExit in __str__) (test_user_code.py:")
+
+
+def test_number_whose_float_raises_is_no_number():
+    class Broken:
+        def __float__(self):
+            raise RuntimeError("no")
+
+    assert not is_finite_number(Broken())
+
+
+async def test_owner_begins_the_message_and_the_kind_of_error_stays():
+    async def fails():
+        raise KeyError(2)
+
+    with pytest.raises(UserCodeError, match=r"^task 'sum': setup: KeyError: 2 \(test_user_code.py:"):
+        await call_user(fails, timeout_s=1, owner="task 'sum': setup")
+    with pytest.raises(UserCodeTimeout, match=r"^env: no answer within 0.05 s$"):
+        await call_user(lambda: time.sleep(0.5), timeout_s=0.05, owner="env")
+    with pytest.raises(UserCodeTimeout, match=r"^env: no answer within 0.05 s$"):
+        await call_user(asyncio.sleep, 10, timeout_s=0.05, owner="env")
+
+
+async def test_exit_of_library_work_is_an_exception_and_other_errors_pass():
+    async def leaves(error):
+        raise error
+
+    with pytest.raises(UserCodeError, match="SystemExit: 3"):
+        await contained(leaves(SystemExit(3)))
+    with pytest.raises(KeyError):
+        await contained(leaves(KeyError(1)))
+    with pytest.raises(asyncio.CancelledError):
+        await contained(leaves(asyncio.CancelledError()))
+
+
+# ---- code that blocks the event loop
+
+
+async def test_code_that_blocks_beyond_its_limit_is_late_and_counted():
+    async def blocks():
+        time.sleep(0.15)
+        return "done"
+
+    BLOCKING.lap()
+    with pytest.raises(UserCodeTimeout, match=r"no answer within 0.1 s: it blocked the event loop for 0.1[5-9]\d* s"):
+        await call_bounded(blocks, timeout_s=0.1)
+    assert BLOCKING.lap() == 1 and BLOCKING.lap() == 0
+
+
+async def test_code_that_blocks_and_then_awaits_what_is_ready_is_late_too():
+    async def blocks():
+        time.sleep(0.15)
+        await asyncio.sleep(0)
+        return "done"
+
+    with pytest.raises(UserCodeTimeout, match="blocked the event loop"):
+        await call_bounded(blocks, timeout_s=0.1)
+
+
+async def test_code_is_not_late_because_other_code_blocked():
+    async def waits():
+        await asyncio.sleep(0.05)
+        return "done"
+
+    async def blocks():
+        await asyncio.sleep(0.02)
+        time.sleep(0.2)
+
+    other = asyncio.create_task(blocks())
+    assert await call_bounded(waits, timeout_s=0.1) == "done"
+    await other
+
+
+async def test_steps_of_watched_code_pass_values_errors_and_cancellation_through():
+    async def code():
+        future = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(future.set_result, 3)
+        value = await future
+        try:
+            await asyncio.wait_for(asyncio.sleep(10), 0.01)
+        except TimeoutError:
+            value += 1
+        return value
+
+    assert await call_bounded(code, timeout_s=5) == 4

@@ -1,0 +1,98 @@
+"""The gate of code that is called in order: answered in place, or awaited; named, bounded, and nothing passes it raw."""
+
+import asyncio
+import sys
+import threading
+import time
+
+import pytest
+
+from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.user_code.gate import Gate
+
+
+async def test_quick_call_is_answered_without_the_event_loop_going_round():
+    gate, ticks = Gate(), []
+    asyncio.get_running_loop().call_soon(ticks.append, "tick")
+    assert await gate.call(lambda: 7, owner="sampler") == 7
+    assert gate.start(lambda: 8, owner="sampler").value_now() == 8
+    assert ticks == []
+
+
+async def test_slow_call_leaves_the_event_loop_free_and_those_behind_it_keep_their_order():
+    gate, order, ticks = Gate(), [], 0
+    threads = set()
+
+    def work(name, seconds):
+        time.sleep(seconds)
+        order.append(name)
+        threads.add(threading.get_ident())
+        return name
+
+    began = time.perf_counter()
+    calls = [asyncio.create_task(gate.call(work, n, 0.2 if n == 0 else 0, owner="x")) for n in range(4)]
+    await asyncio.sleep(0)
+    assert time.perf_counter() - began < 0.15, "in place the loop waits once, and not for those behind"
+    while not all(call.done() for call in calls):
+        await asyncio.sleep(0.01)
+        ticks += 1
+    assert order == [0, 1, 2, 3] and ticks > 5 and len(threads) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        (lambda: {}[2], "KeyError: 2"),
+        (lambda: sys.exit(3), "SystemExit: 3"),
+        (lambda: (_ for _ in ()).throw(KeyboardInterrupt), "KeyboardInterrupt"),
+        (lambda: (_ for _ in ()).throw(asyncio.CancelledError), "CancelledError"),
+        (lambda: time.sleep(1), "no answer within 0.1 s"),
+        (lambda: asyncio.sleep(5), "no answer within 0.1 s"),
+        (lambda: [time.sleep(0.05), sys.exit(4)], "SystemExit: 4"),
+    ],
+    ids=["raises", "exits", "interrupts", "cancels", "hangs", "hangs in an await", "exits late"],
+)
+async def test_whatever_goes_wrong_is_one_error_with_the_owner(function, cause):
+    with pytest.raises(RunError) as caught:
+        await Gate(timeout_s=0.1).call(function, owner="sampler S of task 'sum'")
+    assert str(caught.value).startswith(f"sampler S of task 'sum': {cause}")
+
+
+async def test_error_of_the_library_is_not_explained_twice():
+    def build():
+        raise ConfigError("dataset", 3, "too few")
+
+    with pytest.raises(RunError, match=r"^task 'sum': dataset = 3: too few$"):
+        await Gate().call(build, owner="task 'sum'")
+
+
+async def test_async_function_is_awaited():
+    async def later():
+        await asyncio.sleep(0)
+        return 5
+
+    gate = Gate()
+    begun = gate.start(later, owner="x")
+    assert not begun.answered and await begun.value() == 5
+    assert await gate.call(later, owner="x") == 5
+
+
+async def test_hung_call_does_not_stop_those_behind_it():
+    gate, release = Gate(timeout_s=0.1), threading.Event()
+    hung = asyncio.create_task(gate.call(release.wait, owner="hung"))
+    behind = asyncio.create_task(gate.call(lambda: "ran", owner="behind"))
+    with pytest.raises(RunError, match="hung: no answer within 0.1 s"):
+        await hung
+    assert await behind == "ran"
+    release.set()
+
+
+async def test_cancelled_caller_is_cancelled():
+    gate, release = Gate(), threading.Event()
+    waiting = asyncio.create_task(gate.call(release.wait, owner="x"))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    release.set()
+    assert await gate.call(lambda: 1, owner="x") == 1
