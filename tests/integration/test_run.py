@@ -360,7 +360,7 @@ def test_runs_that_can_not_learn_end_with_an_error_that_says_why(start, tmp_path
     assert {code for code, _ in said.values()} == {1}
     wanted = "error: none of the first 12 groups teaches anything: .* same reward .0.5 in 100%."
     assert re.match(wanted, said["ties"][1])
-    wanted = "error: 12 groups in a row gave nothing to train on .rollouts: 96 filtered/nothing; rewards"
+    wanted = "error: 12 groups in a row gave nothing to train on .rollouts: 96 filtered/pre/nothing; rewards"
     assert re.match(wanted, said["rejects"][1])
     for run in runs.values():
         assert "Traceback" not in run.err

@@ -82,7 +82,7 @@ KINDS = {
         lambda: BrokenEnv("reset", lambda: ResetOutput(messages=million())), "failed/truncated_prompt_overflow", "",
     ),
     "a million characters in a step": (
-        lambda: BrokenEnv("step_message", answer_with(env_messages=million("tool"))), "filtered/truncated", "",
+        lambda: BrokenEnv("step_message", answer_with(env_messages=million("tool"))), "filtered/pre/truncated", "",
     ),
     "sync, raises": (lambda: SyncBroken("reset", lambda: 1 / 0), "failed/error", "ZeroDivisionError"),
     "sync, exits": (lambda: SyncBroken("step_message", lambda: sys.exit(0)), "failed/error", "SystemExit"),
@@ -190,7 +190,7 @@ async def test_each_is_counted_under_its_cause_closed_once_and_never_trained_on(
         _, column, cause = KINDS[record.rollout.data_sample.env_input]
         if record.rollout.index_in_group >= 2:
             assert record.outcome == column and cause in (record.rollout.error or ""), record
-            assert column == "filtered/truncated" or column == "trained" or record.rollout.reward is None
+            assert column == "filtered/pre/truncated" or column == "trained" or record.rollout.reward is None
 
     assert all(env.closed == 1 for env in loop.task.made)
     assert all(session.closed == 1 for session in loop.session_policy.sessions)

@@ -138,7 +138,7 @@ async def test_a_thousand_groups_leave_by_every_way_and_the_ledger_balances(rend
     assert counts["fated/open"] == 0 and counts["fated/trained"] == trained
     ends = Counter({key.removeprefix("fated/"): n for key, n in counts.items()})
     assert sum(ends.values()) - ends["dispatched"] == ends["dispatched"]
-    columns = ("oversized", "filtered/zero_advantage", "filtered/late", "failed/error", "failed/timeout")
+    columns = ("oversized", "filtered/pre/zero_advantage", "filtered/post/late", "failed/error", "failed/timeout")
     assert all(ends[column] >= 20 for column in columns), ends
     assert ends["failed/group_too_small"] >= 20
     assert all(env.closed == 1 for env in task.made) and all(session.closed == 1 for session in policy.sessions)

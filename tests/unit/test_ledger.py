@@ -22,11 +22,11 @@ def test_columns_of_a_task_are_counted_and_the_rest_is_open():
     ledger = dispatched(sums=4, sort=2)
     ledger.end("sums/0", "trained", version=4)
     ledger.end("sums/2", "trained", version=4)
-    ledger.end("sums/1", "filtered/zero_advantage", version=3)
+    ledger.end("sums/1", "filtered/pre/zero_advantage", version=3)
     assert (ledger.open("sums"), ledger.open("sort")) == (1, 2)
     assert ledger.counts() == {
         "sums/dispatched": 4,
-        "sums/filtered/zero_advantage": 1,
+        "sums/filtered/pre/zero_advantage": 1,
         "sums/trained": 2,
         "sums/open": 1,
         "sort/dispatched": 2,

@@ -214,9 +214,9 @@ async def test_filtered_rollouts_leave_by_name_and_the_rest_is_trained_on():
     loop.fill()
     batch = await loop.batch()
     assert [rollout.index_in_group for rollout in batch.groups[0].rollouts] == [0]
-    assert batch.filter_matches == {"half": 1} and batch.dropped_groups == 0
+    assert batch.filter_matches == {"pre/half": 1} and batch.dropped_groups == 0
     loop.step_taken(batch)
-    assert loop.ledger.counts()["stub/filtered/half"] == 1 and loop.ledger.counts()["stub/trained"] == 1
+    assert loop.ledger.counts()["stub/filtered/pre/half"] == 1 and loop.ledger.counts()["stub/trained"] == 1
 
 
 async def test_group_that_is_filtered_whole_gives_its_slot_to_another():
@@ -225,11 +225,11 @@ async def test_group_that_is_filtered_whole_gives_its_slot_to_another():
     loop = Loop(task, filters=[ZeroAdvantage.Config()], max_offpolicy_steps=0, steps=1)
     loop.fill()
     batch = await loop.batch()
-    assert ids(batch) == [2, 3] and batch.dropped_groups == 2 and batch.filter_matches == {"zero_advantage": 4}
+    assert ids(batch) == [2, 3] and batch.dropped_groups == 2 and batch.filter_matches == {"pre/zero_advantage": 4}
     loop.step_taken(batch)
     assert loop.ledger.counts() == {
         "stub/dispatched": 8,
-        "stub/filtered/zero_advantage": 4,
+        "stub/filtered/pre/zero_advantage": 4,
         "stub/trained": 4,
         "stub/open": 0,
     }
@@ -242,10 +242,10 @@ async def test_counts_of_dropped_groups_and_matches_start_anew_with_each_batch()
     loop = Loop(task, filters=[ZeroAdvantage.Config()], groups_per_step=1, max_offpolicy_steps=0, steps=2)
     loop.fill()
     batch = await loop.batch()
-    assert (batch.dropped_groups, batch.filter_matches["zero_advantage"]) == (1, 2)
+    assert (batch.dropped_groups, batch.filter_matches["pre/zero_advantage"]) == (1, 2)
     loop.step_taken(batch)
     batch = await loop.batch()
-    assert (batch.dropped_groups, batch.filter_matches["zero_advantage"]) == (0, 0)
+    assert (batch.dropped_groups, batch.filter_matches["pre/zero_advantage"]) == (0, 0)
     await loop.close()
 
 
@@ -289,7 +289,7 @@ async def test_run_that_keeps_nothing_ends_with_the_causes():
     with pytest.raises(RunError, match="6 groups in a row gave nothing to train on") as failure:
         await loop.batch()
     for cause in (
-        "4 filtered/zero_advantage",
+        "4 filtered/pre/zero_advantage",
         "2 failed/error",
         "2 failed/timeout",
         "4 oversized",
@@ -347,12 +347,12 @@ async def test_second_slot_makes_the_batch_smaller_and_refills_nothing():
     loop.fill()
     batch = await loop.batch()
     assert ids(batch) == [0] and [rollout.index_in_group for rollout in batch.groups[0].rollouts] == [0]
-    assert batch.dropped_groups == 1 and batch.filter_matches == {"late": 2, "half": 2}
+    assert batch.dropped_groups == 1 and batch.filter_matches == {"post/late": 2, "post/half": 2}
     loop.step_taken(batch)
     assert loop.ledger.counts() == {
         "stub/dispatched": 8,
-        "stub/filtered/half": 1,
-        "stub/filtered/late": 2,
+        "stub/filtered/post/half": 1,
+        "stub/filtered/post/late": 2,
         "stub/trained": 1,
         "stub/open": 4,
     }
@@ -367,7 +367,7 @@ async def test_batch_that_the_second_slot_empties_is_replaced():
     batch = await loop.batch()
     assert ids(batch) == [2, 3] and batch.dropped_groups == 2
     loop.step_taken(batch)
-    assert loop.pacer.free_slots == 2 and loop.ledger.counts()["stub/filtered/late"] == 4
+    assert loop.pacer.free_slots == 2 and loop.ledger.counts()["stub/filtered/post/late"] == 4
     await loop.close()
 
 
@@ -375,7 +375,7 @@ async def test_second_slot_that_empties_every_batch_ends_the_run_with_its_name()
     task = StubTask(lambda number: [0.0, 1.0])
     loop = Loop(task, post_filters=[Late.Config(groups=tuple(range(100)))], max_drops=6)
     loop.fill()
-    with pytest.raises(RunError, match="6 groups in a row gave nothing to train on .rollouts: 12 filtered/late"):
+    with pytest.raises(RunError, match="6 groups in a row gave nothing to train on .rollouts: 12 filtered/post/late"):
         await loop.batch()
     await loop.close()
     assert loop.ledger.counts()["stub/open"] == 0
@@ -449,3 +449,21 @@ async def test_close_cancels_what_runs_and_counts_what_was_not_used():
     await loop.close()
     assert task.cancelled == [1, 2, 3]
     assert loop.ledger.counts() == {"stub/dispatched": 12, "stub/failed/error": 1, "stub/untrained": 11, "stub/open": 0}
+
+
+async def test_one_filter_in_both_slots_is_counted_in_each_by_its_slot():
+    # The first slot only counts; the second drops.
+    loop = Loop(
+        StubTask(lambda number: [0.0, 1.0]),
+        filters=[Half.Config(mode="monitor")],
+        post_filters=[Half.Config()],
+        groups_per_step=1,
+        max_offpolicy_steps=0,
+        steps=1,
+    )
+    loop.fill()
+    batch = await loop.batch()
+    assert batch.filter_matches == {"pre/half": 1, "post/half": 1}
+    loop.step_taken(batch)
+    counts = loop.ledger.counts()
+    assert counts["stub/filtered/post/half"] == 1 and counts["stub/trained"] == 1 and "stub/filtered/pre/half" not in counts

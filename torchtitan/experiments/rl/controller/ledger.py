@@ -25,7 +25,8 @@ class LedgerRecord:
 
 
 class Ledger:
-    """Columns: ``trained``, ``filtered/<by>``, ``failed/<why>``, ``oversized``, ``untrained`` (open when the run stopped).
+    """Columns: ``trained``, ``filtered/<slot>/<filter>`` (slot "pre" or "post"), ``failed/<why>``, ``oversized``, ``untrained``
+    (open when the run stopped).
 
     With a path, each record is appended to that file as a JSON line when its rollout ends.
     """

@@ -10,20 +10,25 @@ Wherever it leaves this path, its slot frees exactly once and each of its rollou
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.stall import ConsecutiveDrops, NoSignalFromStart
+from torchtitan.experiments.rl.controller.user_parts import FilterSlot, UserParts, check_whole
 from torchtitan.experiments.rl.data.task_mix import TaskMix
-from torchtitan.experiments.rl.rollouts.filters import Filter, apply_filters
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.user_code.calls import cause_of
+from torchtitan.experiments.rl.user_code.gate import Call, Gate
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +62,7 @@ class StepGroups:
     dropped_groups: int
     """Groups dropped since the step before."""
     filter_matches: Counter[str] = field(default_factory=Counter)
-    """Rollouts matched since the step before, by filter, monitors included."""
+    """Rollouts matched since the step before, by ``<slot>/<filter>``, monitors included."""
 
 
 class RolloutLoop:
@@ -76,16 +81,20 @@ class RolloutLoop:
         max_drops_in_a_row: int,
         ledger: Ledger | None = None,
         recorder: RolloutRecorder | None = None,
+        gate: Gate | None = None,
     ):
         """
         Args:
             total_groups: groups the run will train on; the loop starts no more than may still be needed.
-            max_drops_in_a_row: limit of both stall detectors (`stall.py`).
+            max_drops_in_a_row: limit of the stall detectors (`stall.py`).
+            gate: calls the samplers, the mix and the filters.
         """
         self.ledger = ledger or Ledger()
-        self._tasks, self._mix, self._runner, self._policy = tasks, mix, runner, policy
+        self._tasks, self._runner, self._policy = tasks, runner, policy
+        self._parts = UserParts(gate or Gate(), mix=mix, tasks=tasks)
         self._pacer, self._batcher, self._recorder = pacer, batcher, recorder
-        self._pre_batch, self._post_batch = pre_batch_filters, post_batch_filters
+        self._pre_batch, self._post_batch = FilterSlot("pre", pre_batch_filters), FilterSlot("post", post_batch_filters)
+        self._frozen = {name: task.frozen_source is not None for name, task in tasks.items()}
         self._groups_left = total_groups
         self._open: dict[str, _OpenGroup] = {}
         self._running: set[asyncio.Task[None]] = set()
@@ -99,21 +108,52 @@ class RolloutLoop:
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
         self._stopping = False
+        self._picking = False
+        """The task mix has not answered yet; ``fill`` goes on when it has."""
 
     def fill(self) -> None:
         """Start a group in every free slot."""
-        while self._pacer.free_slots and self._pacer.untrained < self._groups_left and not self._stopping:
-            task = self._tasks[self._mix.next()]
-            group_id = f"{task.name}-{self._started}"
-            self._started += 1
-            version = self._policy.version
-            self._pacer.admit(group_id, version, frozen=task.frozen_source is not None)
-            entry = _OpenGroup(task=task, rollout_ids={f"{group_id}/{index}" for index in range(task.config.group_size)})
-            self.ledger.dispatch(task.name, entry.rollout_ids, version=version)
-            self._open[group_id] = entry
-            running = asyncio.create_task(self._run_group(group_id, entry), name=group_id)
-            self._running.add(running)
-            running.add_done_callback(self._running.discard)
+        while self._may_start():
+            pick = self._parts.pick_task()
+            if not pick.answered:
+                self._picking = True
+                self._run_beside(self._fill_later(pick), "task mix")
+                return
+            try:
+                self._start_group(self._parts.picked(pick.value_now()))
+            except RunError as error:
+                self.fail(error)
+
+    def _may_start(self) -> bool:
+        wanted = self._pacer.free_slots and self._pacer.untrained < self._groups_left
+        return bool(wanted) and not (self._stopping or self._picking) and self._failure is None
+
+    async def _fill_later(self, pick: Call) -> None:
+        try:
+            name = self._parts.picked(await pick.value())
+        except RunError as error:
+            return self.fail(error)
+        finally:
+            self._picking = False
+        if self._may_start():
+            self._start_group(name)
+        self.fill()
+
+    def _start_group(self, task_name: str) -> None:
+        task = self._tasks[task_name]
+        group_id = f"{task.name}-{self._started}"
+        self._started += 1
+        version = self._policy.version
+        self._pacer.admit(group_id, version, frozen=self._frozen[task_name])
+        entry = _OpenGroup(task=task, rollout_ids={f"{group_id}/{index}" for index in range(task.config.group_size)})
+        self.ledger.dispatch(task.name, entry.rollout_ids, version=version)
+        self._open[group_id] = entry
+        self._run_beside(self._run_group(group_id, entry), group_id)
+
+    def _run_beside(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        running = asyncio.create_task(work, name=name)
+        self._running.add(running)
+        running.add_done_callback(self._running.discard)
 
     async def next_groups(self, version: int) -> StepGroups:
         """The groups for the step that trains ``version``. Waits while the pacer finds none that may be taken.
@@ -132,7 +172,7 @@ class RolloutLoop:
             if taken is None:
                 await self._changed.wait()
                 continue
-            groups = [self._filtered_again(group_id) for group_id in taken]
+            groups = [await self._filtered_again(group_id) for group_id in taken]
             if any(group.rollouts for group in groups):
                 break
             for group_id in taken:
@@ -194,19 +234,21 @@ class RolloutLoop:
     async def _run_group(self, group_id: str, entry: _OpenGroup) -> None:
         try:
             task = entry.task
-            group = await self._runner.run(task, task.sampler.next(), group_id=group_id)
-            task.sampler.observe(group)
-            self._mix.observe(group)
-            self._settle(group, entry)
+            example = await self._parts.next_example(task)
+            group = await self._runner.run(task, example, group_id=group_id)
+            check_whole(group, entry.rollout_ids, task)
+            await self._parts.observe(group, task)
+            await self._settle(group, entry)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # of the library or a filter: failures of envs, rewards and algorithms end in statuses
+        except BaseException as error:  # failures of envs, rewards and algorithms end in statuses, and don't come here
             if self._failure is None:
                 logger.exception("group %s", group_id)
-            self.fail(error)
+            # A SystemExit would stop the event loop.
+            self.fail(error if isinstance(error, Exception) else RunError(f"group {group_id}: {cause_of(error)}"))
         self._changed.set()
 
-    def _settle(self, group: RolloutGroup, entry: _OpenGroup) -> None:
+    async def _settle(self, group: RolloutGroup, entry: _OpenGroup) -> None:
         """Keep the rollouts of a scored group that may be trained on; end the others in their columns."""
         entry.group = group
         for rollout in group.rollouts:
@@ -217,7 +259,7 @@ class RolloutLoop:
                 self._end(entry, rollout.rollout_id, "failed/group_too_small", group.failure)
         else:
             self._no_signal.add(group)
-            self._filter(self._pre_batch, group, entry)
+            await self._filter(self._pre_batch, group, entry)
             for rollout in entry.kept().rollouts:
                 if self._batcher.oversized(rollout.samples):
                     self._end(entry, rollout.rollout_id, "oversized", "longer than batcher.row_length")
@@ -229,14 +271,14 @@ class RolloutLoop:
             self._drop(group.group_id, self._drops)
             self.fill()
 
-    def _filtered_again(self, group_id: str) -> RolloutGroup:
+    async def _filtered_again(self, group_id: str) -> RolloutGroup:
         """The group without the rollouts that post-batch filters drop."""
         entry = self._open[group_id]
-        self._filter(self._post_batch, entry.kept(), entry)
+        await self._filter(self._post_batch, entry.kept(), entry)
         return entry.kept()
 
-    def _filter(self, filters: Sequence[Filter], group: RolloutGroup, entry: _OpenGroup) -> None:
-        filtered = apply_filters(filters, group)
+    async def _filter(self, slot: FilterSlot, group: RolloutGroup, entry: _OpenGroup) -> None:
+        filtered = await self._parts.filter(slot, group)
         self._filter_matches.update(filtered.matched)
         for rollout, name in filtered.dropped:
             self._end(entry, rollout.rollout_id, f"filtered/{name}")

@@ -14,9 +14,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
+from torchtitan.experiments.rl.data.dataset import count_examples, read_example
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
+from torchtitan.experiments.rl.user_code.calls import cause_of
+from torchtitan.experiments.rl.user_code.gate import Gate
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,12 +42,15 @@ class Validator:
         default: ValidationConfig,
         *,
         on_failure: Callable[[Exception], None] = lambda error: None,
+        gate: Gate | None = None,
     ):
         """
         Args:
             default: schedule of tasks that have none of their own.
-            on_failure: called with what the library's own code raised.
+            on_failure: called with what a dataset or the library's own code raised.
+            gate: reads the validation sets.
         """
+        self._gate = gate or Gate()
         self._tasks, self._runner, self._on_failure = tasks, runner, on_failure
         self._configs = {
             name: task.config.validation_schedule or default for name, task in tasks.items() if task.validation is not None
@@ -99,6 +106,8 @@ class Validator:
         except asyncio.CancelledError:
             raise
         except Exception as error:
+            for evaluation in evaluations:
+                evaluation.cancel()
             self._on_failure(error)
             return
         finally:
@@ -112,18 +121,27 @@ class Validator:
         self._reports.append(ValidationReport(step=step, reward=reward, metrics=metrics))
 
     async def _evaluate(self, name: str, *, alone: bool) -> dict[str, float]:
+        try:
+            return await self._measure(name, alone=alone)
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # a SystemExit would stop the event loop
+            raise RunError(f"validation of task {name!r}: {cause_of(error)}") from error
+
+    async def _measure(self, name: str, *, alone: bool) -> dict[str, float]:
         task, config = self._tasks[name], self._configs[name]
         sampling = replace(task.config.sampling, temperature=config.temperature)
         assert task.validation is not None
         dataset = task.validation
-        examples = min(config.examples, len(dataset))
+        owner = f"validation of task {name!r}"
+        examples = min(config.examples, await self._gate.call(count_examples, dataset, owner=owner))
         places = asyncio.Semaphore(examples if alone else max(1, config.max_concurrency // config.attempts))
 
         async def one(index: int) -> RolloutGroup:
             async with places:
                 return await self._runner.measure(
                     task,
-                    dataset[index],
+                    await self._gate.call(read_example, dataset, index, owner=owner),
                     group_id=f"validation-{name}-{index}",
                     sampling=sampling,
                     group_size=config.attempts,

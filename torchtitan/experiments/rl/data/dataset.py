@@ -8,6 +8,7 @@ from typing import Protocol
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, cause_of
 
 
 class Examples(Protocol):
@@ -44,3 +45,33 @@ class Dataset(UserConfigurable, abc.ABC):
 
     def __iter__(self) -> Iterator[DataSample]:
         return (self[index] for index in range(len(self)))
+
+
+def count_examples(dataset: Examples) -> int:
+    """``len(dataset)``.
+
+    Raises:
+        UserCodeError: the dataset raised anything; names the dataset.
+    """
+    try:
+        return len(dataset)
+    except BaseException as error:
+        raise UserCodeError(f"dataset {type(dataset).__name__}: its length: {cause_of(error)}") from error
+
+
+def read_example(dataset: Examples, index: int) -> DataSample:
+    """``dataset[index]``.
+
+    Raises:
+        UserCodeError: the dataset raised anything, or the item is no DataSample; names the dataset and the index.
+    """
+    try:
+        item = dataset[index]
+    except BaseException as error:
+        raise UserCodeError(f"dataset {type(dataset).__name__}: item {index}: {cause_of(error)}") from error
+    if not isinstance(item, DataSample):
+        raise UserCodeError(f"dataset {type(dataset).__name__}: item {index} is a {type(item).__name__}, want a DataSample")
+    if not isinstance(item.sample_id, str):
+        kind = type(item.sample_id).__name__
+        raise UserCodeError(f"dataset {type(dataset).__name__}: item {index}: its sample_id is a {kind}, want a text")
+    return item

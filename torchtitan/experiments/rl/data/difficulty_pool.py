@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, check_config
-from torchtitan.experiments.rl.data.dataset import Examples
+from torchtitan.experiments.rl.data.dataset import Examples, count_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -67,7 +67,8 @@ class DifficultyPool(SampleStrategy):
         super().__init__(config, dataset=dataset, seed=seed)
         check_config(config, field="sampler")
         self._weights = config.weights()
-        self._first_order = np.random.default_rng(seed).permutation(len(dataset))
+        self._count = count_examples(dataset)
+        self._first_order = np.random.default_rng(seed).permutation(self._count)
         self._cursor = 0
         """Examples of the first order that were handed out."""
         self._draws = 0
@@ -81,12 +82,12 @@ class DifficultyPool(SampleStrategy):
     def next(self) -> DataSample:
         self._take_back_lost()
         pool = self._turn()
-        if pool == "unseen" and self._cursor < len(self.dataset):
+        if pool == "unseen" and self._cursor < self._count:
             index = int(self._first_order[self._cursor])
             self._cursor += 1
         else:
             _, index = self._pools[pool].popitem(last=False)
-        sample = self.dataset[index]
+        sample = self.example(index)
         self._out[sample.sample_id] = (index, pool, self._draws)
         self._draws += 1
         return sample
@@ -109,7 +110,7 @@ class DifficultyPool(SampleStrategy):
     def pool_sizes(self) -> dict[str, int]:
         """Examples that wait in each pool; those whose group is open are in none."""
         sizes = {pool: len(examples) for pool, examples in self._pools.items()}
-        sizes["unseen"] += len(self.dataset) - self._cursor
+        sizes["unseen"] += self._count - self._cursor
         return sizes
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class DifficultyPool(SampleStrategy):
         # With every example out, the oldest was drawn that many draws ago: a pool always has one after this.
         while self._out:
             sample_id, (index, pool, drawn) = next(iter(self._out.items()))
-            if self._draws - drawn < len(self.dataset):
+            if self._draws - drawn < self._count:
                 return
             del self._out[sample_id]
             self._pools[pool][sample_id] = index

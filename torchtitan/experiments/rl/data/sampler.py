@@ -8,7 +8,7 @@ import numpy as np
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.data.dataset import Examples
+from torchtitan.experiments.rl.data.dataset import Examples, count_examples, read_example
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
@@ -29,8 +29,8 @@ class SampleStrategy(UserConfigurable, abc.ABC):
             """
 
     def __init__(self, config: Config, *, dataset: Examples, seed: int):
-        if len(dataset) == 0:
-            raise ConfigError("dataset", dataset, "has no examples to sample from")
+        if count_examples(dataset) == 0:
+            raise ConfigError("dataset", type(dataset).__name__, "has no examples to sample from")
         self.config = config
         self.dataset = dataset
         self.seed = seed
@@ -38,6 +38,14 @@ class SampleStrategy(UserConfigurable, abc.ABC):
     @abc.abstractmethod
     def next(self) -> DataSample:
         """The next example."""
+
+    def example(self, index: int) -> DataSample:
+        """Example ``index`` of the dataset.
+
+        Raises:
+            UserCodeError: the dataset failed; names it and the index.
+        """
+        return read_example(self.dataset, index)
 
     def observe(self, group: RolloutGroup) -> None:
         """See how an example went; strategies that pick by difficulty learn from it."""
@@ -55,7 +63,7 @@ class SampleStrategy(UserConfigurable, abc.ABC):
 
     def origin(self) -> dict[str, Any]:
         """What a state belongs to: strategies put it into their state_dict, for ``check_origin`` to find."""
-        return {"strategy": type(self).__name__, "seed": self.seed, "examples": len(self.dataset)}
+        return {"strategy": type(self).__name__, "seed": self.seed, "examples": count_examples(self.dataset)}
 
     def check_origin(self, state: dict[str, Any]) -> None:
         """
@@ -79,7 +87,7 @@ class ShuffledCursor(SampleStrategy):
             self._start(epoch=self._epoch + 1, cursor=0)
         index = self._order[self._cursor]
         self._cursor += 1
-        return self.dataset[int(index)]
+        return self.example(int(index))
 
     def state_dict(self) -> dict[str, Any]:
         return self.origin() | {"epoch": self._epoch, "cursor": self._cursor}
@@ -90,4 +98,4 @@ class ShuffledCursor(SampleStrategy):
 
     def _start(self, *, epoch: int, cursor: int) -> None:
         self._epoch, self._cursor = epoch, cursor
-        self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset))
+        self._order = np.random.default_rng([self.seed, epoch]).permutation(count_examples(self.dataset))

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("path", type=Path, help="a run folder, or its rollouts.jsonl.gz")
     parser.add_argument("--task", help="only this task")
     parser.add_argument("--status", choices=[status.value for status in RolloutStatus if status.is_terminal()])
-    parser.add_argument("--outcome", help='a column of the ledger, or its beginning: "trained", "failed", "filtered/..."')
+    parser.add_argument("--outcome", help='a column of the ledger, or its beginning: "trained", "failed", "filtered/pre/..."')
     parser.add_argument("--min-reward", type=float)
     parser.add_argument("--max-reward", type=float)
     parser.add_argument("--limit", type=int, default=10, help="show so many (default 10); 0: all")

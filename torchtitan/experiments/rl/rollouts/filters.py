@@ -4,7 +4,7 @@ import abc
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
+from torchtitan.experiments.rl.user_code.calls import cause_of
 
 
 class Filter(UserConfigurable, abc.ABC):
@@ -82,30 +83,66 @@ class FilterResult:
     """Matching rollouts by filter, monitors included; one rollout counts for every filter it matches."""
 
 
-def apply_filters(filters: Sequence[Filter], group: RolloutGroup) -> FilterResult:
-    """Run every filter on every scored rollout, so that no filter hides another's matches.
+def matches_of(entry: Filter, group: RolloutGroup) -> list[bool]:
+    """What a filter returns for a group, one bool per rollout of ``group.scored``.
 
     Raises:
-        RunError: a filter raised or answered for another number of rollouts. That is a fault of the run, not of a rollout.
+        TypeError: it returned no sequence of bools.
+        ValueError: it returned another number of them.
+        Exception: whatever it raised.
+    """
+    # A copy: a filter may edit the list that it is given, and the group must not follow.
+    rewards, given = group.rewards, replace(group, rollouts=list(group.rollouts))
+    matches = entry.matches(given)
+    if not isinstance(matches, list | tuple | np.ndarray):
+        raise TypeError(f"it returned {type(matches).__name__}, want a list of {len(rewards)} bools")
+    if len(matches) != len(rewards):
+        raise ValueError(f"it returned {len(matches)} entries, the group has {len(rewards)} scored rollouts")
+    for match in matches:
+        if not isinstance(match, bool | np.bool_ | int | np.integer):
+            raise TypeError(f"it returned an entry of type {type(match).__name__}, want True or False")
+    if group.rewards != rewards:
+        raise ValueError("it changed the rewards of the group")
+    return [bool(match) for match in matches]
+
+
+def combine(filters: Sequence[tuple[Filter, str]], group: RolloutGroup, matches: Sequence[list[bool]]) -> FilterResult:
+    """Sort a group by what each filter matched.
+
+    Args:
+        filters: each with the name that it is counted under.
+        matches: what each returned, in the same order.
     """
     result = FilterResult()
-    enforced: list[tuple[str, list[bool]]] = []
-    for entry in filters:
-        try:
-            matches = [bool(match) for match in entry.matches(group)]
-        except Exception as error:
-            raise RunError(f"filter {entry.name} failed on group {group.group_id}: {type(error).__name__}: {error}") from error
-        if len(matches) != len(group.scored):
-            raise RunError(
-                f"filter {entry.name} answered for {len(matches)} rollouts, group {group.group_id} has {len(group.scored)}"
-            )
-        result.matched[entry.name] += sum(matches)
-        if entry.config.mode == "enforce":
-            enforced.append((entry.name, matches))
+    for (_, name), entries in zip(filters, matches, strict=True):
+        result.matched[name] += sum(entries)
     for index, rollout in enumerate(group.scored):
-        by = next((name for name, matches in enforced if matches[index]), None)
+        by = next(
+            (
+                name
+                for (entry, name), entries in zip(filters, matches, strict=True)
+                if entry.config.mode == "enforce" and entries[index]
+            ),
+            None,
+        )
         if by is None:
             result.kept.append(rollout)
         else:
             result.dropped.append((rollout, by))
     return result
+
+
+def apply_filters(filters: Sequence[Filter], group: RolloutGroup) -> FilterResult:
+    """Run every filter on every scored rollout, so that no filter hides another's matches.
+
+    Raises:
+        RunError: a filter raised or returned a wrong type or number of entries. That is a fault of the run, not of a rollout.
+    """
+    named, matches = [], []
+    for entry in filters:
+        try:
+            matches.append(matches_of(entry, group))
+        except (Exception, SystemExit) as error:
+            raise RunError(f"filter {entry.name} failed on group {group.group_id}: {cause_of(error)}") from error
+        named.append((entry, entry.name))
+    return combine(named, group, matches)

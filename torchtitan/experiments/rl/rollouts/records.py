@@ -33,7 +33,7 @@ class RecordedRollout:
     rollout: Rollout
     """As it was, but for what JSON changes in env_input and info: tuples are lists, keys strings, other objects their repr."""
     outcome: str | None
-    """Column of the ledger it ended in, such as "trained" or "filtered/zero_advantage"."""
+    """Column of the ledger it ended in, such as "trained" or "filtered/pre/zero_advantage"."""
     admitted_version: int
     """Policy version the generators held when its group was admitted."""
     left_out: str | None = None

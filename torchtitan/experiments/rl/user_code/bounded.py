@@ -125,7 +125,7 @@ class _Steps(Awaitable[T]):
         self._awaitable, self._watch = awaitable, watch
 
     def __await__(self) -> Generator[Any, Any, T]:
-        steps = cast(Generator[Any, Any, T], self._awaitable.__await__())
+        steps = self._awaitable.__await__()
         watch, deadline, clock = self._watch, self._watch.deadline, time.monotonic
         resume: Callable[[Any], Any] = steps.send
         argument: Any = None

@@ -1,0 +1,102 @@
+"""What the rollout loop asks of code that users may have written: samplers, the task mix and filters.
+
+Each call goes through the gate (`user_code/gate.py`). Each answer is checked here, so that a fault is named where it arises.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torchtitan.experiments.rl.data.sampler import SampleStrategy
+from torchtitan.experiments.rl.data.task_mix import TaskMix
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult, combine, matches_of
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
+from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.user_code.gate import Call, Gate, name_of
+
+
+class FilterSlot:
+    """The filters of one place on the path: "pre" or "post" the taking of a batch. Each is counted as ``<slot>/<name>``."""
+
+    def __init__(self, slot: str, filters: Sequence[Filter]):
+        self.filters = [(entry, f"{slot}/{entry.name}") for entry in filters]
+
+
+class UserParts:
+    """Samplers, task mix and filters of a run, behind the gate."""
+
+    def __init__(self, gate: Gate, *, mix: TaskMix, tasks: dict[str, Task]):
+        self._gate, self._mix, self._tasks = gate, mix, tasks
+
+    def pick_task(self) -> Call:
+        """Ask the mix for the next task."""
+        return self._gate.start(self._mix.next, owner=f"task mix {name_of(self._mix, 'next')}")
+
+    def picked(self, name: Any) -> str:
+        """What the mix returned, checked.
+
+        Raises:
+            RunError: it is no task of the run.
+        """
+        if not isinstance(name, str) or name not in self._tasks:
+            shown = repr(name) if isinstance(name, str) else type(name).__name__
+            raise RunError(f"task mix {name_of(self._mix, 'next')} returned {shown}, want one of {sorted(self._tasks)}")
+        return name
+
+    async def next_example(self, task: Task) -> DataSample:
+        """The next example of a task.
+
+        Raises:
+            RunError: the sampler, or the dataset under it, failed or returned something else.
+        """
+        owner = f"task {task.name!r}: sampler {name_of(task.sampler, 'next')}"
+        example = await self._gate.call(task.sampler.next, owner=owner)
+        if not isinstance(example, DataSample):
+            raise RunError(f"{owner} returned {type(example).__name__}, want an example (DataSample) of its dataset")
+        return example
+
+    async def observe(self, group: RolloutGroup, task: Task) -> None:
+        """Show a scored group to the task's sampler, then to the mix.
+
+        Raises:
+            RunError: one of them failed.
+        """
+        if getattr(type(task.sampler), "observe", None) is not SampleStrategy.observe:
+            owner = f"task {task.name!r}: sampler {name_of(task.sampler, 'observe')} of group {group.group_id}"
+            await self._gate.call(task.sampler.observe, _copy(group), owner=owner)
+        if type(self._mix).observe is not TaskMix.observe:
+            owner = f"task mix {name_of(self._mix, 'observe')} of group {group.group_id}"
+            await self._gate.call(self._mix.observe, _copy(group), owner=owner)
+
+    async def filter(self, slot: FilterSlot, group: RolloutGroup) -> FilterResult:
+        """Run every filter of a slot on every scored rollout, so that no filter hides another's matches.
+
+        Raises:
+            RunError: a filter failed. That is a fault of the run, not of a rollout.
+        """
+        matches = [
+            await self._gate.call(
+                matches_of, entry, group, owner=f"filter {name.partition('/')[2]} failed on group {group.group_id}"
+            )
+            for entry, name in slot.filters
+        ]
+        return combine(slot.filters, group, matches)
+
+
+def check_whole(group: RolloutGroup, dispatched: Collection[str], task: Task) -> None:
+    """
+    Raises:
+        RunError: the group lacks rollouts that were dispatched, or has others.
+    """
+    found = [getattr(rollout, "rollout_id", "?") for rollout in group.rollouts]
+    if len(found) != len(dispatched) or set(found) != set(dispatched):
+        raise RunError(
+            f"task {task.name!r}: group {group.group_id} came back with {len(found)} rollouts, not the {len(dispatched)} that "
+            f"were dispatched: {type(task).__name__}, its rubric or its algorithm changed group.rollouts"
+        )
+
+
+def _copy(group: RolloutGroup) -> RolloutGroup:
+    """With a list of its own: what a sampler or a mix does to the list changes nothing for others."""
+    return replace(group, rollouts=list(group.rollouts))
