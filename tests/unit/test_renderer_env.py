@@ -285,6 +285,31 @@ async def test_failing_env_ends_in_a_status_with_its_cause_and_is_closed_once(wr
     assert inner.closed == 1
 
 
+def opened_with(content="x", *, tools=()):
+    """A ResetOutput of one message with a text, or with one part of that content."""
+    return ResetOutput(messages=[{"role": "user", "content": content if isinstance(content, str) else [content]}], tools=tools)
+
+
+BAD_TOOLS = [
+    ("add", "ResetOutput.tools is str 'add', want a list of tools"),
+    ({"name": "add"}, "ResetOutput.tools is dict "),
+    ([None], "ResetOutput.tools[0] is NoneType 'None'"),
+    ([{"name": "add"}, "add"], "ResetOutput.tools[1] is str 'add'"),
+    ([{"type": "function"}], "ResetOutput.tools[0] has the name NoneType"),
+    ([{"type": "function", "function": "add"}], "ResetOutput.tools[0].function is str 'add'"),
+    ([{"name": "add", "parameters": {1, 2}}], "ResetOutput.tools[0] (add) can't be written as JSON"),
+]
+BAD_PARTS = [
+    ({"type": "image_url", "image_url": {"url": "x"}}, "messages[0].content[0] is a part of type 'image_url': only text"),
+    ({"type": "audio"}, "messages[0].content[0] is a part of type 'audio'"),
+    ({"type": "thinking", "thinking": "hm"}, "put it into the message's reasoning_content"),
+    ({"text": "no type"}, "messages[0].content[0] is a part of type 'None'"),
+    ({"type": "text", "text": 7}, "messages[0].content[0].text is int '7'"),
+    (7, "messages[0].content[0] is int '7'"),
+    (["x"], "messages[0].content[0] is list"),
+]
+
+
 @pytest.mark.parametrize(
     ("output", "cause"),
     [
@@ -298,12 +323,31 @@ async def test_failing_env_ends_in_a_status_with_its_cause_and_is_closed_once(wr
             "dropped message 1",
         ),
         (lambda: ResetOutput(messages=[{"role": "user", "content": "x"}], tools=7), "TypeError"),
+        *((lambda tools=tools: opened_with(tools=tools), cause) for tools, cause in BAD_TOOLS),
+        *((lambda part=part: opened_with(part), cause) for part, cause in BAD_PARTS),
+        (lambda: opened_with("a\ud800"), "BrokenEnv.reset: ResetOutput.messages[0].content has '\\ud800' at character 1"),
+        (
+            lambda: opened_with(tools=[{"name": "f", "description": "\udc00"}]),
+            "BrokenEnv.reset: ResetOutput.tools[0] has '\\udc00' at character",
+        ),
     ],
 )
 async def test_rubbish_in_reset_is_an_error_that_names_it(wrap, output, cause):
     inner = BrokenEnv("reset", output)
     step = await wrap(inner).initial_prompt()
     assert step.status is RolloutStatus.ERROR and cause in step.error and inner.closed == 1
+    assert "BrokenEnv.reset" in step.error or "renderer dropped" in step.error
+    step.error.encode()  # whatever the env sent, the error can be written
+
+
+async def test_text_parts_and_tools_with_and_without_their_wrapping_are_taken(wrap, tokenizer):
+    function = {"name": "add", "description": "é", "parameters": {"type": "object"}}
+    for tools in ([function], ({"type": "function", "function": function},)):
+        env = wrap(BrokenEnv("reset", lambda tools=tools: opened_with({"type": "text", "text": "é?"}, tools=tools)))
+        step = await env.initial_prompt()
+        assert step.status is RolloutStatus.ONGOING, step.error
+        prompt = tokenizer.decode(step.next_prompt_token_ids)
+        assert "é?" in prompt and '"add"' in prompt
 
 
 @pytest.mark.parametrize(
@@ -316,6 +360,16 @@ async def test_rubbish_in_reset_is_an_error_that_names_it(wrap, output, cause):
         (answer_with(reward_components={"r": float("nan")}), "reward_components['r']"),
         (answer_with(reward_components={"r": "1"}), "reward_components['r']"),
         (answer_with(reward_components=1.0), "want a dict of numbers"),
+        (
+            answer_with(reward_components={"r": 1e39}),
+            "reward_components['r'] is float '1e+39', want a finite number that float32",
+        ),
+        (answer_with(env_messages=[{"role": "user", "content": [{"type": "image"}]}]), "content[0] is a part of type 'image'"),
+        (
+            answer_with(env_messages=[{"role": "user", "content": "\udfff"}]),
+            "env_messages[0].content has '\\udfff' at character 0",
+        ),
+        (answer_with(env_messages=[{"role": "tool", "content": "x", "name": "\udfff"}]), "env_messages[0].name has '\\udfff'"),
     ],
 )
 async def test_rubbish_in_a_step_is_an_error_that_names_it(wrap, tokenizer, output, cause):
@@ -333,6 +387,18 @@ async def test_completion_with_uneven_streams_is_an_error_and_no_turn(wrap, toke
     completion.logprobs = completion.logprobs[1:]
     step = await env.step_completion(completion)
     assert step.status is RolloutStatus.ERROR and "stream lengths" in step.error and env.turns == []
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.nan])
+async def test_log_probability_that_is_not_finite_fails_the_rollout_alone(wrap, tokenizer, value):
+    inner = TalkingEnv()
+    env = wrap(inner)
+    await env.initial_prompt()
+    completion = completion_of(tokenizer, "one two")
+    completion.logprobs[1] = value
+    step = await env.step_completion(completion)
+    assert step.status is RolloutStatus.ERROR and inner.closed == 1 and env.turns == []
+    assert f"the generator's log-probability of its token 1 is {value}, want a finite number" in step.error
 
 
 @pytest.mark.parametrize("where", ["reset", "step_message"])

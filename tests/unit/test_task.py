@@ -228,6 +228,24 @@ async def test_make_envs_that_fails_fails_every_rollout(build, tokenizer, make_e
     assert_all_closed_once(task, policy)
 
 
+async def test_one_env_for_several_rollouts_is_refused_and_closed_once(build, tokenizer):
+    class Sharing(ListTask):
+        def make_env(self, sample):
+            if not self.made:
+                self.made.append(TalkingEnv())
+            return self.made[0]
+
+    for group_size in (1, 3):  # a single rollout's second attempt gets the env that the first has closed
+        task, policy = build(kind=Sharing, group_size=group_size), ScriptedPolicy(tokenizer)
+        if group_size == 1:
+            policy.reply = lambda rollout_id, turn: RuntimeError("no answer")
+        group = await run(task, policy)
+        assert {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
+        for rollout in group.rollouts:
+            assert "Sharing.make_envs returned the same TalkingEnv for several rollouts: make a new env" in rollout.error
+        assert_all_closed_once(task, policy)
+
+
 async def test_make_envs_that_hangs_is_a_timeout(build, tokenizer):
     class Slow(ListTask):
         async def make_envs(self, sample, n):

@@ -4,10 +4,11 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from renderers import Message, ParsedResponse, RenderedTokens, ToolCallParseStatus
+from renderers import Message, ParsedResponse, RenderedTokens, ToolCallParseStatus, ToolSpec
 
+from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.rollouts.streams import fits_float32
 from torchtitan.experiments.rl.types import ROLES
-from torchtitan.experiments.rl.user_code.calls import is_finite_number
 
 
 def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:
@@ -49,34 +50,114 @@ def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:
 
 
 def checked_messages(messages: Any, field: str) -> list[Message]:
-    """Copies of the messages, so an env that keeps and changes its own can't change the record.
+    """Copies of the messages, so that an env that keeps and changes its own does not change the record.
 
     Raises:
-        TypeError: not messages; names the field, and the entry.
+        TypeError: not messages of text; names the field, the entry, and the part of its content.
+        ValueError: a text that is not valid Unicode.
     """
     if not isinstance(messages, list | tuple):
         raise TypeError(f"{field} is {_shown(messages)}, want a list of messages")
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise TypeError(f"{field}[{index}] is {_shown(message)}, want a dict with role and content")
-        if message.get("role") not in ROLES:
-            raise TypeError(f"{field}[{index}] has role {message.get('role')!r}, want one of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str | list):
-            raise TypeError(f"{field}[{index}] has content {_shown(message.get('content'))}, want a string or a list of parts")
-    return [dict(message) for message in messages]
+    return [_checked_message(message, f"{field}[{index}]") for index, message in enumerate(messages)]
+
+
+def _checked_message(message: Any, field: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise TypeError(f"{field} is {_shown(message)}, want a dict with role and content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or role not in ROLES:
+        raise TypeError(f"{field} has role {_shown(role)}, want one of {', '.join(ROLES)}")
+    copied = dict(message)
+    if isinstance(content, list):
+        copied["content"] = [_checked_part(part, f"{field}.content[{index}]") for index, part in enumerate(content)]
+    elif not isinstance(content, str):
+        raise TypeError(f"{field} has content {_shown(content)}, want a string or a list of parts")
+    check_unicode(copied, field)
+    return copied
+
+
+def _checked_part(part: Any, field: str) -> dict[str, Any]:
+    """Templates skip parts that they do not know, so the model would never see them."""
+    if not isinstance(part, Mapping):
+        raise TypeError(f'{field} is {_shown(part)}, want {{"type": "text", "text": ...}}')
+    if part.get("type") != "text":
+        cure = (
+            "put it into the message's reasoning_content" if part.get("type") == "thinking" else "only text reaches the model"
+        )
+        raise TypeError(f"{field} is a part of type {_quoted(part.get('type'))}: {cure}")
+    if not isinstance(part.get("text"), str):
+        raise TypeError(f"{field}.text is {_shown(part.get('text'))}, want a string")
+    return dict(part)
+
+
+def checked_tools(tools: Any, field: str) -> list[ToolSpec] | None:
+    """Copies of the tools; None where there are none.
+
+    Raises:
+        TypeError: not a list of tools, each ``{"type": "function", "function": {"name": ...}}`` or the inner dict alone; names
+            the field and the entry.
+        ValueError: a text that is not valid Unicode.
+    """
+    if not isinstance(tools, list | tuple):
+        raise TypeError(f"{field} is {_shown(tools)}, want a list of tools")
+    return [_checked_tool(tool, f"{field}[{index}]") for index, tool in enumerate(tools)] or None
+
+
+def _checked_tool(tool: Any, field: str) -> ToolSpec:
+    if not isinstance(tool, Mapping):
+        raise TypeError(f'{field} is {_shown(tool)}, want {{"type": "function", "function": {{"name": ...}}}}')
+    function = tool.get("function", tool)
+    if not isinstance(function, Mapping):
+        raise TypeError(f"{field}.function is {_shown(function)}, want a dict with name, description and parameters")
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"{field} has the name {_shown(name)}, want a string that is not empty")
+    try:
+        text = json.dumps(dict(tool), ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"{field} ({name}) can't be written as JSON: {error}") from error
+    check_unicode(text, field)
+    return json.loads(text)
+
+
+def check_unicode(value: Any, field: str) -> None:
+    """Refuse a text with half of a character (a lone surrogate): no tokenizer takes it.
+
+    Args:
+        value: a text, or dicts and lists of texts.
+
+    Raises:
+        ValueError: names the field, the character and its place.
+    """
+    if isinstance(value, str):
+        if value.isascii():
+            return
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{field} has {value[error.start]!a} at character {error.start}: half of a character (a lone surrogate), which "
+                "no tokenizer takes"
+            ) from None
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            check_unicode(entry, f"{field}.{printable_line(str(key))}")
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            check_unicode(entry, f"{field}[{index}]")
 
 
 def checked_rewards(components: Any, field: str) -> dict[str, float]:
     """The components as floats.
 
     Raises:
-        TypeError: not a dict of finite numbers by name.
+        TypeError: not a dict of finite numbers, within float32, by name.
     """
     if not isinstance(components, Mapping):
         raise TypeError(f"{field} is {_shown(components)}, want a dict of numbers by name")
     for name, value in components.items():
-        if not isinstance(name, str) or not is_finite_number(value):
-            raise TypeError(f"{field}[{name!r}] is {_shown(value)}, want a finite number")
+        if not isinstance(name, str) or not fits_float32(value):
+            raise TypeError(f"{field}[{name!r}] is {_shown(value)}, want a finite number that float32 holds")
     return {name: float(value) for name, value in components.items()}
 
 
@@ -97,4 +178,13 @@ def check_all_rendered(rendered: RenderedTokens, messages: Iterable[Message]) ->
 
 
 def _shown(value: Any) -> str:
-    return f"{type(value).__name__} {str(value)[:60]!r}"
+    """Its type, and the beginning of its text. The value may be of a user's class, whose methods may raise."""
+    try:
+        text = str(value)[:60]
+    except Exception:
+        return type(value).__name__
+    return f"{type(value).__name__} {_quoted(text)}"
+
+
+def _quoted(text: Any) -> str:
+    return f"'{printable_line(str(text))}'"

@@ -14,7 +14,7 @@ from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.bounds import PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
-from torchtitan.experiments.rl.envs.messages import assistant_message, checked_messages, checked_rewards
+from torchtitan.experiments.rl.envs.messages import assistant_message, checked_messages, checked_rewards, checked_tools
 from torchtitan.experiments.rl.envs.prompt import (
     LARGE_COMPLETION,
     Prompt,
@@ -23,6 +23,7 @@ from torchtitan.experiments.rl.envs.prompt import (
     next_prompt,
     off_the_loop_if,
 )
+from torchtitan.experiments.rl.rollouts.samples import check_completion
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_user, cause_of
 
@@ -73,6 +74,7 @@ class RendererEnv:
 
     def __init__(self, *, message_env: MessageEnv, renderer: Renderer, config: RendererEnvConfig):
         self._env = message_env
+        self._name = type(message_env).__name__
         self._renderer = renderer
         self._config = config
         self._messages: list[Message] = []
@@ -166,7 +168,7 @@ class RendererEnv:
         try:
             await call_user(self._env.close, timeout_s=self._config.step_timeout_s)
         except UserCodeError as error:
-            logger.warning("%s.close failed: %s", type(self._env).__name__, error)
+            logger.warning("%s.close failed: %s", self._name, error)
 
     async def _until_settled(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do the work; turn what goes wrong into a status; close the env when the status is terminal."""
@@ -187,19 +189,18 @@ class RendererEnv:
         started = time.perf_counter()
         reset = await self._call_env("reset", ResetOutput)
         self._reset_s = time.perf_counter() - started
-        self._messages = checked_messages(reset.messages, "ResetOutput.messages")
+        field = f"{self._name}.reset: ResetOutput"
+        self._messages = checked_messages(reset.messages, f"{field}.messages")
         if not self._messages:
-            raise ValueError("ResetOutput.messages is empty: a conversation starts with a message")
-        self._tools = list(reset.tools) or None
+            raise ValueError(f"{field}.messages is empty: a conversation starts with a message")
+        self._tools = checked_tools(reset.tools, f"{field}.tools")
         if cannot_fit(self._messages, self._config.max_rollout_tokens):
             return self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
         self._set_prompt(await first_prompt(self._renderer, self._messages, self._tools))
 
     async def _step(self, turn: RolloutTurn, prompt: Prompt) -> None:
         completion = turn.completion
-        lengths = {len(completion.token_ids), len(completion.logprobs), len(completion.policy_versions)}
-        if len(lengths) > 1 or completion.finish_reason not in ("stop", "length", "abort"):
-            raise ValueError(f"bad completion: stream lengths {sorted(lengths)}, finish_reason {completion.finish_reason!r}")
+        check_completion(completion)
         self._turns.append(turn)
         self._chain.append(turn)
         sampled_ids = np.asarray(completion.token_ids).tolist()
@@ -221,17 +222,18 @@ class RendererEnv:
             step = await self._call_env("step_message", StepOutput, message)
         finally:
             turn.env_s = time.perf_counter() - started + (self._reset_s if len(self._turns) == 1 else 0.0)
+        field = f"{self._name}.step_message: StepOutput"
         if not isinstance(step.done, bool | np.bool_):
-            raise TypeError(f"StepOutput.done is {step.done!r}, want True or False")
-        turn.reward_components = checked_rewards(step.reward_components, "StepOutput.reward_components")
-        turn.env_messages = checked_messages(step.env_messages, "StepOutput.env_messages")
+            raise TypeError(f"{field}.done is {step.done!r}, want True or False")
+        turn.reward_components = checked_rewards(step.reward_components, f"{field}.reward_components")
+        turn.env_messages = checked_messages(step.env_messages, f"{field}.env_messages")
         self._messages.extend(turn.env_messages)
         if step.done:
             return self.finish(RolloutStatus.COMPLETED)
         if len(self._turns) >= self._config.max_turns:
             return self.finish(RolloutStatus.TRUNCATED_MAX_TURNS)
         if not turn.env_messages:
-            raise ValueError("StepOutput.env_messages is empty though done is False: the model would answer itself")
+            raise ValueError(f"{field}.env_messages is empty though done is False: the model would answer itself")
         if cannot_fit(turn.env_messages, self._config.max_rollout_tokens):
             return self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
         self._set_prompt(
@@ -241,7 +243,7 @@ class RendererEnv:
         )
 
     async def _call_env(self, method: str, wanted: type, *args: Any) -> Any:
-        name = f"{type(self._env).__name__}.{method}"
+        name = f"{self._name}.{method}"
         try:
             output = await call_user(getattr(self._env, method), *args, timeout_s=self._config.step_timeout_s)
         except UserCodeError as error:

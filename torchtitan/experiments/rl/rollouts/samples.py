@@ -5,8 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan.experiments.rl.rollouts.types import RolloutTurn
+from torchtitan.experiments.rl.rollouts.streams import first_non_finite
+from torchtitan.experiments.rl.rollouts.types import Completion, RolloutTurn
 from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
+
+
+FINISH_REASONS = ("stop", "length", "abort")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -22,6 +26,27 @@ class TurnSpan:
     new: int
     completion: int
     end: int
+
+
+def check_completion(completion: Completion) -> None:
+    """Refuse a completion that can't be trained on.
+
+    Raises:
+        ValueError: streams that are not aligned, a finish reason there is not, a log-probability that is not finite.
+    """
+    streams = (completion.token_ids, completion.logprobs, completion.policy_versions)
+    shapes = [np.shape(stream) for stream in streams]
+    if len(set(shapes)) > 1 or len(shapes[0]) != 1 or completion.finish_reason not in FINISH_REASONS:
+        raise ValueError(
+            f"bad completion: stream lengths {[shape[0] if len(shape) == 1 else shape for shape in shapes]}, "
+            f"finish_reason {completion.finish_reason!r}"
+        )
+    wrong = first_non_finite(np.asarray(completion.logprobs))
+    if wrong is not None:
+        raise ValueError(
+            f"bad completion: the generator's log-probability of its token {wrong} is {completion.logprobs[wrong]}, want a "
+            "finite number"
+        )
 
 
 def turn_spans(turns: Sequence[RolloutTurn]) -> list[TurnSpan | None]:

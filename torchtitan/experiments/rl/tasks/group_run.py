@@ -52,6 +52,8 @@ class GroupRun:
         self._credit = credit
         self._open_sessions: list[PolicySession] = []
         self._envs: list[RendererEnv] = []
+        self._message_envs: list[MessageEnv] = []
+        """All that the task has made for this group."""
         self._first_sessions = [self._open_session(rollout, attempt=0) for rollout in group.rollouts]
 
     async def run(self) -> None:
@@ -121,23 +123,30 @@ class GroupRun:
         """``n`` envs, or ``n`` times the reason there are none."""
         task, name = self._task, f"{type(self._task).__name__}.make_envs"
 
-        async def make() -> tuple[list[RendererEnv], list]:
+        async def make() -> tuple[list[RendererEnv], list, int]:
             made = await task.make_envs(self._group.data_sample, n)
             made = list(made) if isinstance(made, list | tuple) else [made]
-            envs = [
-                RendererEnv(message_env=env, renderer=task.renderer, config=task.config.env)
-                for env in made
-                if isinstance(env, MessageEnv)
-            ]
+            envs = []
+            for env in made:
+                # An env that two rollouts share, or that an earlier attempt had, is closed by the first of them.
+                if isinstance(env, MessageEnv) and not any(env is known for known in self._message_envs):
+                    self._message_envs.append(env)
+                    envs.append(RendererEnv(message_env=env, renderer=task.renderer, config=task.config.env))
             self._envs += envs  # here, so that envs that come too late, or after a cancellation, are closed too
-            return envs, made
+            return envs, made, sum(isinstance(env, MessageEnv) for env in made)
 
         try:
-            envs, made = await call_bounded(make, timeout_s=task.config.env.rollout_timeout_s)
+            envs, made, message_envs = await call_bounded(make, timeout_s=task.config.env.rollout_timeout_s)
         except UserCodeError as error:
             return [type(error)(f"{name}: {error}")] * n
         if len(envs) == len(made) == n:
             return list(envs)
+        if message_envs == len(made) == n:
+            kind = ", ".join(sorted({type(env).__name__ for env in made}))
+            cause = (
+                f"returned the same {kind} for several rollouts: make a new env for each, because each rollout closes its own"
+            )
+            return [UserCodeError(f"{name} {cause}")] * n
         kinds = ", ".join(sorted({type(env).__name__ for env in made})) or "nothing"
         return [UserCodeError(f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv")] * n
 
