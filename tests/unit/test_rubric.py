@@ -195,6 +195,7 @@ BAD_FUNCTIONS = [
     (lambda r, e: None, "NoneType"),
     (lambda r, e: float("nan"), "nan"),
     (lambda r, e: math.inf, "inf"),
+    (lambda r, e: 1e39, "returned 1e+39 (float), want a finite number that float32 holds"),
     (lambda r, e: "1.0", "str"),
     (lambda r, e: [1.0], "list"),
 ]
@@ -218,12 +219,68 @@ async def test_function_that_fails_on_one_rollout_leaves_the_others():
     assert [rollout.status.is_error() for rollout in rollouts] == [False, True, False]
 
 
-@pytest.mark.parametrize("answer", [[1.0], [1.0, 2.0, 3.0], 1.0, "ab", None, {"a": 1, "b": 2}])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [1.0],
+        [1.0, 2.0, 3.0],
+        1.0,
+        "ab",
+        b"ab",
+        None,
+        {"a": 1, "b": 2},
+        {1.0, 2.0},
+        {0: 1.0, 1: 2.0}.values(),
+        iter([1.0, 2.0]),
+        np.ones((2, 1)),
+        np.float32(1.0),
+    ],
+    ids=lambda answer: type(answer).__name__,
+)
 async def test_group_function_with_a_wrong_answer_fails_every_rollout(answer):
     rollouts = [rollout_of("a"), rollout_of("b")]
     rewards = await rewards_of(rollouts, RewardFn(lambda rs, e: answer, name="all", group_level=True))
     assert [reward.reward for reward in rewards] == [None, None]
     assert all("'all'" in rollout.error and "want a list of 2 numbers" in rollout.error for rollout in rollouts)
+
+
+@pytest.mark.parametrize("spoil", [list.reverse, list.clear, lambda rollouts: rollouts.sort(key=lambda r: -len(r.turns))])
+async def test_group_function_that_changes_its_list_changes_no_others(spoil):
+    def spoils(rollouts, env_input):
+        answer = [0.0] * len(rollouts)
+        spoil(rollouts)
+        return answer
+
+    async def lengths(rollouts, env_input):
+        await asyncio.sleep(0.05)  # until the other has spoilt its list
+        return [len(last_assistant_text(rollout)) for rollout in rollouts]
+
+    rollouts = [rollout_of("a"), rollout_of("bbb")]
+    rewards = await rewards_of(
+        rollouts,
+        RewardFn(spoils, group_level=True, weight=0),
+        RewardFn(lengths, group_level=True),
+        RewardFn(rank, group_level=True, weight=0),
+    )
+    assert [reward.reward for reward in rewards] == [1.0, 3.0]
+    assert [reward.components["rank"] for reward in rewards] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("answer", [(1.0, 2.0), np.array([1.0, 2.0]), np.array([1, 2])])
+async def test_group_function_may_answer_with_a_list_a_tuple_or_an_array(answer):
+    rewards = await rewards_of([rollout_of(), rollout_of()], RewardFn(lambda rs, e: answer, name="all", group_level=True))
+    assert [reward.reward for reward in rewards] == [1.0, 2.0]
+
+
+def test_what_is_no_function_is_refused_when_the_rubric_is_built():
+    class Own(Rubric):
+        def register_funcs(self):
+            return [RewardFn(0.5, name="half")]
+
+    with pytest.raises(ConfigError, match=r"reward_fns\[0\].fn = 0.5: must be a Callable"):
+        Rubric.Config(reward_fns=[RewardFn(0.5)]).build()
+    with pytest.raises(ConfigError, match="'half'.fn = 0.5: must be a Callable"):
+        Own.Config().build()
 
 
 async def test_group_function_with_one_bad_number_fails_that_rollout():

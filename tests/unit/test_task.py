@@ -312,6 +312,13 @@ async def test_algorithm_that_fails_on_the_group_fails_it_with_the_cause(build, 
         lambda: [],
         lambda: [1.0, 2.0, 3.0],
         lambda: [Reward(1.0), Reward(float("nan")), Reward(1.0)],
+        lambda: [Reward(1.0), Reward(-1e39), Reward(1.0)],
+        lambda: [Reward(1.0), Reward("1.0"), Reward(1.0)],
+        lambda: [Reward(1.0), 1.0, Reward(1.0)],
+        lambda: [Reward(1.0), Reward(1.0, ["length"]), Reward(1.0)],
+        lambda: [Reward(1.0), Reward(1.0, {"length": "long"}), Reward(1.0)],
+        lambda: {Reward: 1.0, "a": 2.0, "b": 3.0},
+        lambda: iter([Reward(1.0)] * 3),
     ],
 )
 async def test_rubric_that_scores_in_its_own_way_and_fails_is_an_error(build, tokenizer, answer):
@@ -323,6 +330,7 @@ async def test_rubric_that_scores_in_its_own_way_and_fails_is_an_error(build, to
     group = await run(task, ScriptedPolicy(tokenizer))
     assert "Own.score_group" in await task.score_group(group)
     assert group.scored == [] and all(rollout.status.is_error() for rollout in group.rollouts)
+    assert not any(rollout.reward_components for rollout in group.rollouts)
 
 
 async def test_group_with_too_few_scored_rollouts_is_dropped_with_the_reason(build, tokenizer):

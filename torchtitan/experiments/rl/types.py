@@ -28,6 +28,8 @@ class Stream:
     """Its value on padding, and on every token of a sample that has None."""
     in_loss: bool
     """Whether a loss reads it, for its value or to tell which tokens are members. The model and the metrics may read any."""
+    credit: bool = False
+    """Whether algorithms write it."""
     like: str | None = None
     """The stream whose values it takes, instead of ``fill``, in a sample that has None."""
 
@@ -60,15 +62,15 @@ class TokenStreams(Generic[Array, OptionalArray]):
     role_ids: Annotated[OptionalArray, Stream(dtype=np.int8, fill=-1, in_loss=False)] = NONE
     """Whose message the token belongs to, an index into ROLES; -1 on template outside any message. Sampled tokens are the
     assistant's. None: not known."""
-    advantages: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True)] = NONE
+    advantages: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)] = NONE
     """None is legal only where no token has an rl weight."""
-    rl_weights: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, like="loss_mask")] = NONE
+    rl_weights: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True, like="loss_mask")] = NONE
     """None means 1.0 on every loss-mask token."""
-    ce_weights: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True)] = NONE
+    ce_weights: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)] = NONE
     """None means 0.0 everywhere."""
-    ref_kl_weights: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True)] = NONE
+    ref_kl_weights: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)] = NONE
     """None means 0.0 everywhere."""
-    ref_logprobs: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True)] = NONE
+    ref_logprobs: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)] = NONE
     """Log-probability of the same token under the reference model; needed where ref_kl_weights is not 0."""
 
 
@@ -76,6 +78,9 @@ STREAMS: dict[str, Stream] = {
     name: hint.__metadata__[0] for name, hint in get_type_hints(TokenStreams, include_extras=True).items()
 }
 """The declaration of each stream by its name, in the order of the fields."""
+
+CREDIT_STREAMS = tuple(name for name, declared in STREAMS.items() if declared.credit)
+"""What algorithms write: advantages, weights of the loss components, reference log-probabilities."""
 
 
 @dataclass(kw_only=True, slots=True)

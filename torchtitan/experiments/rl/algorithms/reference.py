@@ -8,6 +8,7 @@ from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient
+from torchtitan.experiments.rl.rollouts.streams import checked_stream
 from torchtitan.experiments.rl.types import TrainingSample
 
 Teacher = Annotated[ModelReference, Cure("name a FrozenModel (a server) or a HostedModel (a checkpoint)")]
@@ -46,7 +47,11 @@ def set_ref_kl_streams(sample: TrainingSample, ref_logprobs: np.ndarray) -> None
 
     Args:
         ref_logprobs: float32 [L], of the sample's tokens under the reference; what lies on other tokens is not used.
+
+    Raises:
+        ValueError: not one number for each token.
     """
+    ref_logprobs = checked_stream("ref_logprobs", ref_logprobs, len(sample))
     sample.ref_logprobs = np.where(sample.loss_mask, ref_logprobs, 0).astype(np.float32)
     sample.ref_kl_weights = sample.loss_mask.astype(np.float32)
     sample.rl_weights = np.zeros(len(sample), np.float32)

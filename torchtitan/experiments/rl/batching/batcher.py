@@ -10,6 +10,7 @@ from annotated_types import Ge
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.batching.packing import balance_rows, pack_rows, row_cost, spread_rows
+from torchtitan.experiments.rl.batching.sample_checks import check_sample
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.types import STREAMS, Stream, TrainingBatch, TrainingSample
 
@@ -88,33 +89,12 @@ class Batcher(Configurable):
         return spread_rows(lengths, even, self.config.row_length) or packed
 
     def _check(self, sample: TrainingSample) -> None:
-        length, name = len(sample), f"a sample of rollout {sample.rollout_id!r}"
-        if not length:
-            raise ValueError(f"{name} has no tokens")
         if not self.fits(sample):
             raise ValueError(
-                f"{name} has {length} tokens and a row holds {self.config.row_length}: drop the rollout (Batcher.fits), lower "
-                "max_rollout_tokens or raise row_length"
+                f"a sample of rollout {sample.rollout_id!r} has {len(sample)} tokens and a row holds {self.config.row_length}: "
+                "drop the rollout (Batcher.fits), lower max_rollout_tokens or raise row_length"
             )
-        for stream in STREAMS:
-            values = getattr(sample, stream)
-            if values is not None and len(values) != length:
-                raise ValueError(f"{name} has {length} token_ids and {len(values)} {stream}: they must be aligned")
-        if sample.advantages is None:
-            weights = 1 if sample.rl_weights is None else sample.rl_weights
-            if np.any(sample.loss_mask & (np.asarray(weights) != 0)):
-                raise ValueError(f"{name} has tokens with an rl weight and no advantages: its algorithm must assign them")
-        if sample.ref_kl_weights is not None and sample.ref_logprobs is None and np.any(sample.ref_kl_weights):
-            raise ValueError(f"{name} has tokens with a ref_kl weight and no ref_logprobs: its algorithm must set them")
-        first_rl = sample.loss_mask[0] and (sample.rl_weights is None or sample.rl_weights[0] != 0)
-        others = (sample.ce_weights, sample.ref_kl_weights)
-        if first_rl or any(weights is not None and weights[0] != 0 for weights in others):
-            raise ValueError(f"{name} trains its first token, which has no log-probability: nothing comes before it")
-        if sample.ref_kl_weights is not None and np.any((sample.ref_kl_weights != 0) & ~sample.loss_mask):
-            raise ValueError(
-                f"{name} has a ref_kl weight on a token the policy did not sample, which has no importance ratio: weigh only "
-                "sampled tokens (loss_mask)"
-            )
+        check_sample(sample)
 
     def _fill(self, rows: list[Row], task_names: tuple[str, ...]) -> TrainingBatch:
         rows = rows or [[]]

@@ -9,7 +9,6 @@ from torchtitan.experiments.rl.rollouts.streams import first_non_finite
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutTurn
 from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
 
-
 FINISH_REASONS = ("stop", "length", "abort")
 
 

@@ -1,5 +1,6 @@
 """What a rollout is made of: turns, statuses, groups. Plain records, filled by the turn loop and read by all after it."""
 
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 from renderers import Message, ToolSpec
 
+from torchtitan.experiments.rl.rollouts.streams import checked_stream, first_non_finite
 from torchtitan.experiments.rl.types import TrainingSample
 
 
@@ -127,14 +129,18 @@ class Rollout:
         A scalar broadcasts over the sampled tokens; a sequence holds one value per sampled token, in the order sampled.
 
         Raises:
-            ValueError: a sequence of another length than the number of sampled tokens.
+            ValueError: not a number or a sequence of one for each sampled token, or not finite in float32.
         """
         sampled = sum(int(sample.loss_mask.sum()) for sample in self.samples)
-        per_token = np.full(sampled, value, np.float32) if np.ndim(value) == 0 else np.asarray(value, np.float32)
-        if per_token.shape != (sampled,):
-            raise ValueError(
-                f"rollout {self.rollout_id}: {len(per_token)} advantages for {sampled} sampled tokens; give one, or one each"
-            )
+        broadcast = isinstance(value, numbers.Real | np.bool_) or (isinstance(value, np.ndarray) and value.ndim == 0)
+        try:
+            per_token = checked_stream("advantages", np.full(sampled, value) if broadcast else value, sampled)
+        except ValueError as error:
+            raise ValueError(f"rollout {self.rollout_id}: {error} sampled, or one number for all of them") from None
+        wrong = first_non_finite(per_token)
+        if wrong is not None:
+            given = value if broadcast else value[wrong]  # type: ignore[index]
+            raise ValueError(f"rollout {self.rollout_id}: the advantage {given} is not a finite number that float32 holds")
         start = 0
         for sample in self.samples:
             count = int(sample.loss_mask.sum())

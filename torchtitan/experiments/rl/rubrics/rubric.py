@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
+import numpy as np
 from annotated_types import Ge
 
 from torchtitan.config import Configurable
@@ -23,8 +24,9 @@ from torchtitan.experiments.rl.bounds import Cure, PositiveFloat, PositiveInt, c
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
+from torchtitan.experiments.rl.rollouts.streams import fits_float32
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
-from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, is_finite_number
+from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,8 @@ class RewardFn:
     name: str | None = None
     """None: the function's own name."""
     group_level: bool = False
-    """Called once per group with the list of rollouts that are to be scored; returns a number for each."""
+    """Called once per group with a list of the rollouts that are to be scored; returns a list, a tuple or an array [G] of
+    numbers, in their order."""
     timeout_s: PositiveFloat | None = None
     """Per call; None: the rubric's."""
     isolate: bool = False
@@ -135,11 +138,13 @@ class Rubric(UserConfigurable):
         if not entry.group_level:
             return await asyncio.gather(*(self._value(entry, rollout, env_input) for rollout in rollouts))
         try:
-            values = await self._call(entry, rollouts, env_input)
+            # A copy: a function that sorts its list must not change the order that the others' answers are read in.
+            values = await self._call(entry, list(rollouts), env_input)
         except UserCodeError as error:
             return [str(error)] * len(rollouts)
-        if not hasattr(values, "__len__") or isinstance(values, str | dict) or len(values) != len(rollouts):
-            size = f" of {len(values)}" if hasattr(values, "__len__") else ""
+        sequence = isinstance(values, list | tuple) or (isinstance(values, np.ndarray) and values.ndim == 1)
+        if not sequence or len(values) != len(rollouts):
+            size = f" of {len(values)}" if sequence else ""
             return [f"returned a {type(values).__name__}{size}, want a list of {len(rollouts)} numbers"] * len(rollouts)
         return [_number(value) for value in values]
 
@@ -206,9 +211,9 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 def _number(value: Any) -> float | str:
     """The value as a float, or what is wrong with it."""
-    if is_finite_number(value):
+    if fits_float32(value):
         return float(value)
-    return f"returned {str(value)[:60]} ({type(value).__name__}), want a finite number"
+    return f"returned {str(value)[:60]} ({type(value).__name__}), want a finite number that float32 holds"
 
 
 def _check(named: list[tuple[str, RewardFn]]) -> None:

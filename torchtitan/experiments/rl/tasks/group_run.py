@@ -12,6 +12,7 @@ from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
+from torchtitan.experiments.rl.rollouts.streams import check_streams
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded
 
@@ -114,10 +115,14 @@ class GroupRun:
         algorithm = self._task.algorithm
         if not self._credit or rollout.status.is_error() or type(algorithm).score_rollout is Algorithm.score_rollout:
             return
+        name = f"{type(algorithm).__name__}.score_rollout"
         try:
             await call_bounded(lambda: algorithm.score_rollout(rollout), timeout_s=self._task.config.env.rollout_timeout_s)
-        except UserCodeError as error:
-            rollout.status, rollout.error = RolloutStatus.ERROR, f"{type(algorithm).__name__}.score_rollout: {error}"
+            for sample in rollout.samples:
+                check_streams(sample)
+        except (UserCodeError, ValueError) as error:
+            rollout.status = RolloutStatus.ERROR
+            rollout.error = f"task {rollout.task_name}: {name}: {error}"
 
     async def _make_envs(self, n: int) -> list[RendererEnv | UserCodeError]:
         """``n`` envs, or ``n`` times the reason there are none."""

@@ -1,0 +1,42 @@
+"""What makes a training sample one that can be trained on, but for its numbers being finite (`rollouts/streams.py`)."""
+
+import numpy as np
+
+from torchtitan.experiments.rl.types import STREAMS, TrainingSample
+
+
+def check_sample(sample: TrainingSample) -> None:
+    """Refuse a sample whose streams do not fit each other.
+
+    Raises:
+        ValueError: no tokens, streams that are not aligned, credit that is missing or on the wrong tokens; names the rollout.
+    """
+    length, name = len(sample), f"a sample of rollout {sample.rollout_id!r}"
+    if not length:
+        raise ValueError(f"{name} has no tokens")
+    for stream in STREAMS:
+        values = getattr(sample, stream)
+        if values is not None and len(values) != length:
+            raise ValueError(f"{name} has {length} token_ids and {len(values)} {stream}: they must be aligned")
+    if missing := missing_credit(sample):
+        raise ValueError(f"{name} {missing}")
+    first_rl = sample.loss_mask[0] and (sample.rl_weights is None or sample.rl_weights[0] != 0)
+    others = (sample.ce_weights, sample.ref_kl_weights)
+    if first_rl or any(weights is not None and weights[0] != 0 for weights in others):
+        raise ValueError(f"{name} trains its first token, which has no log-probability: nothing comes before it")
+    if sample.ref_kl_weights is not None and np.any((sample.ref_kl_weights != 0) & ~sample.loss_mask):
+        raise ValueError(
+            f"{name} has a ref_kl weight on a token the policy did not sample, which has no importance ratio: weigh only "
+            "sampled tokens (loss_mask)"
+        )
+
+
+def missing_credit(sample: TrainingSample) -> str | None:
+    """What the sample's weights need and its algorithm has not set; None where nothing is missing."""
+    if sample.advantages is None:
+        weights = 1 if sample.rl_weights is None else sample.rl_weights
+        if np.any(sample.loss_mask & (np.asarray(weights) != 0)):
+            return "has tokens with an rl weight and no advantages: its algorithm must assign them"
+    if sample.ref_kl_weights is not None and sample.ref_logprobs is None and np.any(sample.ref_kl_weights):
+        return "has tokens with a ref_kl weight and no ref_logprobs: its algorithm must set them"
+    return None
