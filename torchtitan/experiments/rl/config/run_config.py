@@ -8,6 +8,7 @@ from annotated_types import MinLen
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.bounds import Cure, NonEmptyStr, NonNegativeInt, PositiveInt
 from torchtitan.experiments.rl.config.placement import ProvisionConfig
+from torchtitan.experiments.rl.config.user_code_limits import UserCodeLimits
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer import RendererConfig
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
@@ -54,6 +55,8 @@ class RunConfig:
     rollout_workers: NonNegativeInt = 0
     """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's own, on one core of
     Python; perf/event_loop_lag_max_s says when that is too little."""
+    user_code: UserCodeLimits = field(default_factory=UserCodeLimits)
+    """How long tasks, samplers, datasets, the task mix and filters may take."""
     provision: ProvisionConfig = field(default_factory=ProvisionConfig)
     output_dir: NonEmptyStr = "outputs"
     """Run folders are made in it."""

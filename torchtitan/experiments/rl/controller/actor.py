@@ -1,11 +1,11 @@
-"""The Controller actor: builds the run, owns every part of it, and takes it down. `training_loop` takes the steps."""
+"""The Controller actor: builds the run, owns every part of it, and closes it. `training_loop` takes the steps."""
 
 import asyncio
 import functools
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from torchtitan.experiments.rl.compat.monarch import ProcessDeath, process_death
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.controller.closing import Closing
 from torchtitan.experiments.rl.controller.ledger import LEDGER_FILE, Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
+from torchtitan.experiments.rl.controller.task_set import TaskSet
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
 from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
 from torchtitan.experiments.rl.controller.wiring import RunActors
@@ -28,7 +30,8 @@ from torchtitan.experiments.rl.observability.console import Console, RunHeader, 
 from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
-from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, contained
+from torchtitan.experiments.rl.user_code.gate import Gate
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,8 @@ class Controller(Actor):
         self._run_dir, self._config_name = Path(run_dir), config_name
         self._plan = checked_plan(config)
         self._actors = RunActors(config, self._plan, run_dir=self._run_dir, on_failure=self._fail)
-        self._tasks: dict[str, Task] = {}
+        self._gate = Gate(timeout_s=config.user_code.call_timeout_s, synchronous=config.max_offpolicy_steps == 0)
+        self._tasks = TaskSet(config.tasks, gate=self._gate, limits=config.user_code, seed=config.seed)
         self._metrics: MetricsLogger | None = None
         self._rollouts: RolloutLoop | None = None
         self._training: TrainingLoop | None = None
@@ -68,23 +72,25 @@ class Controller(Actor):
         """
         started = time.perf_counter()
         self._loop = asyncio.get_running_loop()
+        failure: BaseException | None = None
         try:
-            self._building = asyncio.create_task(self._build())
-            await self._train(await self._building)
-        except asyncio.CancelledError:
-            if self._stopped_by is None:
-                raise
+            self._building = asyncio.create_task(contained(self._build()))
+            await contained(self._train(await self._building))
+        except asyncio.CancelledError as cancelled:
+            failure = cancelled if self._stopped_by is None else None
         except Exception as error:
             logger.exception("the run failed")
-            explained = await self._explained(error)
-            self._stopped_by = self._stopped_by or f"an error ({type(explained).__name__})"
-            if explained is error:
-                raise
-            raise explained from error
+            failure = await self._explained(error)
+        try:
+            faults = await self._close()
+            failure = failure or next(iter(faults), None)
         finally:
-            await self._close()
+            if failure is not None:
+                self._stopped_by = self._stopped_by or f"an error ({type(failure).__name__})"
             summary = self._summary(time.perf_counter() - started)
             self._console.summary(summary)
+        if failure is not None:
+            raise failure
         return summary
 
     @concurrent_endpoint
@@ -110,7 +116,7 @@ class Controller(Actor):
         """``error``, or what names the dead process if ``error`` is of a call to one."""
         death = process_death_behind(error)
         if death is None:
-            return error
+            return RunError(str(error)) if isinstance(error, UserCodeError) else error
         if not self._actors.owns(death.actor):
             await asyncio.sleep(DEATH_REPORTS_S)  # a call to one of Monarch's own actors: who died is reported soon
         return self._death_error([death, *self._deaths])
@@ -146,24 +152,30 @@ class Controller(Actor):
             )
         )
         renderer = build_renderer(config.renderer, config.model.hf_assets_path)
-        self._tasks = {name: task.build(name=name, renderer=renderer, seed=config.seed) for name, task in config.tasks.items()}
+        await self._tasks.build(renderer)
+        tasks = self._tasks.tasks
+        mix = await self._built(config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()})
+        filters = {
+            slot: [await self._built(entry, f"{slot}[{i}]") for i, entry in enumerate(getattr(config, slot))]
+            for slot in ("pre_batch_filters", "post_batch_filters")
+        }
         batcher = config.batcher.build()
         await self._actors.start()
         runner = await self._actors.start_runner(self._tasks)
         self._recorder = config.recorder.build(run_dir=self._run_dir)
         self._rollouts = RolloutLoop(
-            tasks=self._tasks,
-            mix=config.task_mix.build(weights={name: task.config.weight for name, task in self._tasks.items()}),
+            tasks=tasks,
+            mix=mix,
             runner=runner,
             policy=self._actors.policy,
             pacer=Pacer(groups_per_step=plan.groups_per_step, max_offpolicy_steps=config.max_offpolicy_steps),
             batcher=batcher,
-            pre_batch_filters=[entry.build() for entry in config.pre_batch_filters],
-            post_batch_filters=[entry.build() for entry in config.post_batch_filters],
+            **filters,
             total_groups=plan.groups_per_step * config.steps,
             max_drops_in_a_row=config.max_drops_in_a_row,
             ledger=Ledger(self._files["ledger"]),
             recorder=self._recorder,
+            gate=self._gate,
         )
         self._training = TrainingLoop(
             steps=config.steps,
@@ -173,13 +185,18 @@ class Controller(Actor):
             batcher=batcher,
             trainer=self._actors.trainer,
             weights=self._actors.weights,
-            validator=Validator(self._tasks, runner, config.validation, on_failure=self._fail),
+            validator=Validator(tasks, runner, config.validation, on_failure=self._fail, gate=self._gate),
             runner=runner,
             generated_tokens=lambda: self._actors.policy.generated_tokens,
             on_start=functools.partial(self._start_report, metrics),
             on_step=functools.partial(self._step_report, metrics),
         )
         return self._training
+
+    async def _built(self, part: Any, field: str, **arguments: Any) -> Any:
+        """What a config that users may have written builds; the error of one that fails names its field."""
+        build = functools.partial(part.build, **arguments)
+        return await self._gate.call(build, owner=f"{field} can't be built", timeout_s=self.config.user_code.setup_timeout_s)
 
     async def _train(self, training: TrainingLoop) -> None:
         await training.run()
@@ -200,21 +217,28 @@ class Controller(Actor):
             self._validations.append(record.validation.reward)
         self._console.step(record.report())
 
-    async def _close(self) -> None:
-        """Close whatever was built, users of a part before the part itself."""
+    async def _close(self) -> list[RunError]:
+        """Close whatever was built, users of a part before the part itself. Returns what went wrong, in order."""
+        closing = Closing()
         if self._training is not None:
-            await self._training.close()
+            await closing.close("the training loop", self._training.close)
         if self._rollouts is not None:
-            await self._rollouts.close()
+            await closing.close("the rollout loop", self._rollouts.close)
         if self._recorder is not None:
-            await asyncio.to_thread(self._recorder.close)
-            if self._recorder.not_recorded:
-                logger.warning("%d rollouts are not in %s", self._recorder.not_recorded, self._files["records"])
-        for task in self._tasks.values():
-            await task.close()
-        await self._actors.close()
+            recorder = self._recorder
+            await closing.close("the recorder", lambda: asyncio.to_thread(recorder.close))
+            if recorder.not_recorded:
+                logger.warning("%d rollouts are not in %s", recorder.not_recorded, self._files["records"])
+
+        async def close_user_code(close: Callable[[], Awaitable[list[str]]]) -> None:
+            for fault in await close():
+                closing.add(fault)
+
+        await closing.close("the tasks", lambda: close_user_code(self._tasks.close))
+        await closing.close("the actors", lambda: close_user_code(self._actors.close))
         if self._metrics is not None:
-            self._metrics.close()
+            await closing.close("the metrics", functools.partial(asyncio.to_thread, self._metrics.close))
+        return closing.faults
 
     def _summary(self, wall_time_s: float) -> RunSummary:
         rewards = self._validations

@@ -60,25 +60,33 @@ class RunMeshes:
         """Actors that ``close`` has to shut down too; before the others, which they use."""
         self._actors.insert(0, actors)
 
-    async def close(self) -> None:
-        """Shut the actors down, then stop the processes, whatever state they are in."""
-        await asyncio.gather(*(_within_limit(f"shutdown of {actor}", actor.shutdown.call()) for actor in self._actors))
+    async def close(self) -> list[str]:
+        """Shut the actors down, then stop the processes, whatever state they are in.
+
+        Returns:
+            What actors report to have gone wrong in the user's code, a line each.
+        """
+        reports = await asyncio.gather(
+            *(_within_limit(f"shutdown of {actor}", actor.shutdown.call()) for actor in self._actors)
+        )
         procs = [self.trainer_procs, self.generator_procs, *self.hosted_procs]
         if self.rollout_worker_procs is not None:
             procs.append(self.rollout_worker_procs)
         await asyncio.gather(*(_within_limit(f"stopping {mesh}", mesh.stop()) for mesh in procs))
+        return [fault for report in reports if report is not None for faults in report.values() for fault in faults or ()]
 
 
-async def _done(future: Any) -> None:
+async def _done(future: Any) -> Any:
     """Monarch's futures can be awaited, and asyncio wants coroutines."""
-    await future
+    return await future
 
 
-async def _within_limit(what: str, future: Any) -> None:
+async def _within_limit(what: str, future: Any) -> Any:
     try:
-        await asyncio.wait_for(_done(future), SHUTDOWN_TIMEOUT_S)
+        return await asyncio.wait_for(_done(future), SHUTDOWN_TIMEOUT_S)
     except Exception as error:  # a part that is dead or busy must not keep the others from ending
         logger.info("%s: %s", what, error)
+        return None
 
 
 def spawn(host: HostMesh | None, name: str, shares: tuple[tuple[int, ...], ...], device: Literal["cpu", "cuda"]) -> ProcMesh:

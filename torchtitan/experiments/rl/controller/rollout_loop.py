@@ -33,6 +33,10 @@ from torchtitan.experiments.rl.user_code.gate import Call, Gate
 logger = logging.getLogger(__name__)
 
 
+CANCEL_GROUPS_S = 60.0
+"""How long cancelled groups may take to close their envs before they are abandoned."""
+
+
 class RunStopped(Exception):
     """The run was asked to stop while the trainer waited for groups."""
 
@@ -214,19 +218,28 @@ class RolloutLoop:
         self._changed.set()
 
     async def close(self) -> None:
-        """Cancel running groups. Rollouts that are still open end as untrained."""
+        """Cancel running groups. Rollouts that are still open end as untrained.
+
+        Raises:
+            RunError: the ledger does not balance. Everything is closed then too.
+        """
         self.stop()
         running = list(self._running)
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-        for entry in self._open.values():
-            for rollout_id in sorted(entry.rollout_ids):
-                self._end(entry, rollout_id, "untrained")
-            self._record(entry)
-        self._open.clear()
-        self.ledger.check([])
-        self.ledger.close()
+        try:
+            if running:
+                _, late = await asyncio.wait(running, timeout=CANCEL_GROUPS_S)
+                if late:
+                    logger.warning("%d groups ignored their cancellation and were abandoned", len(late))
+            for entry in self._open.values():
+                for rollout_id in sorted(entry.rollout_ids):
+                    self._end(entry, rollout_id, "untrained")
+                self._record(entry)
+            self._open.clear()
+            self.ledger.check([])
+        finally:
+            self.ledger.close()
 
     def _open_rollouts(self) -> set[str]:
         return {rollout_id for entry in self._open.values() for rollout_id in entry.rollout_ids}

@@ -5,12 +5,14 @@ travel between worker and controller, which keeps the samplers, the pacing and t
 """
 
 import asyncio
-import logging
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
 
+from torchtitan.experiments.rl.config.user_code_limits import UserCodeLimits
+from torchtitan.experiments.rl.controller.closing import Closing
 from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupResult, LocalRunner
+from torchtitan.experiments.rl.controller.task_set import TaskSet
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
@@ -18,15 +20,24 @@ from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
 from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, unfreeze_objects
 from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.user_code.gate import Gate
 
-logger = logging.getLogger(__name__)
+CANCEL_GROUPS_S = 8.0
+"""How long cancelled groups may take; with the tasks' own limit it must stay below the controller's for a shutdown."""
 
 
 class RolloutWorker(Actor):
     """``setup``, then ``run`` groups, any number at a time."""
 
     def __init__(
-        self, tasks: dict[str, Task.Config], *, renderer: RendererConfig, tokenizer_path: str, seed: int, run_dir: str
+        self,
+        tasks: dict[str, Task.Config],
+        *,
+        renderer: RendererConfig,
+        tokenizer_path: str,
+        seed: int,
+        run_dir: str,
+        limits: UserCodeLimits,
     ):
         rank = current_rank().rank
         set_up_logging(run_dir, f"rollout_worker-{rank}")
@@ -34,19 +45,24 @@ class RolloutWorker(Actor):
         self._frozen = FrozenClients(hosted_models(tasks), lockstep=False, client_id=client_id)
         self._policy = GeneratorClient(client_id=client_id, frozen=self._frozen.find)
         self._runner = LocalRunner(self._policy, seed=seed)
-        built = build_renderer(renderer, tokenizer_path)
-        self._tasks = {name: config.build(name=name, renderer=built, seed=seed) for name, config in tasks.items()}
+        self._renderer = build_renderer(renderer, tokenizer_path)
+        gate = Gate(timeout_s=limits.call_timeout_s)
+        self._task_set = TaskSet(tasks, gate=gate, limits=limits, seed=seed)
         self._running: set[asyncio.Task] = set()
         self._lag = LoopLag()
 
     @concurrent_endpoint
     async def setup(self, generators: Any, replicas: int, hosted: list[Any]) -> None:
-        """Connect to meshes that are set up, and set up the tasks."""
+        """Connect to meshes that are set up; build the tasks and set them up.
+
+        Raises:
+            RunError: a task failed; names it.
+        """
         await self._policy.connect(generators, replicas)
         self._frozen.adopt(hosted)
         await self._frozen.connect()
-        for task in self._tasks.values():
-            await task.setup(self._policy)
+        await self._task_set.build(self._renderer)
+        await self._task_set.setup(self._policy)
         freeze_objects()
         self._lag.start()
 
@@ -59,20 +75,28 @@ class RolloutWorker(Actor):
         return await work
 
     @concurrent_endpoint
-    async def shutdown(self) -> None:
-        """Cancel what runs, so that every env is closed, and close the tasks."""
-        for work in self._running:
+    async def shutdown(self) -> list[str]:
+        """Cancel what runs, so that every env is closed, and close the tasks that were set up.
+
+        Returns:
+            What went wrong, a line each.
+        """
+        closing = Closing()
+        running = list(self._running)
+        for work in running:
             work.cancel()
-        await asyncio.gather(*self._running, return_exceptions=True)
+        if running:
+            await asyncio.wait(running, timeout=CANCEL_GROUPS_S)
         self._lag.stop()
         unfreeze_objects()
-        for task in self._tasks.values():
-            await task.close()
+        for fault in await self._task_set.close():
+            closing.add(fault)
         self._policy.close()
-        await self._frozen.close()
+        await closing.close("the frozen models", self._frozen.close)
+        return [str(fault) for fault in closing.faults]
 
     async def _run(self, request: GroupRequest) -> GroupResult:
-        task, measurement = self._tasks[request.task], request.measurement
+        task, measurement = self._task_set.tasks[request.task], request.measurement
         self._policy.version = max(self._policy.version, request.policy_version)
         if measurement is None:
             group = await self._runner.run(task, request.data_sample, group_id=request.group_id)

@@ -91,9 +91,11 @@ def check_whole(group: RolloutGroup, dispatched: Collection[str], task: Task) ->
     """
     found = [getattr(rollout, "rollout_id", "?") for rollout in group.rollouts]
     if len(found) != len(dispatched) or set(found) != set(dispatched):
+        parts = [part for part in (getattr(task, "rubric", None), getattr(task, "algorithm", None)) if part is not None]
+        changers = " or ".join(name_of(part) for part in [task, *parts])
         raise RunError(
             f"task {task.name!r}: group {group.group_id} came back with {len(found)} rollouts, not the {len(dispatched)} that "
-            f"were dispatched: {type(task).__name__}, its rubric or its algorithm changed group.rollouts"
+            f"were dispatched: {changers} changed group.rollouts"
         )
 
 

@@ -10,13 +10,13 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner, WorkerRunner
 from torchtitan.experiments.rl.controller.provision import RunMeshes
 from torchtitan.experiments.rl.controller.rollout_worker import RolloutWorker
+from torchtitan.experiments.rl.controller.task_set import TaskSet
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
-from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
 from torchtitan.experiments.rl.weights.sync import WeightSync, canary_tolerance
@@ -92,12 +92,15 @@ class RunActors:
         await self.weights.check_initial()
         logger.info("trainer and generators agree on version 0")
 
-    async def start_runner(self, tasks: dict[str, Task]) -> GroupRunner:
-        """Set the tasks up where their rollouts will run: here, or in workers that are spawned now."""
+    async def start_runner(self, task_set: TaskSet) -> GroupRunner:
+        """Set the tasks up where their rollouts will run: here, or in workers that are spawned now.
+
+        Raises:
+            RunError: a task failed; names it.
+        """
         config = self._config
         if not config.rollout_workers:
-            for task in tasks.values():
-                await task.setup(self.policy)
+            await task_set.setup(self.policy)
             return LocalRunner(self.policy, seed=config.seed)
         assert self._meshes is not None and self._meshes.rollout_worker_procs is not None, "start comes first"
         workers = self._meshes.rollout_worker_procs.spawn(
@@ -108,6 +111,7 @@ class RunActors:
             tokenizer_path=config.model.hf_assets_path,
             seed=config.seed,
             run_dir=str(self._run_dir),
+            limits=config.user_code,
         )
         self._meshes.add(workers)
         await workers.setup.call(self._generators, config.generator.replicas, self._hosted)
@@ -122,9 +126,15 @@ class RunActors:
         self.policy.fail(failure)
         self._frozen.fail(failure)
 
-    async def close(self) -> None:
-        """Stop every actor and process, whatever state they are in."""
+    async def close(self) -> list[str]:
+        """Stop every actor and process, whatever state they are in.
+
+        Returns:
+            What went wrong in the user's code meanwhile, a line each.
+        """
         self.policy.close()
-        await self._frozen.close()
-        if self._meshes is not None:
-            await self._meshes.close()
+        try:
+            await self._frozen.close()
+        except Exception:
+            logger.exception("closing the frozen models")
+        return await self._meshes.close() if self._meshes is not None else []

@@ -98,12 +98,18 @@ class Call:
             returned = self._job.result[0]
             return await call_bounded(lambda: returned, timeout_s=self._timeout_s)
         except UserCodeError as error:
-            raise self._failure(error.__cause__ or error) from error
+            raise self._failure(error) from error
 
     def _failure(self, error: BaseException) -> RunError:
-        # The library's own errors are sentences; those of the user need their type and place.
-        text = str(error) if isinstance(error, RunError | ConfigError) else cause_of(error)
-        return RunError(f"{self._owner}: {text}")
+        return RunError(f"{self._owner}: {sentence(error)}")
+
+
+def sentence(error: BaseException) -> str:
+    """The cause of a failed call in one line. The library's own errors are sentences; others need their type and place."""
+    # call_bounded and call_user wrap what was raised; an error that names its owner itself is left as it is.
+    while isinstance(error, UserCodeError) and error.__cause__ is not None and str(error) == cause_of(error.__cause__):
+        error = error.__cause__
+    return str(error) if isinstance(error, RunError | ConfigError) else cause_of(error)
 
 
 def name_of(part: Any, method: str | None = None) -> str:
