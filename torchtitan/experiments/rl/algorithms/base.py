@@ -26,6 +26,9 @@ class Algorithm(UserConfigurable):
     group_relative: ClassVar[bool] = False
     """Whether credit compares the rollouts of a group, so that a group of one teaches nothing."""
 
+    replaces: ClassVar[tuple[str, ...]] = ()
+    """Fields of a training sample, beside its credit, that ``score_rollout`` replaces. A change of any other is an error."""
+
     renderer: Renderer
     """The task's, set by the task when it is built: for algorithms that write a prompt of their own."""
 

@@ -10,6 +10,7 @@ from renderers import Renderer
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
+from torchtitan.experiments.rl.rollouts.finished import FinishedRollout
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.streams import check_streams
@@ -85,7 +86,7 @@ class GroupRun:
             rollout_id=rollout.rollout_id,
             temperature=self._sampling.temperature,
         )
-        await self._score_rollout(rollout)
+        await self._score_rollout(rollout, FinishedRollout(rollout))
 
     async def _attempt(self, rollout: Rollout, env: RendererEnv | UserCodeError, session: PolicySession) -> None:
         limit_s = self._task.config.env.rollout_timeout_s
@@ -111,16 +112,19 @@ class GroupRun:
                 await env.close()
         rollout.turns = env.turns if isinstance(env, RendererEnv) else []
 
-    async def _score_rollout(self, rollout: Rollout) -> None:
+    async def _score_rollout(self, rollout: Rollout, finished: FinishedRollout) -> None:
         algorithm = self._task.algorithm
         if not self._credit or rollout.status.is_error() or type(algorithm).score_rollout is Algorithm.score_rollout:
             return
         name = f"{type(algorithm).__name__}.score_rollout"
         try:
             await call_bounded(lambda: algorithm.score_rollout(rollout), timeout_s=self._task.config.env.rollout_timeout_s)
+            if change := finished.change(allowed=type(algorithm).replaces):
+                raise ValueError(f"changed {change} of a rollout that has ended")
             for sample in rollout.samples:
                 check_streams(sample)
         except (UserCodeError, ValueError) as error:
+            finished.restore()
             rollout.status = RolloutStatus.ERROR
             rollout.error = f"task {rollout.task_name}: {name}: {error}"
 

@@ -11,31 +11,26 @@ What becomes of a group, in order:
 User code that fails on the way ends in a rollout's status; nothing but cancellation is raised.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from renderers import Renderer
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.batching.sample_checks import missing_credit
 from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveFloat, PositiveInt, check_fields
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
-from torchtitan.experiments.rl.envs.messages import checked_rewards
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
-from torchtitan.experiments.rl.rollouts.streams import check_trainable, fits_float32
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
-from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.group_run import GroupRun
+from torchtitan.experiments.rl.tasks.group_score import give_credit, score_rewards
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, cause_of
 
 
 class Task(UserConfigurable):
@@ -201,23 +196,14 @@ class Task(UserConfigurable):
 
         A rollout that failed, or whose reward function failed, keeps the reward None.
         """
-        rubric, env_input = self.rubric, group.data_sample.env_input
-        # Each of its functions has a limit; only a rubric that scores in its own way needs one here.
-        limit_s = None if type(rubric).score_group is Rubric.score_group else self.config.env.rollout_timeout_s
-        try:
-            rewards = await call_bounded(lambda: rubric.score_group(group.rollouts, env_input), timeout_s=limit_s)
-            checked = _checked(rewards, group.rollouts)
-        except Exception as error:
-            return _fail(group.rollouts, f"{type(rubric).__name__}.score_group: {cause_of(error)}")
-        for rollout, (reward, components) in zip(group.rollouts, checked, strict=True):
-            rollout.reward, rollout.reward_components = reward, components
+        await score_rewards(self.rubric, group, timeout_s=self.config.env.rollout_timeout_s)
 
     async def score_group(self, group: RolloutGroup) -> str | None:
         """Rewards, then credit. Sets ``group.failure``, and returns it, where the group can't be trained on: too few rollouts
         were scored, or the algorithm failed. A rollout without a reward is never trained on."""
         await self.score_rewards(group)
         # Again after credit: a rollout that its algorithm gave none has lost its reward.
-        group.failure = self._too_few_scored(group) or self._credit(group) or self._too_few_scored(group)
+        group.failure = self._too_few_scored(group) or give_credit(self.algorithm, group) or self._too_few_scored(group)
         return group.failure
 
     def _too_few_scored(self, group: RolloutGroup) -> str | None:
@@ -228,64 +214,3 @@ class Task(UserConfigurable):
         causes = [rollout.error for rollout in group.rollouts if rollout.error]
         first = f": {causes[0]}" if causes else ""
         return f"{len(group.scored)} of {len(group.rollouts)} rollouts scored, {needed} needed{first}"
-
-    def _credit(self, group: RolloutGroup) -> str | None:
-        kind = type(self.algorithm)
-        if kind.score_group is Algorithm.score_group and kind.score_rollout is Algorithm.score_rollout:
-            return None  # gives no credit at all: for groups that are scored and not trained on
-        try:
-            self.algorithm.score_group(group)
-            for rollout in group.scored:
-                _check_credit(rollout)
-        except (Exception, SystemExit) as error:
-            cause = f"task {self.name}: {kind.__name__}.score_group: {cause_of(error)}"
-            _fail(group.rollouts, cause)
-            return cause
-        return None
-
-
-def _checked(rewards: Any, rollouts: Sequence[Rollout]) -> list[tuple[float | None, dict[str, float]]]:
-    """Reward and components of each rollout, as a rubric returned them.
-
-    Raises:
-        TypeError, ValueError: not one Reward for each rollout, of finite numbers; names the rollout.
-    """
-    if not isinstance(rewards, list | tuple) or len(rewards) != len(rollouts):
-        size = f" of {len(rewards)}" if isinstance(rewards, list | tuple) else ""
-        raise TypeError(f"returned a {type(rewards).__name__}{size}, want a list of {len(rollouts)} Reward")
-    checked = []
-    for rollout, reward in zip(rollouts, rewards, strict=True):
-        of = f"of rollout {rollout.rollout_id}"
-        if not isinstance(reward, Reward):
-            raise TypeError(f"the reward {of} is a {type(reward).__name__}, want a Reward")
-        value = reward.reward
-        if value is not None and not fits_float32(value):
-            raise ValueError(f"the reward {of} is {value!r}, want None or a finite number that float32 holds")
-        checked.append((None if value is None else float(value), checked_rewards(reward.components, f"the components {of}")))
-    return checked
-
-
-def _check_credit(rollout: Rollout) -> None:
-    """Refuse credit that can't be trained on. A failed rollout that has a reward and no credit loses its reward.
-
-    Such a rollout has the rubric's `error_reward`, and an algorithm that gives credit in ``score_rollout``, which is called
-    for rollouts that ended well.
-
-    Raises:
-        UserCodeError: names the rollout and the stream.
-    """
-    if rollout.status.is_error() and any(missing_credit(sample) for sample in rollout.samples):
-        rollout.reward = None
-        return
-    for sample in rollout.samples:
-        try:
-            check_trainable(sample)
-        except ValueError as error:
-            raise UserCodeError(f"rollout {rollout.rollout_id}: {error}") from None
-
-
-def _fail(rollouts: list[Rollout], cause: str) -> None:
-    for rollout in rollouts:
-        rollout.reward = None
-        if not rollout.status.is_error():
-            rollout.status, rollout.error = RolloutStatus.ERROR, cause

@@ -1,0 +1,146 @@
+"""Rollouts that have ended: their arrays are read-only, and any other change to them is found, named and undone.
+
+Reward functions and algorithms see the same `Rollout` objects that are trained on and recorded. Copies of all tokens for each
+of them would cost more than the rest of a rollout's scoring. So its state is remembered: which objects it is made of, and the
+content of its messages.
+"""
+
+import marshal
+from collections.abc import Collection, Iterator
+from dataclasses import fields
+from operator import attrgetter, is_
+from typing import Any
+
+import numpy as np
+
+from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutTurn
+from torchtitan.experiments.rl.types import CREDIT_STREAMS, TrainingSample
+
+OWN_FIELDS = tuple(field.name for field in fields(Rollout))
+TURN_FIELDS = (
+    *(field.name for field in fields(RolloutTurn)),
+    *(f"completion.{field.name}" for field in fields(Completion)),
+)
+SAMPLE_FIELDS = tuple(field.name for field in fields(TrainingSample) if field.name not in CREDIT_STREAMS)
+
+_own_values, _turn_values, _sample_values = attrgetter(*OWN_FIELDS), attrgetter(*TURN_FIELDS), attrgetter(*SAMPLE_FIELDS)
+
+MAX_DEPTH = 20
+"""Levels of a message whose content is remembered where `marshal` does not take it."""
+
+
+class FinishedRollout:
+    """The state of a rollout that has ended. Makes its arrays read-only, but for the streams that algorithms write."""
+
+    __slots__ = ("_arrays", "_contents", "_lists", "_own", "_parts", "_samples", "_turns", "rollout")
+
+    def __init__(self, rollout: Rollout):
+        self.rollout = rollout
+        self._own = _own_values(rollout)
+        self._turns = [(turn, _turn_values(turn)) for turn in rollout.turns]
+        self._samples = [(sample, _sample_values(sample)) for sample in rollout.samples]
+        self._lists = [(entries, tuple(entries)) for entries in _lists(rollout)]
+        parts: dict[int, Any] = {}  # each message once: the prompts of a conversation hold the same ones
+        for _, entries in self._lists:
+            parts.update(zip(map(id, entries), entries, strict=True))
+        parts = {key: part for key, part in parts.items() if isinstance(part, dict)}
+        for turn in rollout.turns:
+            parts[id(turn.assistant_message)] = turn.assistant_message
+            parts[id(turn.reward_components)] = turn.reward_components
+        self._parts = list(parts.values())
+        self._contents = _contents(self._parts)
+        self._arrays = [value for _, values in (*self._turns, *self._samples) for value in values if type(value) is np.ndarray]
+        for array in self._arrays:
+            array.setflags(write=False)
+
+    def change(self, *, allowed: Collection[str] = ()) -> str | None:
+        """What was changed since, such as "status" or "turns[1].prompt_messages"; None: nothing.
+
+        Args:
+            allowed: fields of the rollout and of its samples that may change.
+        """
+        try:
+            return self._change(allowed)
+        except (AttributeError, TypeError) as error:  # a field was deleted
+            return f"its fields ({error})"
+
+    def restore(self) -> None:
+        """Undo every change, but for what was written to an array made writable again, and to a message that holds more than JSON
+        does."""
+        for name, value in zip(OWN_FIELDS, self._own, strict=True):
+            setattr(self.rollout, name, value)
+        for entries, before in self._lists:
+            entries[:] = before
+        for owner, names, values in self._records():
+            for name, value in zip(names, values, strict=True):
+                path, _, attribute = name.rpartition(".")
+                setattr(getattr(owner, path) if path else owner, attribute, value)
+        for array in self._arrays:
+            array.setflags(write=False)
+        if isinstance(self._contents, bytes) and _contents(self._parts) != self._contents:
+            for part, before in zip(self._parts, marshal.loads(self._contents), strict=True):
+                part.clear()
+                part.update(before)
+
+    def _change(self, allowed: Collection[str]) -> str | None:
+        if found := _differing(OWN_FIELDS, self._own, _own_values(self.rollout), allowed):
+            return found
+        for entries, before in self._lists:
+            if len(entries) != len(before) or not all(map(is_, entries, before)):
+                return self._name_of(entries)
+        for index, (turn, values) in enumerate(self._turns):
+            if found := _differing(TURN_FIELDS, values, _turn_values(turn), ()):
+                return f"turns[{index}].{found}"
+        for index, (sample, values) in enumerate(self._samples):
+            if found := _differing(SAMPLE_FIELDS, values, _sample_values(sample), allowed):
+                return f"samples[{index}].{found}"
+        if any(array.flags.writeable for array in self._arrays):
+            return "a read-only array"
+        if _contents(self._parts) != self._contents:
+            return "a message or a reward component of the env"
+        return None
+
+    def _records(self) -> Iterator[tuple[Any, tuple[str, ...], tuple[Any, ...]]]:
+        for turn, values in self._turns:
+            yield turn, TURN_FIELDS, values
+        for sample, values in self._samples:
+            yield sample, SAMPLE_FIELDS, values
+
+    def _name_of(self, entries: Any) -> str:
+        if entries is self.rollout.turns:
+            return "turns"
+        return "samples" if entries is self.rollout.samples else "the messages or tools of a turn"
+
+
+def _lists(rollout: Rollout) -> Iterator[list[Any]]:
+    yield rollout.turns
+    yield rollout.samples
+    for turn in rollout.turns:
+        yield turn.prompt_messages
+        yield turn.env_messages
+        if turn.tools is not None:
+            yield turn.tools
+
+
+def _differing(names: tuple[str, ...], before: tuple, now: tuple, allowed: Collection[str]) -> str | None:
+    if all(map(is_, before, now)):
+        return None
+    pairs = zip(names, before, now, strict=True)
+    return next((name for name, old, new in pairs if old is not new and name not in allowed), None)
+
+
+def _contents(parts: list[Any]) -> Any:
+    """A copy of the messages' content that can be compared: in one piece where they hold nothing but what JSON does."""
+    try:
+        return marshal.dumps(parts, 2)  # 2: later formats depend on how often an object is referred to
+    except ValueError:
+        return [_copied(part) for part in parts]
+
+
+def _copied(value: Any, depth: int = 0) -> Any:
+    """Nested tuples; another object stands for itself, by its identity."""
+    if depth < MAX_DEPTH and isinstance(value, dict):
+        return tuple((key, _copied(entry, depth + 1)) for key, entry in value.items())
+    if depth < MAX_DEPTH and isinstance(value, list | tuple):
+        return tuple(_copied(entry, depth + 1) for entry in value)
+    return value if type(value) in (str, int, float, bool, bytes, type(None)) else id(value)

@@ -1,0 +1,159 @@
+"""Gives the rollouts of a group their rewards, then their credit; checks what the rubric and the algorithm made of them."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any
+
+from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.batching.sample_checks import missing_credit
+from torchtitan.experiments.rl.envs.messages import checked_rewards
+from torchtitan.experiments.rl.rollouts.finished import FinishedRollout
+from torchtitan.experiments.rl.rollouts.streams import check_trainable, fits_float32
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
+from torchtitan.experiments.rl.types import CREDIT_STREAMS
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, cause_of
+
+GROUP_FIELDS = tuple(field.name for field in fields(RolloutGroup))
+
+
+async def score_rewards(rubric: Rubric, group: RolloutGroup, *, timeout_s: float) -> None:
+    """Have the rubric give each rollout its reward and components. A rubric that fails fails every rollout of the group.
+
+    Args:
+        timeout_s: limit of a rubric that scores in its own way.
+    """
+    name = f"{type(rubric).__name__}.score_group"
+    own = type(rubric).score_group is not Rubric.score_group
+    # Rubric limits and watches each of its functions.
+    finished = FinishedGroup(group) if own else None
+    env_input = group.data_sample.env_input
+    try:
+        rewards = await call_bounded(
+            lambda: rubric.score_group(list(group.rollouts), env_input), timeout_s=timeout_s if own else None
+        )
+        if finished is not None and (change := finished.change(allowed=("status", "error"))):
+            raise UserCodeError(f"changed {change}")
+        checked = _checked(rewards, group.rollouts)
+    except Exception as error:
+        if finished is not None:
+            finished.restore()
+        return fail(group.rollouts, f"{name}: {cause_of(error)}")
+    statuses = finished.statuses if finished is not None else [rollout.status for rollout in group.rollouts]
+    for rollout, status, (reward, components) in zip(group.rollouts, statuses, checked, strict=True):
+        rollout.reward, rollout.reward_components = reward, components
+        if rollout.status is status:
+            continue
+        # The status that is recorded has to agree with training: a rubric may fail a rollout, and nothing else.
+        given, rollout.status, rollout.reward = rollout.status, RolloutStatus.ERROR, None
+        if not (isinstance(given, RolloutStatus) and given.is_error()):
+            rollout.error = f"{name} set the status of a rollout that has ended to {given!r}"
+
+
+def give_credit(algorithm: Algorithm, group: RolloutGroup) -> str | None:
+    """Have the algorithm give credit to a group that was rewarded. Returns the cause where that failed; every rollout has
+    failed then."""
+    kind = type(algorithm)
+    if kind.score_group is Algorithm.score_group and kind.score_rollout is Algorithm.score_rollout:
+        return None  # gives no credit at all: for groups that are scored and not trained on
+    finished = FinishedGroup(group)
+    try:
+        algorithm.score_group(group)
+        if change := finished.change():
+            raise UserCodeError(f"changed {change}")
+        for rollout in group.scored:
+            _check_credit(rollout)
+    except (Exception, SystemExit) as error:
+        cause = f"task {group.task_name}: {kind.__name__}.score_group: {cause_of(error)}"
+        finished.restore()
+        fail(group.rollouts, cause)
+        return cause
+    return None
+
+
+def fail(rollouts: Sequence[Rollout], cause: str) -> None:
+    """Take the rewards of rollouts, and end those that had not failed as ERROR."""
+    for rollout in rollouts:
+        rollout.reward = None
+        if not rollout.status.is_error():
+            rollout.status, rollout.error = RolloutStatus.ERROR, cause
+
+
+class FinishedGroup:
+    """The state of a group whose rollouts have ended: finds, names and undoes changes, as `FinishedRollout` does."""
+
+    def __init__(self, group: RolloutGroup):
+        self._group = group
+        self._values = attrgetter(*GROUP_FIELDS)(group)
+        self._rollouts = [FinishedRollout(rollout) for rollout in group.rollouts]
+        self.statuses = [rollout.status for rollout in group.rollouts]
+
+    def change(self, *, allowed: tuple[str, ...] = ()) -> str | None:
+        """What was changed, and of which rollout; None: nothing.
+
+        Args:
+            allowed: fields of the rollouts that may change.
+        """
+        for name, value in zip(GROUP_FIELDS, self._values, strict=True):
+            if getattr(self._group, name, None) is not value:
+                return f"{name} of its group"
+        now, before = self._group.rollouts, [finished.rollout for finished in self._rollouts]
+        if len(now) != len(before) or any(rollout is not known for rollout, known in zip(now, before, strict=True)):
+            return "the list of rollouts of its group"
+        for finished in self._rollouts:
+            if change := finished.change(allowed=allowed):
+                return f"{change} of rollout {finished.rollout.rollout_id}, which has ended"
+        return None
+
+    def restore(self) -> None:
+        """Undo every change."""
+        for name, value in zip(GROUP_FIELDS, self._values, strict=True):
+            setattr(self._group, name, value)
+        self._group.rollouts[:] = [finished.rollout for finished in self._rollouts]
+        for finished in self._rollouts:
+            finished.restore()
+
+
+def _checked(rewards: Any, rollouts: Sequence[Rollout]) -> list[tuple[float | None, dict[str, float]]]:
+    """Reward and components of each rollout, as a rubric returned them.
+
+    Raises:
+        TypeError, ValueError: not one Reward for each rollout, of finite numbers; names the rollout.
+    """
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(rollouts):
+        size = f" of {len(rewards)}" if isinstance(rewards, list | tuple) else ""
+        raise TypeError(f"returned a {type(rewards).__name__}{size}, want a list of {len(rollouts)} Reward")
+    checked = []
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        of = f"of rollout {rollout.rollout_id}"
+        if not isinstance(reward, Reward):
+            raise TypeError(f"the reward {of} is a {type(reward).__name__}, want a Reward")
+        value = reward.reward
+        if value is not None and not fits_float32(value):
+            raise ValueError(f"the reward {of} is {value!r}, want None or a finite number that float32 holds")
+        checked.append((None if value is None else float(value), checked_rewards(reward.components, f"the components {of}")))
+    return checked
+
+
+def _check_credit(rollout: Rollout) -> None:
+    """Refuse credit that can't be trained on. A failed rollout that has a reward and no credit loses its reward.
+
+    Such a rollout has the rubric's `error_reward`, and an algorithm that gives credit in ``score_rollout``, which is called
+    for rollouts that ended well.
+
+    Raises:
+        UserCodeError: names the rollout and the stream.
+    """
+    if rollout.status.is_error() and any(missing_credit(sample) for sample in rollout.samples):
+        rollout.reward = None
+        return
+    for sample in rollout.samples:
+        try:
+            check_trainable(sample)
+        except ValueError as error:
+            raise UserCodeError(f"rollout {rollout.rollout_id}: {error}") from None
+        for name in CREDIT_STREAMS:
+            values = getattr(sample, name)
+            if values is not None:
+                values.setflags(write=False)
