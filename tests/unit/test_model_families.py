@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
 from tests.unit.test_plan_and_config import DEBUG, TINY_MODEL, assert_one_line, command  # noqa: F401  a fixture
@@ -26,6 +27,7 @@ LLAMA_3_1 = {
     "intermediate_size": 80,
     "max_position_embeddings": 4096,
     "mlp_bias": False,
+    "model_type": "llama",
     "num_attention_heads": 6,
     "num_hidden_layers": 3,
     "num_key_value_heads": 2,
@@ -127,10 +129,22 @@ def test_dtype_of_the_weights_is_read_under_either_name():
     assert HubConfig("", {}).dtype == "float32"
 
 
+def llama_weights() -> dict[str, torch.Tensor]:
+    """LLAMA_3_1's, under the names that transformers gives them."""
+    sizes = {"model.embed_tokens": (768, 48), "lm_head": (768, 48), "model.norm": (48,)}
+    for layer in range(3):
+        own = {"self_attn.q_proj": (48, 48), "self_attn.k_proj": (16, 48), "self_attn.v_proj": (16, 48)}
+        own |= {"self_attn.o_proj": (48, 48), "mlp.gate_proj": (80, 48), "mlp.up_proj": (80, 48), "mlp.down_proj": (48, 80)}
+        own |= {"input_layernorm": (48,), "post_attention_layernorm": (48,)}
+        sizes |= {f"model.layers.{layer}.{name}": size for name, size in own.items()}
+    return {f"{name}.weight": torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
+
+
 def test_a_run_on_a_llama_folder_is_planned_before_anything_starts(command, tmp_path):  # noqa: F811
     folder = folder_of(tmp_path, LLAMA_3_1)
-    for file in (*TINY_MODEL.glob("tokenizer*"), TINY_MODEL / "model.safetensors"):
+    for file in TINY_MODEL.glob("tokenizer*"):
         shutil.copy(file, tmp_path)
+    save_file(llama_weights(), tmp_path / "model.safetensors")
     code, out, err = command(*DEBUG, "--model.hf-assets-path", folder, "--dry-run")
     assert code == 0 and err == ""
     assert f"{LLAMA_PARAMETERS / 1e6:.1f}M parameters" in out

@@ -284,8 +284,10 @@ def test_configs_of_another_module_are_found_by_import_alone(command, tmp_path, 
     assert code == 0 and "steps          3," in out
 
 
-def test_an_error_inside_a_users_module_is_not_hidden_as_a_missing_module(tmp_path, monkeypatch):
+def test_an_error_inside_a_users_module_is_not_hidden_as_a_missing_module(command, tmp_path, monkeypatch):
     (tmp_path / "broken_configs.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
-        main(["--module", "broken_configs", "--list"])
+    code, out, err = command("--module", "broken_configs", "--list")
+    assert code == 2 and out == ""
+    place = f"{tmp_path}/broken_configs.py:1"
+    assert_one_line(err, "--module = 'broken_configs'", "ModuleNotFoundError", "'a_package_that_is_not_there'", place)

@@ -2,14 +2,29 @@
 
 from typing import Any
 
+_SHOWN = 400
+"""Characters of a value that an error shows."""
+
 
 class ConfigError(ValueError):
     """A config that can't run: names the field, the value seen and the cure."""
 
     def __init__(self, field: str, value: Any, cure: str):
         self.field, self.value, self.cure = field, value, cure
-        super().__init__(f"{field} = {value!r}: {cure}")
+        super().__init__(f"{field} = {_shown(value)}: {cure}")
+
+
+class MissingError(ConfigError):
+    """This machine lacks what the config names: a file, a package, a key. A plan of the run can be made without it."""
 
 
 class RunError(RuntimeError):
     """A run that can't go on, in one line."""
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # of a user's class
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

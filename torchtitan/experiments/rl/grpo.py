@@ -7,93 +7,88 @@ Exit codes: 0 done; 1 the run failed; 2 the config can't run, and nothing was sp
 import os
 import signal
 import sys
-import time
 import traceback
-from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.compat.monarch import original
-from torchtitan.experiments.rl.config.command_line import config_functions, load_config, parse_command
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.config.command_line import Command, config_functions, load_config, parse_command
+from torchtitan.experiments.rl.config.user_faults import fault_of
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.setup import set_up_process
+from torchtitan.experiments.rl.process.setup import (
+    escape_unencodable_output,
+    quiet_libraries,
+    restart_with_utf8,
+    set_up_process,
+)
 
 SIGNAL_POLL_S = 0.2
 
 
 def main(arguments: list[str] | None = None) -> int:
+    escape_unencodable_output()
     try:
         command = parse_command(sys.argv[1:] if arguments is None else arguments)
         set_up_process()
         if command.list_configs:
-            functions = config_functions(command.module)
-            width = max(map(len, functions), default=0)
-            for name, function in functions.items():
-                print(f"{name:<{width}}  {(function.__doc__ or '').strip().partition(chr(10))[0]}".rstrip())
-            return 0
-        config = load_config(command)
-        if command.dry_run:
-            return _dry_run(config)
-        _check_all(config)
-        name = str(command.config_name)
-        run_dir = _run_dir(command.run_dir, config.output_dir, name)
+            return _list(command.module)
+        config, name = load_config(command), str(command.config_name)
+        try:
+            with quiet_libraries():
+                run_dir = _check(config, command)
+        except Exception as error:
+            if isinstance(error, ConfigError):
+                raise
+            # Of the user's classes, where nothing expects one. Nothing was spawned.
+            raise ConfigError("--config", name, f"the check failed: {fault_of(error)}") from error
     except ConfigError as error:
         print(f"error: {printable_line(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while modules are imported; nothing was spawned
         return 130
-    return _run(config, run_dir, name)
+    return 0 if command.dry_run else _run(config, run_dir, name)
 
 
-def _dry_run(config: Any) -> int:
-    """Print the plan. A named architecture can be planned before its weights are here, for GPUs this host lacks, and before
-    the frozen models' keys and checkpoints are."""
-    from torchtitan.experiments.rl.config.checks import check, needed_gpus, plan_run
-
-    check(config)
-    on_gpus = config.provision.device == "cuda"
-    plan = plan_run(config, device="cuda", available=list(range(needed_gpus(config)))) if on_gpus else plan_run(config)
-    print("\n".join(plan.lines()))
-    try:
-        _check_model(config)
-    except ConfigError as error:
-        if config.model.flavor is None:
-            raise
-        print(f"before a run   {printable_line(str(error))}")
-    try:
-        _check_present(config)
-    except ConfigError as error:
-        print(f"before a run   {printable_line(str(error))}")
+def _list(module: str) -> int:
+    functions = config_functions(module)
+    width = max(map(len, functions), default=0)
+    for name, function in functions.items():
+        print(f"{name:<{width}}  {(function.__doc__ or '').strip().partition(chr(10))[0]}".rstrip())
     return 0
 
 
-def _check_all(config: Any) -> None:
-    from torchtitan.experiments.rl.config.checks import check, plan_run
+def _check(config: Any, command: Command) -> str:
+    """Check everything that can be known before a process is spawned, and make the run's folder. Returns its path.
 
-    check(config)  # first: only a checked config surely has a model to look for
-    _check_model(config)
-    plan_run(config)
-    _check_present(config)
+    A dry run prints the plan and leaves no folder. It notes what this machine lacks: GPUs, keys, files and, where the config
+    names the architecture, the model.
+    """
+    from torchtitan.experiments.rl.config import checks, trial_build
+    from torchtitan.experiments.rl.config.run_folder import make_run_folder
 
-
-def _check_model(config: Any) -> None:
-    from torchtitan.experiments.rl.config.checks import check_model_folder
-
-    check_model_folder(config.model.hf_assets_path)
-
-
-def _check_present(config: Any) -> None:
-    from torchtitan.experiments.rl.config.checks import check_present
-
-    check_present(config)
-
-
-def _run_dir(given: str | None, output_dir: str, config_name: str) -> str:
-    folder = Path(given) if given else Path(output_dir) / f"{config_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError("--run-dir", str(folder), "holds files already; name a new folder, nothing in it is overwritten")
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder.resolve())
+    notes: list[MissingError] = []
+    checks.check(config)  # first: only a checked config surely has a model to look for
+    trial_build.build_parts(config)
+    try:
+        checks.check_model_folder(config.model)
+    except MissingError as error:
+        if not command.dry_run or config.model.flavor is None:
+            raise
+        notes.append(error)
+    on_gpus = command.dry_run and config.provision.device == "cuda"
+    gpus = list(range(checks.needed_gpus(config)))
+    plan = checks.plan_run(config, device="cuda", available=gpus) if on_gpus else checks.plan_run(config)
+    lacking = checks.missing(config)
+    if lacking and not command.dry_run:
+        raise next(iter(lacking.values()))
+    if not notes:
+        trial_build.build_tasks(config, left_out=lacking)
+    run_dir = make_run_folder(command.run_dir, config.output_dir, str(command.config_name), keep=not command.dry_run)
+    if command.dry_run:
+        print("\n".join(plan.lines()))
+        for note in [*notes, *lacking.values()]:
+            print(f"before a run   {printable_line(str(note))}")
+    return run_dir
 
 
 def _run(config: Any, run_dir: str, config_name: str) -> int:
@@ -138,4 +133,5 @@ def _cause(error: Exception) -> str:
 
 
 if __name__ == "__main__":
+    restart_with_utf8()
     sys.exit(main())

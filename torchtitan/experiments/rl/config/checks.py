@@ -6,13 +6,24 @@ from typing import Literal
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.bounds import FieldTypes, NonNegativeInt, PositiveInt, Share, check_fields
+from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.placement import plan_placement
 from torchtitan.experiments.rl.config.plan import RunPlan, trainer_memory_gib
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.generation.references import find_references, hosted_models
+from torchtitan.experiments.rl.config.user_faults import user_code
+from torchtitan.experiments.rl.errors import ConfigError, MissingError
+from torchtitan.experiments.rl.generation.references import HostedModel, find_references, hosted_models
+from torchtitan.experiments.rl.models.checkpoint import check_weights, hub_shapes
+from torchtitan.experiments.rl.models.families import FAMILIES
 from torchtitan.experiments.rl.models.hub import HubConfig
-from torchtitan.experiments.rl.models.policy import decoder_config, model_positions, parameter_count, policy_spec
+from torchtitan.experiments.rl.models.policy import (
+    ModelConfig,
+    decoder_config,
+    folder_spec,
+    model_positions,
+    parameter_count,
+    policy_spec,
+)
 
 TORCHTITAN_FIELDS: FieldTypes = {
     LRSchedulersContainer.Config: {
@@ -23,6 +34,10 @@ TORCHTITAN_FIELDS: FieldTypes = {
     }
 }
 """Bounds of torchtitan's own config classes, which declare none."""
+
+
+MOST_PROCESSES = 1024
+"""Of one run, which spans one host."""
 
 
 def checked_plan(config: RunConfig) -> RunPlan:
@@ -42,7 +57,9 @@ def check(config: RunConfig) -> None:
         ConfigError: the first problem, by field, value and cure.
     """
     check_fields(config, field_types=TORCHTITAN_FIELDS)
-    config.generator.engine.validate(field="generator.engine")
+    check_relations(config)
+    with user_code("generator.engine", type(config.generator.engine).__name__, "its validate failed"):
+        config.generator.engine.validate(field="generator.engine")
     if config.trainer.ranks % config.trainer.data_parallel_replicate_degree:
         cure = f"must divide trainer.ranks = {config.trainer.ranks}"
         raise ConfigError("trainer.data_parallel_replicate_degree", config.trainer.data_parallel_replicate_degree, cure)
@@ -53,7 +70,8 @@ def check(config: RunConfig) -> None:
     config.validation.validate(field="validation")
     for name, task in config.tasks.items():
         field = f"tasks.{name}"
-        task.validate(field=field, policy_path=config.model.hf_assets_path)
+        with user_code(field, built_class(task).__name__, "its validate failed"):
+            task.validate(field=field, policy_path=config.model.hf_assets_path)
         for limit_field, limit in (
             ("batcher.row_length", config.batcher.row_length),
             ("generator.engine.max_model_len", config.generator.engine.max_model_len),
@@ -63,11 +81,41 @@ def check(config: RunConfig) -> None:
                 raise ConfigError(f"{field}.env.max_rollout_tokens", task.env.max_rollout_tokens, cure)
     for slot in ("pre_batch_filters", "post_batch_filters"):
         for index, entry in enumerate(getattr(config, slot)):
-            entry.validate(field=f"{slot}[{index}]")
+            with user_code(f"{slot}[{index}]", built_class(entry).__name__, "its validate failed"):
+                entry.validate(field=f"{slot}[{index}]")
     for field, reference in find_references(config.tasks, field="tasks"):
         reference.validate(field=field)
     hosted_models(config.tasks)
     groups_per_step(config)
+
+
+def check_relations(config: RunConfig) -> None:
+    """Numbers of the run and the trainer that are in bounds each, and do not fit together.
+
+    Raises:
+        ConfigError: by the first such field.
+    """
+    first, second = config.trainer.optimizer.betas
+    if first > second:
+        cure = f"must be at most betas[1] = {second}: the second moment is the slower average"
+        raise ConfigError("trainer.optimizer.betas[0]", first, cure)
+    total = config.trainer.lr_scheduler.total_steps
+    if total is not None and total < config.steps:
+        cure = f"must be at least steps = {config.steps}: after its last step the schedule has no learning rate"
+        raise ConfigError("trainer.lr_scheduler.total_steps", total, cure)
+    processes = {
+        "trainer.ranks": config.trainer.ranks,
+        "generator.replicas": config.generator.replicas,
+        "generator.engine.tensor_parallel_degree": config.generator.engine.tensor_parallel_degree,
+        "rollout_workers": config.rollout_workers,
+    }
+    for field, reference in find_references(config.tasks, field="tasks"):
+        if isinstance(reference, HostedModel):
+            processes[f"{field}.replicas"] = reference.replicas
+            processes[f"{field}.engine.tensor_parallel_degree"] = reference.engine.tensor_parallel_degree
+    for field, count in processes.items():
+        if count > MOST_PROCESSES:
+            raise ConfigError(field, count, f"one host runs at most {MOST_PROCESSES} processes of a run: lower it")
 
 
 def groups_per_step(config: RunConfig) -> int:
@@ -93,24 +141,65 @@ def check_present(config: RunConfig) -> None:
     """What the run needs of this machine beside the policy: tasks' files and packages, checkpoints to host, keys of servers.
 
     Raises:
-        ConfigError: one is missing.
+        MissingError: one is missing.
+        ConfigError: one is there and can't be used.
     """
-    for name, task in config.tasks.items():
-        task.check_present(field=f"tasks.{name}")
-    for field, reference in find_references(config.tasks, field="tasks"):
-        reference.check_present(field=field)
+    for error in missing(config).values():
+        raise error
 
 
-def check_model_folder(path: str) -> None:
-    """A hub folder with weights and a tokenizer.
+def missing(config: RunConfig) -> dict[str, MissingError]:
+    """What this machine lacks beside the policy, by the name of the first task that needs it.
 
     Raises:
-        ConfigError: the folder or one of the two is missing.
+        ConfigError: a file is there and can't be used.
     """
-    HubConfig.read(path)
-    for pattern, what in (("*.safetensors", "weights (*.safetensors)"), ("tokenizer*.json", "tokenizer (tokenizer*.json)")):
-        if not any(Path(path).glob(pattern)):
-            raise ConfigError("model.hf_assets_path", path, f"has no {what}; download the whole model")
+    found: dict[str, MissingError] = {}
+    for name, task in config.tasks.items():
+        field = f"tasks.{name}"
+        try:
+            with user_code(field, built_class(task).__name__, "its check_present failed"):
+                task.check_present(field=field)
+            for where, reference in find_references(task, field=field):
+                reference.check_present(field=where)
+                if isinstance(reference, HostedModel):
+                    check_hosted_model(reference, field=where)
+        except MissingError as error:
+            found[name] = error
+    return found
+
+
+def check_model_folder(model: ModelConfig) -> None:
+    """A hub folder whose weights are those of the model, and with a tokenizer.
+
+    Raises:
+        MissingError: the folder, or its weights or tokenizer, is not there.
+        ConfigError: config.json or the weights can't be read, or the two are of different models.
+    """
+    path, field = model.hf_assets_path, "model.hf_assets_path"
+    hub = HubConfig.read(path)
+    _ = hub.dtype  # the final policy is saved in it
+    check_weights(path, hub_shapes(policy_spec(model, device="cpu", max_seq_len=1)), field=field)
+    if not any(Path(path).glob("tokenizer*.json")):
+        raise MissingError(field, path, "has no tokenizer (tokenizer*.json); download the whole model")
+
+
+def check_hosted_model(model: HostedModel, *, field: str) -> None:
+    """A folder that an engine can serve. Of a family that the trainer knows too, the weights' shapes are compared.
+
+    Raises:
+        ConfigError: config.json or the weights can't be read, are of different models, or the model has too few positions.
+    """
+    path_field = f"{field}.path"
+    hub = HubConfig.read(model.path, field=path_field)
+    expected = None
+    if hub.architecture in FAMILIES:
+        expected = hub_shapes(folder_spec(hub))
+    check_weights(model.path, expected, field=path_field)
+    positions = hub.get("max_position_embeddings")
+    if isinstance(positions, int) and model.engine.max_model_len > positions:
+        cure = f"the model has {positions} positions; choose at most that"
+        raise ConfigError(f"{field}.engine.max_model_len", model.engine.max_model_len, cure)
 
 
 def needed_gpus(config: RunConfig) -> int:

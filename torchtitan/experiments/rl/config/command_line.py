@@ -15,9 +15,12 @@ from typing import Any
 import tyro
 
 from torchtitan.experiments.rl.compat.tyro import error_message
+from torchtitan.experiments.rl.config.user_faults import fault_of, user_code
 from torchtitan.experiments.rl.errors import ConfigError
 
 DEFAULT_MODULE = "torchtitan.experiments.rl.config_registry"
+
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,6 +59,8 @@ def parse_command(arguments: list[str]) -> Command:
             parser.print_help()
             sys.exit(0)
         raise ConfigError("--config", None, "name a config; --list prints them")
+    if known.run_dir == "":
+        raise ConfigError("--run-dir", "", "must not be empty; leave it out for a new folder in output_dir")
     return Command(
         config_name=known.config,
         module=known.module,
@@ -77,7 +82,7 @@ def config_functions(module_name: str) -> dict[str, Callable[[], Any]]:
         name: function
         for name, function in vars(module).items()
         if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
-        if not any(p.default is p.empty for p in inspect.signature(function).parameters.values())
+        if not any(p.default is p.empty and p.kind not in _VARIADIC for p in inspect.signature(function).parameters.values())
     }
 
 
@@ -85,27 +90,46 @@ def load_config(command: Command) -> Any:
     """Build the named config and apply the overrides.
 
     Raises:
-        ConfigError: unknown config or field, or a value of the wrong type.
+        ConfigError: unknown config or field, a value of the wrong type, or a config function that fails or returns something
+            other than a RunConfig.
     """
     functions, name = config_functions(command.module), str(command.config_name)
     if name not in functions:
         near = difflib.get_close_matches(name, functions, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError("--config", name, f"{hint}--list prints the configs of {command.module}")
-    return _override(functions[name](), command.overrides)
+    with user_code("--config", name, "the config function failed"):
+        config = functions[name]()
+    # Imported here: --help without a config needs none of it, and the import takes seconds.
+    from torchtitan.experiments.rl.config.run_config import RunConfig
+
+    if not isinstance(config, RunConfig):
+        if inspect.iscoroutine(config):
+            config.close()  # else Python warns that nobody awaited it
+        code = functions[name].__code__
+        cure = f"the config function ({code.co_filename}:{code.co_firstlineno}) returned a {type(config).__name__}"
+        raise ConfigError("--config", name, f"{cure}; return a RunConfig")
+    return _override(config, command.overrides)
 
 
 def _import(name: str) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        stem = name.replace("\\", "/").removesuffix(".py").strip("./").replace("/", ".")
+        hint = f", such as {stem}" if stem and all(part.isidentifier() for part in stem.split(".")) else ""
+        raise ConfigError("--module", name, f"is no module's name; write it as in an import statement{hint}")
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and name.startswith(error.name):
-            raise ConfigError("--module", name, "no such module; is its folder on PYTHONPATH?") from None
-        raise
+        with user_code("--module", name, "it can't be imported"):
+            return importlib.import_module(name)
+    except ConfigError as error:
+        absent = error.__cause__
+        if not isinstance(absent, ModuleNotFoundError) or not absent.name or not f"{name}.".startswith(f"{absent.name}."):
+            raise
+        if name.endswith(".py"):
+            raise ConfigError("--module", name, f"names a file; name the module: {name.removesuffix('.py')}") from None
+        raise ConfigError("--module", name, "no such module; is its folder on PYTHONPATH?") from None
 
 
 def _override(config: Any, overrides: list[str]) -> Any:
-    # Imported here: --help without a config needs neither, and their imports take seconds.
     from torchtitan.experiments.rl.config.checks import TORCHTITAN_FIELDS
     from torchtitan.experiments.rl.config.shown_bounds import registry_with_bounds
 
@@ -125,3 +149,5 @@ def _override(config: Any, overrides: list[str]) -> Any:
         if end.code in (0, None):  # --help
             raise
         raise ConfigError("overrides", " ".join(overrides), error_message(errors.getvalue())) from None
+    except Exception as error:  # tyro's own, of a config whose fields it can't make options of
+        raise ConfigError("overrides", " ".join(overrides), f"can't be applied to this config: {fault_of(error)}") from error

@@ -8,10 +8,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, check_config
 from torchtitan.experiments.rl.data.dataset import Examples, count_examples
+from torchtitan.experiments.rl.data.permutation import random_order
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -68,7 +67,7 @@ class DifficultyPool(SampleStrategy):
         check_config(config, field="sampler")
         self._weights = config.weights()
         self._count = count_examples(dataset)
-        self._first_order = np.random.default_rng(seed).permutation(self._count)
+        self._first_order = random_order(self._count, seed)
         self._cursor = 0
         """Examples of the first order that were handed out."""
         self._draws = 0

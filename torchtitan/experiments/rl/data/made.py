@@ -3,11 +3,15 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from torchtitan.experiments.rl.bounds import PositiveInt
+from annotated_types import Ge, Le
+
+from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.rollouts.types import DataSample
+
+MADE_AT_ONCE = Cure("all examples are made when the run starts; for more, write a Dataset that makes each when it is asked for")
 
 
 class MadeDataset(Dataset):
@@ -27,7 +31,7 @@ class MadeDataset(Dataset):
     class Config(Dataset.Config):
         split: Literal["train", "validation"] = "train"
         """No example of one split is ever in the other, whatever the seed."""
-        count: PositiveInt = 10_000
+        count: Annotated[int, Ge(1), Le(10_000_000), MADE_AT_ONCE] = 10_000
         """Examples to make."""
         seed: int = 0
 

@@ -4,11 +4,10 @@ import abc
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Examples, count_examples, read_example
+from torchtitan.experiments.rl.data.permutation import random_order
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
@@ -98,4 +97,4 @@ class ShuffledCursor(SampleStrategy):
 
     def _start(self, *, epoch: int, cursor: int) -> None:
         self._epoch, self._cursor = epoch, cursor
-        self._order = np.random.default_rng([self.seed, epoch]).permutation(count_examples(self.dataset))
+        self._order = random_order(count_examples(self.dataset), [self.seed, epoch])

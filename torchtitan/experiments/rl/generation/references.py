@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from annotated_types import MinLen
 
 from torchtitan.experiments.rl.bounds import Cure, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.policy import ModelReference
@@ -76,7 +76,7 @@ class FrozenModel(ModelReference):
         try:
             self.api_key()
         except LookupError as error:
-            raise ConfigError(f"{field}.api_key_env", self.api_key_env, str(error)) from None
+            raise MissingError(f"{field}.api_key_env", self.api_key_env, str(error)) from None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,7 +96,7 @@ class HostedModel(ModelReference):
 
     def check_present(self, *, field: str) -> None:
         if not (Path(self.path) / "config.json").is_file():
-            raise ConfigError(f"{field}.path", self.path, "has no config.json; download the model, or name its folder")
+            raise MissingError(f"{field}.path", self.path, "has no config.json; download the model, or name its folder")
 
 
 def find_references(config: Any, *, field: str) -> Iterator[tuple[str, ModelReference]]:

@@ -8,6 +8,9 @@ from torchtitan.models.common.config_utils import get_attention_config, make_ffn
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 
+_MOST_LAYERS = 1024
+"""The config of each layer is an object: a number that is rubbish would fill the memory."""
+
 
 def dense_decoder(
     hub: HubConfig,
@@ -26,18 +29,27 @@ def dense_decoder(
         attn_backend: torchtitan's name, "varlen" or "flex".
 
     Raises:
-        ConfigError: config.json lacks a field, or has biases or another activation than SiLU.
+        ConfigError: config.json lacks a field, has a size that no model can have, biases, or another activation than SiLU.
     """
     for name in ("attention_bias", "mlp_bias"):
         hub.require(name, False)
     hub.require("hidden_act", "silu")
-    dim, vocab_size, heads = hub["hidden_size"], hub["vocab_size"], hub["num_attention_heads"]
+    dim, vocab_size, heads = hub.size("hidden_size"), hub.size("vocab_size"), hub.size("num_attention_heads")
+    kv_heads, layers = hub.size("num_key_value_heads", heads), hub.size("num_hidden_layers")
+    if heads % kv_heads:
+        raise hub.error(
+            f"its config.json has num_attention_heads = {heads}, which num_key_value_heads = {kv_heads} does not divide"
+        )
+    if layers > _MOST_LAYERS:
+        raise hub.error(f"its config.json has num_hidden_layers = {layers}, want at most {_MOST_LAYERS}")
     tied = hub.get("tie_word_embeddings", False)
     # Weights always come from a checkpoint: the initialisation is only torchtitan's required field.
     init = {"weight": torch.nn.init.zeros_, "bias": torch.nn.init.zeros_}
 
     def norm(size: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size, eps=hub["rms_norm_eps"], param_init={"weight": torch.nn.init.ones_})
+        return RMSNorm.Config(
+            normalized_shape=size, eps=hub.positive("rms_norm_eps"), param_init={"weight": torch.nn.init.ones_}
+        )
 
     def layer() -> TransformerBlock.Config:
         return block(
@@ -46,7 +58,7 @@ def dense_decoder(
             attention=make_gqa_config(
                 dim=dim,
                 n_heads=heads,
-                n_kv_heads=hub.get("num_key_value_heads", heads),
+                n_kv_heads=kv_heads,
                 head_dim=rope.dim,
                 wqkv_param_init=init,
                 wo_param_init=init,
@@ -55,7 +67,7 @@ def dense_decoder(
                 rope=rope,
             ),
             feed_forward=make_ffn_config(
-                dim=dim, hidden_dim=hub["intermediate_size"], w1_param_init=init, w2w3_param_init=init
+                dim=dim, hidden_dim=hub.size("intermediate_size"), w1_param_init=init, w2w3_param_init=init
             ),
         )
 
@@ -68,5 +80,17 @@ def dense_decoder(
             num_embeddings=vocab_size, embedding_dim=dim, param_init={"weight": skip_param_init} if tied else init
         ),
         lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=init),
-        layers=[layer() for _ in range(hub["num_hidden_layers"])],
+        layers=[layer() for _ in range(layers)],
     )
+
+
+def head_dim(hub: HubConfig, *, default: int | None = None) -> int:
+    """Size of an attention head. Rotary embeddings turn pairs, so it is even.
+
+    Raises:
+        ConfigError: it is odd, or not given and there is no default.
+    """
+    size = hub.size("head_dim", default)
+    if size % 2:
+        raise hub.error(f"its config.json gives heads of size {size}, want an even one")
+    return size

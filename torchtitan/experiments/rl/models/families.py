@@ -20,7 +20,7 @@ def family_of_folder(hub: HubConfig) -> ModelFamily:
     """
     if hub.architecture not in FAMILIES:
         cure = f"its architecture is {hub.architecture!r}; this library trains {', '.join(FAMILIES)}, or set model.flavor"
-        raise ConfigError("model.hf_assets_path", hub.path, cure)
+        raise hub.error(cure)
     return FAMILIES[hub.architecture]
 
 

@@ -1,42 +1,73 @@
 """config.json of a hub folder."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError
+
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class HubConfig:
-    """The fields of config.json. What is missing or not supported is a ConfigError that names the folder and the field."""
+    """The fields of config.json. A missing or unsupported field is a ConfigError that names the folder and the field."""
 
-    def __init__(self, path: str, values: dict[str, Any]):
-        self.path, self._values = path, values
+    def __init__(self, path: str, values: dict[str, Any], *, field: str = "model.hf_assets_path"):
+        self.path, self.field, self._values = path, field, values
 
     @classmethod
-    def read(cls, path: str) -> "HubConfig":
+    def read(cls, path: str, *, field: str = "model.hf_assets_path") -> "HubConfig":
         """
+        Args:
+            field: config field that holds ``path``; errors name it.
+
         Raises:
-            ConfigError: no such folder, or no readable config.json in it.
+            MissingError: no such folder, or no config.json in it.
+            ConfigError: config.json can't be read, or holds no JSON object.
         """
-        if not Path(path).is_dir():
+        if not os.path.isdir(path):  # Path.is_dir raises for a name that is too long
             cure = "no such folder; download the model there, or name the folder that has it"
-            raise ConfigError("model.hf_assets_path", path, cure)
+            raise (ConfigError if os.path.exists(path) else MissingError)(field, path, cure)
         try:
-            return cls(path, json.loads((Path(path) / "config.json").read_text()))
-        except (OSError, json.JSONDecodeError) as error:
+            values = json.loads((Path(path) / "config.json").read_bytes())
+        except FileNotFoundError as error:
             cure = f"no readable config.json in it ({type(error).__name__})"
-            raise ConfigError("model.hf_assets_path", path, cure) from None
+            raise MissingError(field, path, cure) from None
+        except (OSError, ValueError, RecursionError) as error:
+            cure = f"no readable config.json in it ({type(error).__name__})"
+            raise ConfigError(field, path, cure) from None
+        if not isinstance(values, dict):
+            raise ConfigError(field, path, f"its config.json holds a {type(values).__name__}, not an object")
+        return cls(path, values, field=field)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._values:
-            raise ConfigError("model.hf_assets_path", self.path, f"its config.json has no {name!r}")
+            raise self.error(f"its config.json has no {name!r}")
         return self._values[name]
 
     def get(self, name: str, default: Any = None) -> Any:
         """``default`` where the field is missing or null."""
         value = self._values.get(name)
         return default if value is None else value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A whole number above 0.
+
+        Raises:
+            ConfigError: the field holds something else, or is missing and there is no default.
+        """
+        value = self.get(name, default) if default is not None else self[name]
+        if type(value) is not int or value < 1:
+            raise self.error(f"its config.json has {name} = {value!r}, want a whole number above 0")
+        return value
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0. Raises as ``size`` does."""
+        value = self.get(name, default) if default is not None else self[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.error(f"its config.json has {name} = {value!r}, want a number above 0")
+        return value
 
     def require(self, name: str, supported: Any) -> None:
         """
@@ -45,18 +76,25 @@ class HubConfig:
         """
         value = self.get(name, supported)
         if value != supported:
-            cure = f"its config.json has {name} = {value!r}; this library trains such models with {supported!r} only"
-            raise ConfigError("model.hf_assets_path", self.path, cure)
+            raise self.error(f"its config.json has {name} = {value!r}; this library trains such models with {supported!r} only")
+
+    def error(self, cure: str) -> ConfigError:
+        """An error that names the folder."""
+        return ConfigError(self.field, self.path, cure)
 
     @property
     def architecture(self) -> str:
         """The class of transformers that the weights are of; "" where the folder names none."""
-        return next(iter(self.get("architectures", [])), "")
+        names = self.get("architectures", [])
+        return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
     @property
     def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
         """Of the weights on disk."""
-        return self.get("dtype") or self.get("torch_dtype", "float32")
+        value = self.get("dtype") or self.get("torch_dtype", "float32")
+        if value not in _DTYPES:
+            raise self.error(f"its config.json has dtype = {value!r}; want one of {', '.join(_DTYPES)}")
+        return value
 
     @property
     def rope(self) -> "HubConfig":
@@ -64,8 +102,11 @@ class HubConfig:
 
         transformers 5 writes them to ``rope_parameters``, version 4 to ``rope_scaling`` with ``rope_theta`` beside it.
         """
-        values = dict(self.get("rope_parameters") or self.get("rope_scaling", {}))
+        found = self.get("rope_parameters") or self.get("rope_scaling", {})
+        if not isinstance(found, dict):
+            raise self.error(f"its config.json has rotary parameters {found!r}, want an object")
+        values = dict(found)
         values.setdefault("rope_type", values.get("type", "default"))
         if self.get("rope_theta"):
             values["rope_theta"] = self["rope_theta"]
-        return HubConfig(self.path, values)
+        return HubConfig(self.path, values, field=self.field)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from torchtitan.experiments.rl.compat.torchtitan import ShardedLlama3Adapter
-from torchtitan.experiments.rl.models.dense_decoder import dense_decoder
+from torchtitan.experiments.rl.models.dense_decoder import dense_decoder, head_dim
 from torchtitan.experiments.rl.models.family import ModelFamily
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.logprob_decoder import LogprobDecoder
@@ -37,20 +37,23 @@ def _model_of(hub: HubConfig, attn_backend: str) -> Decoder.Config:
 
 
 def _rope(hub: HubConfig) -> ComplexRoPE.Config:
+    dim, heads = hub.size("hidden_size"), hub.size("num_attention_heads")
+    if hub.get("head_dim") is None and dim % heads:
+        raise hub.error(f"its config.json has hidden_size = {dim}, which num_attention_heads = {heads} does not divide")
     # Complex, on pairs of neighbours: torchtitan's adapter permutes the hub's queries and keys to that.
     rope = ComplexRoPE.Config(
-        dim=hub.get("head_dim", hub["hidden_size"] // hub["num_attention_heads"]),
-        max_seq_len=hub["max_position_embeddings"],
-        theta=hub.rope.get("rope_theta", _DEFAULT_THETA),
+        dim=head_dim(hub, default=max(1, dim // heads)),
+        max_seq_len=hub.size("max_position_embeddings"),
+        theta=hub.rope.positive("rope_theta", _DEFAULT_THETA),
     )
     if hub.rope["rope_type"] == "default":
         return rope
     hub.rope.require("rope_type", "llama3")
     rope.scaling = "llama"
-    rope.scaling_factor = hub.rope["factor"]
-    rope.low_freq_factor = hub.rope["low_freq_factor"]
-    rope.high_freq_factor = hub.rope["high_freq_factor"]
-    rope.original_max_position_embeddings = hub.rope["original_max_position_embeddings"]
+    rope.scaling_factor = hub.rope.positive("factor")
+    rope.low_freq_factor = hub.rope.positive("low_freq_factor")
+    rope.high_freq_factor = hub.rope.positive("high_freq_factor")
+    rope.original_max_position_embeddings = hub.rope.size("original_max_position_embeddings")
     return rope
 
 

@@ -8,10 +8,11 @@ from typing import Literal
 import torch
 
 from torchtitan.experiments.rl.bounds import NonEmptyStr
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.models.cpu_attention import CPUVarlenAttention
 from torchtitan.experiments.rl.models.families import family_of_flavor, family_of_folder
 from torchtitan.experiments.rl.models.family import ModelFamily
+from torchtitan.experiments.rl.models.flavor import check_flavor
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead
 from torchtitan.models.common import Decoder
@@ -28,15 +29,20 @@ class ModelConfig:
 
 
 def model_positions(model: ModelConfig) -> int:
-    """Longest sequence the model knows positions for."""
-    return decoder_config(_base_spec(model, "varlen")[1]).max_seq_len
+    """Longest sequence that the model has positions for, by the flavor and by config.json if there is one."""
+    positions = decoder_config(_base_spec(model, "varlen")[1]).max_seq_len
+    try:
+        return min(positions, HubConfig.read(model.hf_assets_path).size("max_position_embeddings", positions))
+    except MissingError:
+        return positions
 
 
 def policy_spec(model: ModelConfig, *, device: Literal["cpu", "cuda"], max_seq_len: int, chunk_tokens: int = 1024) -> ModelSpec:
     """torchtitan's model spec with our head, rotary tables of ``max_seq_len``, and attention that runs on ``device``.
 
     Raises:
-        ConfigError: unknown flavor, a folder of no known family, or rows longer than the model's positions.
+        ConfigError: unknown flavor or one that is not the folder's model, a folder of no known family, or rows longer than the
+            model's positions.
     """
     family, spec = _base_spec(model, "varlen" if device == "cpu" else "flex")
     decoder = decoder_config(spec)
@@ -66,20 +72,30 @@ def decoder_config(spec: ModelSpec) -> Decoder.Config:
     return spec.model
 
 
-def _base_spec(model: ModelConfig, backend: str) -> tuple[ModelFamily, ModelSpec]:
-    """The family, and torchtitan's own spec of the model."""
-    if model.flavor is not None:
-        family, flavor = family_of_flavor(model.flavor, model.hf_assets_path)
-        return family, family.spec_of_flavor(flavor, attn_backend=backend)
-    hub = HubConfig.read(model.hf_assets_path)
+def folder_spec(hub: HubConfig, backend: str = "varlen") -> ModelSpec:
+    """torchtitan's own spec of a hub folder's model, with the named attention backend.
+
+    Raises:
+        ConfigError: no family has the folder's architecture, or config.json lacks what the family needs.
+    """
     family = family_of_folder(hub)
-    spec = ModelSpec(
+    return ModelSpec(
         name=family.name,
-        flavor=Path(model.hf_assets_path).name,
+        flavor=Path(hub.path).name,
         model=family.model_of(hub, backend),
         parallelize_fn=family.parallelize,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
         state_dict_adapter=family.state_dict_adapter,
     )
+
+
+def _base_spec(model: ModelConfig, backend: str) -> tuple[ModelFamily, ModelSpec]:
+    """The family, and torchtitan's own spec of the model."""
+    if model.flavor is None:
+        hub = HubConfig.read(model.hf_assets_path)
+        return family_of_folder(hub), folder_spec(hub, backend)
+    family, flavor = family_of_flavor(model.flavor, model.hf_assets_path)
+    spec = family.spec_of_flavor(flavor, attn_backend=backend)
+    check_flavor(model.flavor, family, decoder_config(spec), model.hf_assets_path)
     return family, spec

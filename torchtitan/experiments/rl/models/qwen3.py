@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan.experiments.rl.models.dense_decoder import dense_decoder
+from torchtitan.experiments.rl.models.dense_decoder import dense_decoder, head_dim
 from torchtitan.experiments.rl.models.family import ModelFamily
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.logprob_decoder import LogprobDecoder
@@ -21,7 +21,9 @@ class Qwen3Policy(LogprobDecoder, Qwen3Model):
 def _model_of(hub: HubConfig, attn_backend: str) -> Decoder.Config:
     hub.require("use_sliding_window", False)
     hub.rope.require("rope_type", "default")
-    rope = CosSinRoPE.Config(dim=hub["head_dim"], max_seq_len=hub["max_position_embeddings"], theta=hub.rope["rope_theta"])
+    rope = CosSinRoPE.Config(
+        dim=head_dim(hub), max_seq_len=hub.size("max_position_embeddings"), theta=hub.rope.positive("rope_theta")
+    )
     return dense_decoder(
         hub, model=Qwen3Model.Config, block=Qwen3TransformerBlock.Config, rope=rope, qk_norm=True, attn_backend=attn_backend
     )

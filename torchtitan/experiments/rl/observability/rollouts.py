@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.printable import printable
+from torchtitan.experiments.rl.process.setup import escape_unencodable_output
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
@@ -21,6 +22,7 @@ WIDTH = 100
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Exit code 1 where nothing matches or there is no such file."""
+    escape_unencodable_output()
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.experiments.rl.observability.rollouts",
         description="Show recorded rollouts as conversations, with what they earned.",

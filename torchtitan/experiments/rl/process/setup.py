@@ -6,11 +6,16 @@
 3. Each actor calls ``set_up_logging`` when it is made.
 """
 
+import contextlib
 import gc
+import io
+import locale
 import logging
 import os
 import sys
 import threading
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -43,6 +48,38 @@ LEVELS = {
     "httpx": logging.WARNING,
 }
 """Of libraries whose log is too much for the file."""
+
+
+def restart_with_utf8() -> None:
+    """Start this command again in Python's UTF-8 mode, in the same process, unless text files are UTF-8 here already.
+
+    torch and other libraries open their own files in the locale's encoding, and fail where that is ASCII. Python takes the mode
+    by itself for ``LC_ALL=C``, unless PYTHONUTF8 or another locale prevents it.
+    """
+    if locale.getpreferredencoding(False).lower().replace("-", "") == "utf8":
+        return
+    os.environ["PYTHONUTF8"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def escape_unencodable_output() -> None:
+    """Have stdout and stderr print a character that their encoding lacks as its escape, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a test or a launcher may have put anything there
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Log nothing and show no Python warning in the block. Before a run has a log file, they would go to the terminal."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 def set_up_process() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
@@ -105,7 +105,7 @@ def _load_rows(config: MathDataset.Config, *, field: str) -> Any:
 
     file = config.file
     if file is not None and not file.is_file():
-        raise ConfigError(f"{field}.path", config.path, "no such file")
+        raise MissingError(f"{field}.path", config.path, "no such file")
     try:
         if file is None:
             return datasets.load_dataset(config.path, config.name, split=config.split)

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from torchtitan.experiments.rl.envs.question_env import QuestionEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
@@ -35,7 +35,7 @@ class MathTask(Task):
 
         def check_present(self, *, field: str) -> None:
             if isinstance(self.rubric, MathRubric.Config) and find_spec("math_verify") is None:
-                raise ConfigError(f"{field}.rubric", "math-verify", "is not installed: pip install math-verify")
+                raise MissingError(f"{field}.rubric", "math-verify", "is not installed: pip install math-verify")
             super(MathTask.Config, self).check_present(field=field)
 
     config: Config

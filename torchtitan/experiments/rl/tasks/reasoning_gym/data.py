@@ -10,7 +10,7 @@ from annotated_types import MinLen
 
 from torchtitan.experiments.rl.bounds import Cure, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
@@ -63,7 +63,7 @@ class ReasoningGymDataset(Dataset):
         def check_present(self, *, field: str) -> None:
             if find_spec("reasoning_gym") is None:
                 names = ", ".join(self.generators)
-                raise ConfigError(f"{field}.generators", names, "need reasoning-gym: pip install reasoning-gym")
+                raise MissingError(f"{field}.generators", names, "need reasoning-gym: pip install reasoning-gym")
 
     config: Config
 

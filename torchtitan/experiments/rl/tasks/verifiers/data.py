@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
@@ -44,12 +44,12 @@ class VerifiersDataset(Dataset):
             try:
                 found = version("verifiers")
             except PackageNotFoundError:
-                raise ConfigError(f"{field}.environment", self.environment, f"needs verifiers: {CURE}") from None
+                raise MissingError(f"{field}.environment", self.environment, f"needs verifiers: {CURE}") from None
             if tuple(map(int, found.split(".")[:2])) >= (0, 4):
-                raise ConfigError(f"{field}.environment", self.environment, f"verifiers {found} can't load it: {CURE}")
+                raise MissingError(f"{field}.environment", self.environment, f"verifiers {found} can't load it: {CURE}")
             if find_spec(self.module) is None:
                 cure = f"no module {self.module!r}: install the environment's package, or put its folder on PYTHONPATH"
-                raise ConfigError(f"{field}.environment", self.environment, cure)
+                raise MissingError(f"{field}.environment", self.environment, cure)
 
         def load(self) -> Any:
             """The environment; the same object for the same name and arguments.

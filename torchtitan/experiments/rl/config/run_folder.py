@@ -1,0 +1,74 @@
+"""The run's folder: made for a run, and made and removed again for a plan, which shows that a run could make it."""
+
+import errno
+import os
+import time
+from pathlib import Path
+
+from torchtitan.experiments.rl.errors import ConfigError
+
+_LONGEST_FILE = "checkpoint-step-000000000-sharded-and-the-name-of-a-file-in-it-which-may-have-sixty-characters.safetensors"
+"""As long as the paths that a run writes in its folder."""
+_CAUSES = {
+    errno.ENAMETOOLONG: "is too long for this file system",
+    errno.EROFS: "is on a file system that is mounted read-only",
+    errno.ENOTDIR: "is, or lies under, a file",
+    errno.EEXIST: "is a file",
+    errno.EACCES: "may not be written by this user",
+    errno.EPERM: "may not be written by this user",
+    errno.ENOSPC: "is on a full disk",
+}
+
+
+def make_run_folder(given: str | None, output_dir: str, config_name: str, *, keep: bool) -> str:
+    """Make the run's folder, and write and remove a file in it.
+
+    Args:
+        given: the value of --run-dir; None: a new folder in ``output_dir``.
+        keep: False removes whatever folders were made.
+
+    Returns:
+        Its absolute path.
+
+    Raises:
+        ConfigError: it holds files, or can't be made or written. What was made of it is removed.
+    """
+    field, value = ("output_dir", output_dir) if given is None else ("--run-dir", given)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    folder = Path(output_dir) / f"{config_name}-{stamp}-{os.getpid()}" if given is None else Path(given)
+    made: list[Path] = []
+    kept = False
+    try:
+        if os.path.isdir(folder) and any(folder.iterdir()):
+            cure = "holds files already; name a new folder, nothing in it is overwritten"
+            raise ConfigError("--run-dir", str(folder), cure)
+        _make(folder, made)
+        file = folder / _LONGEST_FILE
+        file.touch()
+        file.unlink()
+        kept = keep
+        return str(folder.resolve())
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        if isinstance(error, ConfigError):
+            raise
+        cause = _CAUSES.get(getattr(error, "errno", 0), f"can't be made a folder ({type(error).__name__}: {error})")
+        raise ConfigError(field, value, f"{cause}; name a folder that can be written") from None
+    finally:
+        if not kept:
+            for path in reversed(made):
+                path.rmdir()
+
+
+def _make(folder: Path, made: list[Path]) -> None:
+    """Make the folder and those above it. Each that was made is appended to ``made``, also when a later one fails."""
+    missing = [folder]
+    while not os.path.lexists(missing[-1]) and missing[-1].parent != missing[-1]:
+        missing.append(missing[-1].parent)
+    for path in reversed(missing):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+        else:
+            made.append(path)
