@@ -65,8 +65,8 @@ class FinishedRollout:
             return f"its fields ({error})"
 
     def restore(self) -> None:
-        """Undo every change, but for what was written to an array made writable again, and to a message that holds more than JSON
-        does."""
+        """Undo every change, but for what was written to an array made writable again, and to a message that holds more than
+        JSON does."""
         for name, value in zip(OWN_FIELDS, self._own, strict=True):
             setattr(self.rollout, name, value)
         for entries, before in self._lists:
