@@ -72,7 +72,8 @@ def _checked_message(message: Any, field: str) -> Message:
         copied["content"] = [_checked_part(part, f"{field}.content[{index}]") for index, part in enumerate(content)]
     elif not isinstance(content, str):
         raise TypeError(f"{field} has content {_shown(content)}, want a string or a list of parts")
-    check_unicode(copied, field)
+    if not all(type(value) is str and value.isascii() for value in copied.values()):
+        check_unicode(copied, field)
     return copied
 
 

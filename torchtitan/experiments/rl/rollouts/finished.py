@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutTurn
-from torchtitan.experiments.rl.types import CREDIT_STREAMS, TrainingSample
+from torchtitan.experiments.rl.types import CREDIT_STREAMS, STREAMS, TrainingSample
 
 OWN_FIELDS = tuple(field.name for field in fields(Rollout))
 TURN_FIELDS = (
@@ -24,6 +24,15 @@ TURN_FIELDS = (
 SAMPLE_FIELDS = tuple(field.name for field in fields(TrainingSample) if field.name not in CREDIT_STREAMS)
 
 _own_values, _turn_values, _sample_values = attrgetter(*OWN_FIELDS), attrgetter(*TURN_FIELDS), attrgetter(*SAMPLE_FIELDS)
+_turn_arrays = attrgetter(
+    "prompt_token_ids",
+    "prompt_role_ids",
+    "prompt_is_content",
+    "completion.token_ids",
+    "completion.logprobs",
+    "completion.policy_versions",
+)
+_sample_arrays = attrgetter(*(name for name in STREAMS if name not in CREDIT_STREAMS))
 
 MAX_DEPTH = 20
 """Levels of a message whose content is remembered where `marshal` does not take it."""
@@ -39,19 +48,10 @@ class FinishedRollout:
         self._own = _own_values(rollout)
         self._turns = [(turn, _turn_values(turn)) for turn in rollout.turns]
         self._samples = [(sample, _sample_values(sample)) for sample in rollout.samples]
-        self._lists = [(entries, tuple(entries)) for entries in _lists(rollout)]
-        parts: dict[int, Any] = {}  # each message once: the prompts of a conversation hold the same ones
-        for _, entries in self._lists:
-            parts.update(zip(map(id, entries), entries, strict=True))
-        parts = {key: part for key, part in parts.items() if isinstance(part, dict)}
-        for turn in rollout.turns:
-            parts[id(turn.assistant_message)] = turn.assistant_message
-            parts[id(turn.reward_components)] = turn.reward_components
-        self._parts = list(parts.values())
+        self._lists = _lists(rollout)
+        self._arrays = make_read_only(rollout)
+        self._parts = _parts(rollout)
         self._contents = _contents(self._parts)
-        self._arrays = [value for _, values in (*self._turns, *self._samples) for value in values if type(value) is np.ndarray]
-        for array in self._arrays:
-            array.setflags(write=False)
 
     def change(self, *, allowed: Collection[str] = ()) -> str | None:
         """What was changed since, such as "status" or "turns[1].prompt_messages"; None: nothing.
@@ -65,8 +65,8 @@ class FinishedRollout:
             return f"its fields ({error})"
 
     def restore(self) -> None:
-        """Undo every change, but for what was written to an array made writable again, and to a message that holds more than
-        JSON does."""
+        """Undo every change, but for what was written to an array that was made writable, or to a message with values that JSON
+        does not have."""
         for name, value in zip(OWN_FIELDS, self._own, strict=True):
             setattr(self.rollout, name, value)
         for entries, before in self._lists:
@@ -76,7 +76,7 @@ class FinishedRollout:
                 path, _, attribute = name.rpartition(".")
                 setattr(getattr(owner, path) if path else owner, attribute, value)
         for array in self._arrays:
-            array.setflags(write=False)
+            array.flags.writeable = False
         if isinstance(self._contents, bytes) and _contents(self._parts) != self._contents:
             for part, before in zip(self._parts, marshal.loads(self._contents), strict=True):
                 part.clear()
@@ -89,8 +89,8 @@ class FinishedRollout:
             if len(entries) != len(before) or not all(map(is_, entries, before)):
                 return self._name_of(entries)
         for index, (turn, values) in enumerate(self._turns):
-            if found := _differing(TURN_FIELDS, values, _turn_values(turn), ()):
-                return f"turns[{index}].{found}"
+            if not all(map(is_, values, now := _turn_values(turn))):
+                return f"turns[{index}].{_differing(TURN_FIELDS, values, now, ())}"
         for index, (sample, values) in enumerate(self._samples):
             if found := _differing(SAMPLE_FIELDS, values, _sample_values(sample), allowed):
                 return f"samples[{index}].{found}"
@@ -112,14 +112,42 @@ class FinishedRollout:
         return "samples" if entries is self.rollout.samples else "the messages or tools of a turn"
 
 
-def _lists(rollout: Rollout) -> Iterator[list[Any]]:
-    yield rollout.turns
-    yield rollout.samples
+def make_read_only(rollout: Rollout) -> list[np.ndarray]:
+    """Its arrays, which are read-only now, but for the streams that algorithms write."""
+    arrays = []
+    for get, records in ((_turn_arrays, rollout.turns), (_sample_arrays, rollout.samples)):
+        for record in records:
+            for array in get(record):
+                if type(array) is np.ndarray:  # a stream may be None
+                    array.setflags(write=False)
+                    arrays.append(array)
+    return arrays
+
+
+def _parts(rollout: Rollout) -> list[dict[str, Any]]:
+    """The dicts that a rollout holds: messages, and what the env rewarded."""
+    if not rollout.turns:
+        return []
+    last = rollout.turns[-1]
+    conversation = [*last.prompt_messages, last.assistant_message, *last.env_messages]
+    parts: list[Any] = list(conversation)
     for turn in rollout.turns:
-        yield turn.prompt_messages
-        yield turn.env_messages
-        if turn.tools is not None:
-            yield turn.tools
+        parts.append(turn.reward_components)
+        start = len(turn.prompt_messages)
+        own = [*turn.prompt_messages, turn.assistant_message, *turn.env_messages]
+        if conversation[: len(own)] != own or conversation[start] is not turn.assistant_message:  # its history was cut
+            parts += own
+    return parts
+
+
+def _lists(rollout: Rollout) -> list[tuple[list[Any], tuple[Any, ...]]]:
+    """The lists that a rollout is made of, each with what it holds."""
+    lists: list[Any] = [rollout.turns, rollout.samples]
+    for turn in rollout.turns:
+        lists += (turn.prompt_messages, turn.env_messages)
+        if turn.tools is not None and turn.tools is not lists[-1]:
+            lists.append(turn.tools)
+    return [(entries, tuple(entries)) for entries in lists]
 
 
 def _differing(names: tuple[str, ...], before: tuple, now: tuple, allowed: Collection[str]) -> str | None:

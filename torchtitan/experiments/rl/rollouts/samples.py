@@ -33,9 +33,8 @@ def check_completion(completion: Completion) -> None:
     Raises:
         ValueError: streams that are not aligned, a finish reason there is not, a log-probability that is not finite.
     """
-    streams = (completion.token_ids, completion.logprobs, completion.policy_versions)
-    shapes = [np.shape(stream) for stream in streams]
-    if len(set(shapes)) > 1 or len(shapes[0]) != 1 or completion.finish_reason not in FINISH_REASONS:
+    shapes = [np.shape(stream) for stream in (completion.token_ids, completion.logprobs, completion.policy_versions)]
+    if not (shapes[0] == shapes[1] == shapes[2] and len(shapes[0]) == 1) or completion.finish_reason not in FINISH_REASONS:
         raise ValueError(
             f"bad completion: stream lengths {[shape[0] if len(shape) == 1 else shape for shape in shapes]}, "
             f"finish_reason {completion.finish_reason!r}"

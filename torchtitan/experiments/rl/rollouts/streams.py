@@ -22,7 +22,7 @@ def fits_float32(value: Any) -> bool:
 
 def first_non_finite(values: np.ndarray) -> int | None:
     """Index of the first NaN or infinity of a float [T]; None where all are finite."""
-    if math.isfinite(values.sum()):  # one pass instead of two; a NaN or infinity is never summed away
+    if math.isfinite(np.add.reduce(values)):  # one pass instead of two; a NaN or infinity is never summed away
         return None
     wrong = np.flatnonzero(~np.isfinite(values))
     return int(wrong[0]) if len(wrong) else None  # None: finite values whose sum overflows

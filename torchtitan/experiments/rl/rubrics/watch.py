@@ -16,7 +16,7 @@ class RolloutWatch:
     """
 
     def __init__(self, rollouts: Sequence[Rollout]):
-        self._finished = {id(rollout): FinishedRollout(rollout) for rollout in rollouts}
+        self._finished: dict[int, FinishedRollout] = {}
         self._running: dict[int, list[str]] = {id(rollout): [] for rollout in rollouts}
         self._changes: dict[int, list[str]] = {id(rollout): [] for rollout in rollouts}
         self._lock = threading.Lock()
@@ -28,6 +28,9 @@ class RolloutWatch:
     def watched(self, name: str, function: Callable[..., Any], rollouts: Sequence[Rollout]) -> Callable[..., Any]:
         """The function, async where it is, with a look at ``rollouts`` as soon as it has ended."""
         keys = [id(rollout) for rollout in rollouts]
+        for rollout in rollouts:
+            if id(rollout) not in self._finished:
+                self._finished[id(rollout)] = FinishedRollout(rollout)
 
         async def ended(value: Awaitable[Any]) -> Any:
             try:

@@ -86,7 +86,7 @@ class GroupRun:
             rollout_id=rollout.rollout_id,
             temperature=self._sampling.temperature,
         )
-        await self._score_rollout(rollout, FinishedRollout(rollout))
+        await self._score_rollout(rollout)
 
     async def _attempt(self, rollout: Rollout, env: RendererEnv | UserCodeError, session: PolicySession) -> None:
         limit_s = self._task.config.env.rollout_timeout_s
@@ -112,11 +112,12 @@ class GroupRun:
                 await env.close()
         rollout.turns = env.turns if isinstance(env, RendererEnv) else []
 
-    async def _score_rollout(self, rollout: Rollout, finished: FinishedRollout) -> None:
+    async def _score_rollout(self, rollout: Rollout) -> None:
         algorithm = self._task.algorithm
         if not self._credit or rollout.status.is_error() or type(algorithm).score_rollout is Algorithm.score_rollout:
             return
         name = f"{type(algorithm).__name__}.score_rollout"
+        finished = FinishedRollout(rollout)
         try:
             await call_bounded(lambda: algorithm.score_rollout(rollout), timeout_s=self._task.config.env.rollout_timeout_s)
             if change := finished.change(allowed=type(algorithm).replaces):
