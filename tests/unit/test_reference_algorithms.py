@@ -10,6 +10,7 @@ from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy
@@ -173,6 +174,58 @@ async def test_opsd_without_a_demonstration_says_which_sample_has_none(renderer,
     assert "data sample '7' has no text in info['proof']" in group.rollouts[0].error
 
 
+class TooLong(Scorer):
+    async def score(self, token_ids):
+        raise RunError(f"{len(token_ids)} tokens to score: give 2 to max_model_len - 1 = 9")
+
+
+async def test_opsd_names_a_rollout_whose_demonstration_is_too_long_to_score(renderer, tokenizer):
+    task = Talk.Config(algorithm=OPSD.Config(template=" Hint: {demonstration}")).build(name="talk", renderer=renderer)
+    policy = TooLong(tokenizer)
+    await task.setup(policy)
+    group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
+    plain, hinted = (
+        len(renderer.render_ids([{"role": "user", "content": text}], add_generation_prompt=True))
+        for text in ("start", "start Hint: four")
+    )
+    tokens = hinted + len(group.rollouts[0].turns[0].completion.token_ids)
+    for rollout in group.rollouts:
+        assert rollout.status is RolloutStatus.ERROR
+        assert f"task talk: OPSD.score_rollout: RunError: {tokens} tokens, {hinted - plain} of them for the" in rollout.error
+
+
+def checked(algorithm, example, renderer, **limits):
+    built = algorithm.build()
+    built.renderer = renderer
+    built.check_example(example, field="tasks.t", **({"max_rollout_tokens": 100, "max_model_len": 256} | limits))
+
+
+def test_opsd_refuses_a_first_example_without_a_demonstration_or_with_one_too_long(renderer):
+    missing = r"tasks.t.algorithm.demonstration_key = 'proof': data sample '7' has no text in info\['proof'\]"
+    with pytest.raises(ConfigError, match=missing):
+        checked(OPSD.Config(demonstration_key="proof"), SAMPLE, renderer)
+    half = DataSample(sample_id="8", env_input=None, info={"demonstration": "a\ud800"})
+    with pytest.raises(ConfigError, match="the demonstration of data sample '8' has '.ud800' at character 1"):
+        checked(OPSD.Config(), half, renderer)
+
+    config = OPSD.Config(template="{demonstration}")
+    added = len(renderer.render_ids([{"role": "user", "content": "xfour"}], add_generation_prompt=True)) - len(
+        renderer.render_ids([{"role": "user", "content": "x"}], add_generation_prompt=True)
+    )
+    checked(config, SAMPLE, renderer, max_model_len=100 + added + 1)
+    too_long = rf"tasks.t.env.max_rollout_tokens = 100: .*data sample '7' \({added} tokens\) .*max_model_len = {100 + added}"
+    with pytest.raises(ConfigError, match=too_long):
+        checked(config, SAMPLE, renderer, max_model_len=100 + added)
+
+
+def test_opsd_whose_demonstrations_come_from_rollouts_has_none_to_check(renderer):
+    class FromRollout(OPSD):
+        def demonstration(self, rollout):
+            return "four"
+
+    checked(FromRollout.Config(), DataSample(sample_id="0", env_input=None), renderer)
+
+
 async def test_opsd_bounds_what_it_asks_at_once(run, tokenizer):
     policy = Scorer(tokenizer)
     await run(OPSD.Config(max_concurrency=3), policy, group_size=8)
@@ -266,6 +319,23 @@ async def test_echos_filter_leaves_out_turns_or_tokens(run, tokenizer):
 
     group = await echo(run, tokenizer, {"user": 0.5}, keep=digits)
     assert [text.strip() for text, _ in weighted(group.rollouts[0].samples[0], tokenizer)] == ["1", "2"]
+
+
+def test_what_weighs_tokens_by_role_is_refused_with_a_renderer_that_attributes_none(tokenizer_path):
+    default = build_renderer(RendererConfig(name="default"), tokenizer_path)
+    cure = "has no effect, because the renderer does not say whose message .* name a renderer of the model's family"
+    for algorithm, name in (
+        (Echo.Config(alpha={"user": 0.1}), "alpha"),
+        (GRPO.Config(length_penalty="tokens"), "tool_token_weight"),
+    ):
+        with pytest.raises(ConfigError, match=f"algorithm.{name} = .*{cure}"):
+            Talk.Config(algorithm=algorithm).build(name="talk", renderer=default)
+    for algorithm in (
+        GRPO.Config(),
+        GRPO.Config(length_penalty="turns"),
+        GRPO.Config(length_penalty="tokens", tool_token_weight=0),
+    ):
+        Talk.Config(algorithm=algorithm).build(name="talk", renderer=default)
 
 
 async def test_echos_credit_is_grpos(run, tokenizer):

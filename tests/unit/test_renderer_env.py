@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, TalkingEnv, answer_with, completion_of, hang
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
-from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer, renderer_names
+from torchtitan.experiments.rl.envs.renderer import RendererConfig, attributes_roles, build_renderer, renderer_names
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
@@ -484,6 +485,30 @@ def test_renderer_that_does_not_fit_the_tokenizer_is_a_config_error(tokenizer_pa
         build_renderer(RendererConfig(), tmp_path / "missing")
     with pytest.raises(ConfigError, match="holds no tokenizer"):
         build_renderer(RendererConfig(), tmp_path)
+
+
+async def test_default_renderer_follows_the_tokenizers_template_and_attributes_no_roles(tokenizer_path, tokenizer, renderer):
+    default = build_renderer(RendererConfig(name="default"), tokenizer_path)
+    assert attributes_roles(renderer) and not attributes_roles(default)
+    env = RendererEnv(message_env=TalkingEnv(turns=2), renderer=default, config=RendererEnvConfig())
+    first = await env.initial_prompt()
+    assert tokenizer.decode(first.next_prompt_token_ids) == "<|im_start|>user\nstart<|im_end|>\n<|im_start|>assistant\n"
+    second = await env.step_completion(completion_of(tokenizer, "one"))
+    assert "<|im_start|>assistant\none<|im_end|>\n<|im_start|>user\nmore 1" in tokenizer.decode(second.next_prompt_token_ids)
+    assert (await env.step_completion(completion_of(tokenizer, "two"))).status is RolloutStatus.COMPLETED
+    assert {int(role) for turn in env.turns for role in turn.prompt_role_ids} <= {-1, ROLES.index("assistant")}
+
+
+def test_default_renderer_is_refused_where_it_can_not_do_what_the_config_asks(tokenizer_path, tmp_path):
+    with pytest.raises(
+        ConfigError, match="renderer.thinking_retention = 'tool_cycle': .*follows the tokenizer's chat template"
+    ):
+        build_renderer(RendererConfig(name="default", thinking_retention="tool_cycle"), tokenizer_path)
+    shutil.copytree(tokenizer_path, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors", "*.jinja"))
+    settings = tmp_path / "bare" / "tokenizer_config.json"
+    settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}))
+    with pytest.raises(ConfigError, match="renderer.name = 'default': .*has no chat template"):
+        build_renderer(RendererConfig(name="default"), tmp_path / "bare")
 
 
 class SyncEnv(MessageEnv):

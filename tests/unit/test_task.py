@@ -397,6 +397,10 @@ def test_default_config_is_valid():
         ({"env": RendererEnvConfig(step_timeout_s=0)}, "tasks.talk.env.step_timeout_s = 0"),
         ({"env": RendererEnvConfig(max_turns=0)}, "tasks.talk.env.max_turns = 0"),
         ({"sampling": SamplingConfig(temperature=0)}, "tasks.talk.sampling.temperature = 0"),
+        (
+            {"sampling": SamplingConfig(temperature=1e-6)},
+            "tasks.talk.sampling.temperature = 1e-06: .* none below 0.01",
+        ),
         ({"sampling": SamplingConfig(top_p=0.9)}, "tasks.talk.sampling.top_p = 0.9"),
         ({"sampling": SamplingConfig(top_k=5)}, "tasks.talk.sampling.top_k = 5"),
         ({"group_size": 1}, "tasks.talk.algorithm"),

@@ -11,7 +11,7 @@ from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 
 
 class Algorithm(UserConfigurable):
@@ -36,6 +36,10 @@ class Algorithm(UserConfigurable):
     class Config(Configurable.Config):
         def frozen_source(self) -> FrozenModel | HostedModel | None:
             """The model that training rollouts are sampled from in the policy's place; None: from the policy."""
+            return None
+
+        def needs_roles(self) -> str | None:
+            """The field that has no effect with a renderer that attributes no roles; None: there is none."""
             return None
 
         def validate(
@@ -86,6 +90,18 @@ class Algorithm(UserConfigurable):
 
     def __init__(self, config: Config):
         self.config = config
+
+    def check_example(self, example: DataSample, *, field: str, max_rollout_tokens: int, max_model_len: int) -> None:
+        """Refuse an example that nothing can be learned from. Called with the task's first, before any process starts.
+
+        Args:
+            field: path of the task's config, such as "tasks.sum_digits".
+            max_rollout_tokens: longest sample there will be.
+            max_model_len: tokens that the generators can score at once, and one more.
+
+        Raises:
+            ConfigError: naming the field at fault, its value and the cure.
+        """
 
     async def setup(self, policy: PolicyClient) -> None:
         """Before the first rollout: reach the models the algorithm needs, ``policy.frozen(...)``."""

@@ -37,6 +37,9 @@ class Echo(GRPO):
         """Filter of one's own: whether what the env said before this turn is trained on; or bool [P], for each token of the
         turn's prompt. Importable: defined at the top level of a module."""
 
+        def needs_roles(self) -> str | None:
+            return "alpha"
+
         def validate(self, *, field: str, **context) -> None:
             super(Echo.Config, self).validate(field=field, **context)
             if not self.alpha:

@@ -44,6 +44,9 @@ class GRPO(Algorithm):
         tool_token_weight: TokenWeight = 1.0
         """Cost of a token in a tool's response, for "tokens"."""
 
+        def needs_roles(self) -> str | None:
+            return "tool_token_weight" if self.length_penalty == "tokens" and self.tool_token_weight > 0 else None
+
         def validate(self, *, field: str, **context) -> None:
             super(GRPO.Config, self).validate(field=field, **context)
             if self.length_penalty == "tokens" and not (self.completion_token_weight or self.tool_token_weight):

@@ -10,10 +10,11 @@ from renderers import Message
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.reference import set_ref_kl_streams
 from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveInt
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.envs.messages import check_unicode
+from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutTurn
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutTurn
 from torchtitan.experiments.rl.types import TrainingSample
 
 TEMPLATE = "\n\nA right answer: {demonstration}"
@@ -72,8 +73,13 @@ class OPSD(Algorithm):
         messages = self.demonstrated(turn.prompt_messages, demonstration)
         prompt = self.renderer.render(messages, tools=turn.tools, add_generation_prompt=True).token_ids
         rest = sample.token_ids[len(turn.prompt_token_ids) :]
-        async with self._places:
-            logprobs = await self._policy.score(np.concatenate([np.asarray(prompt, np.int32), rest]))
+        token_ids = np.concatenate([np.asarray(prompt, np.int32), rest])
+        try:
+            async with self._places:
+                logprobs = await self._policy.score(token_ids)
+        except RunError as error:
+            added = len(prompt) - len(turn.prompt_token_ids)
+            raise RunError(f"{len(token_ids)} tokens, {added} of them for the demonstration: {error}") from error
         return np.concatenate([np.zeros(len(turn.prompt_token_ids), np.float32), logprobs[len(prompt) :]])
 
     def demonstration(self, rollout: Rollout) -> str:
@@ -82,14 +88,40 @@ class OPSD(Algorithm):
         Raises:
             ValueError: the data sample has none.
         """
-        sample = rollout.data_sample
-        text = sample.info.get(self.config.demonstration_key) if sample is not None else None
+        return self._demonstration_in(rollout.data_sample)
+
+    def _demonstration_in(self, example: DataSample | None) -> str:
+        text = example.info.get(self.config.demonstration_key) if example is not None else None
         if not isinstance(text, str):
-            key, sample_id = self.config.demonstration_key, sample and sample.sample_id
+            key, sample_id = self.config.demonstration_key, example and example.sample_id
             raise ValueError(
                 f"data sample {sample_id!r} has no text in info[{key!r}]: the dataset must put its demonstration there"
             )
+        check_unicode(text, f"the demonstration of data sample {example and example.sample_id!r}")
         return text
+
+    def check_example(self, example: DataSample, *, field: str, max_rollout_tokens: int, max_model_len: int) -> None:
+        """Refuse an example without a demonstration, and one whose demonstration leaves too little of the generators' context.
+
+        A subclass that makes demonstrations from rollouts has none to check yet.
+        """
+        text = ""
+        if type(self).demonstration is OPSD.demonstration:
+            try:
+                text = self._demonstration_in(example)
+            except ValueError as error:
+                raise ConfigError(f"{field}.algorithm.demonstration_key", self.config.demonstration_key, str(error)) from None
+        message: Message = {"role": "user", "content": "x"}
+        plain, shown = (
+            len(self.renderer.render(messages, add_generation_prompt=True).token_ids)
+            for messages in ([message], self.demonstrated([message], text))
+        )
+        if max_rollout_tokens + shown - plain >= max_model_len:
+            cure = (
+                f"a rollout of that length and the demonstration of data sample {example.sample_id!r} ({shown - plain} tokens) "
+                f"must be shorter than generator.engine.max_model_len = {max_model_len}: lower this or raise that"
+            )
+            raise ConfigError(f"{field}.env.max_rollout_tokens", max_rollout_tokens, cure)
 
     def demonstrated(self, messages: list[Message], demonstration: str) -> list[Message]:
         """The conversation with the demonstration in it: at the end of its last user message."""

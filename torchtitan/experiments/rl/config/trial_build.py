@@ -66,6 +66,13 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> None:
         with user_code(f"{field}.sampler", type(task.sampler).__name__, "its next() failed"):
             first = task.sampler.next()
         _check_example(first, f"{field}.sampler", task.sampler, "next()")
+        with user_code(f"{field}.algorithm", type(task.algorithm).__name__, "its check_example failed"):
+            task.algorithm.check_example(
+                first,
+                field=field,
+                max_rollout_tokens=task_config.env.max_rollout_tokens,
+                max_model_len=config.generator.engine.max_model_len,
+            )
 
 
 def checked_renderer(config: RunConfig) -> Renderer:

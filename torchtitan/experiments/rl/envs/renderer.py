@@ -10,17 +10,22 @@ from transformers import AutoTokenizer
 
 from torchtitan.experiments.rl.errors import ConfigError
 
+DEFAULT = "default"
+"""Name of the renderer of any tokenizer with a chat template."""
+
 
 @dataclass(kw_only=True, slots=True)
 class RendererConfig:
     name: str = "qwen3"
-    """A model family the renderers package knows: qwen3, qwen3.5, llama-3, gpt-oss, ... or "default" for the tokenizer's own
-    chat template, which is rendered anew each turn and gives no role attribution."""
+    """A model family that the renderers package knows: qwen3, qwen3.5, llama-3, gpt-oss, ... or "default" for the tokenizer's
+    own chat template. That is rendered anew at each turn, so each turn may be a training sample of its own, and it does not say
+    whose message a token belongs to, so nothing that weighs tokens by role works with it."""
     enable_thinking: bool = False
     """Let the model think before it answers. Families without the switch follow their template."""
     thinking_retention: Literal["tool_cycle", "all"] | None = "all"
     """Whether earlier turns' thinking stays in the prompt. "all" keeps every token, so a conversation is one training sample;
-    "tool_cycle" drops it at each new user message, which starts a new sample there; None follows the template."""
+    "tool_cycle" drops it at each new user message, which starts a new sample there; None follows the template, as "default"
+    always does."""
 
 
 def renderer_names() -> list[str]:
@@ -38,7 +43,11 @@ def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Render
     if config.name not in classes:
         raise ConfigError("renderer.name", config.name, f"not a renderer; known: {', '.join(sorted(classes))}")
     fields = classes[config.name].model_fields
-    knobs: dict[str, Any] = {"thinking_retention": config.thinking_retention}
+    retention = config.thinking_retention
+    if config.name == DEFAULT and retention == "tool_cycle":
+        cure = "the default renderer follows the tokenizer's chat template: set None, or name a renderer of the model's family"
+        raise ConfigError("renderer.thinking_retention", retention, cure)
+    knobs: dict[str, Any] = {"thinking_retention": None if config.name == DEFAULT else retention}
     if "enable_thinking" in fields:
         knobs["enable_thinking"] = config.enable_thinking
     elif config.enable_thinking:
@@ -50,12 +59,20 @@ def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Render
     except (OSError, ValueError) as error:
         cause = str(error).partition("\n")[0]
         raise ConfigError("tokenizer_path", str(tokenizer_path), f"holds no tokenizer: {cause}") from error
+    if config.name == DEFAULT and not getattr(tokenizer, "chat_template", None):
+        cure = f"the tokenizer in {tokenizer_path} has no chat template: name a renderer of the model's family"
+        raise ConfigError("renderer.name", config.name, cure)
     try:
         return renderers.create_renderer(tokenizer, classes[config.name](**knobs))
     # The package asserts that the tokenizer has the template's special tokens.
     except (AssertionError, ValueError) as error:
         cause = " ".join(str(error).split())
         raise ConfigError("renderer.name", config.name, f"does not fit the tokenizer in {tokenizer_path}: {cause}") from error
+
+
+def attributes_roles(renderer: Renderer) -> bool:
+    """Whether the renderer says whose message each token of a prompt belongs to, and whether it is of the message's body."""
+    return bool(renderer.render([{"role": "user", "content": "x"}], add_generation_prompt=True).is_content)
 
 
 def _config_classes() -> dict[str, Any]:

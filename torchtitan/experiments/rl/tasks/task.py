@@ -22,6 +22,7 @@ from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
+from torchtitan.experiments.rl.envs.renderer import attributes_roles
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
@@ -31,6 +32,9 @@ from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.group_run import GroupRun
 from torchtitan.experiments.rl.tasks.group_score import give_credit, score_rewards
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
+
+MIN_TRAINING_TEMPERATURE = 0.01
+"""vLLM raises lower temperatures to this, but for those under 1e-5, at which it samples greedily."""
 
 
 class Task(UserConfigurable):
@@ -79,8 +83,9 @@ class Task(UserConfigurable):
             self.sampler.validate(field=f"{field}.sampler")
             # A frozen model's samples have no ratio to bias.
             frozen = self.algorithm.frozen_source() is not None
-            if not (sampling.temperature > 0 or frozen):
-                raise ConfigError(f"{field}.sampling.temperature", sampling.temperature, "training needs one above 0")
+            if not (sampling.temperature >= MIN_TRAINING_TEMPERATURE or frozen):
+                cure = f"training needs one above 0, and vLLM samples at none below {MIN_TRAINING_TEMPERATURE}: raise it"
+                raise ConfigError(f"{field}.sampling.temperature", sampling.temperature, cure)
             for name, value, off in (("top_p", sampling.top_p, 1.0), ("top_k", sampling.top_k, -1)):
                 if value != off and not frozen:
                     raise ConfigError(f"{field}.sampling.{name}", value, f"it biases the ratio: train with {off}")
@@ -105,6 +110,13 @@ class Task(UserConfigurable):
     def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
         if type(self).make_env is Task.make_env and type(self).make_envs is Task.make_envs:
             raise TypeError(f"{type(self).__name__} makes no env: define make_env(sample) or make_envs(sample, n)")
+        needs_roles = config.algorithm.needs_roles()
+        if needs_roles is not None and not attributes_roles(renderer):
+            cure = (
+                "has no effect, because the renderer does not say whose message a token belongs to: name a renderer of the "
+                "model's family (renderer.name), or train without it"
+            )
+            raise ConfigError(f"algorithm.{needs_roles}", getattr(config.algorithm, needs_roles, None), cure)
         self.config = config
         self.name = name
         self.renderer = renderer
