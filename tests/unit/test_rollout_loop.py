@@ -12,6 +12,7 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
+from torchtitan.experiments.rl.controller.stall import NothingLeftToLearn
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
@@ -467,3 +468,62 @@ async def test_one_filter_in_both_slots_is_counted_in_each_by_its_slot():
     loop.step_taken(batch)
     counts = loop.ledger.counts()
     assert counts["stub/filtered/post/half"] == 1 and counts["stub/trained"] == 1 and "stub/filtered/pre/half" not in counts
+
+
+# ---- mastered tasks, with the zero-advantage filter in a slot
+
+
+async def train_until(loop, error, steps=1000):
+    loop.fill()
+    with pytest.raises(error) as caught:
+        for _ in range(steps):
+            loop.step_taken(await loop.batch())
+    await loop.close()
+    assert loop.ledger.counts()["stub/open"] == 0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("slot", ["filters", "post_filters"])
+async def test_run_whose_only_task_is_mastered_is_complete(slot):
+    # Advantages are the rewards: groups of the first ten have a signal, at a mean of -0.5; then all tie at 0.
+    task = StubTask(lambda number: [-1.0, 0.0] if number < 10 else [0.0, 0.0])
+    loop = Loop(task, groups_per_step=1, steps=1000, max_drops=5, **{slot: [ZeroAdvantage.Config()]})
+    said = await train_until(loop, NothingLeftToLearn)
+    rewards = "stub at reward 0, after groups with a learning signal at -0.5"
+    assert said == f"nothing left to learn: in the last 5 groups of each task all rewards tie ({rewards})"
+    assert loop.ledger.counts()["stub/trained"] == 20
+
+
+async def test_mastered_task_beside_one_that_learns_ends_nothing():
+    mastered = StubTask(lambda number: [-1.0, 0.0] if number < 4 else [0.0, 0.0])
+    learns = StubTask(lambda number: [0.0, 1.0], name="other", held=True)
+    loop = Loop(mastered, learns, groups_per_step=1, steps=1000, max_drops=5, filters=[ZeroAdvantage.Config()])
+    loop.fill()
+    trained = 0
+    while trained < 6:
+        for _ in range(100):  # the other task's groups take long: meanwhile many ties are dropped
+            await settle()
+        learns.released = set(learns.started)
+        batch = await loop.batch()
+        trained += len(batch.groups)
+        loop.step_taken(batch)
+    await loop.close()
+    assert loop.ledger.counts()["other/trained"] >= 6
+
+
+async def test_mastered_task_beside_one_that_fails_ends_the_run_with_that_cause():
+    mastered = StubTask(lambda number: [-1.0, 0.0] if number < 4 else [0.0, 0.0])
+    fails = StubTask(lambda number: [RolloutStatus.ERROR, RolloutStatus.ERROR], name="other")
+    loop = Loop(mastered, fails, groups_per_step=1, steps=1000, max_drops=10, filters=[ZeroAdvantage.Config()])
+    said = await train_until(loop, RunError)
+    assert "groups in a row gave nothing to train on" in said and "failed/error" in said
+
+
+async def test_few_failures_among_the_ties_of_a_mastered_task_are_no_stall():
+    def outcome(number):
+        if number < 4:
+            return [-1.0, 0.0]
+        return [RolloutStatus.ERROR, RolloutStatus.ERROR] if number % 4 == 0 else [0.0, 0.0]
+
+    loop = Loop(StubTask(outcome), groups_per_step=1, steps=1000, max_drops=8, filters=[ZeroAdvantage.Config()])
+    assert (await train_until(loop, NothingLeftToLearn)).startswith("nothing left to learn")

@@ -10,6 +10,7 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.stall import NothingLeftToLearn
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
 from torchtitan.experiments.rl.controller.validation import ValidationReport
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
@@ -185,3 +186,18 @@ async def test_step_that_fails_ends_the_run_and_the_ledger_still_balances():
         await run.loop.run()
     await run.rollouts.close()
     assert run.rollouts.ledger.counts()["stub/open"] == 0
+
+
+async def test_run_with_nothing_left_to_learn_evaluates_its_final_policy_and_ends_without_an_error():
+    run = build(steps=100)
+    ends = []
+    run.loop._on_early_end = lambda why, reports: ends.append((why, [report.step for report in reports]))
+    running = asyncio.create_task(run.loop.run())
+    while run.loop.steps_done < 2:
+        await settle()
+    run.rollouts.fail(NothingLeftToLearn("nothing left to learn: all rewards tie"))
+    await asyncio.wait_for(running, 5)
+    await run.rollouts.close()
+    ((why, steps),) = ends
+    assert why.startswith("nothing left to learn") and run.loop.steps_done in steps and run.loop.steps_done < 100
+    assert ("evaluate", run.loop.steps_done, "final") in run.parts.events

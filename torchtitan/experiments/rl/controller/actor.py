@@ -190,6 +190,7 @@ class Controller(Actor):
             generated_tokens=lambda: self._actors.policy.generated_tokens,
             on_start=functools.partial(self._start_report, metrics),
             on_step=functools.partial(self._step_report, metrics),
+            on_early_end=functools.partial(self._early_end_report, metrics),
         )
         return self._training
 
@@ -216,6 +217,14 @@ class Controller(Actor):
         if record.validation is not None and record.validation.reward is not None:
             self._validations.append(record.validation.reward)
         self._console.step(record.report())
+
+    def _early_end_report(self, metrics: MetricsLogger, why: str, reports: Sequence[ValidationReport]) -> None:
+        self._stopped_by = why
+        for report in reports:
+            metrics.log(report.step, report.metrics)
+            if report.reward is not None:
+                self._validations.append(report.reward)
+                self._console.note(f"validation after step {report.step}: reward {report.reward:.3f}")
 
     async def _close(self) -> list[RunError]:
         """Close whatever was built, users of a part before the part itself. Returns what went wrong, in order."""

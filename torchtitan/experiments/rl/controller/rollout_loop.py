@@ -18,7 +18,13 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.stall import ConsecutiveDrops, NoSignalFromStart
+from torchtitan.experiments.rl.controller.stall import (
+    ConsecutiveDrops,
+    Mastery,
+    NoSignalFromStart,
+    NothingLeftToLearn,
+    has_signal,
+)
 from torchtitan.experiments.rl.controller.user_parts import FilterSlot, UserParts, check_whole
 from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.errors import RunError
@@ -48,6 +54,8 @@ class _OpenGroup:
     """Rollouts of the group that are in no ledger column yet."""
     group: RolloutGroup | None = None
     """All its rollouts; None until they were scored."""
+    signal: bool = False
+    """Whether the scored group has a learning signal."""
     outcomes: dict[str, str] = field(default_factory=dict)
     """Ledger column of each rollout that has ended."""
 
@@ -107,6 +115,7 @@ class RolloutLoop:
         self._drops = ConsecutiveDrops(max_drops_in_a_row)
         self._emptied = ConsecutiveDrops(max_drops_in_a_row)
         self._no_signal = NoSignalFromStart(max_drops_in_a_row)
+        self._mastery = Mastery(max_drops_in_a_row, list(tasks))
         self._dropped_groups = 0
         self._filter_matches: Counter[str] = Counter()
         self._changed = asyncio.Event()
@@ -164,7 +173,8 @@ class RolloutLoop:
 
         Raises:
             RunStopped: ``stop`` was called.
-            RunError: the library's own code failed, or the run has stalled.
+            NothingLeftToLearn: every task is mastered.
+            RunError: code that is no rollout's failed, or the run has stalled.
         """
         while True:
             if self._failure is not None:
@@ -254,6 +264,9 @@ class RolloutLoop:
             await self._settle(group, entry)
         except asyncio.CancelledError:
             raise
+        except NothingLeftToLearn as end:
+            logger.info("%s", end)
+            self.fail(end)
         except BaseException as error:  # failures of envs, rewards and algorithms end in statuses, and don't come here
             if self._failure is None:
                 logger.exception("group %s", group_id)
@@ -271,7 +284,9 @@ class RolloutLoop:
             for rollout in group.scored:
                 self._end(entry, rollout.rollout_id, "failed/group_too_small", group.failure)
         else:
-            self._no_signal.add(group)
+            entry.signal = has_signal(group)
+            self._no_signal.add(group, signal=entry.signal)
+            self._mastery.scored(group, signal=entry.signal)
             await self._filter(self._pre_batch, group, entry)
             for rollout in entry.kept().rollouts:
                 if self._batcher.oversized(rollout.samples):
@@ -309,7 +324,9 @@ class RolloutLoop:
         self._record(entry)
         self._dropped_groups += 1
         if drops is not None and entry.group is not None:
-            drops.add(entry.outcomes.values(), entry.group)
+            columns = list(entry.outcomes.values())
+            tie = self._mastery.dropped(columns, entry.group, signal=entry.signal)
+            drops.add(columns, entry.group, tie=tie)
 
     def _record(self, entry: _OpenGroup) -> None:
         if self._recorder is not None and entry.group is not None:

@@ -1,11 +1,69 @@
-"""Stall detection: ends a run that generates and learns nothing, with an error that says why."""
+"""Stall detection: ends a run that generates and trains on nothing, with an error that says why, or as complete.
+
+Groups whose rewards all tie have no learning signal. Before the first group with a signal that is a fault of the setup. Later
+it is what success looks like: with a filter that drops such groups, a run on mastered tasks keeps no group at all.
+"""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+
+
+class NothingLeftToLearn(Exception):
+    """Every task of the run is mastered. The run is complete before its last step."""
+
+
+class Mastery:
+    """Detects that every task is mastered.
+
+    A task is mastered when ``limit`` of its groups in a row were dropped by filters because their rewards tie, after groups of
+    it had a signal. Each task is counted on its own: a mastered one among others ends nothing, however many of its groups are
+    dropped while another's are still running.
+    """
+
+    def __init__(self, limit: int, tasks: Collection[str]):
+        self._limit = limit
+        self._ties: dict[str, list[float]] = {name: [] for name in tasks}
+        """Mean rewards of the ties of each task since its last group with a signal."""
+        self._signals: dict[str, tuple[int, float]] = {}
+        """Groups with a signal, and the sum of their mean rewards."""
+
+    def scored(self, group: RolloutGroup, *, signal: bool) -> None:
+        """A group was scored."""
+        if signal:
+            count, total = self._signals.get(group.task_name, (0, 0.0))
+            self._signals[group.task_name] = (count + 1, total + _mean(group.rewards))
+            self._ties[group.task_name] = []
+
+    def dropped(self, columns: Iterable[str], group: RolloutGroup, *, signal: bool) -> bool:
+        """A group was dropped; its rollouts ended in these ``columns`` of the ledger.
+
+        Returns:
+            Whether it was a tie of a task that had a signal before.
+
+        Raises:
+            NothingLeftToLearn: every task is mastered.
+        """
+        ends = [column for column in columns if not column.startswith("failed/")]
+        tie = bool(ends) and not signal and all(column.startswith("filtered/") for column in ends)
+        if not tie or group.task_name not in self._signals:
+            return False
+        self._ties[group.task_name].append(_mean(group.rewards))
+        if all(len(ties) >= self._limit for ties in self._ties.values()):
+            self._end()
+        return True
+
+    def _end(self) -> None:
+        words = []
+        for name, ties in self._ties.items():
+            count, total = self._signals[name]
+            words.append(f"{name} at reward {_mean(ties):.4g}, after groups with a learning signal at {total / count:.4g}")
+        raise NothingLeftToLearn(
+            f"nothing left to learn: in the last {self._limit} groups of each task all rewards tie ({'; '.join(words)})"
+        )
 
 
 class ConsecutiveDrops:
@@ -18,19 +76,26 @@ class ConsecutiveDrops:
     def clear(self) -> None:
         """A group was kept."""
         self._groups = 0
+        self._ties = 0
         self._columns: Counter[str] = Counter()
         self._rewards: Counter[float] = Counter()
 
-    def add(self, columns: Iterable[str], group: RolloutGroup) -> None:
+    def add(self, columns: Iterable[str], group: RolloutGroup, *, tie: bool = False) -> None:
         """A group was dropped; its rollouts ended in these ``columns`` of the ledger.
 
+        Args:
+            tie: it was dropped because its rewards tie, in a task that had a signal before.
+
         Raises:
-            RunError: ``limit`` groups in a row were dropped.
+            RunError: ``limit`` groups in a row were dropped, at least half of them for other causes than ties, or ``limit`` of
+                them for other causes.
         """
         self._groups += 1
+        self._ties += tie
         self._columns.update(columns)
         self._rewards.update(group.rewards)
-        if self._groups >= self._limit:
+        others = self._groups - self._ties
+        if self._groups >= self._limit and others >= min(self._limit, self._groups / 2):
             causes = ", ".join(f"{n} {column}" for column, n in self._columns.most_common())
             rewards = f"; rewards {_shares(self._rewards)}" if self._rewards else ""
             raise RunError(
@@ -48,10 +113,9 @@ class NoSignalFromStart:
     def __init__(self, limit: int):
         self._limit = limit
         self._signal_seen = False
-        self._matcher = ZeroAdvantage.Config().build()
         self._mean_rewards: Counter[float] = Counter()
 
-    def add(self, group: RolloutGroup) -> None:
+    def add(self, group: RolloutGroup, *, signal: bool) -> None:
         """A group was scored.
 
         Raises:
@@ -59,16 +123,28 @@ class NoSignalFromStart:
         """
         if self._signal_seen or not group.scored:
             return
-        if not all(self._matcher.matches(group)):
+        if signal:
             self._signal_seen = True
             return
-        self._mean_rewards[sum(group.rewards) / len(group.rewards)] += 1
+        self._mean_rewards[_mean(group.rewards)] += 1
         if self._mean_rewards.total() >= self._limit:
             raise RunError(
                 f"none of the first {self._mean_rewards.total()} groups teaches anything: all rollouts of a group got the same "
                 f"reward ({_shares(self._mean_rewards)}), so every advantage is 0; look at the rubric, and whether the "
                 "examples are too hard or too easy for this model (max_drops_in_a_row says how many groups are waited for)"
             )
+
+
+_NO_SIGNAL = ZeroAdvantage.Config().build()
+
+
+def has_signal(group: RolloutGroup) -> bool:
+    """Whether training on the group changes anything: some advantage is not 0, or some token feeds ce or ref_kl."""
+    return bool(group.scored) and not all(_NO_SIGNAL.matches(group))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _shares(values: Counter[float]) -> str:

@@ -6,12 +6,13 @@ before. Rollouts, scoring, weight updates and evaluations run at the same time.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
+from torchtitan.experiments.rl.controller.stall import NothingLeftToLearn
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
@@ -50,6 +51,7 @@ class TrainingLoop:
         generated_tokens: Callable[[], int],
         on_start: Callable[[ValidationReport], None] = lambda report: None,
         on_step: Callable[[StepRecord], None] = lambda record: None,
+        on_early_end: Callable[[str, Sequence[ValidationReport]], None] = lambda why, reports: None,
     ):
         """
         Args:
@@ -59,12 +61,14 @@ class TrainingLoop:
             generated_tokens: returns the number of tokens sampled since the run began.
             on_start: called once, with the validation result of step 0 (reward None if there is no validation).
             on_step: called with every finished step.
+            on_early_end: called when there is nothing left to learn before the last step, with that in words and the
+                evaluations that no step has reported.
         """
         self.steps_done = 0
         self._steps, self._data_parallel_size, self._synchronous = steps, data_parallel_size, synchronous
         self._rollouts, self._batcher, self._trainer, self._weights = rollouts, batcher, trainer, weights
         self._validator, self._runner, self._generated_tokens = validator, runner, generated_tokens
-        self._on_start, self._on_step = on_start, on_step
+        self._on_start, self._on_step, self._on_early_end = on_start, on_step, on_early_end
         self._watch, self._lag = Stopwatch(), LoopLag()
         self._sync: asyncio.Task[SyncReport] | None = None
         self._last_sync: SyncReport | None = None
@@ -83,6 +87,10 @@ class TrainingLoop:
                 await self._step(self.steps_done + 1)
         except RunStopped:
             pass
+        except NothingLeftToLearn as end:
+            if self.steps_done:
+                await self._evaluate_final(self.steps_done)
+            self._on_early_end(str(end), self._validator.take())
         finally:
             self._lag.stop()
             unfreeze_objects()
