@@ -7,6 +7,7 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.user_code.calls import BLOCKING
 
 
 class GroupRunner(Protocol):
@@ -23,6 +24,9 @@ class GroupRunner(Protocol):
 
     def lap_lag_s(self) -> float:
         """Longest event-loop lag in seconds of other processes since the last call; 0 where there are none."""
+
+    def lap_blocking_calls(self) -> int:
+        """Calls of user code that held up an event loop beyond their limit, since the last call."""
 
 
 class LocalRunner:
@@ -57,6 +61,10 @@ class LocalRunner:
         """See GroupRunner."""
         return 0.0
 
+    def lap_blocking_calls(self) -> int:
+        """See GroupRunner."""
+        return BLOCKING.lap()
+
 
 @dataclass(kw_only=True, slots=True)
 class Measurement:
@@ -84,6 +92,8 @@ class GroupResult:
     group: RolloutGroup
     event_loop_lag_s: float
     """Longest lag of the worker's event loop since its last result."""
+    blocking_calls: int = 0
+    """Calls of user code that held it up beyond their limit since then."""
 
 
 class WorkerRunner:
@@ -94,6 +104,7 @@ class WorkerRunner:
         self._open = [0] * workers
         self._policy = policy
         self._lag_s = 0.0
+        self._blocking_calls = 0
 
     async def run(self, task: Task, sample: DataSample, *, group_id: str) -> RolloutGroup:
         """See GroupRunner."""
@@ -110,6 +121,11 @@ class WorkerRunner:
         """See GroupRunner."""
         lag_s, self._lag_s = self._lag_s, 0.0
         return lag_s
+
+    def lap_blocking_calls(self) -> int:
+        """See GroupRunner."""
+        calls, self._blocking_calls = self._blocking_calls, 0
+        return calls
 
     async def _send(
         self, task: Task, sample: DataSample, group_id: str, *, rollouts: int, measurement: Measurement | None
@@ -128,5 +144,6 @@ class WorkerRunner:
         finally:
             self._open[index] -= rollouts
         self._lag_s = max(self._lag_s, result.event_loop_lag_s)
+        self._blocking_calls += result.blocking_calls
         self._policy.generated_tokens += sum(rollout.completion_tokens for rollout in result.group.rollouts)
         return result.group

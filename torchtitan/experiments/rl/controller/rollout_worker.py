@@ -20,6 +20,7 @@ from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
 from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, unfreeze_objects
 from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.user_code.calls import BLOCKING
 from torchtitan.experiments.rl.user_code.gate import Gate
 
 CANCEL_GROUPS_S = 8.0
@@ -108,4 +109,4 @@ class RolloutWorker(Actor):
                 sampling=measurement.sampling,
                 group_size=measurement.group_size,
             )
-        return GroupResult(group=group, event_loop_lag_s=self._lag.lap())
+        return GroupResult(group=group, event_loop_lag_s=self._lag.lap(), blocking_calls=BLOCKING.lap())

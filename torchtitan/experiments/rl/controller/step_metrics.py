@@ -35,6 +35,7 @@ class StepRecord:
         last_sync: SyncReport | None,
         generated_tokens: int,
         event_loop_lag_s: float,
+        blocking_calls: int,
         ledger: dict[str, int],
     ) -> None:
         """
@@ -45,6 +46,7 @@ class StepRecord:
             last_sync: of the newest version every generator holds.
             generated_tokens: sampled since the run began, training and validation.
             event_loop_lag_s: longest time since the last step that an event loop with rollouts was held up.
+            blocking_calls: calls of user code since the last step that held up an event loop beyond their limit.
             ledger: rollouts so far by task and column.
         """
         self._taken, self._spans = taken, spans
@@ -72,6 +74,7 @@ class StepRecord:
             "perf/trained_tokens_per_s": packed.tokens / self._seconds,
             "perf/generated_tokens_per_s": (generated_tokens - self._generated_tokens) / self._seconds,
             "perf/event_loop_lag_max_s": event_loop_lag_s,
+            "perf/blocking_calls": blocking_calls,
             **{f"ledger/{column}": count for column, count in ledger.items()},
         }
         for report in validations:

@@ -134,6 +134,7 @@ class TrainingLoop:
             last_sync=self._last_sync,
             generated_tokens=self._generated_tokens(),
             event_loop_lag_s=max(self._lag.lap(), self._runner.lap_lag_s()),
+            blocking_calls=self._runner.lap_blocking_calls(),
             ledger=self._rollouts.ledger.counts(),
         )
         self._on_step(record)

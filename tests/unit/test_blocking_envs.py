@@ -1,0 +1,67 @@
+"""Envs that block the event loop: the rollout ends as TIMEOUT by the env's name, and the call is counted."""
+
+import time
+
+import pytest
+
+from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
+from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.controller.group_runner import LocalRunner
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
+from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.user_code.calls import BLOCKING
+
+
+class BlockingEnv(TalkingEnv):
+    """Blocks for ``seconds`` in its ``where`` method, and then answers as if nothing had been."""
+
+    def __init__(self, where, seconds):
+        super().__init__()
+        self.where, self.seconds = where, seconds
+
+    async def reset(self):
+        if self.where == "reset":
+            time.sleep(self.seconds)
+        return await super().reset()
+
+    async def step_message(self, message):
+        if self.where == "step_message":
+            time.sleep(self.seconds)
+        return await super().step_message(message)
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return DataSample(sample_id="0", env_input=None)
+
+
+class BlockingTask(Task):
+    async def make_envs(self, sample, n):
+        self.made = [BlockingEnv(self.where, 0.3 if index == 0 else 0.0) for index in range(n)]
+        return self.made
+
+
+@pytest.mark.parametrize("where", ["reset", "step_message"])
+async def test_rollout_whose_env_blocks_beyond_its_limit_is_a_timeout_by_name_and_counted(renderer, tokenizer, where):
+    task = BlockingTask.Config(
+        algorithm=GRPO.Config(),
+        dataset=Rows.Config(),
+        env=RendererEnvConfig(step_timeout_s=0.2),
+        group_size=2,
+        max_retries=0,
+    ).build(name="blocks", renderer=renderer)
+    task.where = where
+    runner = LocalRunner(ScriptedPolicy(tokenizer), seed=0)
+    BLOCKING.lap()
+    group = await task.run_group(DataSample(sample_id="0", env_input=None), ScriptedPolicy(tokenizer), group_id="g-0", seed=0)
+    blocked, other = group.rollouts
+    assert blocked.status is RolloutStatus.TIMEOUT
+    assert blocked.error.startswith(f"BlockingEnv.{where}: no answer within 0.2 s: it blocked the event loop for 0.3")
+    assert other.status is RolloutStatus.COMPLETED
+    assert runner.lap_blocking_calls() == 1 and runner.lap_blocking_calls() == 0
+    assert [env.closed for env in task.made] == [1, 1]
