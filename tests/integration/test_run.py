@@ -367,6 +367,95 @@ def test_runs_that_can_not_learn_end_with_an_error_that_says_why(start, tmp_path
         run.assert_nothing_left()
 
 
+HOSTILE = """
+import dataclasses
+import sys
+
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.data.sampler import ShuffledCursor
+from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
+from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsTask
+
+
+class SetUpBadly(SumDigitsTask):
+    async def setup(self, policy):
+        raise ValueError("no pool")
+
+    async def close(self):
+        print("closed", flush=True)
+        self.pool.close()
+
+
+class Exits(ShuffledCursor):
+    "Not at once: the check of the config asks for one example."
+    handed_out = 0
+
+    def next(self):
+        self.handed_out += 1
+        return super().next() if self.handed_out < 20 else sys.exit(3)
+
+
+SCORED = []
+
+
+async def mastered_after_512(rollout, env_input):
+    SCORED.append(rollout)
+    return 1.0 if len(SCORED) > 512 else float(rollout.index_in_group % 2)
+
+
+def with_task(cls):
+    config = rl_grpo_qwen3_debug()
+    old = config.tasks["sum_digits"]
+    config.tasks["sum_digits"] = cls.Config(**{field.name: getattr(old, field.name) for field in dataclasses.fields(old)})
+    return config
+
+
+def set_up_badly():
+    "A task whose setup raises."
+    return with_task(SetUpBadly)
+
+
+def exits():
+    "A sampler that exits."
+    config = rl_grpo_qwen3_debug()
+    config.tasks["sum_digits"].sampler = Exits.Config()
+    return config
+
+
+def mastered():
+    "A policy that has soon mastered its task, and a filter that drops what teaches nothing."
+    config = rl_grpo_qwen3_debug()
+    config.tasks["sum_digits"].rubric = Rubric.Config(reward_fns=[RewardFn(mastered_after_512)])
+    config.pre_batch_filters = [ZeroAdvantage.Config()]
+    return config
+"""
+
+
+def test_user_code_that_fails_outside_rollouts_ends_the_run_with_its_name_and_a_summary(start, tmp_path, monkeypatch):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    runs = {name: start("--module", "hostile", *ENDLESS, config=name) for name in ("set_up_badly", "exits")}
+    wanted = {
+        "set_up_badly": "error: task 'sum_digits': SetUpBadly.setup: ValueError: no pool",
+        "exits": "error: task 'sum_digits': sampler Exits.next: SystemExit: 3",
+    }
+    for name, run in runs.items():
+        assert run.wait() == 1
+        assert run.err.splitlines()[-1].startswith(wanted[name])
+        assert "stopped by an error (RunError)" in run.out and "closed" not in run.out and "Traceback" not in run.err
+        run.assert_nothing_left()
+
+
+def test_run_whose_task_is_mastered_ends_as_complete(start, tmp_path, monkeypatch):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    run = start("--module", "hostile", *ENDLESS, "--max-drops-in-a-row", "40", config="mastered").ended_well()
+    assert "stopped by nothing left to learn: in the last 40 groups of each task all rewards tie" in run.out
+    assert (run.folder / "checkpoint").is_dir()
+    run.assert_nothing_left()
+
+
 # ---- runs that never begin
 
 
