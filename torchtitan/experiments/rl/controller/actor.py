@@ -103,7 +103,7 @@ class Controller(Actor):
             self._training.stop()
 
     def __supervise__(self, failure: Any) -> bool:
-        """Monarch calls this for each actor of a process that died. The controller lives on, and ends the run in order."""
+        """Monarch calls this for each actor of a process that died. True: the controller runs on, and ends the run itself."""
         self._deaths.append(process_death(failure))
         if len(self._deaths) == 1:
             self._loop.call_soon_threadsafe(self._loop.call_later, DEATH_REPORTS_S, self._on_process_death)
@@ -118,11 +118,13 @@ class Controller(Actor):
         if death is None:
             return RunError(str(error)) if isinstance(error, UserCodeError) else error
         if not self._actors.owns(death.actor):
-            await asyncio.sleep(DEATH_REPORTS_S)  # a call to one of Monarch's own actors: who died is reported soon
+            await asyncio.sleep(
+                DEATH_REPORTS_S
+            )  # the call was to one of Monarch's own actors: the dead process is reported soon
         return self._death_error([death, *self._deaths])
 
     def _death_error(self, deaths: Sequence[ProcessDeath]) -> RunError:
-        # Monarch reports its own actors in a process beside ours, in any order. Only ours say which process it was.
+        # Monarch also reports its own actors in that process, in any order. Only the run's actors identify the process.
         ours = [death for death in deaths if self._actors.owns(death.actor)]
         return RunError(f"a process of the run died: {(ours or deaths)[0]}")
 

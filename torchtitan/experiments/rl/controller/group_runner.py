@@ -82,9 +82,9 @@ class GroupRequest:
     data_sample: DataSample
     group_id: str
     policy_version: int
-    """What the generators hold now."""
+    """Policy version that the generators hold now."""
     measurement: Measurement | None = None
-    """None: a training group, sampled as the task says."""
+    """None: a training group, sampled with the task's own config."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -63,7 +63,7 @@ class Ledger:
         return self._dispatched[task] - sum(self._ended.get(task, Counter()).values())
 
     def check(self, seen: Collection[str]) -> None:
-        """Compare what is open here with the rollouts the caller sees open, and both with the counts.
+        """Compare the open records with the rollouts that the caller has open, and both with the counts.
 
         Raises:
             RunError: a rollout was lost or counted twice.

@@ -8,7 +8,7 @@ A group is admitted at version ``g``, which the generators then hold. Its deadli
 2. A step takes finished groups, earliest deadline first, and only if the groups that are left can still meet their deadlines at
    ``groups_per_step`` a step. Otherwise the trainer waits, for a group that is due now or for one of several that are due soon.
 3. A group sampled from a frozen model has no deadline, and the trainer never waits for it. Once finished it is ordered as if it
-   had a deadline, so that it does not hold its slot for good, unless that would make another group late.
+   had a deadline, so that it does not keep its slot for the rest of the run, unless that would make another group late.
 
 Rule 1 bounds the open groups by what the steps up to the deadline can take; rule 2 keeps that true. The pacer only does
 bookkeeping: it has no clock.

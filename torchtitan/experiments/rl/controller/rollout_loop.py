@@ -1,6 +1,6 @@
 """Starts a group in every free slot, and gives finished groups to the trainer by deadline.
 
-Consumes data samples and the policy; produces scored `RolloutGroup`s; waits for nothing but a free slot. The pacer decides
+Consumes examples and the policy; produces scored `RolloutGroup`s; waits for nothing but a free slot. The pacer decides
 which groups may start and which a step takes; the ledger records where every rollout ended.
 
 A group is dispatched, run and scored (`GroupRunner`), filtered, taken by an optimizer step, filtered again, and trained.
@@ -44,7 +44,7 @@ CANCEL_GROUPS_S = 60.0
 
 
 class RunStopped(Exception):
-    """The run was asked to stop while the trainer waited for groups."""
+    """``stop`` was called while the trainer waited for groups."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Stall detection: ends a run that generates and trains on nothing, with an error that says why, or as complete.
+"""Stall detection: ends a run that generates and trains on nothing, with an error that names the causes, or as complete.
 
 Groups whose rewards all tie have no learning signal. Before the first group with a signal that is a fault of the setup. Later
 it is what success looks like: with a filter that drops such groups, a run on mastered tasks keeps no group at all.
@@ -131,7 +131,7 @@ class NoSignalFromStart:
             raise RunError(
                 f"none of the first {self._mean_rewards.total()} groups teaches anything: all rollouts of a group got the same "
                 f"reward ({_shares(self._mean_rewards)}), so every advantage is 0; look at the rubric, and whether the "
-                "examples are too hard or too easy for this model (max_drops_in_a_row says how many groups are waited for)"
+                "examples are too hard or too easy for this model (max_drops_in_a_row sets how many groups are waited for)"
             )
 
 

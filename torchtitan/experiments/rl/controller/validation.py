@@ -1,8 +1,8 @@
-"""How good the policy is: the same held-out examples of each task, on the task's own schedule, beside training.
+"""Evaluates the policy on the same held-out examples of each task, on the task's own schedule, beside training.
 
-An evaluation of step s starts when the generators hold version s. Training goes on, so a long evaluation sees later versions
-too: ``validation/<task>/version_max`` says which. Only the first (of version 0) and the last (of the final policy) have the
-generators' version to themselves.
+An evaluation of step s starts when the generators hold version s. Training goes on, so a long evaluation also samples from
+later versions: ``validation/<task>/version_max`` is the latest. Only the first evaluation (of version 0) and the last (of the
+final policy) sample from one version alone.
 """
 
 import asyncio

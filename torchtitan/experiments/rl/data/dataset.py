@@ -1,4 +1,4 @@
-"""Datasets: what a task has examples of."""
+"""Datasets: the examples of a task."""
 
 import abc
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torchtitan.experiments.rl.user_code.calls import UserCodeError, cause_of
 
 
 class Examples(Protocol):
-    """What a sampler needs of a dataset; a list of data samples has it too."""
+    """What a sampler needs of a dataset; a list of DataSample has it too."""
 
     def __len__(self) -> int: ...
 

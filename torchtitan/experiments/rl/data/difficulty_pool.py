@@ -1,7 +1,7 @@
-"""Examples by how hard they are for the policy, so that rollouts go where they teach something.
+"""Draws examples by how hard they are for the policy, so that more groups have a learning signal.
 
 A group whose rollouts all get the same reward has advantage 0 everywhere: an example the policy always or never solves costs
-generation and teaches nothing. Difficulty is the mean reward of the example's last group.
+generation and changes nothing. Difficulty is the mean reward of the example's last group.
 """
 
 from collections import OrderedDict
@@ -24,12 +24,12 @@ class DifficultyPool(SampleStrategy):
 
     1. Every example starts unseen, in an order drawn from the seed. A group of it that is observed puts it into easy, normal or
        hard by the group's mean reward; a group in which nothing was scored puts it back where it was.
-    2. Pools take turns by smooth weighted round robin, as tasks do (data/task_mix.py): shares hold over short stretches too. A
+    2. Pools alternate by smooth weighted round robin, as tasks do (data/task_mix.py): shares hold over short stretches too. A
        pool with nothing to give neither gains nor loses by it.
     3. Within a pool, the example that has waited longest comes first. A drawn example is out until its group is observed,
        so two groups of one example are open at once only where there is nothing else to draw.
-    4. An example not observed for as many draws as there are examples is taken for lost, its group stopped with the process
-       that ran it, and goes back to its pool.
+    4. An example not observed for as many draws as there are examples counts as lost: its group ended with the process
+       that ran it. It goes back to its pool.
 
     ``next`` and ``observe`` take constant time, amortised; memory is per example seen. Groups of examples it never handed out
     are ignored.
@@ -46,9 +46,9 @@ class DifficultyPool(SampleStrategy):
         other has."""
         normal_weight: NonNegativeFloat = 0.6
         hard_weight: NonNegativeFloat = 0.05
-        """Above 0 so that what comes within reach is noticed."""
+        """Above 0 so that examples the policy has begun to solve are noticed."""
         easy_weight: NonNegativeFloat = 0.05
-        """Above 0 so that what is forgotten comes back."""
+        """Above 0 so that examples the policy no longer solves are noticed."""
 
         def weights(self) -> dict[str, float]:
             return {pool: getattr(self, f"{pool}_weight") for pool in POOLS}
@@ -80,7 +80,7 @@ class DifficultyPool(SampleStrategy):
 
     def next(self) -> DataSample:
         self._take_back_lost()
-        pool = self._turn()
+        pool = self._next_pool()
         if pool == "unseen" and self._cursor < self._count:
             index = int(self._first_order[self._cursor])
             self._cursor += 1
@@ -141,8 +141,8 @@ class DifficultyPool(SampleStrategy):
             del self._out[sample_id]
             self._pools[pool][sample_id] = index
 
-    def _turn(self) -> str:
-        """The pool whose turn it is."""
+    def _next_pool(self) -> str:
+        """The pool to draw from now."""
         stocked = [pool for pool, size in self.pool_sizes().items() if size]
         weighted = [pool for pool in stocked if self._weights[pool]]
         if not weighted:

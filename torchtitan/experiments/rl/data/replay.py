@@ -1,4 +1,4 @@
-"""Examples whose groups taught something, again."""
+"""Hands out examples again whose groups had a learning signal."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -30,7 +30,7 @@ class Replay(SampleStrategy):
     What is replayed is the example alone. Its rollouts are sampled anew by the current policy, so nothing is trained twice and
     the bound on how far off-policy tokens are holds as for any other group. A stored group is taken out when its example is
     handed out; it comes back with the new group, if that is informative too. So an example leaves once the policy has mastered
-    it, and what is stored follows the edge of what the policy can do.
+    it, and the store follows what the policy solves sometimes.
     """
 
     @dataclass(kw_only=True, slots=True)

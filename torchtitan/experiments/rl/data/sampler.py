@@ -47,7 +47,7 @@ class SampleStrategy(UserConfigurable, abc.ABC):
         return read_example(self.dataset, index)
 
     def observe(self, group: RolloutGroup) -> None:
-        """See how an example went; strategies that pick by difficulty learn from it."""
+        """Take note of a scored group; strategies that pick by difficulty use its rewards."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on with the example that would have been next: plain JSON values."""

@@ -32,7 +32,7 @@ class TaskMix(UserConfigurable, abc.ABC):
         """Name of the next task."""
 
     def observe(self, group: RolloutGroup) -> None:
-        """A scored group of any task: feedback for mixes that follow how tasks go."""
+        """Take note of a scored group of any task, for mixes that depend on rewards."""
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on where this one is: plain JSON values."""
@@ -43,8 +43,8 @@ class TaskMix(UserConfigurable, abc.ABC):
 
 
 class WeightedRoundRobin(TaskMix):
-    """Smooth weighted round robin, nginx's upstream rule: each turn every task gains its weight in credit, and the one with the
-    most (the first named, of equals) is picked and pays the sum of the weights.
+    """Smooth weighted round robin, nginx's upstream rule: at each pick every task gains its weight in credit. The task with
+    the most (the first named, of equals) is picked and pays the sum of the weights.
 
     After any number of picks a task has had its share to within one pick per other task, so no stretch of a run belongs to one
     task, as with random draws it might.

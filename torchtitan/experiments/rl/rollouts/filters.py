@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.user_code.calls import cause_of
 
 
 class Filter(UserConfigurable, abc.ABC):
-    """Says which rollouts of a group match; whether a match drops them is the config's mode."""
+    """Decides which rollouts of a group match; the config's mode decides whether a match drops them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -44,7 +44,7 @@ class Filter(UserConfigurable, abc.ABC):
 
     @property
     def name(self) -> str:
-        """The class's name in snake case: what metrics and the ledger call it."""
+        """The class's name in snake case, as metrics and ledger columns have it."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
 
     @abc.abstractmethod
@@ -53,7 +53,7 @@ class Filter(UserConfigurable, abc.ABC):
 
 
 class ZeroAdvantage(Filter):
-    """Matches the whole group when it teaches nothing: every advantage is 0 and no token feeds ce or ref_kl."""
+    """Matches the whole group when it has no learning signal: every advantage is 0 and no token feeds ce or ref_kl."""
 
     def matches(self, group: RolloutGroup) -> list[bool]:
         samples = [sample for rollout in group.scored for sample in rollout.samples]
@@ -67,7 +67,7 @@ class ZeroAdvantage(Filter):
 
 
 class Truncated(Filter):
-    """Matches rollouts that a limit ended: a completion's length, the prompt's room, or the turns."""
+    """Matches rollouts that a limit ended: a completion's length, a prompt's length, or the number of turns."""
 
     def matches(self, group: RolloutGroup) -> list[bool]:
         return [rollout.status.is_truncated() for rollout in group.scored]

@@ -1,4 +1,4 @@
-"""Filters that look at the sampled tokens: text gone to noise, text gone round in circles.
+"""Filters on the sampled tokens: noise, and repetition.
 
 Both read ids and log-probabilities as they were sampled, turn by turn; a run of tokens ends with its turn. A rollout that
 sampled nothing matches neither.
@@ -22,8 +22,8 @@ class Gibberish(Filter):
 
     The rule is that of the Code World Model report (arXiv 2510.02387, section 5.2): a token is gibberish if its id is high, for
     byte-pair vocabularies list tokens in the order they were merged, commonest first, and if its log-probability is lower than
-    that of a blind draw from the vocabulary by a margin, log p < -log(vocab_size) - margin. Names and foreign words are rare
-    but expected where they stand, slips of sampling are unexpected but common tokens: it takes both.
+    that of a uniform draw from the vocabulary by a margin, log p < -log(vocab_size) - margin. Names and foreign words are rare
+    but likely in their context, and sampling errors are unlikely but common tokens: the rule takes both conditions.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -31,9 +31,9 @@ class Gibberish(Filter):
         vocab_size: Annotated[int, Ge(2)] = 151_936
         """Ids of the policy's vocabulary; Qwen3's has so many."""
         rare_from: NonNegativeInt = 100_000
-        """Id from which a token is rare. Special tokens have the highest ids, but are likely wherever they belong."""
+        """Id from which a token is rare. Special tokens have the highest ids, but are likely in their places."""
         margin: NonNegativeFloat = 2.0
-        """How far below a blind draw's log-probability, in nats."""
+        """How far below the log-probability of a uniform draw, in nats."""
         tokens: PositiveInt = 1
         """Such tokens from which a rollout matches."""
 
@@ -59,13 +59,13 @@ class Gibberish(Filter):
 
 
 class Repetition(Filter):
-    """Matches rollouts caught in a loop.
+    """Matches rollouts that repeat themselves.
 
     1. A run of ``window`` tokens, each sampled with a probability above ``probability``: the rule by which MiniMax-M1
-       (arXiv 2506.13585, section 3.2) stopped generation. In a loop the model is ever surer of what comes next, whatever
-       it repeats, and text that is not one is never that sure for so long.
+       (arXiv 2506.13585, section 3.2) stopped generation. In a loop the probability of the next token grows with
+       each repetition, and other text does not have such probabilities for as long.
     2. Where ``distinct_ngrams`` is set: fewer than that share of the rollout's n-grams are distinct. It finds loops with an
-       unsure token in them, and calls over several turns that are the same over and over; but also text that was asked for.
+       unlikely token in them and identical calls over several turns, but also repetition that the prompt demands.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -74,20 +74,20 @@ class Repetition(Filter):
         """Tokens in a row."""
         probability: Annotated[float, Gt(0), Lt(1)] = 0.99
         distinct_ngrams: Share = 0.0
-        """Least share of distinct n-grams among all; text that goes ten times round has 0.1. 0: not looked at."""
+        """Least share of distinct n-grams among all; a text repeated ten times has 0.1. 0: no check."""
         ngram: PositiveInt = 16
         """Tokens of an n-gram. Long enough that phrases and table rows don't count."""
         min_ngrams: Annotated[int, Ge(2)] = 512
-        """Rollouts with fewer n-grams are too short to tell."""
+        """Rollouts with fewer n-grams are too short to be judged."""
 
     config: Config
 
     def matches(self, group: RolloutGroup) -> list[bool]:
-        return [self._too_sure(rollout) or self._too_few_distinct(rollout) for rollout in group.scored]
+        return [self._long_likely_run(rollout) or self._too_few_distinct(rollout) for rollout in group.scored]
 
-    def _too_sure(self, rollout: Rollout) -> bool:
-        sure = math.log(self.config.probability)
-        return any(longest_run(turn.completion.logprobs > sure) >= self.config.window for turn in rollout.turns)
+    def _long_likely_run(self, rollout: Rollout) -> bool:
+        likely = math.log(self.config.probability)
+        return any(longest_run(turn.completion.logprobs > likely) >= self.config.window for turn in rollout.turns)
 
     def _too_few_distinct(self, rollout: Rollout) -> bool:
         if not self.config.distinct_ngrams:

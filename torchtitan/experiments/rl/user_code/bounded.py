@@ -74,7 +74,7 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
 
     Raises:
         UserCodeTimeout: it took longer, or blocked the event loop beyond its limit.
-        UserCodeError: it raised anything, SystemExit and a CancelledError of its own included.
+        UserCodeError: it raised anything, SystemExit and CancelledError included.
         asyncio.CancelledError: the caller was cancelled.
     """
     watch = _Watch(timeout_s)

@@ -1,8 +1,8 @@
 """Calls reward functions in child processes that can be killed: for code that may hang or crash (math-verify, generated code).
 
-A child serves one call after another, because starting one takes seconds (it imports what the function needs). A call that is
-late or brings its process down costs that process, and the next call starts another. The child calls the function in its main
-thread, so ``signal.alarm``, which fails in the worker threads that Monarch endpoints run on, works there.
+A child serves one call after another, because starting one takes seconds (it imports what the function needs). A child whose
+call is late or crashes is lost, and the next call starts another. The child calls the function in its main thread, so
+``signal.alarm``, which fails in the worker threads that Monarch endpoints run on, works there.
 
 Parent and child exchange length-prefixed pickles over the child's stdin and stdout: "ready", then per call a request, "running"
 (the function and its arguments are loaded and the clock starts) and the answer.
@@ -30,7 +30,7 @@ from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTim
 START_S = 120.0
 """Limit for starting a child and for importing what a function needs; neither counts against the function's own time."""
 ORPHAN_S = 10.0
-"""A child whose parent died in mid-call ends itself this long after the call's limit."""
+"""A child whose parent died during a call ends itself this long after the call's limit."""
 HEADER = struct.Struct("!Q")
 
 
@@ -72,7 +72,7 @@ class IsolatedCalls:
 class _Worker:
     def __init__(self):
         self.alive = True
-        # Its own session, so that killing it takes along what the function started.
+        # A session of its own, so that killing it also kills what the function started.
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,

@@ -13,7 +13,7 @@ from torchtitan.experiments.rl.user_code.bounded import UserCodeTimeout, call_bo
 class Threads:
     """Daemon threads that run sync user code, at most ``size`` at a time; started when first needed.
 
-    Not an executor: there a function that never returns keeps its place for good, and the process alive at its end. Not a
+    Not an executor: there a function that never returns keeps its place, and keeps the process from ending. Not a
     thread per call either: under a busy event loop that took 6 ms per call, against 0.1 ms here.
     """
 
