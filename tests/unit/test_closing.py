@@ -17,6 +17,7 @@ from torchtitan.experiments.rl.controller.task_set import TaskSet
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.gate import Gate
 
@@ -152,7 +153,11 @@ async def test_part_that_fails_or_hangs_keeps_no_other_from_closing():
     await closing.close("three", lambda: part("three", "exits"))
     await closing.close("four", lambda: part("four"))
     assert closed == ["one", "two", "three", "four"]
-    wanted = ["closing one: ValueError: no luck", "closing two: no answer within 0.1 s", "closing three: SystemExit: 3"]
+    wanted = [
+        "closing one: ValueError: no luck",
+        "closing two: no answer within 0.1 s; it waits in misbehave",
+        "closing three: SystemExit: 3",
+    ]
     assert [str(fault).partition(" (")[0] for fault in closing.faults] == wanted
 
 
@@ -165,3 +170,17 @@ async def test_rollout_loop_with_an_unbalanced_ledger_closes_all_and_says_so_onc
         await loop.close()
     assert loop.ledger._file is None and not loop._running
     assert loop.ledger.counts()["stub/untrained"] == 8
+
+
+class HangingRubric(Rubric):
+    async def setup(self, policy):
+        await asyncio.sleep(30)
+
+
+async def test_setup_that_hangs_names_the_part_that_hangs(renderer):
+    tasks = task_set(a=NotedTask.Config(rubric=HangingRubric.Config()))
+    await tasks.build(renderer)
+    with pytest.raises(RunError) as caught:
+        await tasks.setup(None)
+    wanted = "task 'a': NotedTask.setup: no answer within 0.2 s; it waits in HangingRubric.setup (test_closing.py:"
+    assert str(caught.value).startswith(wanted)

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, TypeVar, cast
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,9 @@ class UserCodeError(Exception):
 
 class UserCodeTimeout(UserCodeError):
     """User code took longer than its limit."""
+
+    where: str = ""
+    """The innermost function of the user that had not returned, with its file and line; empty where that is not known."""
 
 
 class BlockingCalls:
@@ -92,8 +95,10 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
             f"no answer within {timeout_s:g} s: it blocked the event loop for {watch.blocked_s:.3g} s without awaiting"
         )
     if not task.done():
+        late = UserCodeTimeout(f"no answer within {timeout_s:g} s")
+        late.where = watch.innermost()
         await _stop(task)
-        raise UserCodeTimeout(f"no answer within {timeout_s:g} s")
+        raise late
     if task.cancelled():
         raise UserCodeError("CancelledError: raised by the code itself")
     value, error = task.result()
@@ -113,9 +118,22 @@ class _Watch:
         self.deadline = math.inf if limit_s is None else time.monotonic() + limit_s
         self.blocked_s = 0.0
         """Length of that step; 0 where there is none."""
+        self._coroutine: Any = None
 
-    def steps(self, awaitable: Awaitable[T]) -> "_Steps[T]":
-        return _Steps(awaitable, self)
+    def steps(self, coroutine: Coroutine[Any, Any, T]) -> "_Steps[T]":
+        self._coroutine = coroutine
+        return _Steps(coroutine, self)
+
+    def innermost(self) -> str:
+        """Which of the nested coroutines, asyncio's own aside, the code waits in; empty where that is not known."""
+        found, coroutine = "", self._coroutine
+        while inspect.iscoroutine(coroutine) and coroutine.cr_frame is not None:
+            code = coroutine.cr_code
+            if "/asyncio/" not in code.co_filename:
+                file = code.co_filename.rsplit("/", 1)[-1]
+                found = f"{code.co_qualname.rpartition('<locals>.')[2]} ({file}:{coroutine.cr_frame.f_lineno})"
+            coroutine = coroutine.cr_await
+        return found
 
 
 class _Steps(Awaitable[T]):

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.user_code.bounded import UserCodeError, call_bounded, cause_of
+from torchtitan.experiments.rl.user_code.bounded import UserCodeError, UserCodeTimeout, call_bounded, cause_of
 from torchtitan.experiments.rl.user_code.threads import Job, Threads
 
 CALL_TIMEOUT_S = 60.0
@@ -109,6 +109,8 @@ def sentence(error: BaseException) -> str:
     # call_bounded and call_user wrap what was raised; an error that names its owner itself is left as it is.
     while isinstance(error, UserCodeError) and error.__cause__ is not None and str(error) == cause_of(error.__cause__):
         error = error.__cause__
+    if isinstance(error, UserCodeTimeout) and error.where:
+        return f"{error}; it waits in {error.where}"
     return str(error) if isinstance(error, RunError | ConfigError) else cause_of(error)
 
 
