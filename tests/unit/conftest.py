@@ -1,12 +1,19 @@
-"""Fixtures of the unit tests: the tiny checkpoint's tokenizer and its renderer."""
+"""Fixtures of the unit tests: the tiny checkpoint's tokenizer and its renderer, and the command."""
 
+import itertools
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from tests.unit.command_line import LIMIT_S, assert_one_line
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
+from torchtitan.experiments.rl.grpo import main
+
+MODULE_NUMBERS = itertools.count()
 
 torch.set_num_threads(1)
 
@@ -24,3 +31,56 @@ def tokenizer(tokenizer_path):
 @pytest.fixture(scope="session")
 def renderer(tokenizer_path):
     return build_renderer(RendererConfig(), tokenizer_path)
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Runs the command in this process; gives its exit code, its output, and its error line."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a process was about to be spawned")
+
+    monkeypatch.setattr("torchtitan.experiments.rl.grpo._run", refuse)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        code = main(list(arguments))
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def refused(command, tmp_path, monkeypatch):
+    """Runs the command where it must refuse: gives the error line. It may leave nothing in its folder."""
+    folder = tmp_path / "started_here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    def run(*arguments: str) -> str:
+        started = time.perf_counter()
+        code, out, err = command(*arguments)
+        assert code == 2 and out == "", err
+        assert_one_line(err)
+        assert list(folder.iterdir()) == []
+        assert time.perf_counter() - started < LIMIT_S
+        return err
+
+    return run
+
+
+@pytest.fixture
+def config_module(tmp_path, monkeypatch):
+    """Writes a module of configs; gives its name and its file."""
+    names = []
+
+    def write(text: str) -> tuple[str, Path]:
+        name = f"configs_{next(MODULE_NUMBERS)}"  # never the same: Python remembers a folder's files for a while
+        (tmp_path / f"{name}.py").write_text(text)
+        names.append(name)
+        return name, tmp_path / f"{name}.py"
+
+    monkeypatch.syspath_prepend(tmp_path)
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
-from tests.unit.test_plan_and_config import DEBUG, TINY_MODEL, assert_one_line, command  # noqa: F401  a fixture
+from tests.unit.command_line import assert_one_line
+from tests.unit.test_plan_and_config import DEBUG, TINY_MODEL
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.models import families
 from torchtitan.experiments.rl.models.families import FAMILIES, family_of_flavor
@@ -140,7 +141,7 @@ def llama_weights() -> dict[str, torch.Tensor]:
     return {f"{name}.weight": torch.zeros(size, dtype=torch.bfloat16) for name, size in sizes.items()}
 
 
-def test_a_run_on_a_llama_folder_is_planned_before_anything_starts(command, tmp_path):  # noqa: F811
+def test_a_run_on_a_llama_folder_is_planned_before_anything_starts(command, tmp_path):
     folder = folder_of(tmp_path, LLAMA_3_1)
     for file in TINY_MODEL.glob("tokenizer*"):
         shutil.copy(file, tmp_path)

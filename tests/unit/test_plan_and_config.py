@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.command_line import assert_one_line
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.checks import plan_run
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
@@ -17,29 +18,6 @@ from torchtitan.experiments.rl.grpo import main
 
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]
 TINY_MODEL = Path(config_registry.TINY_MODEL)
-
-
-@pytest.fixture
-def command(capsys, monkeypatch):
-    """Runs the command in this process; gives its exit code, its output, and its error line."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("a process was about to be spawned")
-
-    monkeypatch.setattr("torchtitan.experiments.rl.grpo._run", refuse)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(list(arguments))
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
-
-
-def assert_one_line(err: str, *parts: str) -> None:
-    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
-    for part in parts:
-        assert part in err
 
 
 # ---- every named config

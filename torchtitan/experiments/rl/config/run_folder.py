@@ -1,5 +1,6 @@
 """The run's folder: made for a run, and made and removed again for a plan, which shows that a run could make it."""
 
+import contextlib
 import errno
 import os
 import time
@@ -12,7 +13,7 @@ _LONGEST_FILE = "checkpoint-step-000000000-sharded-and-the-name-of-a-file-in-it-
 _CAUSES = {
     errno.ENAMETOOLONG: "is too long for this file system",
     errno.EROFS: "is on a file system that is mounted read-only",
-    errno.ENOTDIR: "is, or lies under, a file",
+    errno.ENOTDIR: "lies under a file",
     errno.EEXIST: "is a file",
     errno.EACCES: "may not be written by this user",
     errno.EPERM: "may not be written by this user",
@@ -42,7 +43,9 @@ def make_run_folder(given: str | None, output_dir: str, config_name: str, *, kee
         if os.path.isdir(folder) and any(folder.iterdir()):
             cure = "holds files already; name a new folder, nothing in it is overwritten"
             raise ConfigError("--run-dir", str(folder), cure)
-        _make(folder, made)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(folder / _LONGEST_FILE)  # a path that is too long: before a thousand folders of it are made
+        _make(folder, made, named=Path(value))
         file = folder / _LONGEST_FILE
         file.touch()
         file.unlink()
@@ -59,8 +62,14 @@ def make_run_folder(given: str | None, output_dir: str, config_name: str, *, kee
                 path.rmdir()
 
 
-def _make(folder: Path, made: list[Path]) -> None:
-    """Make the folder and those above it. Each that was made is appended to ``made``, also when a later one fails."""
+def _make(folder: Path, made: list[Path], *, named: Path) -> None:
+    """Make the folder and those above it. Each that was made is appended to ``made``, also when a later one fails.
+
+    Raises:
+        FileExistsError: ``named``, the path that the config names, is a file.
+        NotADirectoryError: a path above it is.
+        OSError: a folder can't be made for another reason.
+    """
     missing = [folder]
     while not os.path.lexists(missing[-1]) and missing[-1].parent != missing[-1]:
         missing.append(missing[-1].parent)
@@ -69,6 +78,8 @@ def _make(folder: Path, made: list[Path]) -> None:
             path.mkdir()
         except FileExistsError:
             if not path.is_dir():
-                raise
+                if path == named:
+                    raise
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
         else:
             made.append(path)

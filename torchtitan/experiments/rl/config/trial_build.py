@@ -129,6 +129,8 @@ def _build_task(config: Task.Config, name: str, renderer: Renderer, *, seed: int
 
 def _inside(field: str, reported: str) -> str:
     """The path of what a part reported. Parts call themselves "dataset", "rubric", "sampler", or by their class's name."""
+    if reported == field or reported.startswith(f"{field}."):
+        return reported
     owner, _, part = field.rpartition(".")
     first, dot, rest = reported.partition(".")
     if part not in PARTS:  # a filter, the mix, the batcher, or a whole task

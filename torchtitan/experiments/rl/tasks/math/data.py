@@ -1,5 +1,6 @@
 """Math problems from the hub or from a file: what the `math` task asks and what it expects."""
 
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,8 +105,15 @@ def _load_rows(config: MathDataset.Config, *, field: str) -> Any:
     import datasets  # takes a second: only runs that need it wait for it
 
     file = config.file
-    if file is not None and not file.is_file():
-        raise MissingError(f"{field}.path", config.path, "no such file")
+    if file is not None:
+        try:
+            is_file = stat.S_ISREG(file.stat().st_mode)
+        except FileNotFoundError:
+            raise MissingError(f"{field}.path", config.path, "no such file") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{field}.path", config.path, f"can't be read: {error}") from None
+        if not is_file:
+            raise ConfigError(f"{field}.path", config.path, "is no file")
     try:
         if file is None:
             return datasets.load_dataset(config.path, config.name, split=config.split)
