@@ -53,7 +53,7 @@ PARTS = {
     "dataset of no length": (
         "class Bad(Rows):\n    def __len__(self): return 'many'",
         "task.dataset = Bad.Config()",
-        "tasks.sum_digits.sampler = 'ShuffledCursor': it can't be built: TypeError",
+        "tasks.sum_digits.dataset = 'Bad': its __len__ failed: TypeError",
     ),
     "dataset without examples": (
         "class Bad(Rows):\n    def __len__(self): return 0",

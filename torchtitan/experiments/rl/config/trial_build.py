@@ -123,7 +123,9 @@ def _build_task(config: Task.Config, name: str, renderer: Renderer, *, seed: int
                 continue
             arguments = {"dataset": dataset, "seed": seed} if part == "sampler" else {}
             built = _build(part_config, f"{field}.{part}", **arguments)
-            dataset = built if part == "dataset" else dataset
+            if part == "dataset":
+                dataset = built
+                _check_first_example(dataset, f"{field}.dataset")
         raise ConfigError(_inside(field, error.field), error.value, error.cure) from error
 
 
