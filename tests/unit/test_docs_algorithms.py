@@ -1,5 +1,6 @@
 """What docs/algorithms.md shows works as written."""
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -8,11 +9,14 @@ import numpy as np
 import pytest
 
 from tests.unit.rollout_stubs import ScriptedPolicy
-from torchtitan.experiments.rl import algorithms, losses
-from torchtitan.experiments.rl.config.checks import checked_plan
+from torchtitan.experiments.rl import algorithms, config_registry, losses
+from torchtitan.experiments.rl.algorithms import OPD
+from torchtitan.experiments.rl.config.checks import check, checked_plan, needed_gpus, plan_run
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
+from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.models.policy import ModelConfig, parameter_count, policy_spec
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 
@@ -58,11 +62,40 @@ def test_every_algorithm_and_loss_is_in_its_table():
         assert name in losses.__all__ and f"| rl: `{name}`" in PAGE
 
 
-def test_the_frozen_models_shown_are_valid():
-    (lines,) = re.findall(r"```python\n(FrozenModel.*?)```", PAGE, re.DOTALL)
-    models = [
-        eval(line.partition("  #")[0], {"FrozenModel": FrozenModel, "HostedModel": HostedModel})
-        for line in lines.split("\n")[:2]
-    ]
-    for model in models:
+@pytest.fixture
+def shown_models():
+    (lines,) = re.findall(r"```python\n# a vLLM server anywhere\n(.*?)```", PAGE, re.DOTALL)
+    names = {"FrozenModel": FrozenModel, "HostedModel": HostedModel, "VLLMEngineConfig": VLLMEngineConfig}
+    tree = ast.parse(lines)
+    return [eval(compile(ast.Expression(line.value), "docs", "eval"), dict(names)) for line in tree.body]
+
+
+def test_the_frozen_models_shown_are_valid(shown_models):
+    assert [type(model) for model in shown_models] == [FrozenModel, HostedModel]
+    for model in shown_models:
         model.validate(field="teacher")
+
+
+def test_the_hosted_model_shown_serves_a_task_of_the_shipped_gpu_configs(shown_models):
+    hosted = shown_models[1]
+    config = config_registry.rl_grpo_qwen3_1_7b()
+    config.tasks["sum_digits"].algorithm = OPD.Config(teacher=hosted)
+    check(config)
+    plan = plan_run(config, device="cuda", available=list(range(8)))
+    assert needed_gpus(config) == plan.processes == 6  # 2 trainer ranks, 2 generators, 2 GPUs of the teacher
+    # The default engine can't score this task's samples: its context is 2,048 tokens, and they have up to 4,096.
+    config.tasks["sum_digits"].algorithm = OPD.Config(teacher=HostedModel(path=hosted.path))
+    with pytest.raises(ConfigError, match="teacher.engine.max_model_len = 2048: must be above"):
+        check(config)
+
+
+def test_the_hosted_model_shown_fits_its_gpus(shown_models):
+    engine = shown_models[1].engine
+    flavor = ModelConfig(hf_assets_path="/nowhere", flavor="qwen3/32B")
+    parameters = parameter_count(policy_spec(flavor, device="cpu", max_seq_len=1))
+    weights = parameters * engine.torch_dtype.itemsize / engine.tensor_parallel_degree
+    # Qwen3-32B: 64 layers, 8 heads of 128 for keys and as many for values.
+    longest = engine.max_model_len * 64 * 2 * 8 * 128 * engine.torch_dtype.itemsize / engine.tensor_parallel_degree
+    share = engine.gpu_memory_utilization * 80e9
+    assert round(weights / 2**30) == 31 and weights + 8 * longest < share, "the weights, and eight rollouts of full length"
+    assert 4 * parameters > share, "float32 on one GPU does not"
