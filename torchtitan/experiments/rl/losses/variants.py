@@ -7,13 +7,16 @@ The sum over tokens is divided by the step's member tokens, whatever normalisati
 import abc
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import NonNegativeFloat
+from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.user_code.calls import cause_of
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -170,10 +173,11 @@ class GSPO(RLLoss):
 
 
 class CustomRLLoss(RLLoss):
-    """A function of yours: RLTokens in, losses [B, L] out, one per token and before its weight.
+    """A function of yours: RLTokens in, losses [B, L] out, one per token and before its weight. It is given copies.
 
     Raises:
-        ValueError: the function returns another shape.
+        ValueError: the function returned something else. Names the function.
+        RunError: the function raised anything. Names the function.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -184,11 +188,28 @@ class CustomRLLoss(RLLoss):
     config: Config
 
     def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        function = self.config.function
-        losses = function(tokens)
+        owner = loss_name(self.config)
+        copies = {entry.name: getattr(tokens, entry.name).clone() for entry in fields(tokens)}
+        try:
+            losses = self.config.function(RLTokens(**copies))
+        except BaseException as error:  # an exit would end the trainer's thread without a cause
+            raise RunError(f"{owner}: {cause_of(error)}") from error
+        if not isinstance(losses, torch.Tensor) or not losses.is_floating_point():
+            kind = losses.dtype if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise ValueError(f"{owner} returned {kind}, want a floating-point tensor of losses")
         if losses.shape != tokens.logprobs.shape:
             raise ValueError(
-                f"rl loss {getattr(function, '__name__', function)!r} returned shape {tuple(losses.shape)} for tokens of shape "
-                f"{tuple(tokens.logprobs.shape)}: return one loss per token, not their sum or mean"
+                f"{owner} returned shape {tuple(losses.shape)} for tokens of shape {tuple(tokens.logprobs.shape)}: return one "
+                "loss per token, not their sum or mean"
             )
+        if tokens.logprobs.requires_grad and not losses.requires_grad:
+            raise ValueError(f"{owner} returned losses without a gradient: compute them from tokens.logprobs")
         return losses, torch.zeros_like(tokens.member)
+
+
+def loss_name(config: RLLoss.Config) -> str:
+    """The rl variant as errors name it: its class, or the function."""
+    if isinstance(config, CustomRLLoss.Config):
+        function = config.function
+        return f"rl loss {getattr(function, '__name__', type(function).__name__)!r}"
+    return f"rl loss {built_class(config).__name__}"

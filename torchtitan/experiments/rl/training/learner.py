@@ -16,7 +16,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.losses import MetricSums, compute_loss, count_members, mismatch_metrics
+from torchtitan.experiments.rl.losses import LossConfig, MetricSums, compute_loss, count_members, mismatch_metrics
+from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.training.config import TrainerConfig
@@ -121,8 +122,7 @@ class Learner:
         """
         self.checkpointer.maybe_wait_for_staging()
         norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_norm, foreach=True).item()
-        if not math.isfinite(norm):
-            raise RunError(f"gradient norm is {norm}: the step was not taken")
+        check_finite("gradient norm", norm, self.config.loss)
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         self.optimizers.step()
         self.lr_schedulers.step()
@@ -194,6 +194,18 @@ class Learner:
             dist.all_reduce(counts, group=self._data_parallel_group)
         rl, ce, ref_kl = (max(1, int(count)) for count in counts)
         return LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl)
+
+
+def check_finite(what: str, value: float, loss: LossConfig) -> None:
+    """
+    Args:
+        what: "loss" or "gradient norm".
+
+    Raises:
+        RunError: the value is not finite. What enters a batch is finite, so the error names the loss.
+    """
+    if not math.isfinite(value):
+        raise RunError(f"{what} is {value}: the step was not taken; look at {loss_name(loss.rl)} and the learning rate")
 
 
 def init_process_group(*, device: Literal["cpu", "cuda"], rank: int, world_size: int, address: str) -> None:

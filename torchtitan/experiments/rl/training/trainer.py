@@ -17,7 +17,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.training.config import TrainerConfig
-from torchtitan.experiments.rl.training.learner import Learner, init_process_group
+from torchtitan.experiments.rl.training.learner import Learner, check_finite, init_process_group
 from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 
@@ -86,8 +86,18 @@ class PolicyTrainer(Actor):
 
     @concurrent_endpoint
     async def forward_backward(self, microbatches: list[TrainingBatch], policy_version: int) -> dict[str, float]:
-        """Accumulate one step's gradient over this coordinate's microbatches; metrics of the whole step. Collective."""
-        return await self._run(lambda: self._learner.forward_backward(microbatches, policy_version).compute())
+        """Accumulate one step's gradient over this coordinate's microbatches; metrics of the whole step. Collective.
+
+        Raises:
+            RunError: the loss is not finite. Its gradient may be: a loss with an infinite constant has one.
+        """
+
+        def accumulate() -> dict[str, float]:
+            metrics = self._learner.forward_backward(microbatches, policy_version).compute()
+            check_finite("loss", metrics["loss/total"], self._learner.config.loss)
+            return metrics
+
+        return await self._run(accumulate)
 
     @concurrent_endpoint
     async def optim_step(self, step: int) -> dict[str, float]:

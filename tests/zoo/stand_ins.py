@@ -1,0 +1,97 @@
+"""Trainer, generators and weights in the Controller's own process: nothing is spawned, the loss is the real one."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.zoo.world import HonestPolicy
+from torchtitan.experiments.rl.batching.batcher import BatchPlan
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.controller.wiring import RunActors
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_members
+from torchtitan.experiments.rl.training.learner import check_finite
+from torchtitan.experiments.rl.types import LossDenominators, TrainingSample
+from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
+
+
+class StandInTrainer:
+    """Implements what the Controller asks of training.client.TrainerClient. A step computes the loss and its gradient."""
+
+    data_parallel_size = 1
+
+    def __init__(self, loss: LossConfig):
+        self.failed_batch: Path | None = None
+        self.planned: list[TrainingSample] = []
+        """Samples that were packed for a step; `scene.py` notes them."""
+        self.stepped: list[TrainingSample] = []
+        """Those of the optimizer steps that were taken."""
+        self.losses: list[float] = []
+        """Of each step, its loss plus the sum of its gradient's absolute values: advantages alone add up to 0."""
+        self._loss = loss
+
+    async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
+        (microbatches,) = packed.microbatches
+        counts = torch.stack([count_members(batch) for batch in microbatches]).sum(0)
+        rl, ce, ref_kl = (max(1, int(count)) for count in counts)
+        total = 0.0
+        for batch in microbatches:
+            logprobs = (batch.generator_logprobs * 1.01).requires_grad_()
+            loss, _ = compute_loss(logprobs, batch, LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl), self._loss)
+            loss.backward()
+            assert logprobs.grad is not None
+            check_finite("loss", loss.item(), self._loss)
+            check_finite("gradient norm", logprobs.grad.norm().item(), self._loss)
+            total += loss.item() + logprobs.grad.abs().sum().item()
+        self.losses.append(total)
+        self.stepped += self.planned
+        self.planned.clear()
+        return {"loss/total": total}
+
+    async def save_final(self, step: int) -> Path | None:
+        return None
+
+
+class StandInWeights:
+    def __init__(self, policy: HonestPolicy):
+        self._policy = policy
+
+    async def copy_out(self, version: int) -> CopiedOut:
+        return CopiedOut(version=version, seconds=0.0)
+
+    async def update(self, copied: CopiedOut) -> SyncReport:
+        self._policy.version = copied.version
+        zeros = dict.fromkeys(("canary_max_diff", "copy_out_s", "publish_s", "load_s", "verify_s", "reload_s"), 0.0)
+        return SyncReport(version=copied.version, **zeros)
+
+
+class StandInActors(RunActors):
+    """RunActors without processes. ``start_runner``, which sets the tasks up, is the real one."""
+
+    policy_of: Callable[[], HonestPolicy]
+    """Makes the policy; `scene.py` sets it."""
+    made: "StandInActors"
+
+    def __init__(self, config: RunConfig, plan: Any, *, run_dir: Path, on_failure: Callable[[Exception], None]):
+        self._config, self._plan, self._run_dir, self._meshes = config, plan, run_dir, None
+        policy: Any = type(self).policy_of()
+        trainer: Any = StandInTrainer(config.trainer.loss)
+        weights: Any = StandInWeights(policy)
+        self.policy, self.trainer, self.weights = policy, trainer, weights
+        self.closed = 0
+        StandInActors.made = self
+
+    async def start(self) -> None:
+        """Nothing is spawned."""
+
+    def owns(self, actor: str) -> bool:
+        return False
+
+    def fail(self, failure: RunError) -> None:
+        raise AssertionError(f"no process can die here: {failure}")
+
+    async def close(self) -> Any:
+        self.closed += 1
+        return []
