@@ -31,8 +31,12 @@ class Dataset(UserConfigurable, abc.ABC):
             """Refuse what can't work, before any process starts. Raises ConfigError."""
 
         def check_present(self, *, field: str) -> None:
-            """Refuse what this machine lacks, a file or a package: asked before a run, not before a plan of one. Raises
-            ConfigError."""
+            """Refuse what this machine lacks, a file or a package.
+
+            Raises:
+                MissingError: it is not here. ``--dry-run`` prints it and goes on; a run ends.
+                ConfigError: it is here and can't be used.
+            """
 
     def __init__(self, config: Config):
         self.config = config

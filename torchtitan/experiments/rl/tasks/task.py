@@ -98,11 +98,7 @@ class Task(UserConfigurable):
             )
 
         def check_present(self, *, field: str) -> None:
-            """Refuse what this machine lacks, a file or a package: asked before a run, not before a plan of one.
-
-            Raises:
-                ConfigError: as ``validate`` does.
-            """
+            """Refuse what this machine lacks. Raises as ``Dataset.Config.check_present`` does."""
             self.dataset.check_present(field=f"{field}.dataset")
             if self.validation is not None:
                 self.validation.check_present(field=f"{field}.validation")
