@@ -2,7 +2,7 @@
 
 from typing import Any
 
-_SHOWN = 400
+_SHOWN = 500
 """Characters of a value that an error shows."""
 
 
