@@ -5,7 +5,7 @@
     alpha: dict[str, PositiveFloat]
 
 `check_fields` refuses a value that has not its declared type, a number that is not finite, and a value out of its bounds.
-`annotated_types` has Ge, Gt, Le, Lt, Interval and MinLen for what the names below don't say; other metadata is not looked at. A
+For other bounds than those below, use Ge, Gt, Le, Lt, Interval and MinLen of `annotated_types`. Other metadata is ignored. A
 field whose type can't be checked (Any, a type variable, a name that can't be resolved) may hold anything.
 """
 
@@ -26,7 +26,7 @@ from torchtitan.experiments.rl.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Cure:
-    """Metadata of a field: what to do about a wrong value. The error says it after the bound."""
+    """Metadata of a field: what to do about a wrong value. The error shows it after the bound."""
 
     text: str
 

@@ -40,7 +40,7 @@ TINY_READER = TINY_MODEL + "_reader"
 TINY_CONVERSATIONS = TINY_MODEL + "_conversations"
 """As TINY_MODEL, with first skills in alphabet_sort, calculator and guess_number (scripts/make_tiny_conversations.py)."""
 HUB_FOLDER = "assets/hf"
-"""Where real models are looked for, from the folder the command is run in: as torchtitan's download script leaves them."""
+"""Folder of the real models, relative to where the command runs; torchtitan's download script writes them there."""
 
 
 def rl_grpo_qwen3_debug() -> RunConfig:
@@ -57,8 +57,8 @@ def rl_grpo_qwen3_debug() -> RunConfig:
         },
         model=ModelConfig(hf_assets_path=TINY_MODEL),
         trainer=TrainerConfig(
-            # A small model takes large steps well while most groups teach something; the decay and the slow second moment keep
-            # the few that do at the end from shaking it.
+            # A small model needs large steps at first. Near the end few groups have a gradient; the decay and the slow second
+            # moment keep the steps small then.
             optimizer=OptimizerConfig(lr=1.5e-4, betas=(0.9, 0.99)),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10),
         ),
@@ -73,7 +73,7 @@ def rl_grpo_qwen3_debug() -> RunConfig:
 
 
 def rl_max_rl_qwen3_debug() -> RunConfig:
-    """As rl_grpo_qwen3_debug, by MaxRL: rare successes weigh more."""
+    """As rl_grpo_qwen3_debug, by MaxRL: rare successes get larger advantages."""
     return _debug(60, sum_digits=_sum_digits(MaxRL.Config()))
 
 
@@ -95,7 +95,7 @@ def rl_sft_qwen3_debug() -> RunConfig:
 
 
 def rl_echo_qwen3_debug() -> RunConfig:
-    """Digit sums in two turns by Echo: GRPO, and foreseeing what the env says in between."""
+    """Digit sums in two turns by Echo: GRPO, and cross-entropy on the env's messages."""
     return _debug(60, sum_digits_rounds=_sum_digits_rounds(Echo.Config(alpha={"user": 0.1})))
 
 
@@ -155,7 +155,7 @@ def rl_guess_number_qwen3_debug() -> RunConfig:
 
 
 def rl_difficulty_pool_qwen3_debug() -> RunConfig:
-    """Digit sums, nine in ten hopelessly long for the 1M-parameter model: a difficulty pool finds the others."""
+    """Digit sums, nine in ten too long for the 1M-parameter model: a difficulty pool finds the others."""
     config = _debug(150, sum_digits=_sum_digits(GRPO.Config()))
     config.rollouts_per_step, config.max_offpolicy_steps = 128, 0
     config.trainer.optimizer.lr = 1e-4
@@ -163,14 +163,14 @@ def rl_difficulty_pool_qwen3_debug() -> RunConfig:
     task = config.tasks["sum_digits"]
     task.dataset = SumDigitsDataset.Config(max_digits=41)
     task.env.max_rollout_tokens = 160
-    # Many small groups: examples worth a second look are found, and varied, sooner.
+    # Many small groups: the pool sees more examples in the same number of rollouts.
     task.group_size = 4
     task.sampler = DifficultyPool.Config()
     return config
 
 
 def rl_shuffled_cursor_qwen3_debug() -> RunConfig:
-    """As rl_difficulty_pool_qwen3_debug, every example in turn: what benchmarks/difficulty_pool.py compares it with."""
+    """As rl_difficulty_pool_qwen3_debug, with a shuffled cursor: benchmarks/difficulty_pool.py compares the two."""
     config = rl_difficulty_pool_qwen3_debug()
     config.tasks["sum_digits"].sampler = ShuffledCursor.Config()
     return config
@@ -240,7 +240,7 @@ def _debug(steps: int, **tasks: Task.Config) -> RunConfig:
 
 
 def _conversation(steps: int, **tasks: Task.Config) -> RunConfig:
-    """rl_grpo_qwen3_debug with tasks of several turns and a model that has seen them."""
+    """rl_grpo_qwen3_debug with tasks of several turns, and a model that was trained on them."""
     config = _debug(steps, **tasks)
     config.model = ModelConfig(hf_assets_path=TINY_CONVERSATIONS)
     config.generator.engine.max_model_len = 384
@@ -270,7 +270,7 @@ def _qwen3_1_7b(**tasks: Task.Config) -> RunConfig:
 
 
 def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_degree: int = 1) -> RunConfig:
-    """A real model on GPUs, in bfloat16 with float32 master weights. Longer sums than the demo's, worked out in the open."""
+    """A real model on GPUs, in bfloat16 with float32 master weights. Its sums are longer than the demo's."""
     return RunConfig(
         tasks={
             "sum_digits": SumDigitsTask.Config(

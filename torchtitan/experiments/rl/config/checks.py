@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a run's config before anything is spawned, and the plan of one that is right."""
+"""Checks a run's config before a process is spawned, and works out the plan of a run."""
 
 import math
 from pathlib import Path
@@ -51,7 +51,7 @@ def checked_plan(config: RunConfig) -> RunPlan:
 
 
 def check(config: RunConfig) -> None:
-    """Everything that needs no file beside the config itself.
+    """Check what needs no file beside the config itself.
 
     Raises:
         ConfigError: the first problem, by field, value and cure.
@@ -119,7 +119,7 @@ def check_relations(config: RunConfig) -> None:
 
 
 def groups_per_step(config: RunConfig) -> int:
-    """Groups of one optimizer step, from whichever of the two fields says it.
+    """Groups of one optimizer step, from ``rollouts_per_step`` or ``groups_per_step``.
 
     Raises:
         ConfigError: a group_size that does not divide rollouts_per_step.

@@ -1,4 +1,4 @@
-"""From command-line words to a checked config, every mistake in one line."""
+"""From the words of the command line to a config; every mistake is one line."""
 
 import argparse
 import contextlib

@@ -1,4 +1,4 @@
-"""Which cores and GPUs each process of a run gets. Worked out from the config, before anything is spawned."""
+"""Which cores and GPUs each process of a run gets. It follows from the config, before a process is spawned."""
 
 import os
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class Placement:
     hosted: tuple[tuple[tuple[int, ...], ...], ...] = ()
     """The same for each hosted model."""
     rollout_workers: tuple[tuple[int, ...], ...] = ()
-    """Cores of each rollout worker, which has no GPU. They share all there are: most of the time they wait."""
+    """Cores of each rollout worker, which has no GPU. They share all cores, because they wait most of the time."""
 
 
 def plan_placement(
@@ -94,7 +94,7 @@ def plan_placement(
 
 
 def _share(cores: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
-    """Contiguous, nearly equal shares; where there are more parts than cores, they double up."""
+    """Contiguous, nearly equal shares; with more parts than cores, several parts have the same core."""
     if parts >= len(cores):
         return tuple((cores[i % len(cores)],) for i in range(parts))
     bounds = [round(i * len(cores) / parts) for i in range(parts + 1)]

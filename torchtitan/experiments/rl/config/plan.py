@@ -1,4 +1,4 @@
-"""What a config amounts to: counts, processes, memory. Worked out from the config alone, before anything is spawned."""
+"""Sizes of a run: counts, processes, memory. They follow from the config, before a process is spawned."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -35,7 +35,7 @@ class RunPlan:
 
     @property
     def processes(self) -> int:
-        """Beside the one the command runs in."""
+        """Without the one that the command runs in."""
         return self.trainer_ranks + self.generator_replicas * max(1, self.tensor_parallel_degree) + self.hosted_processes
 
     def lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The config a run was started with, as plain JSON: every field, and which class each part builds."""
+"""The config of a run as plain JSON: every field, and the class that each part builds."""
 
 import dataclasses
 from typing import Any

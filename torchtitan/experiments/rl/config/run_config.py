@@ -36,27 +36,27 @@ class RunConfig:
     groups_per_step: PositiveInt = 8
     """Groups trained on in one optimizer step."""
     rollouts_per_step: PositiveInt | None = None
-    """The same said in rollouts, where all tasks share a group_size that divides it; overrides groups_per_step."""
+    """The same number in rollouts, if all tasks have one group_size that divides it; overrides groups_per_step."""
     max_offpolicy_steps: NonNegativeInt = 1
     """Versions a group may be behind when it is trained on. 0 is synchronous, and on CPU deterministic by seed."""
     max_drops_in_a_row: PositiveInt = 100
-    """Groups in a row that gave nothing to train on (failed, filtered, oversized) after which the run is given up; as are
-    runs whose first groups, this many, teach nothing because every reward ties."""
+    """The run ends after so many groups in a row that gave nothing to train on (failed, filtered, oversized). It also ends
+    if in each of its first groups, this many, all rewards are equal."""
     seed: NonNegativeInt = 0
     task_mix: TaskMix.Config = field(default_factory=WeightedRoundRobin.Config)
     pre_batch_filters: list[Filter.Config] = field(default_factory=list)
-    """Before a rollout takes a place in a batch: what they drop is replaced by further groups."""
+    """Applied before a rollout takes a place in a batch. Other groups replace those that they drop."""
     post_batch_filters: list[Filter.Config] = field(default_factory=list)
-    """When a batch was taken: what they drop leaves it smaller."""
+    """Applied when a batch was taken. It becomes smaller by the rollouts that they drop."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    """Schedule of tasks that name none of their own."""
+    """Schedule of tasks that set none of their own."""
     metrics: MetricsLogger.Config = field(default_factory=MetricsLogger.Config)
     recorder: RolloutRecorder.Config = field(default_factory=RolloutRecorder.Config)
     rollout_workers: NonNegativeInt = 0
-    """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's own, on one core of
-    Python; perf/event_loop_lag_max_s says when that is too little."""
+    """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's process, in one Python
+    thread; perf/event_loop_lag_max_s shows when that is too slow."""
     user_code: UserCodeLimits = field(default_factory=UserCodeLimits)
     """How long tasks, samplers, datasets, the task mix and filters may take."""
     provision: ProvisionConfig = field(default_factory=ProvisionConfig)
     output_dir: NonEmptyStr = "outputs"
-    """Run folders are made in it."""
+    """Folder in which the command makes the run folders."""

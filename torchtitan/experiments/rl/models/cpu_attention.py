@@ -1,4 +1,4 @@
-"""Attention over packed rows on CPU, where torchtitan's kernels have none.
+"""Attention over packed rows on CPU, where torchtitan has no kernel for it.
 
 Documents of similar length are padded to one batch and attended in one call. Padding lies after a document's tokens, so the
 causal mask alone keeps it from them.

@@ -1,4 +1,4 @@
-"""What the library has to know of a model family. Each family is a module beside this one; `families.py` lists them."""
+"""The record of a model family. Each family is a module beside this one; `families.py` lists them."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

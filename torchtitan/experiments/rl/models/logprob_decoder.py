@@ -10,7 +10,7 @@ from torchtitan.models.common.attention import AttentionMasksType
 class LogprobDecoder(HiddenStateDecoder):
     """Mixin: ``class Policy(LogprobDecoder, SomeDecoder)`` is that decoder with this forward pass and a LogprobHead."""
 
-    def forward(  # type: ignore[override]  # it answers another question than torchtitan's, which gives logits
+    def forward(  # type: ignore[override]  # torchtitan's returns logits
         self, tokens: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor, needed: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of each needed token given those before it in its sample.
@@ -30,7 +30,7 @@ class LogprobDecoder(HiddenStateDecoder):
             hidden_BLD[rows, columns - 1],
             tokens[rows, columns],
             temperatures[rows, columns],
-            # Short rows fit one chunk whole; a quarter of a row at a time keeps the promise for them too.
+            # Short rows fit one chunk whole; a quarter of a row at a time bounds the logits of these too.
             chunk_tokens=max(1, tokens.shape[1] // 4),
         )
         zeros = logprobs_N.new_zeros(tokens.shape)

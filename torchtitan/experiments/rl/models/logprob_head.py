@@ -11,7 +11,7 @@ from torchtitan.models.common.linear import Linear
 
 
 class LogprobHead(Linear):
-    """A linear head that answers "how likely was this token" instead of giving logits.
+    """A linear head that gives log-probabilities of tokens instead of logits.
 
     The weight keeps its place and name (``lm_head.weight``), so tying, sharding and checkpoints work as for the plain head.
     """
@@ -25,7 +25,7 @@ class LogprobHead(Linear):
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
 
-    def forward(  # type: ignore[override]  # a Linear by its weight alone: what it answers is another question
+    def forward(  # type: ignore[override]  # it shares only the weight with Linear, and returns log-probabilities
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor, chunk_tokens: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of each target, and entropy of each distribution, both of the logits divided by the temperature.

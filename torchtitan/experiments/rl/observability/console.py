@@ -1,4 +1,4 @@
-"""What the person running it sees: a header, one line a step, a summary. Everything fits 100 columns, paths aside.
+"""What a run prints: a header, one line a step, a summary. Everything but paths fits 100 columns.
 
 The `*_lines` functions turn records into text and print nothing; `Console` prints them. ASCII only, because a terminal's
 encoding is not ours to choose, and colours only on a terminal.
@@ -17,7 +17,7 @@ from torchtitan.experiments.rl.printable import printable_line
 WIDTH = 100
 LABEL_WIDTH = 12
 TITLE_EVERY = 40
-"""Steps between two rows of column titles, so that one of them is always in sight."""
+"""Steps between two rows of column titles, so that titles are always on the screen."""
 
 BOLD, GREEN, RESET = "\033[1m", "\033[32m", "\033[0m"
 
@@ -29,7 +29,7 @@ class RunHeader:
     model: str
     """One line: architecture, parameters, where its weights come from."""
     sizes: Mapping[str, object] = field(default_factory=dict)
-    """Whatever says how big the run is, in reading order: trainer processes, generators, groups per step, group size."""
+    """Sizes of the run by name, in the order they are printed: steps, rollouts a step, trainer ranks, generators."""
     run_dir: Path
 
 
@@ -52,7 +52,7 @@ class StepReport:
     """Seconds the trainer waited for groups."""
     train_s: float
     sync_s: float
-    """Seconds of weight synchronisation that nothing else overlapped."""
+    """Seconds of weight synchronisation that did not overlap with other work."""
     groups_dropped: int = 0
     """Groups that left since the last step without being trained on: filtered, failed."""
 
@@ -67,7 +67,7 @@ class RunSummary:
     ledger: Mapping[str, int]
     """Rollouts dispatched and the columns they ended in, in reading order. Columns that are 0 are left out."""
     files: Mapping[str, Path]
-    """What lies where: metrics, checkpoints, logs."""
+    """Files by what they hold: metrics, checkpoints, logs."""
     stopped_by: str | None = None
     """Why the run ended before its last step; None where it did not."""
 

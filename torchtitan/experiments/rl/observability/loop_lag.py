@@ -1,31 +1,31 @@
-"""How long an event loop was held up: by user code that blocks without awaiting, or by our own."""
+"""Measures how long code blocks an event loop."""
 
 import asyncio
 import time
 
 INTERVAL_S = 0.01
-"""Between two looks. What holds the loop up for less may fall between them."""
+"""Between two measurements. A shorter block may fall between them."""
 
 
 class LoopLag:
-    """Sleeps and looks how late it wakes. Costs some 10 us of CPU a look."""
+    """Sleeps, and measures how late it wakes up. A measurement takes about 10 us of CPU."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task | None = None
         self.lags_s: list[float] = []
-        """Of every look since the last lap."""
+        """Of each measurement since the last lap."""
 
     def start(self) -> None:
-        """Begin to look, on the running loop."""
+        """Start to measure the running loop."""
         self._task = asyncio.create_task(self._look(), name="loop-lag")
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop measuring."""
         if self._task is not None:
             self._task.cancel()
 
     def lap(self) -> float:
-        """Longest lag in seconds since the last lap; 0 when nobody looked."""
+        """Longest lag in seconds since the last lap; 0 when it was not measuring."""
         longest = max(self.lags_s, default=0.0)
         self.lags_s = []
         return longest

@@ -1,4 +1,4 @@
-"""Shows recorded rollouts as conversations, with what they earned.
+"""Prints recorded rollouts as conversations, with their rewards.
 
 python -m torchtitan.experiments.rl.observability.rollouts outputs/RUN [--task NAME] [--status STATUS] [--outcome COLUMN]
     [--min-reward R] [--max-reward R] [--limit N] [--chars N]
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     escape_unencodable_output()
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.experiments.rl.observability.rollouts",
-        description="Show recorded rollouts as conversations, with what they earned.",
+        description="Print recorded rollouts as conversations, with their rewards.",
     )
     parser.add_argument("path", type=Path, help="a run folder, or its rollouts.jsonl.gz")
     parser.add_argument("--task", help="only this task")
@@ -69,7 +69,7 @@ def matching(options: argparse.Namespace) -> Iterator[RecordedRollout]:
 
 
 def lines_of(record: RecordedRollout, *, chars: int = 0) -> list[str]:
-    """One rollout as text: a header, its conversation as the model saw it, and what it earned."""
+    """One rollout as text: a header, the conversation that the model was given, and the rewards."""
     rollout = record.rollout
     reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:.3g}"
     facts = [rollout.rollout_id, rollout.status.value, reward, record.outcome or "not counted", f"policy {_versions(record)}"]
@@ -87,7 +87,7 @@ def lines_of(record: RecordedRollout, *, chars: int = 0) -> list[str]:
         seen = [*conversation, id(turn.assistant_message)]
         if turn.reward_components:
             lines.append(f"   env rewards {_components(turn.reward_components)} ({turn.env_s:.2f} s)")
-    if rollout.turns:  # the env's last words, which no prompt repeats
+    if rollout.turns:  # the env's last messages, which are in no prompt
         for message in rollout.turns[-1].env_messages:
             lines += _message(message, chars=chars)
     if record.left_out:

@@ -1,4 +1,4 @@
-"""Where a step's seconds went."""
+"""Measures the seconds of the parts of a step."""
 
 import time
 from collections.abc import Iterator

@@ -3,8 +3,8 @@
     Sort these names ...: Nora Alice      ->   Alice Nora
     Now add these names ...: Bob          ->   Alice Bob Nora
 
-Everything follows from the arguments, as in sum_digits. A split has its own sets of opening names: no set, in whatever order,
-is ever in both.
+The examples follow from the arguments alone, as in sum_digits. A split has its own sets of opening names: no set, in any order,
+is in both.
 """
 
 import random
@@ -39,7 +39,7 @@ def sorted_lists(rounds: list[list[str]]) -> list[list[str]]:
 
 
 def split_of(opening: list[str]) -> Split:
-    """The split these opening names belong to, the same whatever their order and the seed."""
+    """The split of these opening names. It depends neither on their order nor on the seed."""
     checksum = zlib.crc32("\n".join(sorted(opening)).encode())
     return "validation" if checksum % VALIDATION_ONE_IN == 0 else "train"
 

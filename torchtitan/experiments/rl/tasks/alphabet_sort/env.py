@@ -1,4 +1,4 @@
-"""A user who asks for a sorted list and then, round after round, has more names for it. Says nothing about the replies."""
+"""The user asks for a sorted list, then for the same list with more names. The env does not grade the replies."""
 
 from renderers import Message
 

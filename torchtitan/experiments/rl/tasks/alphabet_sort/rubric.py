@@ -1,4 +1,4 @@
-"""Rounds are scored one by one and averaged; a round that was never reached counts 0. A wrong list costs its own round alone,
+"""The reward is the mean over the rounds; a round that was not reached counts 0. A wrong list costs only its own round,
 because the next is to be sorted from the names, not from the reply."""
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ async def similarity(rollout: Rollout, rounds: list[list[str]]) -> float:
 
 
 def _replies(rollout: Rollout, rounds: list[list[str]]) -> list[tuple[list[str], list[str]]]:
-    """The lines of each reply there is, with the lines that were wanted."""
+    """The lines of each reply, with the lines of the right one."""
     texts = [turn.assistant_message["content"] for turn in rollout.turns]
     lines = [[line.strip() for line in text.strip().splitlines()] for text in texts]
     return list(zip(lines, sorted_lists(rounds)))  # noqa: B905  a rollout cut short has fewer replies

@@ -24,9 +24,9 @@ class AlphabetSortDataset(MadeDataset):
     class Config(MadeDataset.Config):
         min_rounds: PositiveInt = 2
         max_rounds: PositiveInt = 3
-        """Lists of names in an example, and so the model's turns."""
+        """Lists of names in an example. The model has one turn for each."""
         min_names: Annotated[int, Ge(2)] = 2
-        """A single name to open with is nothing to sort, and too few of them to split."""
+        """At least 2: a single name needs no sorting, and there are too few single names for two splits."""
         max_names: Annotated[int, Ge(2)] = 5
         """Names in each list."""
 

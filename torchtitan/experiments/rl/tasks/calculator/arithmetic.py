@@ -1,4 +1,4 @@
-"""The calculator itself: arithmetic on text that a model wrote, which may be anything.
+"""Evaluates arithmetic in text that a model wrote. The text may be anything.
 
 The text is parsed, never run, and only numbers and operators count. Every result is bounded before the next operation, and a
 power before it is taken, so that ``9**9**9`` is refused in microseconds instead of filling the memory.
@@ -29,7 +29,7 @@ OPERATIONS: dict[type[ast.operator] | type[ast.unaryop], Callable[..., Any]] = {
 
 
 class ExpressionError(ValueError):
-    """Not an expression the calculator takes; the message is for the model."""
+    """The calculator does not evaluate this text. The env sends the message to the model."""
 
 
 def evaluate(expression: str) -> int | float:
@@ -52,7 +52,7 @@ def evaluate(expression: str) -> int | float:
 
 
 def number_text(value: int | float) -> str:
-    """As a pocket calculator shows it: integers in full, others with ten significant digits."""
+    """Integers in full, other numbers with ten significant digits."""
     if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
         return str(int(value))
     return f"{value:.10g}"

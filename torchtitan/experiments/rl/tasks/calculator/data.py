@@ -2,7 +2,8 @@
 
     What is 47 * 86 - 9? ...   ->   4033
 
-Everything follows from the arguments, as in sum_digits; a checksum of the expression names its split, so none is in both.
+The examples follow from the arguments alone, as in sum_digits. A checksum of the expression gives its split, so none is in
+both.
 """
 
 import random
@@ -30,7 +31,7 @@ def answer(expression: str) -> int | float:
 
 
 def split_of(expression: str) -> Split:
-    """The split this expression belongs to, the same whatever the seed."""
+    """The split of this expression. It does not depend on the seed."""
     return "validation" if zlib.crc32(expression.encode()) % VALIDATION_ONE_IN == 0 else "train"
 
 

@@ -1,4 +1,4 @@
-"""A question and a tool. The env answers tool calls, well formed or not, until the model says something without one."""
+"""A question and a tool. The env answers tool calls, also malformed ones, until a message of the model has none."""
 
 import json
 
@@ -20,9 +20,9 @@ CALCULATOR = {
 
 
 class CalculatorEnv(MessageEnv):
-    """Rewards each call that gave a number, component "calculated", with 1: the rubric wants at least one.
+    """Gives 1, as component "calculated", for each call that gave a number. The rubric asks for at least one.
 
-    What the model does wrong is said to the model, in a tool message it can act on; raising would make its mistake an error of
+    A tool message tells the model of its mistake, so it can try again. An exception would make the mistake an error of
     the env, and the rollout would be lost to training.
     """
 

@@ -1,4 +1,4 @@
-"""1 for the right answer if the calculator was used on the way, else 0. The two halves are logged on their own."""
+"""1 for the right answer if the calculator was used, else 0. Each of the two conditions is logged too."""
 
 import re
 from decimal import Decimal

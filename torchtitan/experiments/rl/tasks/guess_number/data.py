@@ -2,8 +2,8 @@
 
     I am thinking of a number between 41 and 47. You have 3 guesses. ...
 
-Everything follows from the arguments, as in sum_digits. Splits are by range, not by number: were some numbers of a range kept
-for validation, a policy could learn never to guess them.
+The games follow from the arguments alone, as in sum_digits. The splits differ by range, not by number: if some numbers of a
+range were kept for validation, a policy could learn not to guess them.
 """
 
 import random
@@ -24,7 +24,7 @@ class Game:
     """The last number of the range."""
     secret: int
     guesses: int
-    """Replies the model has; one without a number costs a guess too."""
+    """Replies that the model has. A reply without a number uses up a guess too."""
 
 
 def opening_text(game: Game) -> str:
@@ -36,12 +36,12 @@ def opening_text(game: Game) -> str:
 
 
 def split_of(low: int, high: int) -> Split:
-    """The split this range belongs to, the same whatever the seed."""
+    """The split of this range. It does not depend on the seed."""
     return "validation" if zlib.crc32(f"{low} {high}".encode()) % VALIDATION_ONE_IN == 0 else "train"
 
 
 def first_numbers(*, split: Split, numbers: int, max_number: int) -> list[int]:
-    """Where the split's ranges of `numbers` numbers from 1 to `max_number` begin."""
+    """First numbers of the split's ranges of `numbers` numbers between 1 and `max_number`."""
     return [low for low in range(1, max_number - numbers + 2) if split_of(low, low + numbers - 1) == split]
 
 

@@ -1,4 +1,4 @@
-"""The game: the env says higher or lower until the number is found or no guess is left."""
+"""The game: the env answers "higher" or "lower" until the number is found or no guess is left."""
 
 import re
 
@@ -9,7 +9,7 @@ from torchtitan.experiments.rl.tasks.guess_number.data import Game, opening_text
 
 
 class GuessNumberEnv(MessageEnv):
-    """Rewards the end alone: component "found" is 1 or 0 in the last step."""
+    """Gives a reward at the end only: component "found" is 1 or 0 in the last step."""
 
     def __init__(self, game: Game):
         self.game = game

@@ -1,4 +1,4 @@
-"""1 for finding the number within the guesses allowed, else 0; less for a late find where the config says so."""
+"""1 for finding the number within the allowed guesses, else 0. The config can lower the reward for each further guess."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -26,5 +26,5 @@ class GuessNumberRubric(Rubric):
 
 
 async def found(rollout: Rollout, game: Game) -> float:
-    """What the env said at the end; a rollout cut short found nothing."""
+    """Whether the env's last step gave "found". A rollout that was cut short has none."""
     return env_components(rollout).get("found", 0.0)

@@ -1,4 +1,4 @@
-"""A game of several turns with a reward at its end alone. Copy this folder for an env that reacts to what the model does."""
+"""A game of several turns with a reward only at its end. Copy this folder for an env that reacts to what the model does."""
 
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -25,7 +25,7 @@ class GuessNumberDataset(MadeDataset):
         numbers: Annotated[int, Ge(2)] = 100
         """Numbers in a game's range. Halving it finds every one of 2^g - 1 numbers within g guesses."""
         max_number: PositiveInt = 1000
-        """No range goes beyond it."""
+        """Largest number of any range."""
         guesses: PositiveInt = 7
 
         def validate(self, *, field: str) -> None:

@@ -1,6 +1,6 @@
-"""Whether two answers are the same mathematics, by math-verify; that package is imported with this module.
+"""Compares two answers as mathematics, by math-verify. Importing this module imports that package.
 
-Only child processes call ``correct``: comparing 1 with 9^{9^{9}} takes forever, and sympy can't be interrupted.
+Only child processes call ``correct``: comparing 1 with 9^{9^{9}} does not end, and sympy can't be interrupted.
 """
 
 from math_verify import parse, verify

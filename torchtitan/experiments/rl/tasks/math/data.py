@@ -1,4 +1,4 @@
-"""Math problems from the hub or from a file: what the `math` task asks and what it expects."""
+"""Math problems from the hub or from a file, for the `math` task."""
 
 import stat
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class MathProblem:
 
 
 class MathDataset(Dataset):
-    """Every row of one split is a problem."""
+    """Each row of one split is an example."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Dataset.Config):
@@ -37,7 +37,7 @@ class MathDataset(Dataset):
         question_column: NonEmptyStr = "question"
         answer_column: NonEmptyStr = "answer"
         answer_marker: str | None = None
-        """The answer is what follows the last of these in its column ("####" in gsm8k). None: the whole column is."""
+        """The answer is the text after the last such marker in its column ("####" in gsm8k). None: the whole column."""
 
         @property
         def file(self) -> Path | None:
@@ -49,7 +49,7 @@ class MathDataset(Dataset):
                 raise ConfigError(f"{field}.name", self.name, "only datasets of the hub have one: leave it out for a file")
 
         def check_present(self, *, field: str) -> None:
-            """Reads a file, row by row. The hub is not asked here: a run asks it when it builds its tasks, before it spawns."""
+            """Reads a file, row by row. A dataset of the hub is downloaded when the command builds the task."""
             if self.file is not None:
                 load_problems(self, field=field)
 
@@ -120,7 +120,7 @@ def _load_rows(config: MathDataset.Config, *, field: str) -> Any:
         with _no_progress_bars(datasets):
             files = {config.split.partition("[")[0]: str(file)}
             return datasets.load_dataset(FILE_FORMATS[file.suffix], data_files=files, split=config.split)
-    except Exception as error:  # whatever hub, network, parsers and the library itself come up with
+    except Exception as error:  # the hub, the network, the parsers and the library itself each raise types of their own
         raise ConfigError(f"{field}.path", config.path, f"can't be loaded: {cause_of(error.__cause__ or error)}") from error
 
 

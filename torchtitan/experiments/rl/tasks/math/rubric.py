@@ -1,4 +1,4 @@
-"""1 for the right answer in the last \\boxed{}, else 0. Whether there was a box at all is logged beside it."""
+"""1 for the right answer in the last \\boxed{}, else 0. Whether there was a box is logged too."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class MathRubric(Rubric):
     @dataclass(kw_only=True, slots=True)
     class Config(Rubric.Config):
         timeout_s: PositiveFloat = 10.0
-        """For each comparison. One that takes longer makes its rollout an error: nobody knows whether the answer was right."""
+        """For each comparison. One that takes longer makes its rollout an error, because the answer may be right."""
 
     def register_funcs(self) -> list[RewardFn]:
         from torchtitan.experiments.rl.tasks.math.answers import correct  # imports math-verify

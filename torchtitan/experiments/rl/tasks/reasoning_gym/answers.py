@@ -1,10 +1,10 @@
-"""What a model gave as its answer."""
+"""Reads the answer in a message."""
 
 import re
 
 
 def answer_in(message: str, tag: str | None) -> str | None:
-    """What is between the last pair of <tag> and </tag>; None where there is none. Without a tag, the whole message."""
+    """The text between the last pair of <tag> and </tag>, or None. Without a tag, the whole message."""
     if tag is None:
         return message.strip()
     pairs = re.findall(rf"<{re.escape(tag)}>((?:(?!<{re.escape(tag)}>).)*?)</{re.escape(tag)}>", message, re.DOTALL)

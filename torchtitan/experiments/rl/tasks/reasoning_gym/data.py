@@ -17,7 +17,7 @@ from torchtitan.experiments.rl.user_code.calls import cause_of
 
 @dataclass(kw_only=True, slots=True)
 class PuzzleGenerator:
-    """How one generator takes part."""
+    """A generator of a mixture, and its share."""
 
     config: dict[str, Any] = field(default_factory=dict)
     """Fields of the generator's own config, such as {"min_terms": 2} for chain_sum; seed and size are the dataset's."""
@@ -50,7 +50,7 @@ class ReasoningGymDataset(Dataset):
         seed: int = 0
 
         def validate(self, *, field: str) -> None:
-            """Names and configs of generators can be checked only where reasoning_gym is installed, and are then."""
+            """Checks the generators' names and configs if reasoning_gym is installed."""
             for name, generator in self.generators.items():
                 for owned in ("seed", "size"):
                     if owned in generator.config:
@@ -85,11 +85,11 @@ class ReasoningGymDataset(Dataset):
     def __getitem__(self, index: int) -> DataSample:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        # Which generator makes puzzle i depends on nothing but seed and i, so that a resumed run meets the same.
+        # The generator of puzzle i depends on the seed and i only, so that a resumed run gets the same puzzles.
         (name,) = random.Random(f"{self.config.seed}/{index}").choices(self._names, self._weights)
         entry = self._made[name][index]
         info = {"generator": name}
-        if isinstance(entry["answer"], str):  # some puzzles have many solutions and name none
+        if isinstance(entry["answer"], str):  # a puzzle with many solutions may give none
             info["demonstration"] = entry["answer"]
         return DataSample(
             sample_id=f"{name}/{index}",

@@ -39,5 +39,5 @@ class PuzzleRubric(Rubric):
 
 
 async def answered(rollout: Rollout, puzzle: Puzzle, *, answer_tag: str | None) -> float:
-    """Whether there was an answer at all."""
+    """1 if the message has an answer, else 0."""
     return float(bool(answer_in(last_assistant_text(rollout), answer_tag)))

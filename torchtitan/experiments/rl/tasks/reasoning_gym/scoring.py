@@ -1,4 +1,4 @@
-"""Scores answers with reasoning_gym's own scorers; that package is imported with this module. For child processes."""
+"""Scores answers with reasoning_gym's own scorers, in child processes. Importing this module imports that package."""
 
 import functools
 import json
@@ -22,5 +22,5 @@ def solved(rollout: Rollout, puzzle: Puzzle, *, answer_tag: str | None) -> float
 
 @functools.cache
 def _generator(name: str, config: str) -> ProceduralDataset:
-    """Built once in a process: some read word lists and grids from files."""
+    """Cached, because some generators read word lists and grids from files."""
     return reasoning_gym.create_dataset(name, **json.loads(config))

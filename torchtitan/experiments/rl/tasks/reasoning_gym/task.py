@@ -1,4 +1,4 @@
-"""Puzzles of reasoning_gym, over a hundred generators of them, endless and each with its own scorer. For real models."""
+"""Puzzles of reasoning_gym, which has over a hundred generators, each with its own scorer. For real models."""
 
 from dataclasses import dataclass, field
 
@@ -40,7 +40,7 @@ class ReasoningGymTask(Task):
 
 
 def _check_disjoint(training: Dataset.Config, validation: Dataset.Config | None, *, field: str) -> None:
-    """Seeds 0 and 1 look like two datasets and share all but one puzzle.
+    """Refuse seeds that are too close: with seeds 0 and 1, two datasets share all but one puzzle.
 
     Raises:
         ConfigError: training and validation would share puzzles.

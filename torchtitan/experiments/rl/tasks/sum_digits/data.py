@@ -1,10 +1,9 @@
-"""Lists of digits and their sums: what the `sum_digits` task asks and what it expects.
+"""Lists of digits and their sums, for the `sum_digits` task.
 
     Sum of the digits: 4 8 2 7   ->   21
 
-Everything follows from the arguments, in any process and on any machine: the seed names the stream of
-lists, and a checksum of the question (never `hash()`, which is salted per process) names its split, so
-no list of digits is ever in both.
+The lists follow from the arguments alone, in any process and on any machine. A checksum of the question gives
+its split, so no list is in both. Python's `hash()` would not do: it differs between processes.
 """
 
 import random
@@ -28,7 +27,7 @@ def answer_text(digits: list[int]) -> str:
 
 
 def split_of(digits: list[int]) -> Split:
-    """The split these digits belong to, the same whatever the seed."""
+    """The split of these digits. It does not depend on the seed."""
     checksum = zlib.crc32(prompt_text(digits).encode())
     return "validation" if checksum % VALIDATION_ONE_IN == 0 else "train"
 

@@ -1,4 +1,4 @@
-"""One question, one answer: the env only asks. Whether the answer is right is the rubric's to say."""
+"""One question, one answer. The env asks, and the rubric compares the answer."""
 
 from renderers import Message
 

@@ -1,4 +1,4 @@
-"""1 for the right sum and nothing but the sum, else 0."""
+"""1 for a reply that is the right sum and nothing else, else 0."""
 
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text

@@ -1,4 +1,4 @@
-"""Some questions after one another. After each reply the env says what the sum was, right or wrong, and asks the next."""
+"""Several questions in a conversation. After each reply the env sends the right sum and the next question."""
 
 from renderers import Message
 
@@ -7,7 +7,7 @@ from torchtitan.experiments.rl.tasks.sum_digits.data import answer_text, prompt_
 
 
 class SumDigitsRoundsEnv(MessageEnv):
-    """Rewards each right reply, component "right", with its share of the rounds, so that a rollout's sum is in [0, 1]."""
+    """Gives 1 / rounds, as component "right", for each right reply, so that a rollout's sum is in [0, 1]."""
 
     def __init__(self, rounds: list[list[int]]):
         self.rounds = rounds

@@ -1,4 +1,4 @@
-"""Digit sums in several turns: the smallest task whose env says something worth foreseeing, as Echo needs."""
+"""Digit sums in several turns: the smallest task whose env messages the policy can learn to predict, as Echo needs."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,13 +17,13 @@ from torchtitan.experiments.rl.tasks.task import Task
 
 
 def make_rounds(*, rounds: int, **config: Any) -> list[list[list[int]]]:
-    """The lists of sum_digits, ``rounds`` of them an example."""
+    """Examples of ``rounds`` lists of sum_digits each."""
     lists = make_examples(**config)
     return [lists[end - rounds : end] for end in range(rounds, len(lists) + 1, rounds)]
 
 
 class SumDigitsRoundsDataset(MadeDataset):
-    """The lists of sum_digits, ``rounds`` after one another; a sample's ``env_input`` is a list of lists."""
+    """Examples of ``rounds`` lists of sum_digits each; ``env_input`` is a list of lists."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SumDigitsDataset.Config):

@@ -23,7 +23,7 @@ Request = tuple[list[Message], list[ToolSpec]]
 
 
 class VerifiersEnv(MessageEnv):
-    """Rewards the step that ends the rollout with the rubric's "reward" and each of its functions' values."""
+    """Gives the rubric's "reward" and the value of each of its functions in the step that ends the rollout."""
 
     def __init__(self, environment: Environment, row: dict[str, Any]):
         self._environment = environment
@@ -68,7 +68,7 @@ class VerifiersEnv(MessageEnv):
             await asyncio.gather(self._playing, return_exceptions=True)
 
     async def ask(self, messages: list[Message], tools: list[ToolSpec]) -> Message:
-        """What the policy says to this prompt; called by the environment, through its client."""
+        """The policy's message for this prompt. The environment calls this through its client."""
         if self._answer is not None:
             raise RuntimeError("the environment asks the model twice at once: one conversation is trained")
         self._answer = asyncio.get_running_loop().create_future()
@@ -79,7 +79,7 @@ class VerifiersEnv(MessageEnv):
         return await self._environment.rollout(self._row, client=AskingClient(self), model="policy", sampling_args={})
 
     async def _next_request(self) -> Request | None:
-        """The environment's next question; None when its rollout is over."""
+        """The environment's next request; None when its rollout has ended."""
         asked = asyncio.create_task(self._requests.get())
         assert self._playing is not None
         waiting: set[asyncio.Future[Any]] = {asked, self._playing}
@@ -98,14 +98,14 @@ class VerifiersEnv(MessageEnv):
         _raise_failure(state)
         rewards = await score(self._environment, state)
         conversation = to_messages([*state["prompt"], *state["completion"]])
-        # An environment's last words are for the record; one that renders its completion in its own way has none.
+        # The environment's last messages are for the record. One that renders its completion itself has none.
         said = len(self._said)
         last_words = conversation[said:] if conversation[:said] == self._said else []
         return StepOutput(env_messages=last_words, done=True, reward_components=rewards)
 
 
 class AskingClient(Client):
-    """The model, as the environment sees it."""
+    """The client that the environment calls as its model."""
 
     def __init__(self, env: VerifiersEnv):
         super().__init__(env)
@@ -113,7 +113,7 @@ class AskingClient(Client):
     async def get_native_response(
         self, prompt: list[Message], model: str, sampling_args: SamplingArgs, tools: list[ToolSpec] | None = None, **kwargs: Any
     ) -> Message:
-        """Sampling is the task's to set: what the environment would like is not looked at."""
+        """Ignores the environment's sampling arguments: the task sets the sampling."""
         return await self.client.ask(prompt, tools or [])
 
     async def to_native_prompt(self, messages: Messages) -> tuple[list[Message], dict]:
@@ -126,7 +126,7 @@ class AskingClient(Client):
         return to_response(response)
 
     async def raise_from_native_response(self, response: Message) -> None:
-        """An empty answer is an answer, for the rubric to judge."""
+        """Raises nothing for an empty answer: the rubric scores it."""
 
     def setup_client(self, config: ClientConfig) -> VerifiersEnv:
         raise TypeError("made from an env, not from a config")

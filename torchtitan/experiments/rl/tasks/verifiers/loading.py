@@ -1,7 +1,8 @@
-"""Loads an environment of the verifiers package, once per process, and makes it fit to live in a run.
+"""Loads an environment of the verifiers package, once per process, and adapts it to a run.
 
-1. An Environment takes over SIGINT and SIGTERM when it is made. An actor's thread may not, and Ctrl-C is the run's: not here.
-2. A verifiers rubric counts a reward function that raises as 0. Here the failure is kept, and its rollout is an error.
+1. An Environment sets handlers of SIGINT and SIGTERM when it is made. Here it sets none: an actor's thread may not, and the
+   command handles Ctrl-C.
+2. A verifiers rubric counts a reward function that raises as 0. Here the rollout ends as an error.
 3. A sync reward function would hold up the event loop: here it runs in a worker thread.
 
 Imports verifiers with this module.
@@ -24,7 +25,7 @@ _failures: contextvars.ContextVar[list[str]] = contextvars.ContextVar("failures 
 
 @functools.cache
 def load_environment(name: str, args: str) -> "verifiers.Environment":
-    """The environment that ``name``'s module makes of ``args``, JSON; the same object for the same words.
+    """The environment that ``name``'s module makes of ``args``, JSON; the same object for the same arguments.
 
     Raises:
         Exception: whatever the environment's own code raises.
@@ -48,7 +49,7 @@ async def score(environment: "verifiers.Environment", state: "verifiers.State") 
         RuntimeError: a reward function failed; names each that did.
     """
     failures: list[str] = []
-    _failures.set(failures)  # seen by all that is called from here, and by no other rollout
+    _failures.set(failures)  # a context variable: other rollouts have their own
     try:
         await environment.rubric.score_rollout(state)
     finally:
@@ -59,7 +60,7 @@ async def score(environment: "verifiers.Environment", state: "verifiers.State") 
 
 
 def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The reward function in a thread if it is sync, with what goes wrong in it written down."""
+    """The reward function in a thread if it is sync, with its failures added to ``_failures``."""
 
     @functools.wraps(function)  # rubrics read the signature to know what to pass
     async def watched(*args: Any, **kwargs: Any) -> Any:

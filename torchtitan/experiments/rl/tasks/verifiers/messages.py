@@ -14,7 +14,7 @@ def to_messages(messages: Iterable[VerifiersMessage]) -> list[Message]:
     converted: list[Message] = []
     called: dict[str, str] = {}
     for message in messages:
-        # Text completions of old are what a user says.
+        # Messages of the old text-completion API stand for the user's.
         role = "user" if message.role == "text" else message.role
         content = message.content or ""
         made: Message = {"role": role, "content": content if isinstance(content, str) else [_part(part) for part in content]}

@@ -1,4 +1,4 @@
-"""Environments of the verifiers package: data, conversations, tools and rewards are theirs. For real models."""
+"""Environments of the verifiers package, which bring data, conversations, tools and rewards. For real models."""
 
 from dataclasses import dataclass, field
 
@@ -18,9 +18,9 @@ __all__ = ["VerifiersDataset", "VerifiersTask"]
 
 
 class VerifiersTask(Task):
-    """A rollout that hits a limit of ours (sampling.max_tokens, env.max_turns, env.max_rollout_tokens) is not scored by the
-    environment: it earns the rubric's truncation_reward, or 0. The environment's own limits, such as its max_turns, end a
-    rollout in its own way: completed, and scored.
+    """A rollout that reaches sampling.max_tokens, env.max_turns or env.max_rollout_tokens is not scored by the environment: its
+    reward is the rubric's truncation_reward, or 0. A rollout that reaches a limit of the environment, such as its max_turns, is
+    completed and scored.
     """
 
     @dataclass(kw_only=True, slots=True)
