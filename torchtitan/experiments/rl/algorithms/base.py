@@ -18,7 +18,7 @@ class Algorithm(UserConfigurable):
     """Gives credit to the tokens of a task's rollouts, by writing to the streams of their training samples.
 
     One instance per task. Rollouts arrive one by one, then as a whole group; the base does nothing with either. The trainer
-    knows no algorithm: it sees advantages, component weights and reference log-probabilities.
+    depends on no algorithm: it reads advantages, component weights and reference log-probabilities.
     """
 
     action_component: ClassVar[str] = "rl"
@@ -115,5 +115,5 @@ class Algorithm(UserConfigurable):
     def score_group(self, group: RolloutGroup) -> None:
         """When all of a group has arrived and been rewarded, before filters: credit relative to the group.
 
-        Statistics are of ``group.scored`` alone. Rollouts without a reward are left as they are; nobody trains on them.
+        Statistics are of ``group.scored`` alone. Rollouts without a reward are not trained on.
         """

@@ -1,4 +1,4 @@
-"""Echo: reinforcement learning that also learns to foresee what the environment answers."""
+"""Echo: reinforcement learning, and cross-entropy on what the environment answers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ RoleWeight = Annotated[float, Gt(0), Cure("to leave a role out, don't name it")]
 
 class Echo(GRPO):
     """Environment cross-entropy hybrid objective (Shrivastava et al., arXiv:2605.24517): GRPO's credit for what the policy
-    said, and cross-entropy, with a small weight by role, on what the environment answered.
+    sampled, and cross-entropy, with a small weight by role, on what the environment answered.
 
         ℓ = ℓ_rl(sampled tokens) + alpha[role]·(-logp)    on body tokens of env messages after the first sampled token
 
@@ -34,7 +34,7 @@ class Echo(GRPO):
         alpha: dict[str, RoleWeight] = field(default_factory=lambda: {"tool": 0.1})
         """Weight by message role. Setting any role replaces the whole table."""
         keep: Callable[[Rollout, RolloutTurn], bool | np.ndarray] | None = None
-        """Filter of one's own: whether what the env said before this turn is trained on; or bool [P], for each token of the
+        """A user's filter: whether the env's messages before this turn are trained on; or bool [P], for each token of the
         turn's prompt. Importable: defined at the top level of a module."""
 
         def needs_roles(self) -> str | None:

@@ -42,7 +42,7 @@ class OPSD(Algorithm):
         template: str = TEMPLATE
         """Added to the last user message of the prompt."""
         max_concurrency: PositiveInt = 256
-        """Scores in flight at once; more wait their turn."""
+        """Scores in flight at once; more wait."""
 
         def validate(self, *, field: str, **context) -> None:
             super(OPSD.Config, self).validate(field=field, **context)

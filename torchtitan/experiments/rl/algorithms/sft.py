@@ -1,4 +1,4 @@
-"""SFT: learn to say what a teacher says."""
+"""SFT: cross-entropy on what a teacher sampled."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -52,5 +52,5 @@ class SFT(Algorithm):
             # The policy sampled none of it.
             sample.loss_mask = np.zeros(len(sample), bool)
             sample.generator_logprobs = np.zeros(len(sample), np.float32)
-            # The teacher's temperature shaped what it said; the policy learns to say it at its own.
+            # The teacher was sampled at its own temperature. The policy's logits are not divided by it.
             sample.temperature = 1.0

@@ -1,4 +1,4 @@
-"""What a user writes: an environment that speaks messages and knows nothing of tokens."""
+"""What a user writes: an environment that takes and returns messages. The library does the tokens."""
 
 import abc
 from dataclasses import dataclass, field

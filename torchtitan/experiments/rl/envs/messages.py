@@ -17,7 +17,7 @@ def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:
     Arguments are a JSON string, as OpenAI's are. A call whose format gives it no id gets ``call_<turn>_<index>``, so ids stay
     unique over the conversation. A call to a tool that doesn't exist is a call: answering it is the env's business.
 
-    A malformed call is never dropped: its text is added to the content, so the env and a later render see what the model said,
+    A malformed call is never dropped: its text is added to the content, so the env and a later render have it,
     and ``malformed_tool_calls`` lists its status and text, so the env can tell it from an answer.
     """
     calls: list[dict[str, Any]] = []
@@ -38,8 +38,8 @@ def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:
                 },
             }
         )
-    said = [parsed.content, *(attempt["raw"] for attempt in malformed)]
-    message: Message = {"role": "assistant", "content": "\n".join(filter(None, said))}
+    texts = [parsed.content, *(attempt["raw"] for attempt in malformed)]
+    message: Message = {"role": "assistant", "content": "\n".join(filter(None, texts))}
     if parsed.reasoning_content:
         message["reasoning_content"] = parsed.reasoning_content
     if calls:
@@ -163,7 +163,7 @@ def checked_rewards(components: Any, field: str) -> dict[str, float]:
 
 
 def check_all_rendered(rendered: RenderedTokens, messages: Iterable[Message]) -> None:
-    """Some templates skip roles they don't know without a word.
+    """Some templates leave out messages of roles that they do not have.
 
     Raises:
         ValueError: a message of the env's with content has no token in the prompt.

@@ -31,7 +31,7 @@ _RENDER_THREAD = ThreadPoolExecutor(1, thread_name_prefix="render")
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Prompt:
     ids: list[int]
-    """[P]. As the renderer wants them back."""
+    """[P]. The list that the renderer takes."""
     token_ids: np.ndarray
     """int32 [P]. The same."""
     role_ids: np.ndarray
@@ -102,7 +102,7 @@ async def next_prompt(
 
 
 def cannot_fit(messages: Sequence[Message], tokens: int) -> bool:
-    """Whether messages are too long for so many tokens whatever they say: those need not be tokenised."""
+    """Whether messages are too long for so many tokens whatever their text is: those need not be tokenised."""
     return _characters(messages) > LONGEST_TOKEN * tokens
 
 

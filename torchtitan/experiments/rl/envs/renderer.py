@@ -1,4 +1,4 @@
-"""Builds the renderer: the one place that knows a model's chat template."""
+"""Builds the renderer, which alone depends on a model's chat template."""
 
 from dataclasses import dataclass
 from pathlib import Path

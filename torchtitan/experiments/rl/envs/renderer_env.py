@@ -1,4 +1,4 @@
-"""Between tokens and messages: a RendererEnv makes a MessageEnv look like a stream of prompts and completions."""
+"""Between tokens and messages: a RendererEnv turns what a MessageEnv returns into prompts, and completions into messages."""
 
 import asyncio
 import copy
@@ -129,7 +129,7 @@ class RendererEnv:
         """Parse a completion, step the env with it and render the next prompt.
 
         The completion is recorded as a turn first: its tokens are kept whatever the env does then. A completion cut off at its
-        token limit ("length") ends the rollout without stepping the env: half a message is not what the model meant to say, and
+        token limit ("length") ends the rollout without stepping the env: half a message is not the model's whole answer, and
         an env acting on it (half a tool call, half a number) would reward or punish the cut.
 
         Raises:

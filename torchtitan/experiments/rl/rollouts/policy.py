@@ -49,7 +49,7 @@ class ModelReference:
 
 
 class PolicySession(Protocol):
-    """A model for the length of one rollout: knows its seed, its sampling settings and which replica holds its prefix."""
+    """A model for one rollout. It holds the seed, the sampling settings and the replica that caches the prefix."""
 
     async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
         """Sample one completion of at most ``max_tokens`` tokens (and at most SamplingConfig.max_tokens).

@@ -71,7 +71,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
 
 
 def encode_rollout(rollout: Rollout, *, outcome: str | None, admitted_version: int, max_bytes: int) -> bytes:
-    """One line, its newline included. Above ``max_bytes`` turns, samples and env_input are left out; ``left_out`` says so."""
+    """One line, its newline included. Above ``max_bytes``, turns, samples and env_input are left out."""
     data = rollout.data_sample
     short = whole = None
     if data is not None:

@@ -17,7 +17,7 @@ class RolloutStatus(StrEnum):
     ONGOING = "ongoing"
     """Another turn may follow."""
     COMPLETED = "completed"
-    """The env said done."""
+    """The env returned done=True."""
     TRUNCATED_LENGTH = "truncated_length"
     """A completion hit its token limit."""
     TRUNCATED_PROMPT_OVERFLOW = "truncated_prompt_overflow"
@@ -29,7 +29,7 @@ class RolloutStatus(StrEnum):
     TIMEOUT = "timeout"
     """An env step, or the rollout, took longer than its limit."""
     ERROR = "error"
-    """Env, reward or algorithm code raised or returned rubbish; Rollout.error says what."""
+    """Env, reward or algorithm code raised or returned something unusable; Rollout.error has the cause."""
 
     def is_terminal(self) -> bool:
         return self is not RolloutStatus.ONGOING
@@ -45,7 +45,7 @@ class RolloutStatus(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class DataSample:
-    """One row of a task's dataset: what an env is made from."""
+    """One example of a task's dataset: what an env is made from."""
 
     sample_id: str
     """Unique within its dataset."""
@@ -79,7 +79,7 @@ class RolloutTurn:
     """int32 [P]. What the generator was given."""
     prompt_role_ids: np.ndarray
     """int8 [P]. Whose message each prompt token belongs to, an index into ROLES; -1 on template outside any message, and where
-    the renderer doesn't say. Where a prompt repeats the turn before verbatim, what that sampled is the assistant's."""
+    the renderer does not attribute roles. Where a prompt repeats the turn before, what that sampled is the assistant's."""
     prompt_is_content: np.ndarray
     """bool [P]. True where the token comes from a message's body, or was sampled; not from the template around it."""
     completion: Completion
@@ -151,7 +151,7 @@ class Rollout:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutGroup:
-    """The rollouts of one data sample, scored against each other."""
+    """The rollouts of one example, scored against each other."""
 
     group_id: str
     task_name: str

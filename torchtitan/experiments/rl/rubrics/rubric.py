@@ -2,7 +2,7 @@
 
 A rubric weighs reward functions. A function gets ``(rollout, env_input)`` and returns a number, or, group-level, gets
 ``(rollouts, env_input)`` and returns one number per rollout; either may be async. What an env itself rewarded counts only where
-a rubric says so, with ``env_component(name)``.
+a rubric names it, with ``env_component(name)``.
 
 A function that raises, hangs or returns anything but finite numbers makes its rollout an ERROR that names the function.
 It never counts as a 0: a bug in the scoring must not look like a bad answer.
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Reward:
-    """What a rubric says of one rollout."""
+    """What a rubric returns for one rollout."""
 
     reward: float | None
     """Weighted mean of the functions; None on a rollout excluded from its group."""
     components: dict[str, float] = field(default_factory=dict)
-    """Each function's own value by name, unweighted, and env components nobody weighed as ``env/<name>``."""
+    """Each function's own value by name, unweighted, and env components that no function weighs as ``env/<name>``."""
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class Rubric(UserConfigurable):
     def _fixed_reward(self, rollout: Rollout) -> float | None:
         if rollout.status.is_error():
             return self.config.error_reward
-        # An opening prompt that overflows says nothing of the policy, which said nothing.
+        # An opening prompt that overflows does not measure the policy, which sampled nothing.
         return self.config.truncation_reward if rollout.status.is_truncated() and rollout.turns else None
 
     async def _column(

@@ -29,7 +29,7 @@ def derive_seed(seed: int, group_id: str, index_in_group: int, attempt: int) -> 
 
 
 class RolloutTask(Protocol):
-    """What a group's run needs of its task: `tasks/task.py` has what each member means."""
+    """What a group's run needs of its task: `tasks/task.py` describes each member."""
 
     algorithm: Algorithm
     config: Any

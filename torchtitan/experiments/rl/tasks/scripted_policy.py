@@ -1,4 +1,4 @@
-"""A policy that says what it is told, so that a task can be tried and tested without a model."""
+"""A policy that samples given replies, so that a task can be tried and tested without a model."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ class ScriptedPolicy:
     """Implements rollouts.policy.PolicyClient. Every token has log-probability -1; limits on tokens cut replies as they would a
     model's.
 
-    ``replies`` are what every rollout says, turn by turn, or a function of the rollout's index in its group and the turn.
+    ``replies`` are each rollout's completions, turn by turn, or a function of the rollout's index in its group and the turn.
     """
 
     version = 0
@@ -28,7 +28,7 @@ class ScriptedPolicy:
         self.tokenizer = AutoTokenizer.from_pretrained(str(tokenizer_path), local_files_only=True)
         self.reply = replies if callable(replies) else lambda rollout, turn: replies[turn]
         self.prompts: list[str] = []
-        """What it was asked, special tokens included, in order."""
+        """Prompts that it was given, special tokens included, in order."""
 
     def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "ScriptedSession":
         """See ModelClient.session."""
@@ -40,7 +40,7 @@ class ScriptedPolicy:
         return np.where(np.arange(len(token_ids)) > 0, -1, 0).astype(np.float32)
 
     def frozen(self, model: ModelReference) -> "ScriptedPolicy":
-        """See PolicyClient.frozen. Every model says the same."""
+        """See PolicyClient.frozen. Every model is this one."""
         return self
 
 

@@ -1,4 +1,4 @@
-"""A task: a dataset, an env for each example, a rubric and an algorithm. The controller asks tasks for groups and nothing else.
+"""A task: a dataset, an env for each example, a rubric and an algorithm. The controller gets groups from it.
 
 What becomes of a group, in order:
 
@@ -47,7 +47,7 @@ class Task(UserConfigurable):
         validation: Dataset.Config | None = None
         """Examples the policy is measured on and never trained on."""
         validation_schedule: ValidationConfig | None = None
-        """When and how; None: as the run's `validation` says."""
+        """When and how; None: the run's `validation`."""
         rubric: Rubric.Config = field(default_factory=Rubric.Config)
         sampler: SampleStrategy.Config = field(default_factory=ShuffledCursor.Config)
         env: RendererEnvConfig = field(default_factory=RendererEnvConfig)
