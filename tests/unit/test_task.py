@@ -262,7 +262,8 @@ async def test_rollout_that_takes_too_long_is_a_timeout_and_keeps_its_turns(buil
     )
     policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: "ok" if turn == 0 else None)
     (rollout,) = (await run(task, policy)).rollouts
-    assert rollout.status is RolloutStatus.TIMEOUT and rollout.error == "the rollout took longer than 0.3 s"
+    assert rollout.status is RolloutStatus.TIMEOUT
+    assert rollout.error == "ListTask.run_rollout: the rollout took longer than 0.3 s, waiting for the generator"
     assert len(rollout.turns) == 1 and len(rollout.samples) == 1
     assert_all_closed_once(task, policy)
 

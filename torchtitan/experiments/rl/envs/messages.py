@@ -41,6 +41,8 @@ def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:
     texts = [parsed.content, *(attempt["raw"] for attempt in malformed)]
     message: Message = {"role": "assistant", "content": "\n".join(filter(None, texts))}
     if parsed.reasoning_content:
+        if not isinstance(parsed.reasoning_content, str):
+            raise TypeError(f"reasoning_content is a {type(parsed.reasoning_content).__name__}, want a text")
         message["reasoning_content"] = parsed.reasoning_content
     if calls:
         message["tool_calls"] = calls

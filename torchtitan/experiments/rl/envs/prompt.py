@@ -138,12 +138,19 @@ def _prompt(rendered: RenderedTokens, before: Prompt | None = None, *, kept: int
     if rendered.multi_modal_data is not None and not rendered.multi_modal_data.is_empty():
         raise ValueError("the env sent an image or a video: only text reaches the model")
     ids = rendered.token_ids
-    token_ids = np.asarray(ids[kept:], np.int32)
+    new_ids = np.asarray(ids[kept:])
+    if not ids or (new_ids.size and (new_ids.dtype.kind not in "iu" or new_ids.ndim != 1 or new_ids.min() < 0)):
+        raise ValueError(f"the prompt's token ids are no list of integers from 0 up: {str(ids)[:60]}")
+    if new_ids.size and new_ids.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"the prompt has a token id of {new_ids.max()}")
+    token_ids = new_ids.astype(np.int32)
     role_ids, is_content = np.full(len(token_ids), -1, np.int8), np.zeros(len(token_ids), bool)
     if rendered.is_content:  # without it, roles are guesses (see check_all_rendered)
         is_content[:] = rendered.is_content[kept:]
         of_message = np.array([ROLE_IDS.get(role, -1) for role in rendered.message_roles] + [-1], np.int8)
         role_ids = of_message[rendered.message_indices[kept:]]  # -1, of no message, is the last
+        if len(role_ids) != len(token_ids):
+            raise ValueError(f"{len(role_ids)} roles for {len(token_ids)} token ids")
     if before is not None and kept:
         token_ids = np.concatenate([before.token_ids[:kept], token_ids])
         role_ids = np.concatenate([before.role_ids[:kept], role_ids])

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from annotated_types import Ge
@@ -28,6 +28,8 @@ from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, 
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_user, cause_of
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -196,7 +198,8 @@ class RendererEnv:
         self._tools = checked_tools(reset.tools, f"{field}.tools")
         if cannot_fit(self._messages, self._config.max_rollout_tokens):
             return self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
-        self._set_prompt(await first_prompt(self._renderer, self._messages, self._tools))
+        prompt = await self._rendering("render", first_prompt(self._renderer, self._messages, self._tools))
+        self._set_prompt(prompt)
 
     async def _step(self, turn: RolloutTurn, prompt: Prompt) -> None:
         completion = turn.completion
@@ -204,11 +207,13 @@ class RendererEnv:
         self._turns.append(turn)
         self._chain.append(turn)
         sampled_ids = np.asarray(completion.token_ids).tolist()
-        parsed = await off_the_loop_if(
-            len(sampled_ids) > LARGE_COMPLETION,
-            lambda: self._renderer.parse_response(sampled_ids, tools=self._tools, prompt_ids=prompt.ids),
-        )
-        turn.assistant_message = assistant_message(parsed, turn=len(self._turns) - 1)
+
+        def parse() -> Message:
+            parsed = self._renderer.parse_response(sampled_ids, tools=self._tools, prompt_ids=prompt.ids)
+            return assistant_message(parsed, turn=len(self._turns) - 1)
+
+        parsing = off_the_loop_if(len(sampled_ids) > LARGE_COMPLETION, parse)
+        turn.assistant_message = await self._rendering("parse_response", parsing)
         self._messages.append(turn.assistant_message)
         if completion.finish_reason == "abort":
             return self.finish(RolloutStatus.ABORTED, "the generator aborted the completion")
@@ -236,11 +241,24 @@ class RendererEnv:
             raise ValueError(f"{field}.env_messages is empty though done is False: the model would answer itself")
         if cannot_fit(turn.env_messages, self._config.max_rollout_tokens):
             return self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
-        self._set_prompt(
-            await next_prompt(
-                self._renderer, prompt, sampled_ids, turn.env_messages, conversation=self._messages, tools=self._tools
-            )
+        following = next_prompt(
+            self._renderer, prompt, sampled_ids, turn.env_messages, conversation=self._messages, tools=self._tools
         )
+        self._set_prompt(await self._rendering("render", following))
+
+    async def _rendering(self, method: str, work: Awaitable[T]) -> T:
+        """What the renderer makes.
+
+        Raises:
+            UserCodeError: it failed; names the renderer.
+        """
+        try:
+            return await work
+        except BaseException as error:
+            running = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and running is not None and running.cancelling():
+                raise
+            raise UserCodeError(f"{type(self._renderer).__name__}.{method}: {cause_of(error)}") from error
 
     async def _call_env(self, method: str, wanted: type, *args: Any) -> Any:
         name = f"{self._name}.{method}"

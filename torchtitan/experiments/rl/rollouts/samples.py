@@ -27,24 +27,39 @@ class TurnSpan:
     end: int
 
 
+LOGPROB_ROUNDING = 1e-2
+"""How far above 0 the rounding of half precision may lift a log-probability."""
+
+
 def check_completion(completion: Completion) -> None:
     """Refuse a completion that can't be trained on.
 
     Raises:
-        ValueError: streams that are not aligned, a finish reason there is not, a log-probability that is not finite.
+        ValueError: no Completion, streams that are not aligned or not of numbers, a finish reason there is not, a
+            log-probability that is not finite or above 0.
     """
+    if not isinstance(completion, Completion):
+        raise ValueError(f"bad completion: a {type(completion).__name__}, want a Completion")
     shapes = [np.shape(stream) for stream in (completion.token_ids, completion.logprobs, completion.policy_versions)]
     if not (shapes[0] == shapes[1] == shapes[2] and len(shapes[0]) == 1) or completion.finish_reason not in FINISH_REASONS:
         raise ValueError(
             f"bad completion: stream lengths {[shape[0] if len(shape) == 1 else shape for shape in shapes]}, "
             f"finish_reason {completion.finish_reason!r}"
         )
+    for name, kinds in (("token_ids", "iu"), ("logprobs", "fiu"), ("policy_versions", "iu")):
+        dtype = np.asarray(getattr(completion, name)).dtype
+        if dtype.kind not in kinds and shapes[0] != (0,):  # an empty list has no dtype of its own
+            raise ValueError(f"bad completion: its {name} are {dtype}")
+    if np.any(np.asarray(completion.token_ids) < 0):
+        raise ValueError("bad completion: a token id below 0")
     wrong = first_non_finite(np.asarray(completion.logprobs))
     if wrong is not None:
         raise ValueError(
             f"bad completion: the generator's log-probability of its token {wrong} is {completion.logprobs[wrong]}, want a "
             "finite number"
         )
+    if np.any(np.asarray(completion.logprobs) > LOGPROB_ROUNDING):
+        raise ValueError("bad completion: a log-probability above 0")
 
 
 def turn_spans(turns: Sequence[RolloutTurn]) -> list[TurnSpan | None]:

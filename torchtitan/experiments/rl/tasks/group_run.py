@@ -15,6 +15,7 @@ from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.streams import check_streams
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.tasks.checked_session import CheckedSession
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded
 
 logger = logging.getLogger(__name__)
@@ -90,19 +91,23 @@ class GroupRun:
 
     async def _attempt(self, rollout: Rollout, env: RendererEnv | UserCodeError, session: PolicySession) -> None:
         limit_s = self._task.config.env.rollout_timeout_s
+        name = f"{type(self._task).__name__}.run_rollout"
+        checked = CheckedSession(session)
         try:
             if isinstance(env, UserCodeError):
                 raise env
-            await call_bounded(lambda: self._task.run_rollout(env, session), timeout_s=limit_s)
+            await call_bounded(lambda: self._task.run_rollout(env, checked), timeout_s=limit_s)
             rollout.status, rollout.error = env.status, env.error
             if not rollout.status.is_terminal():
                 rollout.status = RolloutStatus.ERROR
-                rollout.error = "run_rollout returned while the rollout was ongoing; to stop early call env.finish(status)"
+                rollout.error = f"{name} returned while the rollout was ongoing; to stop early call env.finish(status)"
         except UserCodeTimeout as error:
             rollout.status = RolloutStatus.TIMEOUT
-            rollout.error = str(error) if error is env else f"the rollout took longer than {limit_s:g} s"
+            waiting = ", waiting for the generator" if checked.waits else ""
+            rollout.error = str(error) if error is env else f"{name}: the rollout took longer than {limit_s:g} s{waiting}"
         except UserCodeError as error:
-            rollout.status, rollout.error = RolloutStatus.ERROR, str(error)
+            rollout.status = RolloutStatus.ERROR
+            rollout.error = str(error) if error is env else f"{name}: {error}"
             # An env that had failed before the loop raised is the cause.
             if isinstance(env, RendererEnv) and env.status.is_error():
                 rollout.status, rollout.error = env.status, env.error

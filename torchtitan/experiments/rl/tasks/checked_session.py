@@ -1,0 +1,44 @@
+"""The session that a turn loop is given: what the generator does wrong has the generator's name."""
+
+import asyncio
+
+import numpy as np
+
+from torchtitan.experiments.rl.rollouts.policy import PolicySession
+from torchtitan.experiments.rl.rollouts.samples import check_completion
+from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, cause_of
+
+
+class CheckedSession:
+    """Implements rollouts.policy.PolicySession. An engine may be the user's own."""
+
+    def __init__(self, session: PolicySession):
+        self._session = session
+        self.waits = 0
+        """Completions that the generator has not answered."""
+
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+        """See PolicySession.generate.
+
+        Raises:
+            UserCodeError: the generator failed, or its completion can't be trained on; names the generator.
+        """
+        prompt = prompt_token_ids.view()
+        prompt.flags.writeable = False
+        self.waits += 1
+        try:
+            completion = await self._session.generate(prompt, max_tokens=max_tokens)
+            check_completion(completion)
+        except BaseException as error:
+            running = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and running is not None and running.cancelling():
+                raise
+            self.waits -= 1
+            raise UserCodeError(f"generator: {cause_of(error)}") from error
+        self.waits -= 1
+        return completion
+
+    def close(self) -> None:
+        """See PolicySession.close."""
+        self._session.close()
