@@ -207,7 +207,7 @@ def meddled(honest: Callable[..., Any], kind: Kind, *, when: Callable[..., bool]
 
     @functools.wraps(honest)
     async def late(*args: Any, **kwargs: Any) -> Any:
-        if not when(*args):
+        if not when(*args, **kwargs):
             return await honest(*args, **kwargs)
         WORLD.calls += 1
         if kind.do is not None:
@@ -228,7 +228,7 @@ def meddled(honest: Callable[..., Any], kind: Kind, *, when: Callable[..., bool]
             value = honest(*args, **kwargs)
             return _run(value) if inspect.iscoroutine(value) else value
 
-        if not when(*args):
+        if not when(*args, **kwargs):
             return answer()
         WORLD.calls += 1
         if kind.do is not None:

@@ -600,12 +600,13 @@ ENGINE: Own = wrong_types() | refused(
     a_finish_reason_of_None=with_(finish_reason=None),
     a_finish_reason_of_a_list=with_(finish_reason=["stop"]),
     an_abort=with_(finish_reason="abort"),
+) | harmless(
+    # Nothing was sampled, so nothing of it is trained: the rollout needs no error.
     no_tokens=changing(
         lambda c: dataclasses.replace(
             c, token_ids=c.token_ids[:0], logprobs=c.logprobs[:0], policy_versions=c.policy_versions[:0]
         )
     ),
-) | harmless(
     changes_the_prompt=Kind(meddle=lambda session, prompt, **limits: prompt.fill(7)),
     answers_the_same_arrays=changing(lambda c: _shared_arrays(c)),
 )  # fmt: skip

@@ -37,7 +37,7 @@ class Place:
     tags: frozenset[str] = field(default_factory=frozenset)
 
 
-def always(*args: Any) -> bool:
+def always(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
@@ -45,7 +45,7 @@ def is_bad(task_or_config: Any) -> bool:
     return task_or_config.name == "bad"
 
 
-def of_bad_rollout(self_or_rollout: Any, *args: Any) -> bool:
+def of_bad_rollout(self_or_rollout: Any, *args: Any, **kwargs: Any) -> bool:
     rollout = args[0] if args and hasattr(args[0], "index_in_group") else self_or_rollout
     return rollout.task_name == "bad" and rollout.index_in_group >= 2
 
@@ -54,7 +54,7 @@ def of_bad_group(self: Any, group: Any) -> bool:
     return group.task_name == "bad"
 
 
-def of_bad_session(session: Any, *args: Any) -> bool:
+def of_bad_session(session: Any, *args: Any, **kwargs: Any) -> bool:
     return session.task_name == "bad" and session.index >= 2
 
 
@@ -172,8 +172,8 @@ def renderer(method: str) -> Place:
     def install(stage: Any, kind: Kind) -> None:
         # Shared by both tasks: it misbehaves where the conversation is of "bad".
         def when(self: Any, subject: Any, *args: Any, **kwargs: Any) -> bool:
-            ids = subject if method == "bridge_to_next_turn" else None
-            return "bad question" in (stage.tokenizer.decode(ids) if ids is not None else str(subject))
+            prompt = {"parse_response": kwargs.get("prompt_ids"), "bridge_to_next_turn": subject}.get(method)
+            return "bad question" in (str(subject) if prompt is None else stage.tokenizer.decode(prompt))
 
         stage.replace_renderer(method, kind, when)
 

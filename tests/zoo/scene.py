@@ -94,7 +94,11 @@ class Stage:
         culprit = copy.copy(RENDERER)
         culprit.__class__ = type("CulpritRenderer", (type(RENDERER),), {})
         bound = getattr(culprit, method)
-        setattr(culprit, method, meddled(lambda *args, **kw: bound(*args, **kw), kind, when=lambda *args: when(culprit, *args)))
+        setattr(
+            culprit,
+            method,
+            meddled(lambda *args, **kw: bound(*args, **kw), kind, when=lambda *args, **kw: when(culprit, *args, **kw)),
+        )
         self.renderer = culprit
 
 
