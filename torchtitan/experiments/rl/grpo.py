@@ -96,22 +96,22 @@ def _run(config: Any, run_dir: str, config_name: str) -> int:
 
     from torchtitan.experiments.rl.controller.actor import Controller
 
-    # A handler that only notes the signal: an exception out of nowhere would tear the actors' messages in half.
+    # The handler only records the signal: an exception raised between two bytecodes could cut a message between actors in two.
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, frame: signals.append(received))
     controller = this_proc().spawn("controller", Controller, config, run_dir=run_dir, config_name=config_name)
     running = controller.run.call_one()
-    heard, code = 0, 0
+    handled, code = 0, 0
     while True:
         try:
             running.get(timeout=SIGNAL_POLL_S)
             break
         except TimeoutError:
-            if len(signals) == heard:
+            if len(signals) == handled:
                 continue
-            heard = len(signals)
-            if heard > 1:
+            handled = len(signals)
+            if handled > 1:
                 print("stopped at once: the last step is lost", file=sys.stderr)
                 os._exit(128 + signals[-1])
             print("stopping after this step; once more stops at once", file=sys.stderr)

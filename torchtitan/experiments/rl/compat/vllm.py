@@ -1,7 +1,7 @@
 """vLLM 0.32: what is read, called or set of it beyond its documented interface.
 
-``tests/unit/test_compat_vllm.py`` names what an upgrade takes away. vLLM is imported by nobody here: it reads its environment
-when it is imported, and ``set_environment`` comes first.
+``tests/unit/test_compat_vllm.py`` names what an upgrade takes away. This module does not import vLLM: vLLM reads its
+environment when it is imported, so ``set_environment`` has to run first.
 """
 
 import os

@@ -105,7 +105,7 @@ def load_config(command: Command) -> Any:
 
     if not isinstance(config, RunConfig):
         if inspect.iscoroutine(config):
-            config.close()  # else Python warns that nobody awaited it
+            config.close()  # else Python warns that it was never awaited
         code = functions[name].__code__
         cure = f"the config function ({code.co_filename}:{code.co_firstlineno}) returned a {type(config).__name__}"
         raise ConfigError("--config", name, f"{cure}; return a RunConfig")

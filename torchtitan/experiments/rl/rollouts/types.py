@@ -139,7 +139,7 @@ class Rollout:
             raise ValueError(f"rollout {self.rollout_id}: {error} sampled, or one number for all of them") from None
         wrong = first_non_finite(per_token)
         if wrong is not None:
-            given = value if broadcast else value[wrong]  # type: ignore[index]
+            given = np.broadcast_to(np.asarray(value), sampled)[wrong]
             raise ValueError(f"rollout {self.rollout_id}: the advantage {given} is not a finite number that float32 holds")
         start = 0
         for sample in self.samples:
