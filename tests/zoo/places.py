@@ -55,6 +55,7 @@ def of_bad_group(self: Any, group: Any) -> bool:
 
 
 def of_bad_session(session: Any, *args: Any, **kwargs: Any) -> bool:
+    session = getattr(session, "_session", session)  # what a turn loop is given may be wrapped
     return session.task_name == "bad" and session.index >= 2
 
 
@@ -110,7 +111,8 @@ def rubric(method: str, *, scope: Scope = "group") -> Place:
         culprit: Any = misbehaving(world.HonestRubric, method, kind, name="CulpritRubric", when=always)
         stage.bad.rubric = culprit.Config(reward_fns=[RewardFn(world.honest_reward)])
 
-    culprit = f"CulpritRubric {method}"
+    # What register_funcs gives is checked function by function: the error may name the function.
+    culprit = "CulpritRubric|reward register_funcs|function" if method == "register_funcs" else f"CulpritRubric {method}"
     return Place(scope=scope, culprit=culprit, install=install, waits=method in ("setup", "score_group"), block_s=1.2)
 
 

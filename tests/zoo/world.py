@@ -167,8 +167,8 @@ class HonestTask(Task):
         return (self.env_class if index >= 2 else HonestEnv)(sample, index, self.name)
 
     async def setup(self, policy) -> None:
-        WORLD.tasks_set_up.append(self.name)
         await super().setup(policy)
+        WORLD.tasks_set_up.append(self.name)
 
     async def close(self) -> None:
         WORLD.tasks_closed.append(self.name)

@@ -22,12 +22,12 @@ from annotated_types import Ge
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import Cure, PositiveFloat, PositiveInt, check_fields
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.streams import fits_float32
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.watch import RolloutWatch
-from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user
+from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, cause_of
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
 
 logger = logging.getLogger(__name__)
@@ -89,13 +89,23 @@ class Rubric(UserConfigurable):
     def __init__(self, config: Config):
         check_fields(config, field="rubric")
         self.config = config
-        named = [(entry.name or _name_of(entry.fn), entry) for entry in self.register_funcs()]
+        named = [(entry.name or _name_of(entry.fn), entry) for entry in self._registered()]
         _check(named)
         total = math.fsum(entry.weight for _, entry in named)
         self._fns = {name: replace(entry, weight=entry.weight / total) for name, entry in named}
         self._isolated = IsolatedCalls(config.isolated_workers)
         self._isolated_threads = Threads(config.isolated_workers)
         self._warned_unweighed = False
+
+    def _registered(self) -> list[RewardFn]:
+        owner = f"{type(self).__name__}.register_funcs"
+        try:
+            entries = self.register_funcs()
+        except BaseException as error:
+            raise RunError(f"{owner}: {cause_of(error)}") from error
+        if not isinstance(entries, list | tuple) or not all(isinstance(entry, RewardFn) for entry in entries):
+            raise TypeError(f"{owner} returned a {type(entries).__name__}, want a list of RewardFn")
+        return list(entries)
 
     def register_funcs(self) -> list[RewardFn]:
         """The reward functions; a subclass returns its own, and may add ``super().register_funcs()`` for the config's."""

@@ -68,7 +68,7 @@ def give_credit(algorithm: Algorithm, group: RolloutGroup) -> str | None:
             raise UserCodeError(f"changed {change}")
         for rollout in group.scored:
             _check_credit(rollout)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # it awaits nothing: whatever it raised is its own
         cause = f"task {group.task_name}: {kind.__name__}.score_group: {cause_of(error)}"
         if finished is not None:
             finished.restore()

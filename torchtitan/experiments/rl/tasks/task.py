@@ -11,6 +11,7 @@ What becomes of a group, in order:
 User code that fails on the way ends in a rollout's status; nothing but cancellation is raised.
 """
 
+import functools
 from dataclasses import dataclass, field
 
 from renderers import Renderer
@@ -24,7 +25,7 @@ from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCurso
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer import attributes_roles
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
@@ -32,6 +33,7 @@ from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.group_run import GroupRun
 from torchtitan.experiments.rl.tasks.group_score import give_credit, score_rewards
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded
 
 MIN_TRAINING_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this, but for those under 1e-5, at which it samples greedily."""
@@ -148,8 +150,11 @@ class Task(UserConfigurable):
 
     async def setup(self, policy: PolicyClient) -> None:
         """Before the first group. An override calls ``super().setup(policy)``."""
-        await self.rubric.setup(policy)
-        await self.algorithm.setup(policy)
+        for part in (self.rubric, self.algorithm):
+            try:
+                await call_bounded(functools.partial(part.setup, policy), timeout_s=None)  # its caller has a limit
+            except UserCodeError as error:
+                raise RunError(f"{type(part).__name__}.setup: {error}") from error
 
     async def close(self) -> None:
         """After the last group: release what make_envs draws from."""
