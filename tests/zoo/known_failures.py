@@ -28,7 +28,6 @@ KNOWN_FAILURES: dict[str, tuple[str, ...]] = {
         "task.make_envs: shares two envs",
         "task.make_envs: gives one env for all groups",
     ),
-    "a setup that ended after its limit is refused, and its task is not closed": ("task.setup: blocks",),
     "a change of the rollouts' own lists by a group-level function is not undone": (
         "reward function, group: swaps the samples",
         "reward function, group: swaps the indices",
