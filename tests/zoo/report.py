@@ -29,22 +29,25 @@ def run_cases(*, pattern: str = "", every: int = 1, known: bool = True, at_once:
     scene.warm_up()
     gc.collect()
     gc.freeze()  # a child that collects would otherwise copy every page of its parent
-    chosen = {
-        case.name: case
-        for case in list(cases())[::every]
-        if pattern in case.name and (known or known_reason(case.name) is None)
-    }
-    variants = {case.place.variant: case for case in chosen.values()}
-    honest = {}
-    for name, value, _ in children.run_forked(
-        [(v, functools.partial(_honest, c)) for v, c in variants.items()], at_once=at_once
-    ):
-        if isinstance(value, Exception):
-            raise RuntimeError(f"the honest run {name!r} failed: {value}")
-        honest[name] = value
-    work = [(case.name, functools.partial(_case, case, *honest[case.place.variant])) for case in chosen.values()]
-    for name, value, seconds in children.run_forked(work, at_once=at_once):
-        yield Result(name, [str(value)] if isinstance(value, Exception) else value, seconds)
+    try:
+        chosen = {
+            case.name: case
+            for case in list(cases())[::every]
+            if pattern in case.name and (known or known_reason(case.name) is None)
+        }
+        variants = {case.place.variant: case for case in chosen.values()}
+        honest = {}
+        for name, value, _ in children.run_forked(
+            [(v, functools.partial(_honest, c)) for v, c in variants.items()], at_once=at_once
+        ):
+            if isinstance(value, Exception):
+                raise RuntimeError(f"the honest run {name!r} failed: {value}")
+            honest[name] = value
+        work = [(case.name, functools.partial(_case, case, *honest[case.place.variant])) for case in chosen.values()]
+        for name, value, seconds in children.run_forked(work, at_once=at_once):
+            yield Result(name, [str(value)] if isinstance(value, Exception) else value, seconds)
+    finally:
+        gc.unfreeze()  # what is frozen at exit counts as leaked
 
 
 def _honest(case: Case) -> tuple[Streams, list[float]]:
