@@ -118,9 +118,8 @@ class Controller(Actor):
         if death is None:
             return RunError(str(error)) if isinstance(error, UserCodeError) else error
         if not self._actors.owns(death.actor):
-            await asyncio.sleep(
-                DEATH_REPORTS_S
-            )  # the call was to one of Monarch's own actors: the dead process is reported soon
+            # The call was to one of Monarch's own actors. Monarch reports the dead process soon.
+            await asyncio.sleep(DEATH_REPORTS_S)
         return self._death_error([death, *self._deaths])
 
     def _death_error(self, deaths: Sequence[ProcessDeath]) -> RunError:

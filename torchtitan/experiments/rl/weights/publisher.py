@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.weights.store import manifest_key, payload_key
 
 
 class SnapshotPublisher:
-    """Writes versions to two buffers in turn, so that the one before may still be read while the next is written.
+    """Writes versions to two buffers alternately, so that generators may read one version while the next is written.
 
     On one host every rank copies its own shards straight into the buffer: gathering is that copy. Of several ranks that hold
     the same shard, the lowest writes it. Ranks on several hosts gather each tensor, and rank 0 writes.
@@ -62,7 +62,7 @@ class SnapshotPublisher:
     async def publish(self, version: int, *, remote_readers: bool) -> None:
         """Rank 0: put a written version into torchstore: its manifest, and its bytes when some generator can't map them.
 
-        Version ``v - 2`` shares the buffer of ``v`` and leaves the store: by now every generator has answered for it.
+        Also deletes version ``v - 2`` from the store, which had the same buffer: every generator has answered for it.
         """
         buffer = self._buffers[version % 2]
         assert self._layout is not None, "publish comes after write"

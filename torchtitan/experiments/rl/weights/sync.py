@@ -60,7 +60,7 @@ class WeightSync:
         self.canary_token_ids = np.random.default_rng(0).integers(0, vocab_size, CANARY_TOKENS).astype(np.int32)
 
     async def check_initial(self) -> None:
-        """Both sides loaded the same checkpoint.
+        """Check that trainer and generators loaded the same checkpoint.
 
         Raises:
             RunError: they disagree on the canary.
