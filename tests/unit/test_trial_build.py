@@ -91,7 +91,7 @@ PARTS = {
     "rubric raises": (
         "class Bad(Rubric):\n    def register_funcs(self): raise ImportError('judge')",
         "task.rubric = Bad.Config()",
-        "tasks.sum_digits.rubric = 'Bad': it can't be built: ImportError: judge (",
+        "tasks.sum_digits.rubric = 'Bad': it can't be built: Bad.register_funcs: ImportError: judge (",
     ),
     "algorithm exits": (
         "class Bad(GRPO):\n    def __init__(self, config): sys.exit('no')",
@@ -141,9 +141,9 @@ PARTS = {
         "task_mix = 'Bad': its next() gave 'nothing', which is no task",
     ),
     "mix that exits": (
-        "class Bad(TaskMix):\n    def next(self): sys.exit()",
+        "class Bad(TaskMix):\n    def next(self): raise SystemExit(3)",
         "config.task_mix = Bad.Config()",
-        "task_mix = 'Bad': its next() failed: SystemExit (",
+        "task_mix = 'Bad': its next() failed: SystemExit: 3 (",
     ),
     "no such renderer": ("", "config.renderer.name = 'qwen9'", "error: renderer.name = 'qwen9': not a renderer"),
     "renderer of another family": ("", "config.renderer.name = 'llama-3'", "error: renderer.", "llama-3"),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, RunError
 
 _LIBRARY = str(Path(__file__).parents[1])
 _OTHERS = ("<frozen ", *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -29,7 +29,12 @@ def user_code(field: str, value: Any, what: str) -> Iterator[None]:
 
 
 def fault_of(error: BaseException) -> str:
-    """One line: exception type, message, and the file and line of the user's code that the exception came through."""
+    """One line: exception type, message, and the file and line of the user's code that the exception came through.
+
+    A RunError names the user's code and its fault; the file and line are those of its cause.
+    """
+    if isinstance(error, RunError):
+        return f"{error} ({_place(error.__cause__ or error)})"
     try:
         text = " ".join(str(error).split())
     except Exception:  # a __str__ that fails

@@ -35,8 +35,9 @@ from torchtitan.experiments.rl.user_code.gate import Gate
 
 logger = logging.getLogger(__name__)
 
-DEATH_REPORTS_S = 2.0
-"""How long the controller collects Monarch's reports of one process's death before it fails the run."""
+DEATH_REPORTS_S = 15.0
+"""Monarch reports its own actors of a dead process too, in any order: how long the controller waits for one of the run's."""
+DEATH_POLL_S = 0.1
 
 
 class Controller(Actor):
@@ -106,11 +107,19 @@ class Controller(Actor):
         """Monarch calls this for each actor of a process that died. True: the controller runs on, and ends the run itself."""
         self._deaths.append(process_death(failure))
         if len(self._deaths) == 1:
-            self._loop.call_soon_threadsafe(self._loop.call_later, DEATH_REPORTS_S, self._on_process_death)
+            asyncio.run_coroutine_threadsafe(self._on_process_death(), self._loop)
         return True
 
-    def _on_process_death(self) -> None:
+    async def _on_process_death(self) -> None:
+        await self._await_own_death()
         self._actors.fail(self._death_error(self._deaths))
+
+    async def _await_own_death(self) -> None:
+        """Return when Monarch has reported one of the run's actors as dead, or after DEATH_REPORTS_S."""
+        for _ in range(round(DEATH_REPORTS_S / DEATH_POLL_S)):
+            if any(self._actors.owns(death.actor) for death in self._deaths):
+                return
+            await asyncio.sleep(DEATH_POLL_S)
 
     async def _explained(self, error: Exception) -> Exception:
         """``error``, or what names the dead process if ``error`` is of a call to one."""
@@ -118,8 +127,7 @@ class Controller(Actor):
         if death is None:
             return RunError(str(error)) if isinstance(error, UserCodeError) else error
         if not self._actors.owns(death.actor):
-            # The call was to one of Monarch's own actors. Monarch reports the dead process soon.
-            await asyncio.sleep(DEATH_REPORTS_S)
+            await self._await_own_death()  # the call was to one of Monarch's own actors
         return self._death_error([death, *self._deaths])
 
     def _death_error(self, deaths: Sequence[ProcessDeath]) -> RunError:
