@@ -136,14 +136,14 @@ def filters(slot: str) -> Place:
 
 def sampler(method: str) -> Place:
     def install(stage: Any, kind: Kind) -> None:
-        stage.bad.sampler = misbehaving(world.HonestSampler, method, kind, name="CulpritSampler", when=always).Config()  # type: ignore[attr-defined]
+        stage.bad.sampler = misbehaving(world.HonestSampler, method, kind, name="CulpritSampler", when=always).Config()
 
     return Place(scope="run", culprit=f"CulpritSampler {method}", install=install, block_s=1.2)
 
 
 def mix(method: str) -> Place:
     def install(stage: Any, kind: Kind) -> None:
-        stage.config.task_mix = misbehaving(world.HonestMix, method, kind, name="CulpritMix", when=always).Config()  # type: ignore[attr-defined]
+        stage.config.task_mix = misbehaving(world.HonestMix, method, kind, name="CulpritMix", when=always).Config()
 
     return Place(scope="run", culprit=f"CulpritMix {method}", install=install, block_s=1.2)
 

@@ -211,10 +211,10 @@ def _look(sight: Sight, folder: Path, controller: actor.Controller | None) -> No
 @contextlib.contextmanager
 def _in_this_process(stage: Stage) -> Iterator[None]:
     """Give the Controller stand-ins for what it spawns, and the renderer that was built before the fork."""
-    StandInActors.policy_of = staticmethod(lambda: stage.policy_class(TOKENIZER))  # type: ignore[assignment]
+    StandInActors.policy_of = staticmethod(lambda: stage.policy_class(TOKENIZER))
     stage.policy_class.session_class = stage.session_class
-    actor.RunActors = StandInActors  # type: ignore[misc]
-    actor.build_renderer = lambda *args, **kwargs: stage.renderer  # type: ignore[assignment]
+    actor.RunActors = StandInActors
+    actor.build_renderer = lambda *args, **kwargs: stage.renderer
     yield
 
 
@@ -231,7 +231,7 @@ def _samples_seen(sight: Sight) -> Iterator[None]:
         cast(Any, StandInActors.made.trainer).planned.extend(seen)
         return packed
 
-    Batcher.plan = noting  # type: ignore[method-assign]
+    Batcher.plan = noting
     yield
 
 
