@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtitan.config import Configurable
 
+from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
+from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.tasks.task import Task
 
 
 class Letters(Dataset):
@@ -182,3 +184,24 @@ def test_mix_of_ones_own_needs_next_alone():
             return list(self.weights)[-1]
 
     assert picks(Last.Config().build(weights={"a": 1, "b": 1}), 2) == ["b", "b"]
+
+
+# ---- seeds of tasks
+
+
+def test_seed_of_a_tasks_sampler_is_a_stable_hash_of_run_and_name():
+    # printf 0/a | b2sum -l 64
+    assert sampler_seed(0, "a") == 0xB78B2EF3C704F401 >> 1
+    assert len({sampler_seed(0, "a"), sampler_seed(0, "b"), sampler_seed(1, "a")}) == 3
+
+
+def test_tasks_with_equal_datasets_walk_them_in_different_orders(renderer):
+    class LettersTask(Task):
+        def make_env(self, sample):
+            return None
+
+    def walk(name, seed=0):
+        config = LettersTask.Config(algorithm=GRPO.Config(), dataset=Letters.Config(count=20))
+        return ids(config.build(name=name, renderer=renderer, seed=seed).sampler, 20)
+
+    assert walk("a") != walk("b") and walk("a") == walk("a") and walk("a") != walk("a", seed=1)

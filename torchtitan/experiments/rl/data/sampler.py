@@ -1,6 +1,7 @@
 """Which example of a task's dataset is next."""
 
 import abc
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,15 @@ from torchtitan.experiments.rl.data.dataset import Examples, count_examples, rea
 from torchtitan.experiments.rl.data.permutation import random_order
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
+
+
+def sampler_seed(run_seed: int, task_name: str) -> int:
+    """Seed of a task's sampler: 63 bits, the same in every process (``hash`` of a string is not).
+
+    Two tasks with datasets of one length would otherwise walk them in the same order.
+    """
+    digest = hashlib.blake2b(f"{run_seed}/{task_name}".encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 class SampleStrategy(UserConfigurable, abc.ABC):

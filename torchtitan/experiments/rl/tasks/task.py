@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveFloat, PositiveInt, check_fields
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
+from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer import attributes_roles
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
@@ -120,7 +120,7 @@ class Task(UserConfigurable):
         self.renderer = renderer
         self.dataset: Dataset = config.dataset.build()
         self.validation: Dataset | None = config.validation.build() if config.validation else None
-        self.sampler: SampleStrategy = config.sampler.build(dataset=self.dataset, seed=seed)
+        self.sampler: SampleStrategy = config.sampler.build(dataset=self.dataset, seed=sampler_seed(seed, name))
         self.rubric: Rubric = config.rubric.build()
         self.algorithm: Algorithm = config.algorithm.build()
         self.algorithm.renderer = renderer
