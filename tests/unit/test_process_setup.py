@@ -45,12 +45,45 @@ def looks(name: str, shares: tuple[tuple[int, ...], ...], device: str) -> list[d
         procs.stop().get()
 
 
-def test_a_gpu_process_is_launched_seeing_its_own_gpus_and_no_others():
+COUNTING = """
+import os
+from pathlib import Path
+
+
+def recorded(function):
+    def call(*arguments):
+        with open(os.environ["COUNTS_FILE"], "a") as file:
+            file.write(os.environ.get("CUDA_VISIBLE_DEVICES", "no mask") + "\\n")
+        return function(*arguments)
+    return call
+
+
+class Patcher:
+    def find_spec(self, name, path, target=None):
+        if name == "torchtitan":  # the first that asks; torch is whole by then
+            import torch
+            for function in ("is_available", "device_count", "_device_count_nvml"):
+                setattr(torch.cuda, function, recorded(getattr(torch.cuda, function)))
+            torch.accelerator.is_available = recorded(torch.accelerator.is_available)
+
+
+import sys
+sys.meta_path.insert(0, Patcher())
+"""
+"""A sitecustomize: in each new process, whoever counts GPUs leaves the mask of that moment in a file."""
+
+
+def test_a_gpu_process_is_launched_seeing_its_own_gpus_and_no_others(tmp_path, monkeypatch):
     """/proc/self/environ is what the process began with: torch and torchtitan are imported later, and count GPUs then."""
+    (tmp_path / "sitecustomize.py").write_text(COUNTING)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    monkeypatch.setenv("COUNTS_FILE", str(tmp_path / "counts"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
     before = dict(os.environ)
-    launched = [look["launched"] for look in looks("on_gpus", ((3,), (5, 6)), "cuda")]
-    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in launched] == ["3", "5,6"]
+    launched = [look["launched"] for look in looks("on_gpus", ((1,), (2, 3)), "cuda")]
+    assert [environment["CUDA_VISIBLE_DEVICES"] for environment in launched] == ["GPU-b", "GPU-c,GPU-d"]
     assert dict(os.environ) == before, "the parent's own environment was changed"
+    assert set((tmp_path / "counts").read_text().split()) == {"GPU-b", "GPU-c,GPU-d"}, "GPUs were counted without the mask"
 
 
 def test_a_cpu_process_is_launched_with_its_threads_and_without_gpus_and_set_up_on_its_cores():

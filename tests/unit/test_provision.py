@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from torchtitan.experiments.rl.config.placement import Placement, ProvisionConfig, plan_placement
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.process.gpus import mask_of, visible_gpus
+from torchtitan.experiments.rl.process.setup import launch_environment
 
 
 def place(device, available, *, trainer=1, replicas=1, tensor_parallel=1) -> Placement:
@@ -82,6 +84,53 @@ def test_auto_takes_a_gpu_where_there_is_one(monkeypatch, gpu):
 
 
 def test_cuda_without_a_gpu_is_a_config_error(monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="torch sees no GPU here; use cpu or auto"):
         ProvisionConfig(device="cuda").resolve()
+
+
+def test_cuda_with_a_cpu_build_of_torch_is_a_config_error_that_names_the_build(monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr("torch.__version__", "2.13.0+cpu")
+    with pytest.raises(ConfigError, match="torch 2.13.0\\+cpu here is a build without CUDA; install requirements/gpu.txt") as error:
+        ProvisionConfig(device="cuda").resolve()
+    assert "\n" not in str(error.value)
+
+
+# ---- the mask of the process that launches the others
+
+
+MASKS = {
+    None: "2,3",
+    "4,5,6,7": "6,7",
+    " 7, 6 ,5,4": "5,4",
+    "0,3,5,1,-1,2": "5,1",
+    "GPU-a,GPU-b,GPU-c,GPU-d": "GPU-c,GPU-d",
+    "MIG-a,MIG-b,MIG-c,MIG-d": "MIG-c,MIG-d",
+}
+
+
+@pytest.mark.parametrize("mask, expected", MASKS.items())
+def test_a_gpu_is_named_to_a_process_as_the_parents_own_mask_names_it(monkeypatch, mask, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask) if mask else monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert mask_of((2, 3)) == expected
+    assert launch_environment((2, 3), "cuda")["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_a_gpu_that_the_parent_does_not_see_is_given_to_no_process(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ValueError, match="CUDA_VISIBLE_DEVICES='4,5' shows 2 GPUs, and none of index 2"):
+        mask_of((1, 2))
+
+
+def test_slices_of_a_gpu_are_counted_by_the_mask_because_cuda_shows_a_process_only_one(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b,MIG-c")
+    assert visible_gpus() == [0, 1, 2]
+    sizes = dict(device="cuda", trainer_ranks=1, replicas=1)
+    assert plan_placement(**sizes, tensor_parallel_degree=1).generators == ((1,),)
+    with pytest.raises(ConfigError, match="generator.engine.tensor_parallel_degree = 2.*slices of GPUs"):
+        plan_placement(**sizes, tensor_parallel_degree=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a")
+    assert visible_gpus() == [0]

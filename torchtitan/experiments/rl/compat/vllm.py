@@ -11,19 +11,26 @@ from typing import Any
 import torch
 
 
-def set_environment(*, device: str, cpu_kv_cache_gib: int) -> None:
+def set_environment(*, device: str, cpu_kv_cache_gib: int, workers: int = 1) -> None:
     """Set the environment variables that vLLM 0.32 reads in place of arguments. Call before vLLM is imported.
 
     The engine runs in this process, because its scheduler is reached from here (``recompute_open_requests``). Log handlers are
     the process's own.
+
+    Args:
+        workers: processes that share the model (tensor parallelism). On CPU they share this process's cores.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"
+    # vLLM forks its workers otherwise: a copy of a process with threads, and on GPUs with CUDA, which may hang or fail.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if device == "cpu":
+        cores = sorted(os.sched_getaffinity(0))
+        shares = [cores[rank::workers] or [cores[rank % len(cores)]] for rank in range(workers)]
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cpu_kv_cache_gib)
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
 
 
 def output_token_count(engine: Any, internal_id: str) -> int:

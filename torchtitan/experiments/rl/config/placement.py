@@ -10,6 +10,7 @@ import torch
 
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel
+from torchtitan.experiments.rl.process.gpus import sliced, visible_gpus
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,6 +19,9 @@ class ProvisionConfig:
     """auto takes CUDA where torch sees a GPU."""
 
     def resolve(self) -> Literal["cpu", "cuda"]:
+        if self.device == "cuda" and torch.version.cuda is None:
+            cure = f"torch {torch.__version__} here is a build without CUDA; install requirements/gpu.txt, or use cpu or auto"
+            raise ConfigError("provision.device", "cuda", cure)
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("provision.device", "cuda", "torch sees no GPU here; use cpu or auto")
         if self.device == "auto":
@@ -60,7 +64,7 @@ def plan_placement(
     """
     workers = (tuple(sorted(os.sched_getaffinity(0))),) * rollout_workers
     if available is None:
-        available = sorted(os.sched_getaffinity(0)) if device == "cpu" else list(range(torch.cuda.device_count()))
+        available = sorted(os.sched_getaffinity(0)) if device == "cpu" else visible_gpus()
     if device == "cuda":
         sizes = [tensor_parallel_degree] * replicas
         sizes += [model.engine.tensor_parallel_degree for model in hosted for _ in range(model.replicas)]
@@ -73,6 +77,9 @@ def plan_placement(
                 "generator.engine.tensor_parallel_degree"
             )
             raise ConfigError("trainer.ranks", trainer_ranks, cure)
+        if sliced() and max(sizes) > 1:
+            cure = "CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), and a process can use one: choose 1, or whole GPUs"
+            raise ConfigError("generator.engine.tensor_parallel_degree", max(sizes), cure)
         ranks = tuple((gpu,) for gpu in available[:trainer_ranks])
         rest = iter(available[trainer_ranks:])
         engines = iter([tuple(islice(rest, size)) for size in sizes])

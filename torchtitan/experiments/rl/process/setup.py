@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.experiments.rl.compat import monarch
+from torchtitan.experiments.rl.process.gpus import mask_of
 from torchtitan.experiments.rl.process.logs import (
     OURS,
     JsonLine,
@@ -92,11 +93,11 @@ def set_up_process() -> None:
 
 
 def launch_environment(share: tuple[int, ...], device: Literal["cpu", "cuda"]) -> dict[str, str]:
-    """What to launch a process with that is to see only ``share``: cores on "cpu", GPUs on "cuda"."""
+    """What to launch a process with that is to see only ``share``: cores on "cpu", indices of ``visible_gpus`` on "cuda"."""
     if device == "cpu":
         own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(len(share))}
     else:
-        own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, share))}
+        own = {"CUDA_VISIBLE_DEVICES": mask_of(share)}
     inherited = {name: os.environ.get(name, value) for name, value in (monarch.ENVIRONMENT | SPAWNED_ENVIRONMENT).items()}
     return ENVIRONMENT | inherited | own
 

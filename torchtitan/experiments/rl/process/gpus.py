@@ -1,0 +1,51 @@
+"""The GPUs that this process may use, and how a process that it launches is to be shown some of them."""
+
+import os
+from collections.abc import Iterable
+
+MASK = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpus() -> list[int]:
+    """Indices of the GPUs that this process sees, from 0 on."""
+    entries = _entries()
+    if entries and entries[0].startswith("MIG-"):
+        # CUDA shows a process one of its slices and no more. Each process of a run gets a slice of its own.
+        return list(range(len(entries)))
+    import torch  # here: the command sets its process up before torch is imported
+
+    return list(range(torch.cuda.device_count()))
+
+
+def sliced() -> bool:
+    """Whether what this process sees are slices of GPUs (MIG), of which a process can use one."""
+    return bool(_entries()) and _entries()[0].startswith("MIG-")
+
+
+def mask_of(gpus: Iterable[int]) -> str:
+    """CUDA_VISIBLE_DEVICES of a process that is to see ``gpus`` only.
+
+    Args:
+        gpus: indices, of ``visible_gpus``. Where this process has a mask itself, of indices, UUIDs or MIG ids, an index is a
+            place in that mask, and the other process is given what stands there.
+
+    Raises:
+        ValueError: the mask has no such place.
+    """
+    entries = _entries()
+    if os.environ.get(MASK) is None:
+        return ",".join(map(str, gpus))
+    hidden = [gpu for gpu in gpus if not 0 <= gpu < len(entries)]
+    if hidden:
+        raise ValueError(f"{MASK}={os.environ[MASK]!r} shows {len(entries)} GPUs, and none of index {hidden[0]}")
+    return ",".join(entries[gpu] for gpu in gpus)
+
+
+def _entries() -> list[str]:
+    """Of the mask, as CUDA reads it: it ends at the first entry that is no device."""
+    entries: list[str] = []
+    for entry in os.environ.get(MASK, "").split(","):
+        if not entry.strip() or entry.strip().startswith("-"):
+            break
+        entries.append(entry.strip())
+    return entries
