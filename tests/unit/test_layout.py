@@ -21,6 +21,7 @@ FLOORS = (
     ("losses", "batching", "models", "weights"),
     ("rollouts",),
     ("observability",),
+    ("checkpointing",),
     ("data", "envs", "rubrics"),
     ("generation",),
     ("training",),

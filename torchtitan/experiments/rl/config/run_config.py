@@ -7,6 +7,7 @@ from annotated_types import MinLen
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.bounds import Cure, NonEmptyStr, NonNegativeInt, PositiveInt
+from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
 from torchtitan.experiments.rl.config.placement import ProvisionConfig
 from torchtitan.experiments.rl.config.user_code_limits import UserCodeLimits
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
@@ -52,6 +53,7 @@ class RunConfig:
     """Schedule of tasks that set none of their own."""
     metrics: MetricsLogger.Config = field(default_factory=MetricsLogger.Config)
     recorder: RolloutRecorder.Config = field(default_factory=RolloutRecorder.Config)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     rollout_workers: NonNegativeInt = 0
     """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's process, in one Python
     thread; perf/event_loop_lag_max_s shows when that is too slow."""

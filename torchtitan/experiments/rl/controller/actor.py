@@ -11,12 +11,13 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from torchtitan.experiments.rl.checkpointing.run_files import LEDGER_FILE
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath, process_death, process_death_behind
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.closing import Closing
-from torchtitan.experiments.rl.controller.ledger import LEDGER_FILE, Ledger
+from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord

@@ -5,11 +5,9 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
 
 from torchtitan.experiments.rl.errors import RunError
-
-LEDGER_FILE = "ledger.jsonl"
+from torchtitan.experiments.rl.rollouts.record_file import RecordFile
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,14 +26,16 @@ class Ledger:
     """Columns: ``trained``, ``filtered/<slot>/<filter>`` (slot "pre" or "post"), ``failed/<why>``, ``oversized``, ``untrained``
     (open when the run stopped).
 
-    With a path, each record is appended to that file as a JSON line when its rollout ends.
+    With a path, each record is appended to that file as a JSON line, by the first ``flush`` or ``check``
+    after its rollout ended.
     """
 
     def __init__(self, path: Path | None = None):
         self._dispatched: Counter[str] = Counter()
         self._ended: dict[str, Counter[str]] = {}
         self._open: dict[str, LedgerRecord] = {}
-        self._file: TextIO | None = path.open("a", encoding="utf-8") if path is not None else None
+        self._file = RecordFile(path) if path is not None else None
+        self._unwritten: list[str] = []
 
     def dispatch(self, task: str, rollout_ids: Collection[str], *, version: int) -> None:
         """Rollouts of a group that starts now."""
@@ -56,7 +56,7 @@ class Ledger:
         record.column, record.ended_version = column, version
         self._ended.setdefault(record.task, Counter())[column] += 1
         if self._file is not None:
-            self._file.write(json.dumps(asdict(record)) + "\n")
+            self._unwritten.append(json.dumps(asdict(record)) + "\n")
 
     def open(self, task: str) -> int:
         """Rollouts of a task that are in no column: dispatched less ended."""
@@ -81,8 +81,17 @@ class Ledger:
                     f"the ledger of {task} does not balance: {dispatched} dispatched, {dict(self._ended.get(task, {}))} ended, "
                     f"{by_task[task]} open"
                 )
-        if self._file is not None:
-            self._file.flush()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the records of rollouts that have ended.
+
+        Raises:
+            OSError: the disk is full, or failed. The file ends with a whole line, and the next call tries again.
+        """
+        if self._file is not None and self._unwritten:
+            self._file.append("".join(self._unwritten).encode())
+            self._unwritten.clear()
 
     def counts(self) -> dict[str, int]:
         """``<task>/<column>`` to rollouts, dispatched and open included."""
@@ -94,6 +103,10 @@ class Ledger:
         return counts
 
     def close(self) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
+            self.flush()
+        finally:
             self._file.close()
             self._file = None

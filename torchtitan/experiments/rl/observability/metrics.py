@@ -8,18 +8,23 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from torchtitan.config.configurable import Configurable
 from torchtitan.experiments.rl.bounds import NonEmptyStr, check_config
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.record_file import RecordFile
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+WANDB_ID_FILE = "wandb-run-id"
+"""In the run folder: a resumed run goes on with the same W&B run."""
 TIMING_PREFIXES = ("time/", "perf/")
 """Whatever depends on the clock (seconds, tokens per second) has its key under one of these; nothing else does."""
 
@@ -80,13 +85,15 @@ class MetricsLogger(Configurable):
             from torch.utils.tensorboard import SummaryWriter  # takes over a second to import
 
             purge_step = None if resume_step is None else resume_step + 1
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge_step)
+            self._tensorboard = SummaryWriter(str(run_dir / TENSORBOARD_FOLDER), purge_step=purge_step)
         if config.wandb:
             import wandb
 
             self._wandb = wandb.init(
                 project=config.wandb_project,
                 name=run_dir.name,
+                id=_wandb_id(run_dir, new=resume_step is None),
+                resume="allow",
                 dir=str(run_dir),
                 mode=config.wandb_mode,
                 config=dict(run_config or {}),
@@ -100,6 +107,8 @@ class MetricsLogger(Configurable):
 
         Raises:
             ValueError: a step that is not after the last one, or a metric called `step`.
+            OSError: the metrics file can't be written. It ends with a whole line. TensorBoard and W&B, which hold copies, end
+                with a warning.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} after step {self._last_step}: each step is logged once, in order")
@@ -110,26 +119,51 @@ class MetricsLogger(Configurable):
             logger.warning("step %d: not finite, written as null: %s", step, ", ".join(lost))
         finite = {key: value for key, value in values.items() if value is not None}
         if self._file is not None:
-            self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
-        if self._tensorboard is not None:
-            for key, value in finite.items():
-                self._tensorboard.add_scalar(key, value, step)
-        if self._wandb is not None:
-            self._wandb.log(finite, step=step)
+            self._file.append((json.dumps({"step": step, **values}, allow_nan=False) + "\n").encode())
+        if (tensorboard := self._tensorboard) is not None:
+
+            def add_scalars() -> None:
+                for key, value in finite.items():
+                    tensorboard.add_scalar(key, value, step)
+
+            self._tensorboard = self._surviving(tensorboard, add_scalars)
+        if (wandb := self._wandb) is not None:
+            self._wandb = self._surviving(wandb, lambda: wandb.log(finite, step=step))
         self._last_step = step
+
+    def flush(self) -> None:
+        """Have everything logged so far in the files."""
+        if self._tensorboard is not None:
+            self._tensorboard = self._surviving(self._tensorboard, self._tensorboard.flush)
 
     def close(self) -> None:
         """Flush and close every backend. A second call does nothing."""
         if self._file is not None:
             self._file.close()
         if self._tensorboard is not None:
-            self._tensorboard.close()
+            self._surviving(self._tensorboard, self._tensorboard.close)
         if self._wandb is not None:
-            self._wandb.finish()
+            self._surviving(self._wandb, self._wandb.finish)
         self._file = self._tensorboard = self._wandb = None
 
+    def _surviving(self, backend: Any, call: Callable[[], object]) -> Any:
+        """``backend``, or None if the call fails: a copy of the metrics is not worth the run."""
+        try:
+            call()
+        except Exception as error:
+            logger.warning("no further metrics are sent to %s: %s", type(backend).__name__, error)
+            return None
+        return backend
 
-def _open_record(path: Path, resume_step: int | None) -> TextIO:
+
+def _wandb_id(run_dir: Path, *, new: bool) -> str:
+    path = run_dir / WANDB_ID_FILE
+    if new or not path.exists():
+        path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _open_record(path: Path, resume_step: int | None) -> RecordFile:
     kept = []
     if resume_step is not None and path.exists():
         kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
@@ -137,7 +171,7 @@ def _open_record(path: Path, resume_step: int | None) -> TextIO:
     scratch = path.with_suffix(".jsonl.tmp")
     scratch.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     scratch.replace(path)
-    return path.open("a", encoding="utf-8", buffering=1)  # a line per step reaches the disk as it is written
+    return RecordFile(path)
 
 
 def _plain_number(value: Any) -> int | float | None:

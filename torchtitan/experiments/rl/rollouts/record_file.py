@@ -35,22 +35,24 @@ def compress(lines: bytes) -> bytes:
 
 
 class RecordFile:
-    """Appends whole members or nothing."""
+    """Appends whole records (members or lines) or nothing."""
 
     def __init__(self, path: Path):
+        self._path = path
         self._file = path.open("ab", buffering=0)
         self.size = self._file.seek(0, os.SEEK_END)
 
     def append(self, data: bytes) -> None:
         """
         Raises:
-            OSError: the disk is full, or failed; the file is as it was, or holds a torn member that readers pass over.
+            OSError: the disk is full, or failed; it is named. It is as it was, or holds a torn record readers pass over.
         """
         rest = memoryview(data)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
-        except OSError:
+        except OSError as error:
+            error.filename = error.filename or str(self._path)
             try:
                 self._file.truncate(self.size)
             except OSError:  # what made the write fail is what its caller should see
@@ -99,6 +101,17 @@ def read_groups(path: Path) -> Iterator[tuple[int, bytes]]:
             else:
                 yield offset, lines
             offset = end
+
+
+def end_of_last_member(path: Path) -> int:
+    """Where the whole members at the start of the file end."""
+    with path.open("rb") as file:
+        end = 0
+        while True:
+            try:
+                _, end = read_group(file, end)
+            except ValueError:
+                return end
 
 
 def _next_member(file: BinaryIO, offset: int) -> int:

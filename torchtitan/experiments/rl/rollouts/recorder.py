@@ -55,7 +55,7 @@ class RolloutRecorder(Configurable):
         """Rollouts written."""
         self._late = self._lost = 0
         self._ended: str | None = None
-        self._queue: queue.Queue[tuple[RolloutGroup, dict[str, str]] | None] = queue.Queue(QUEUED_GROUPS)
+        self._queue: queue.Queue[tuple[RolloutGroup, dict[str, str]] | threading.Event | None] = queue.Queue(QUEUED_GROUPS)
         self._thread: threading.Thread | None = None
         if config.fraction > 0:
             self._thread = threading.Thread(target=self._work, name="rollout-recorder", daemon=True)
@@ -86,6 +86,17 @@ class RolloutRecorder(Configurable):
                 logger.warning("%s can't keep up: groups are dropped from it; lower recorder.fraction", self.path)
             self._late += len(group.rollouts)
 
+    def flush(self) -> bool:
+        """Have everything recorded so far in the file. Blocks until then; False: its disk took longer than CLOSE_LIMIT_S."""
+        if self._thread is None:
+            return True
+        written = threading.Event()
+        try:
+            self._queue.put(written, timeout=CLOSE_LIMIT_S)
+        except queue.Full:
+            return False
+        return written.wait(CLOSE_LIMIT_S)
+
     def close(self) -> None:
         """Write what is queued. Blocks until then; a second call does nothing."""
         if self._thread is None:
@@ -102,6 +113,9 @@ class RolloutRecorder(Configurable):
     def _work(self) -> None:
         file = None
         while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                item.set()
+                continue
             group, outcomes = item
             written = False
             try:

@@ -1,0 +1,275 @@
+"""The folder of each checkpoint: complete or absent, at every instant.
+
+    checkpoints/.step-000040.partial    being written
+    checkpoints/step-000020             complete: it has been renamed, after its manifest.json was written last
+
+``manifest.json`` has every file's size and SHA-256. Files and folders are fsynced before the rename, so a power failure leaves
+no complete checkpoint with a file that is not.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from torchtitan.experiments.rl.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTS_FOLDER = "checkpoints"
+MANIFEST_FILE = "manifest.json"
+FORMAT = 1
+"""Of the manifest; a reader refuses others."""
+
+_NAME = re.compile(r"step-(\d{6,})")
+_READERS = 4
+"""Threads that read files for their checksums. SHA-256 takes a core about 1 GB/s."""
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+"""What network file systems answer that can't fsync a folder."""
+
+
+class CheckpointError(RunError):
+    """A checkpoint that can't be written or read."""
+
+
+class CheckpointFolder:
+    """Writes the checkpoints of one run, one at a time: ``begin``, write files, then ``commit`` or ``discard``."""
+
+    def __init__(self, run_dir: Path, keep: int):
+        """``keep``: complete checkpoints that stay when another is committed."""
+        self._folder, self._keep = Path(run_dir) / CHECKPOINTS_FOLDER, keep
+
+    def begin(self, step: int) -> Path:
+        """An empty folder for the files of ``step``'s checkpoint. Removes what earlier crashes left.
+
+        Raises:
+            CheckpointError: the disk is full, read-only or failing.
+        """
+        with self._explained(step):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for left in sorted(self._folder.glob(".step-*")):
+                shutil.rmtree(left)
+            partial = self._partial(step)
+            partial.mkdir()
+            return partial
+
+    def commit(self, step: int) -> Path:
+        """Make what lies in ``begin``'s folder the checkpoint of ``step``, and delete old ones. Returns its folder.
+
+        Where a valid checkpoint of this step is there already, that one stays.
+
+        Blocks: it reads every file again, for the checksum.
+
+        Raises:
+            CheckpointError: the disk is full, read-only or failing. The checkpoints before are as they were.
+        """
+        partial, target = self._partial(step), self._folder / _name(step)
+        with self._explained(step):
+            _write_manifest(partial, step)
+            if target.exists() and _is_valid(target):
+                shutil.rmtree(partial)  # two folders can't change places at once, and this one could be the only checkpoint
+            else:
+                if target.exists():
+                    target.rename(self._removed(step))
+                partial.rename(target)
+                _sync_folder(self._folder)
+        kept = _complete(self._folder)
+        for path in kept[: max(0, len(kept) - self._keep)]:
+            self._remove(path)
+        return target
+
+    def discard(self, step: int) -> None:
+        """Remove ``begin``'s folder. What can't be removed now goes when another checkpoint begins."""
+        shutil.rmtree(self._partial(step), ignore_errors=True)
+
+    def drop_after(self, step: int) -> list[Path]:
+        """Delete the checkpoints of later steps: the run goes on from ``step``, and will write others. Returns them.
+
+        Raises:
+            CheckpointError: one can't be deleted.
+        """
+        later = [path for path in _complete(self._folder) if step_of(path) > step]
+        for path in reversed(later):
+            with self._explained(step_of(path)):
+                path.rename(self._removed(step_of(path)))
+            shutil.rmtree(self._removed(step_of(path)), ignore_errors=True)
+        return later
+
+    def _partial(self, step: int) -> Path:
+        return self._folder / f".{_name(step)}.partial"
+
+    def _removed(self, step: int) -> Path:
+        return self._folder / f".{_name(step)}.removed"
+
+    def _remove(self, path: Path) -> None:
+        """Renamed first: deleting takes several operations, and a folder without some of its files must not look complete."""
+        removed = self._removed(step_of(path))
+        try:
+            path.rename(removed)
+            shutil.rmtree(removed)
+        except OSError as error:  # the new checkpoint is complete all the same
+            logger.warning("an old checkpoint can't be deleted: %s", error)
+
+    @contextlib.contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            why = f"{error.strerror or type(error).__name__}: {error.filename or self._folder}"
+            cure = "checkpoints before it are intact; free space, or make the folder writable"
+            raise CheckpointError(f"the checkpoint of step {step} can't be written ({why}); {cure}") from error
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint's folder."""
+    found = _NAME.fullmatch(path.name)
+    if found is None:
+        raise ValueError(f"{path} is no checkpoint: its name is not step-NNNNNN")
+    return int(found[1])
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first. Their files may be damaged: ``verify``."""
+    return _complete(Path(run_dir) / CHECKPOINTS_FOLDER)
+
+
+def verify(path: Path) -> None:
+    """Read every file of a checkpoint and compare it with the manifest.
+
+    Raises:
+        CheckpointError: names the first damaged file, what is wrong with it, and the cure.
+    """
+    path = Path(path)
+    manifest = _read_manifest(path)
+
+    def problem(name: str) -> str | None:
+        file, said = path / name, manifest["files"][name]
+        try:
+            size = file.stat().st_size
+            if size != said["size"]:
+                return f"{file} has {size:,} bytes and had {said['size']:,}"
+            return None if _checksum(file) == said["sha256"] else f"{file} has other bytes than were written"
+        except FileNotFoundError:
+            return f"{file} is missing"
+        except OSError as error:
+            return f"{file} can't be read ({error.strerror})"
+
+    with ThreadPoolExecutor(_READERS) as readers:
+        for found in readers.map(problem, sorted(manifest["files"])):
+            if found is not None:
+                raise _damaged(path, found)
+
+
+def _is_valid(path: Path) -> bool:
+    try:
+        verify(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def newest_valid(run_dir: Path) -> tuple[Path, list[str]]:
+    """The newest checkpoint whose files are all as they were written, and why newer ones were refused, a line each.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    refused: list[str] = []
+    for path in reversed(checkpoints(run_dir)):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            refused.append(str(error))
+        else:
+            return path, refused
+    why = "; ".join(refused) or "it has no complete checkpoint"
+    raise CheckpointError(f"{run_dir} can't be resumed: {why}; start a new run")
+
+
+def _name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _complete(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST_FILE).is_file()]
+    return sorted(found, key=step_of)
+
+
+def _write_manifest(folder: Path, step: int) -> None:
+    """Fsync every file and folder below, and then write the manifest."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+
+    def entry(path: Path) -> dict[str, Any]:
+        _sync(path)
+        return {"size": path.stat().st_size, "sha256": _checksum(path)}
+
+    with ThreadPoolExecutor(_READERS) as readers:
+        entries = dict(zip((str(path.relative_to(folder)) for path in files), readers.map(entry, files), strict=True))
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            _sync_folder(path)
+    manifest = {"format": FORMAT, "step": step, "files": entries}
+    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
+        file.write(json.dumps(manifest, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST_FILE
+    try:
+        manifest = json.loads(file.read_bytes())
+        known, step, entries = manifest["format"], manifest["step"], manifest["files"]
+        well_formed = all(isinstance(said["size"], int) and isinstance(said["sha256"], str) for said in entries.values())
+    except FileNotFoundError:
+        raise _damaged(path, f"{file} is missing") from None
+    except OSError as error:
+        raise _damaged(path, f"{file} can't be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        well_formed = False
+    else:
+        if known != FORMAT:
+            raise CheckpointError(
+                f"{file} has format {known}, and this version reads {FORMAT}: resume with the one that wrote it"
+            )
+        named = _NAME.fullmatch(path.name)
+        well_formed = well_formed and (named is None or int(named[1]) == step)
+    if not well_formed:
+        raise _damaged(path, f"{file} is not what was written")
+    return manifest
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path} is damaged: {what}; use the one before, or copy this one again")
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sync_folder(path: Path) -> None:
+    try:
+        _sync(path)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
