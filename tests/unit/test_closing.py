@@ -84,9 +84,10 @@ def no_calls():
     CALLS.clear()
 
 
-def task_set(**configs) -> TaskSet:
-    limits = UserCodeLimits(call_timeout_s=0.2, setup_timeout_s=0.2, close_timeout_s=0.2)
-    return TaskSet(configs, gate=Gate(timeout_s=0.2), limits=limits, seed=0)
+def task_set(*, hangs=False, **configs) -> TaskSet:
+    limit_s = 0.2 if hangs else 30.0
+    limits = UserCodeLimits(call_timeout_s=limit_s, setup_timeout_s=limit_s, close_timeout_s=limit_s)
+    return TaskSet(configs, gate=Gate(timeout_s=limit_s), limits=limits, seed=0)
 
 
 CAUSES = {"exits": "SystemExit: 3", "raises": "ValueError: no luck", "hangs": "no answer within 0.2 s"}
@@ -108,7 +109,7 @@ async def test_task_that_was_never_set_up_is_not_closed(renderer):
 
 @pytest.mark.parametrize("what", CAUSES)
 async def test_setup_that_fails_names_its_task_and_only_those_set_up_are_closed(renderer, what):
-    tasks = task_set(a=NotedTask.Config(), b=NotedTask.Config(on_setup=what), c=NotedTask.Config())
+    tasks = task_set(hangs=what == "hangs", a=NotedTask.Config(), b=NotedTask.Config(on_setup=what), c=NotedTask.Config())
     await tasks.build(renderer)
     with pytest.raises(RunError) as caught:
         await tasks.setup(None)
@@ -119,7 +120,7 @@ async def test_setup_that_fails_names_its_task_and_only_those_set_up_are_closed(
 
 @pytest.mark.parametrize("what", CAUSES)
 async def test_close_that_fails_is_reported_and_the_others_are_closed(renderer, what):
-    tasks = task_set(a=NotedTask.Config(on_close=what), b=NotedTask.Config())
+    tasks = task_set(hangs=what == "hangs", a=NotedTask.Config(on_close=what), b=NotedTask.Config())
     await tasks.build(renderer)
     await tasks.setup(None)
     (fault,) = await tasks.close()
@@ -129,7 +130,7 @@ async def test_close_that_fails_is_reported_and_the_others_are_closed(renderer, 
 
 @pytest.mark.parametrize("what", CAUSES)
 async def test_dataset_that_fails_while_it_is_built_names_its_task(renderer, what):
-    tasks = task_set(a=NotedTask.Config(), b=NotedTask.Config(dataset=Rows.Config(broken=what)))
+    tasks = task_set(hangs=what == "hangs", a=NotedTask.Config(), b=NotedTask.Config(dataset=Rows.Config(broken=what)))
     with pytest.raises(RunError) as caught:
         await tasks.build(renderer)
     assert str(caught.value).startswith("task 'b' can't be built: ") and CAUSES[what] in str(caught.value)
@@ -178,7 +179,7 @@ class HangingRubric(Rubric):
 
 
 async def test_setup_that_hangs_names_the_part_that_hangs(renderer):
-    tasks = task_set(a=NotedTask.Config(rubric=HangingRubric.Config()))
+    tasks = task_set(hangs=True, a=NotedTask.Config(rubric=HangingRubric.Config()))
     await tasks.build(renderer)
     with pytest.raises(RunError) as caught:
         await tasks.setup(None)

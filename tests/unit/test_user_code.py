@@ -198,3 +198,80 @@ async def test_steps_of_watched_code_pass_values_errors_and_cancellation_through
         return value
 
     assert await call_bounded(code, timeout_s=5) == 4
+
+
+async def test_each_call_that_blocks_beyond_its_limit_is_late_also_one_that_begins_behind_another():
+    async def blocks():
+        await asyncio.sleep(0)
+        time.sleep(0.3)
+
+    BLOCKING.lap()
+    ends = await asyncio.gather(*(call_bounded(blocks, timeout_s=0.2) for _ in range(3)), return_exceptions=True)
+    assert [type(end) for end in ends] == [UserCodeTimeout] * 3 and BLOCKING.lap() == 3
+    assert all(": it blocked the event loop for 0.3" in str(end) for end in ends)
+
+
+async def test_time_that_other_calls_hold_up_the_event_loop_does_not_count():
+    async def waits():
+        for _ in range(5):
+            await asyncio.sleep(0.001)
+        return "done"
+
+    async def blocks():
+        await asyncio.sleep(0.001)
+        for _ in range(4):
+            time.sleep(0.3)
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(call_bounded(blocks, timeout_s=30))
+    assert await call_bounded(waits, timeout_s=0.2) == "done"
+    await other
+
+
+@pytest.mark.parametrize("levels", [1, 2, 4])
+async def test_call_that_is_late_says_where_the_call_inside_it_waits_whatever_limit_that_has(levels):
+    async def hangs():
+        await asyncio.sleep(3600)
+
+    def nested(level):
+        inner = hangs if level == 0 else nested(level - 1)
+        return lambda: call_bounded(inner, timeout_s=0.1 if level % 2 else None)
+
+    with pytest.raises(UserCodeTimeout) as caught:
+        await call_bounded(nested(levels), timeout_s=0.1)
+    assert "hangs (test_user_code.py:" in caught.value.where and "call_bounded" not in caught.value.where
+
+
+async def test_call_that_is_late_names_the_owner_of_the_call_inside_it_that_blocks_or_hangs():
+    async def quick():
+        pass
+
+    def part(code):
+        async def parts():
+            await call_bounded(quick, timeout_s=None, owner="First.setup")
+            await asyncio.gather(*(call_bounded(c, timeout_s=None, owner=f"{c.__name__}.setup") for c in (code, quick)))
+
+        return parts
+
+    async def blocks():
+        time.sleep(0.15)
+
+    async def hangs():
+        await asyncio.sleep(3600)
+
+    with pytest.raises(UserCodeTimeout, match="no answer within 0.1 s: blocks.setup blocked the event loop for 0.1"):
+        await call_bounded(part(blocks), timeout_s=0.1, owner="Task.setup")
+    with pytest.raises(UserCodeTimeout) as caught:
+        await call_bounded(part(hangs), timeout_s=0.1, owner="Task.setup")
+    assert caught.value.where.startswith("hangs.setup, at hangs (test_user_code.py:")
+
+
+async def test_error_of_code_that_also_blocked_is_what_is_reported():
+    async def fails_late():
+        time.sleep(0.15)
+        raise KeyError(2)
+
+    BLOCKING.lap()
+    with pytest.raises(UserCodeError, match="KeyError: 2") as caught:
+        await call_bounded(fails_late, timeout_s=0.1)
+    assert not isinstance(caught.value, UserCodeTimeout) and BLOCKING.lap() == 1

@@ -151,10 +151,11 @@ class Task(UserConfigurable):
     async def setup(self, policy: PolicyClient) -> None:
         """Before the first group. An override calls ``super().setup(policy)``."""
         for part in (self.rubric, self.algorithm):
+            owner = f"{type(part).__name__}.setup"
             try:
-                await call_bounded(functools.partial(part.setup, policy), timeout_s=None)  # its caller has a limit
+                await call_bounded(functools.partial(part.setup, policy), timeout_s=None, owner=owner)  # its caller has a limit
             except UserCodeError as error:
-                raise RunError(f"{type(part).__name__}.setup: {error}") from error
+                raise RunError(f"{owner}: {error}") from error
 
     async def close(self) -> None:
         """After the last group: release what make_envs draws from."""

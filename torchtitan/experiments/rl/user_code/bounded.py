@@ -6,8 +6,10 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar, cast
+
+from torchtitan.experiments.rl.user_code.watch import HOLD_S, Watch
 
 logger = logging.getLogger(__name__)
 
@@ -28,27 +30,13 @@ class UserCodeTimeout(UserCodeError):
     """User code took longer than its limit."""
 
     where: str = ""
-    """The innermost function of the user that had not returned, with its file and line; empty where that is not known."""
+    """What it waited for: ``Watch.waits_in``."""
 
-
-class BlockingCalls:
-    """Counts calls that held up the event loop for longer than their limit."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def add(self) -> None:
-        """One more call."""
-        self._count += 1
-
-    def lap(self) -> int:
-        """Calls since the last lap."""
-        count, self._count = self._count, 0
-        return count
-
-
-BLOCKING = BlockingCalls()
-"""Of this process."""
+    def again(self, message: str) -> "UserCodeTimeout":
+        """The same with another message."""
+        late = UserCodeTimeout(message)
+        late.where = self.where
+        return late
 
 
 def cause_of(error: BaseException) -> str:
@@ -72,100 +60,68 @@ def is_finite_number(value: Any) -> bool:
         return False
 
 
-async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | None) -> T:
+async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | None, owner: str = "") -> T:
     """Await ``call()`` for at most ``timeout_s`` seconds (None: for as long as it takes).
+
+    Time that other calls hold up the event loop does not count: user_code/watch.py.
+
+    Args:
+        owner: whose code it is, such as "SumRubric.setup": where a call that made this one is late, its error says so.
 
     Raises:
         UserCodeTimeout: it took longer, or blocked the event loop beyond its limit.
         UserCodeError: it raised anything, SystemExit and CancelledError included.
         asyncio.CancelledError: the caller was cancelled.
     """
-    watch = _Watch(timeout_s)
+    watch = Watch(timeout_s, owner)
     task = asyncio.ensure_future(_outcome(call, watch))
     try:
-        await asyncio.wait({task}, timeout=timeout_s)
+        await _ended_or_late(task, watch, timeout_s)
     except asyncio.CancelledError:
         await asyncio.sleep(0)  # a task cancelled before its first step never runs: an env's close() would be skipped
         await _stop(task)
         raise
+    finally:
+        watch.over()
+    if task.done():
+        if task.cancelled():
+            raise UserCodeError("CancelledError: raised by the code itself")
+        value, error = task.result()
+        if error is not None:
+            logger.debug("user code failed", exc_info=error)
+            if isinstance(error, UserCodeTimeout):  # of a call inside this one, whose limit was met first
+                raise error.again(str(error)) from error
+            raise UserCodeError(cause_of(error)) from error
+        if not watch.blocked_s:
+            return cast(T, value)
+    late = UserCodeTimeout(f"no answer within {timeout_s:g} s")
     if watch.blocked_s:
-        BLOCKING.add()
-        await _stop(task)
-        raise UserCodeTimeout(
-            f"no answer within {timeout_s:g} s: it blocked the event loop for {watch.blocked_s:.3g} s without awaiting"
-        )
-    if not task.done():
-        late = UserCodeTimeout(f"no answer within {timeout_s:g} s")
-        late.where = watch.innermost()
-        await _stop(task)
-        raise late
-    if task.cancelled():
-        raise UserCodeError("CancelledError: raised by the code itself")
-    value, error = task.result()
-    if error is not None:
-        logger.debug("user code failed", exc_info=error)
-        raise UserCodeError(cause_of(error)) from error
-    return cast(T, value)
+        culprit = watch.blocked_by if watch.blocked_by not in ("", owner) else "it"
+        late = UserCodeTimeout(f"{late}: {culprit} blocked the event loop for {watch.blocked_s:.3g} s without awaiting")
+    else:
+        late.where = watch.waits_in()
+    await _stop(task)
+    raise late
 
 
-class _Watch:
-    """Notes whether code blocked the event loop beyond its limit: whether one of its steps began before and ended after it.
-
-    Code that is late because other code held up the event loop has no such step.
-    """
-
-    def __init__(self, limit_s: float | None):
-        self.deadline = math.inf if limit_s is None else time.monotonic() + limit_s
-        self.blocked_s = 0.0
-        """Length of that step; 0 where there is none."""
-        self._coroutine: Any = None
-
-    def steps(self, coroutine: Coroutine[Any, Any, T]) -> "_Steps[T]":
-        self._coroutine = coroutine
-        return _Steps(coroutine, self)
-
-    def innermost(self) -> str:
-        """Which of the nested coroutines, asyncio's own aside, the code waits in; empty where that is not known."""
-        found, coroutine = "", self._coroutine
-        while inspect.iscoroutine(coroutine) and coroutine.cr_frame is not None:
-            code = coroutine.cr_code
-            if "/asyncio/" not in code.co_filename:
-                file = code.co_filename.rsplit("/", 1)[-1]
-                found = f"{code.co_qualname.rpartition('<locals>.')[2]} ({file}:{coroutine.cr_frame.f_lineno})"
-            coroutine = coroutine.cr_await
-        return found
+async def _ended_or_late(task: asyncio.Task, watch: Watch, timeout_s: float | None) -> None:
+    left_s, extended = timeout_s, False
+    while True:
+        wakes_at = time.monotonic() + (left_s or 0.0)
+        await asyncio.wait({task}, timeout=left_s)
+        if task.done() or watch.blocked_s:
+            return
+        left_s = watch.left_s()
+        # This timer was late too: something else held up the event loop, which may have the code's next step ready.
+        if not extended and (overslept_s := time.monotonic() - wakes_at) > HOLD_S:
+            left_s, extended = max(left_s, overslept_s), True
+        if left_s <= 0:
+            return
 
 
-class _Steps(Awaitable[T]):
-    """Awaits something and times each of its steps, from one await to the next."""
-
-    def __init__(self, awaitable: Awaitable[T], watch: _Watch):
-        self._awaitable, self._watch = awaitable, watch
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        steps = self._awaitable.__await__()
-        watch, deadline, clock = self._watch, self._watch.deadline, time.monotonic
-        resume: Callable[[Any], Any] = steps.send
-        argument: Any = None
-        while True:
-            began = clock()
-            try:
-                waits_for = resume(argument)
-            except StopIteration as end:
-                return end.value
-            finally:
-                if began < deadline <= (ended := clock()):
-                    watch.blocked_s = ended - began
-            try:
-                argument = yield waits_for
-                resume = steps.send
-            except BaseException as error:
-                resume, argument = steps.throw, error
-
-
-async def _outcome(call: Callable[[], Awaitable[T]], watch: _Watch) -> tuple[T | None, BaseException | None]:
+async def _outcome(call: Callable[[], Awaitable[T]], watch: Watch) -> tuple[T | None, BaseException | None]:
     try:
-        awaitable = call()
+        awaitable = watch.begin(call)
         # Other awaitables, such as futures, wait and compute nothing.
         return await (watch.steps(awaitable) if inspect.iscoroutine(awaitable) else awaitable), None
     except asyncio.CancelledError:

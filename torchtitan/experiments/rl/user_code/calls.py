@@ -15,12 +15,12 @@ Code that must be called in order, such as samplers, has a gate of its own: user
 """
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from torchtitan.experiments.rl.user_code.bounded import (
-    BLOCKING,
     UserCodeError,
     UserCodeTimeout,
     call_bounded,
@@ -28,6 +28,7 @@ from torchtitan.experiments.rl.user_code.bounded import (
     is_finite_number,
 )
 from torchtitan.experiments.rl.user_code.threads import Threads
+from torchtitan.experiments.rl.user_code.watch import BLOCKING
 
 __all__ = [
     "BLOCKING",
@@ -60,15 +61,14 @@ async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float |
     """
     try:
         if inspect.iscoroutinefunction(function):
-            return await call_bounded(lambda: function(*args), timeout_s=timeout_s)
-        return await call_bounded(lambda: USER_THREADS.call(function, *args, timeout_s=timeout_s), timeout_s=None)
+            return await call_bounded(lambda: function(*args), timeout_s=timeout_s, owner=owner or "")
+        call = functools.partial(USER_THREADS.call, function, *args, timeout_s=timeout_s)
+        return await call_bounded(call, timeout_s=None, owner=owner or "")
     except UserCodeError as error:
-        late = error.__cause__ if isinstance(error.__cause__, UserCodeTimeout) else None
-        if owner is not None:
-            raise type(late or error)(f"{owner}: {late or error}") from error
-        if late is not None:
-            raise late from None
-        raise
+        if owner is None:
+            raise
+        message = f"{owner}: {error}"
+        raise (error.again(message) if isinstance(error, UserCodeTimeout) else UserCodeError(message)) from error
 
 
 async def contained(work: Awaitable[T]) -> T:
