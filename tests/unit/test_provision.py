@@ -93,7 +93,8 @@ def test_cuda_without_a_gpu_is_a_config_error(monkeypatch):
 def test_cuda_with_a_cpu_build_of_torch_is_a_config_error_that_names_the_build(monkeypatch):
     monkeypatch.setattr("torch.version.cuda", None)
     monkeypatch.setattr("torch.__version__", "2.13.0+cpu")
-    with pytest.raises(ConfigError, match="torch 2.13.0\\+cpu here is a build without CUDA; install requirements/gpu.txt") as error:
+    wanted = "torch 2.13.0\\+cpu here is a build without CUDA; install requirements/gpu.txt"
+    with pytest.raises(ConfigError, match=wanted) as error:
         ProvisionConfig(device="cuda").resolve()
     assert "\n" not in str(error.value)
 

@@ -52,9 +52,7 @@ class VLLMEngine:
     """Implements generation.engine.Engine."""
 
     def __init__(self, config: VLLMEngineConfig, *, model_path: str, device: Literal["cpu", "cuda"]):
-        compat.set_environment(
-            device=device, cpu_kv_cache_gib=config.cpu_kv_cache_gib, workers=config.tensor_parallel_degree
-        )
+        compat.set_environment(device=device, cpu_kv_cache_gib=config.cpu_kv_cache_gib, workers=config.tensor_parallel_degree)
         from vllm import EngineArgs, LLMEngine
 
         on_cpu = device == "cpu"
