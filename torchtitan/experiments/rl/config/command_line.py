@@ -109,7 +109,10 @@ def load_config(command: Command) -> Any:
         code = functions[name].__code__
         cure = f"the config function ({code.co_filename}:{code.co_firstlineno}) returned a {type(config).__name__}"
         raise ConfigError("--config", name, f"{cure}; return a RunConfig")
-    return _override(config, command.overrides) if command.overrides else config
+    from torchtitan.experiments.rl.config.named_parts import take_named_parts
+
+    overrides = take_named_parts(config, command.overrides)
+    return _override(config, overrides) if overrides else config
 
 
 def _import(name: str) -> ModuleType:

@@ -92,6 +92,14 @@ def set_up_process() -> None:
     use_cpu_without_accelerator()
 
 
+def add_import_folder(folder: Path) -> None:
+    """Import modules from ``folder`` too, in this process and in those it launches."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+        inherited = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = f"{inherited}{os.pathsep}{folder}" if inherited else str(folder)
+
+
 def launch_environment(share: tuple[int, ...], device: Literal["cpu", "cuda"]) -> dict[str, str]:
     """What to launch a process with that is to see only ``share``: cores on "cpu", indices of ``visible_gpus`` on "cuda"."""
     if device == "cpu":

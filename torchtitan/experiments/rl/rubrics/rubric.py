@@ -1,8 +1,9 @@
 """Rubrics: how rollouts become rewards.
 
-A rubric weighs reward functions. A function gets ``(rollout, env_input)`` and returns a number, or, group-level, gets
-``(rollouts, env_input)`` and returns one number per rollout; either may be async. What an env itself rewarded counts only where
-a rubric names it, with ``env_component(name)``.
+A rubric weighs reward functions. A bare function gets ``(completion, example)``: the text of the last assistant message and
+the ``env_input`` of the data sample. The function of a ``RewardFn`` gets ``(rollout, env_input)`` or, where it is group-level,
+``(rollouts, env_input)``. Each returns a number, group-level one number per rollout, and may be async. What an env itself
+rewarded counts only where a rubric names it, with ``env_component(name)``.
 
 A function that raises, hangs or returns anything but finite numbers makes its rollout an ERROR that names the function.
 It never counts as a 0: a bug in the scoring must not look like a bad answer.
@@ -26,9 +27,12 @@ from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.streams import fits_float32
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
+from torchtitan.experiments.rl.rubrics.completion_reward import CompletionReward, last_assistant_text
 from torchtitan.experiments.rl.rubrics.watch import RolloutWatch
 from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, cause_of
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
+
+__all__ = ["Reward", "RewardFn", "Rubric", "env_component", "env_components", "last_assistant_text"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +77,7 @@ class Rubric(UserConfigurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        reward_fns: list[RewardFn] = field(default_factory=list)
+        reward_fns: list[RewardFn | Callable[..., Any]] = field(default_factory=list)
         """With none, every reward is 0: for algorithms that take no credit from rewards."""
         truncation_reward: float | None = None
         """Reward of truncated rollouts; None has the functions score them as far as they got. No number is a safe default:
@@ -101,15 +105,19 @@ class Rubric(UserConfigurable):
         owner = f"{type(self).__name__}.register_funcs"
         try:
             entries = self.register_funcs()
+        except ConfigError:
+            raise
         except BaseException as error:
             raise RunError(f"{owner}: {cause_of(error)}") from error
-        if not isinstance(entries, list | tuple) or not all(isinstance(entry, RewardFn) for entry in entries):
+        if not isinstance(entries, list | tuple) or not all(
+            isinstance(entry, RewardFn) or callable(entry) for entry in entries
+        ):
             raise TypeError(f"{owner} returned a {type(entries).__name__}, want a list of RewardFn")
-        return list(entries)
+        return [_as_reward_fn(entry) for entry in entries]
 
     def register_funcs(self) -> list[RewardFn]:
         """The reward functions; a subclass returns its own, and may add ``super().register_funcs()`` for the config's."""
-        return self.config.reward_fns
+        return [_as_reward_fn(entry) for entry in self.config.reward_fns]
 
     async def setup(self, policy: PolicyClient) -> None:
         """Before the first group: reach the models the rubric's functions need, such as a judge: ``policy.frozen(...)``."""
@@ -225,9 +233,8 @@ async def _env_component(rollout: Rollout, env_input: Any, *, component: str, de
     return default or 0.0
 
 
-def last_assistant_text(rollout: Rollout) -> str:
-    """Content of the rollout's last assistant message, without its reasoning; "" if there is none."""
-    return rollout.turns[-1].assistant_message["content"] if rollout.turns else ""
+def _as_reward_fn(entry: RewardFn | Callable[..., Any]) -> RewardFn:
+    return entry if isinstance(entry, RewardFn) else RewardFn(CompletionReward(entry))
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

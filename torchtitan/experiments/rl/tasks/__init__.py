@@ -2,22 +2,26 @@
 
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.made import MadeDataset
+from torchtitan.experiments.rl.data.rows import MemoryRows, RowDataset
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.question_env import QuestionEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, env_component, last_assistant_text
+from torchtitan.experiments.rl.tasks.questions.task import QuestionTask, question_task
 from torchtitan.experiments.rl.tasks.task import Task
 
 __all__ = [
     "DataSample",
     "Dataset",
     "MadeDataset",
+    "MemoryRows",
     "MessageEnv",
     "PolicyClient",
     "PolicySession",
     "QuestionEnv",
+    "QuestionTask",
     "RendererEnv",
     "RendererEnvConfig",
     "ResetOutput",
@@ -25,10 +29,12 @@ __all__ = [
     "RewardFn",
     "Rollout",
     "RolloutGroup",
+    "RowDataset",
     "Rubric",
     "SamplingConfig",
     "StepOutput",
     "Task",
     "env_component",
     "last_assistant_text",
+    "question_task",
 ]

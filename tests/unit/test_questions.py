@@ -1,0 +1,205 @@
+"""Own data in a few lines: question_task, bare reward functions, and the same from the command line."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pandas
+import pytest
+
+from tests.unit.rollout_stubs import ScriptedPolicy
+from torchtitan.experiments.rl.algorithms import GRPO, MaxRL
+from torchtitan.experiments.rl.config.command_line import load_config, parse_command
+from torchtitan.experiments.rl.config.resolved import resolved_config
+from torchtitan.experiments.rl.errors import ConfigError, MissingError
+from torchtitan.experiments.rl.grpo import main
+from torchtitan.experiments.rl.tasks import MemoryRows, RewardFn, RowDataset, Rubric, question_task
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+ROWS = [{"question": "6 * 7?", "answer": "42"}, {"question": "2 + 2?", "answer": "4"}]
+
+
+def exact(completion, example):
+    return completion.strip() == example["answer"]
+
+
+async def short(completion, example):
+    return 1 / (1 + len(completion))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working folder, with mine.jsonl; what tests import from it is forgotten."""
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", "")
+    path, before = list(sys.path), set(sys.modules)
+    yield tmp_path
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+async def rewards_of(config, renderer, tokenizer, answer):
+    task = config.build(name="mine", renderer=renderer)
+    group = await task.run_group(task.dataset[0], ScriptedPolicy(tokenizer, answer), group_id="g", seed=0, group_size=2)
+    assert await task.score_group(group) is None
+    return group, [rollout.reward for rollout in group.rollouts]
+
+
+@pytest.mark.parametrize("kind", ["file", "list", "frame", "config"])
+async def test_any_form_of_the_rows_gives_the_same_task(kind, folder, renderer, tokenizer):
+    data = {
+        "file": "mine.jsonl",
+        "list": ROWS,
+        "frame": pandas.DataFrame(ROWS),
+        "config": RowDataset.Config(path="mine.jsonl"),
+    }[kind]
+    config = question_task(data, exact)
+    config.check_present(field="tasks.mine")
+    group, rewards = await rewards_of(config, renderer, tokenizer, "42")
+    assert isinstance(config.algorithm, GRPO.Config) and rewards == [1.0, 1.0]
+    assert group.rollouts[0].turns[0].prompt_messages == [{"role": "user", "content": "6 * 7?"}]
+    task = config.build(name="mine", renderer=renderer)
+    assert [task.dataset[i].env_input for i in range(len(task.dataset))] == ROWS
+
+
+async def test_bare_functions_and_reward_fns_mix_and_may_be_async(renderer, tokenizer):
+    async def by_rollout(rollout, row):
+        return float(len(rollout.turns) == 1 and row["answer"] == "42")
+
+    config = question_task(ROWS, exact, short, RewardFn(by_rollout, weight=2.0))
+    group, rewards = await rewards_of(config, renderer, tokenizer, "4")
+    assert group.rollouts[0].reward_components == {"exact": 0.0, "short": 0.5, "by_rollout": 1.0}
+    assert rewards == [pytest.approx((0.0 + 0.5 + 2.0) / 4)] * 2
+
+
+def test_the_template_and_the_system_prompt_make_the_prompt(renderer):
+    template = "{question} Answer in \\boxed{}, not {{}}."
+    task = question_task(ROWS, exact, template=template, system_prompt="Be brief.").build(name="mine", renderer=renderer)
+    env = task.make_env(task.dataset[1])
+    assert (env.question, env.system_prompt) == ("2 + 2? Answer in \\boxed{}, not {{}}.", "Be brief.")
+
+
+def test_a_saved_config_says_how_many_rows_there_are_and_not_what_they_are():
+    saved = resolved_config(question_task(ROWS, exact))
+    assert saved["dataset"]["rows"] == "<2 rows>"
+    assert saved["rubric"]["reward_fns"] == [f"{__name__}.exact"]
+
+
+MISTAKES = {
+    "a template of no column": ({"template": "{quest}"}, "tasks.mine.template = '{quest}': the data has no column 'quest'"),
+    "a template without a column": ({"template": "Hello"}, "tasks.mine.template = 'Hello': names no column of the data"),
+    "no reward function": ({"rubric": Rubric.Config()}, "tasks.mine.rubric = None: names no reward function"),
+    "no rows": ({"dataset": RowDataset.Config(rows=MemoryRows([]))}, "tasks.mine.dataset.rows = <0 rows>: has no rows"),
+    "no data": ({"dataset": RowDataset.Config()}, "tasks.mine.dataset.path = None: names no data: give a .jsonl"),
+    "no such file": ({"dataset": RowDataset.Config(path="x.jsonl")}, "tasks.mine.dataset.path = 'x.jsonl': no such file"),
+    "two sources": (
+        {"dataset": RowDataset.Config(path="mine.jsonl", rows=MemoryRows(ROWS))},
+        "tasks.mine.dataset.path = 'mine.jsonl': the dataset has rows of its own too: name one of the two",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_each_mistake_is_one_line_before_a_run(changes, message, folder):
+    config = question_task("mine.jsonl", exact)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    with pytest.raises(ConfigError, match="^" + re.escape(message)):
+        config.validate(field="tasks.mine")
+        config.check_present(field="tasks.mine")
+
+
+def test_data_of_another_kind_is_refused():
+    for data in ({"question": "?"}, 3, None, list, ["6 * 7?"]):
+        with pytest.raises(ConfigError):
+            question_task(data, exact)
+
+
+def test_a_bare_function_of_other_arguments_is_refused_with_its_signature():
+    for fn, shown in ((lambda completion: 0, "(completion)"), (lambda a, b, c: 0, "(a, b, c)")):
+        with pytest.raises(ConfigError, match=re.escape(shown)):
+            Rubric.Config(reward_fns=[fn]).build()
+
+
+# ---- the command line
+
+
+def load(*words):
+    return load_config(parse_command(["--config", "rl_questions_qwen3_debug", *words]))
+
+
+def test_the_command_line_alone_names_data_and_reward(folder):
+    (folder / "my_rewards.py").write_text(
+        "def exact(completion, example): return completion == example['answer']\ndef short(completion, example): return 0\n"
+    )
+    config = load(
+        *["--tasks.questions.dataset.path", "mine.jsonl", "--tasks.questions.rubric", "my_rewards.py:exact,short"],
+        *["--tasks.questions.rubric.timeout-s", "5", "--steps", "3"],
+    )
+    rubric = config.tasks["questions"].rubric
+    assert [fn.__name__ for fn in rubric.reward_fns] == ["exact", "short"]
+    assert (rubric.timeout_s, config.steps, config.tasks["questions"].dataset.path) == (5.0, 3, "mine.jsonl")
+
+
+def test_a_class_is_named_in_the_same_way_and_its_fields_can_be_set(folder):
+    (folder / "my_algorithms.py").write_text(
+        "from torchtitan.experiments.rl.algorithms import GRPO\nclass Mine(GRPO): pass\nclass Other: pass\n"
+    )
+    config = load("--tasks.questions.algorithm=my_algorithms.py:Mine", "--tasks.questions.algorithm.length-penalty", "tokens")
+    algorithm = config.tasks["questions"].algorithm
+    assert isinstance(algorithm, GRPO.Config) and algorithm.length_penalty == "tokens"
+    assert type(algorithm.build()).__name__ == "Mine"
+    config = load("--tasks.questions.algorithm", "torchtitan.experiments.rl.algorithms:MaxRL")
+    assert type(config.tasks["questions"].algorithm) is MaxRL.Config
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    {
+        "nowhere.py:exact": "no such file: nowhere.py",
+        "my_rewards.py:exakt": "my_rewards.py has no 'exakt'; it defines exact, Box",
+        "my_rewards.py:Box": "Box is no Rubric",
+        "my_rewards.py:number": "number is no function: want reward functions fn(completion, example)",
+        "no_such_module:exact": "no_such_module can't be imported: ModuleNotFoundError",
+        "json.py:dumps": "a module is named 'json' already: rename the file",
+        "broken.py:exact": "broken.py can't be imported: ZeroDivisionError: division by zero",
+    }.items(),
+)
+def test_each_wrong_place_is_one_line(place, message, folder, capsys):
+    (folder / "my_rewards.py").write_text("def exact(completion, example): return 0\nclass Box: pass\nnumber = 3\n")
+    (folder / "broken.py").write_text("1 / 0\n")
+    (folder / "json.py").write_text("")
+    assert main(["--config", "rl_questions_qwen3_debug", "--tasks.questions.rubric", place, "--dry-run"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: tasks.questions.rubric = {place!r}: {message}") and error.count("\n") == 1
+
+
+async def test_own_data_as_the_readme_shows_it(folder, renderer, tokenizer):
+    (code,) = re.findall(r"```python\n# mine.py\n(.*?)```", README, re.DOTALL)
+    (folder / "mine.py").write_text(code)
+    assert len([line for line in code.splitlines() if line.strip()]) < 15
+    sys.path.append(str(folder))
+    config = load_config(parse_command(["--module", "mine", "--config", "rl_mine"]))
+    config.tasks["mine"].check_present(field="tasks.mine")
+    assert (await rewards_of(config.tasks["mine"], renderer, tokenizer, "42"))[1] == [1.0, 1.0]
+
+
+def test_the_command_of_the_readme_needs_no_python(folder, capsys):
+    (folder / "my_rewards.py").write_text("def exact(completion, example): return completion == example['answer']\n")
+    words = "--tasks.questions.dataset.path mine.jsonl --tasks.questions.rubric my_rewards.py:exact"
+    assert words in " ".join(README.replace("\\\n", " ").split())
+    assert main(["--config", "rl_questions_qwen3_debug", "--dry-run", *words.split()]) == 0
+    assert "before a run" not in capsys.readouterr().out
+
+
+def test_what_is_missing_is_named_by_the_config_that_ships(capsys):
+    assert main(["--config", "rl_questions_qwen3_debug"]) == 2
+    assert "tasks.questions.dataset.path = None: names no data" in capsys.readouterr().err
+    config = load_config(parse_command(["--config", "rl_questions_qwen3"]))
+    with pytest.raises(MissingError, match="names no data"):
+        config.tasks["questions"].check_present(field="tasks.questions")

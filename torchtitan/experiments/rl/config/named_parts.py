@@ -1,0 +1,122 @@
+"""Parts of a config that the command line names by their place: ``--tasks.sums.rubric my_rewards.py:exact``.
+
+The place is a file or a module, a colon, and a name in it: a class with a Config that fits the field, or, for a rubric, reward
+functions, several of them with commas between. tyro, which reads the other options, knows only what the config already holds.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.bounds import declared, field_annotations
+from torchtitan.experiments.rl.config.user_faults import user_code
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.process.setup import add_import_folder
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
+
+
+def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
+    """Put the parts that ``overrides`` name into ``config``; return the other overrides.
+
+    Raises:
+        ConfigError: there is no such file, module or name, or what is there does not fit the field.
+    """
+    left, words = [], list(overrides)
+    while words:
+        option, equals, value = (word := words.pop(0)).partition("=")
+        if not equals:
+            value = words[0] if words else ""
+        place = _find(config, option.removeprefix("--").split(".")) if option.startswith("--") and ":" in value else None
+        if place is None:
+            left.append(word)
+            continue
+        if not equals:
+            words.pop(0)
+        place.put(_part(place, value, field=option.removeprefix("--")))
+    return left
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A field, or an entry of a dict, that holds the config of a part."""
+
+    holder: Any
+    key: str
+
+    @property
+    def value(self) -> Any:
+        return self.holder[self.key] if isinstance(self.holder, dict) else getattr(self.holder, self.key)
+
+    def put(self, part: Any) -> None:
+        if isinstance(self.holder, dict):
+            self.holder[self.key] = part
+        else:
+            setattr(self.holder, self.key, part)
+
+    @property
+    def wanted(self) -> type:
+        """Class of the configs that fit: the field's declared one, or, for an entry of a dict, Configurable.Config."""
+        annotation = None if isinstance(self.holder, dict) else field_annotations(type(self.holder), {}).get(self.key)
+        plain = declared(annotation).type
+        return plain if inspect.isclass(plain) else Configurable.Config
+
+
+def _find(config: Any, path: list[str]) -> _Place | None:
+    """The place of a part by the words of its option; None where there is no part."""
+    holder, place = config, None
+    for word in path:
+        names = {entry.name for entry in dataclasses.fields(holder)} if dataclasses.is_dataclass(holder) else holder
+        if not isinstance(names, set | dict):
+            return None
+        key = next((name for name in names if str(name).replace("-", "_") == word.replace("-", "_")), None)
+        if key is None:
+            return None
+        place = _Place(holder, key)
+        holder = place.value
+    return place if isinstance(holder, Configurable.Config) else None
+
+
+def _part(place: _Place, value: str, *, field: str) -> Any:
+    path, _, names = value.rpartition(":")
+    module = _module(path, value, field=field)
+    found = {}
+    for name in names.split(","):
+        if not hasattr(module, name):
+            own = [key for key, entry in vars(module).items() if getattr(entry, "__module__", None) == module.__name__]
+            raise ConfigError(field, value, f"{path} has no {name!r}; it defines {', '.join(own) or 'nothing'}")
+        found[name] = getattr(module, name)
+    first, *others = found.values()
+    if inspect.isclass(first) and not others:
+        config = getattr(first, "Config", None)
+        if not inspect.isclass(config) or not issubclass(config, place.wanted):
+            raise ConfigError(field, value, f"{names} is no {place.wanted.__qualname__.removesuffix('.Config')}")
+        with user_code(field, value, "its Config can't be made without arguments"):
+            return config()
+    if not isinstance(place.value, Rubric.Config):
+        raise ConfigError(field, value, f"{names} is no class with a Config")
+    for name, entry in found.items():
+        if not callable(entry) or inspect.isclass(entry):
+            raise ConfigError(field, value, f"{name} is no function: want reward functions fn(completion, example)")
+    return dataclasses.replace(place.value, reward_fns=list(found.values()))
+
+
+def _module(path: str, place: str, *, field: str) -> ModuleType:
+    """The module of a name, or of a .py file, which is imported under its stem."""
+    if not path.endswith(".py"):
+        with user_code(field, place, f"{path} can't be imported"):
+            return importlib.import_module(path)
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ConfigError(field, place, f"no such file: {path}")
+    known = sys.modules.get(file.stem)
+    if known is not None and getattr(known, "__file__", None) != str(file):
+        raise ConfigError(field, place, f"a module is named {file.stem!r} already: rename the file")
+    add_import_folder(file.parent)
+    with user_code(field, place, f"{path} can't be imported"):
+        return importlib.import_module(file.stem)
