@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, TalkingEnv, answer_with, completion_of, hang
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
+from torchtitan.experiments.rl.envs.messages import copied
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, attributes_roles, build_renderer, renderer_names
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
@@ -180,6 +181,20 @@ async def test_tool_calls_arrive_in_openai_format(wrap, tokenizer):
     assert [call["id"] for call in calls] == ["call_0_0", "call_0_1"]
     assert calls[0]["type"] == "function" and calls[0]["function"]["name"] == "add"
     assert json.loads(calls[0]["function"]["arguments"]) == {"a": 1}
+
+
+def test_copied_message_shares_nothing_that_can_be_changed():
+    class Odd:
+        def __init__(self):
+            self.values = [1]
+
+    message = {"role": "assistant", "content": "x", "tool_calls": [{"id": "a", "function": {"name": "f"}}], "odd": (Odd(),)}
+    copy = copied(message)
+    copy["tool_calls"][0]["function"]["name"] = copy["content"] = "changed"
+    copy["tool_calls"].append({})
+    copy["odd"][0].values.append(2)
+    assert message["content"] == "x" and message["odd"][0].values == [1]
+    assert message["tool_calls"] == [{"id": "a", "function": {"name": "f"}}]
 
 
 async def test_malformed_tool_call_is_kept_in_the_content_and_marked(wrap, tokenizer):

@@ -1,13 +1,14 @@
 """Rollout to samples: the trained ids are the sampled ids, each trained once."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.rollouts.samples import samples_from_turns, turn_spans
+from torchtitan.experiments.rl.rollouts.samples import check_completion, samples_from_turns, turn_spans
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutTurn
 
 
@@ -138,3 +139,25 @@ def test_advantages_land_on_the_tokens_they_were_given_for(conversation, data):
     landed = [value for sample in rollout.samples for value in sample.advantages[sample.loss_mask].tolist()]
     assert landed == given_values
     assert all(not sample.advantages[~sample.loss_mask].any() for sample in rollout.samples)
+
+
+@given(
+    tokens=st.lists(st.tuples(st.integers(-2, 5), st.sampled_from([-30.0, -0.5, 0.0, 0.009, 0.02, np.nan, np.inf, -np.inf]))),
+    finish_reason=st.sampled_from(["stop", "length", "abort", "done"]),
+    cut=st.integers(0, 2),
+    dtype=st.sampled_from([np.float32, np.float64, np.float16]),
+)
+def test_completion_is_refused_exactly_if_a_token_of_it_can_not_be_trained_on(tokens, finish_reason, cut, dtype):
+    completion = Completion(
+        token_ids=np.array([token for token, _ in tokens], np.int32),
+        logprobs=np.array([logprob for _, logprob in tokens], dtype),
+        policy_versions=np.zeros(max(0, len(tokens) - cut), np.int32),
+        finish_reason=finish_reason,
+    )
+    good = all(token >= 0 and -math.inf < logprob <= 0.01 for token, logprob in tokens)
+    good &= finish_reason != "done" and len(completion.policy_versions) == len(tokens)
+    if good:
+        check_completion(completion)
+    else:
+        with pytest.raises(ValueError, match="^bad completion: "):
+            check_completion(completion)

@@ -1,5 +1,6 @@
 """Messages at the boundary between env and renderer: parsed completions become assistant messages, env answers are checked."""
 
+import copy
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,6 +10,8 @@ from renderers import Message, ParsedResponse, RenderedTokens, ToolCallParseStat
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.rollouts.streams import fits_float32
 from torchtitan.experiments.rl.types import ROLES
+
+IMMUTABLE = (str, int, float, bool, type(None))
 
 
 def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:
@@ -49,6 +52,15 @@ def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:
     if malformed:
         message["malformed_tool_calls"] = malformed
     return message
+
+
+def copied(value: Any) -> Any:
+    """A deep copy of a message, in a tenth of the time of ``copy.deepcopy``, which takes longer than all checks of a turn."""
+    if type(value) is dict:
+        return {key: entry if type(entry) is str else copied(entry) for key, entry in value.items()}
+    if type(value) is list:
+        return [copied(entry) for entry in value]
+    return value if type(value) in IMMUTABLE else copy.deepcopy(value)
 
 
 def checked_messages(messages: Any, field: str) -> list[Message]:
@@ -164,8 +176,11 @@ def checked_rewards(components: Any, field: str) -> dict[str, float]:
     return {name: float(value) for name, value in components.items()}
 
 
-def check_all_rendered(rendered: RenderedTokens, messages: Iterable[Message]) -> None:
+def check_all_rendered(rendered: RenderedTokens, messages: Iterable[Message], *, start: int = 0) -> None:
     """Some templates leave out messages of roles that they do not have.
+
+    Args:
+        start: of these messages' tokens in the prompt.
 
     Raises:
         ValueError: a message of the env's with content has no token in the prompt.
@@ -174,7 +189,7 @@ def check_all_rendered(rendered: RenderedTokens, messages: Iterable[Message]) ->
         # The tokenizer's own chat template: whose a token is was guessed there from how long the beginnings of the conversation
         # are, which is wrong wherever the template rewrites history.
         return
-    present = set(rendered.message_indices)
+    present = set(rendered.message_indices[start:])
     for index, message in enumerate(messages):
         if message["content"] and message["role"] != "assistant" and index not in present:
             raise ValueError(f"the renderer dropped message {index}: this model's template has no role {message['role']!r}")

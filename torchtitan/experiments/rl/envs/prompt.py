@@ -24,6 +24,8 @@ LARGE_COMPLETION = 5_000
 LONGEST_TOKEN = 256
 """Characters; no token of a vocabulary in use has more than 128."""
 
+MAX_TOKEN_ID = np.iinfo(np.int32).max
+
 _RENDER_THREAD = ThreadPoolExecutor(1, thread_name_prefix="render")
 """For large texts, one at a time: several would keep the interpreter from the event loop."""
 
@@ -40,16 +42,6 @@ class Prompt:
     """bool [P]. See RolloutTurn.prompt_is_content."""
     extends: bool = False
     """Starts with the last prompt and its completion, token for token."""
-
-    def completed(self, sampled_ids: list[int]) -> "Prompt":
-        """With what was sampled after it."""
-        count = len(sampled_ids)
-        return Prompt(
-            ids=self.ids + sampled_ids,
-            token_ids=np.concatenate([self.token_ids, np.asarray(sampled_ids, np.int32)]),
-            role_ids=np.concatenate([self.role_ids, np.full(count, ROLE_IDS["assistant"], np.int8)]),
-            is_content=np.concatenate([self.is_content, np.ones(count, bool)]),
-        )
 
 
 async def first_prompt(renderer: Renderer, conversation: list[Message], tools: list[ToolSpec] | None) -> Prompt:
@@ -84,16 +76,15 @@ async def next_prompt(
         rendered = renderer.bridge_to_next_turn(last.ids, sampled_ids, new, tools=tools)
         if rendered is None:
             return None
-        check_all_rendered(rendered, new)
         # It describes the new messages alone. It kept less than all where a completion goes on after the end of its turn.
-        before = last.completed(sampled_ids)
-        return _prompt(rendered, before, kept=_kept(rendered, before))
+        kept = _kept(rendered, last, sampled_ids)
+        check_all_rendered(rendered, new, start=kept)
+        return _prompt(rendered, last, sampled_ids, kept=kept)
 
     def anew() -> Prompt:
         rendered = _rendered_anew(renderer, conversation, tools)
-        before = last.completed(sampled_ids)
-        kept = _kept(rendered, before)
-        return _prompt(rendered, before, kept=kept if kept == len(before.ids) else 0)
+        kept = _kept(rendered, last, sampled_ids)
+        return _prompt(rendered, last, sampled_ids, kept=kept if kept == len(last.ids) + len(sampled_ids) else 0)
 
     prompt = await off_the_loop_if(_characters(new) > LARGE_TEXT, bridged)
     if prompt is None:
@@ -120,42 +111,51 @@ def _rendered_anew(renderer: Renderer, conversation: list[Message], tools: list[
     return rendered
 
 
-def _kept(rendered: RenderedTokens, before: Prompt) -> int:
-    """Tokens of ``before`` that the prompt starts with."""
-    if rendered.token_ids[: len(before.ids)] == before.ids:
-        return len(before.ids)
-    pairs = enumerate(zip(rendered.token_ids, before.ids, strict=False))
-    return next((index for index, (new, old) in pairs if new != old), len(rendered.token_ids))
+def _kept(rendered: RenderedTokens, last: Prompt, sampled_ids: list[int]) -> int:
+    """Tokens of the last prompt and its completion that the prompt starts with."""
+    start = len(last.ids)
+    end = start + len(sampled_ids)
+    if rendered.token_ids[start:end] == sampled_ids and rendered.token_ids[:start] == last.ids:
+        return end
+    pairs = enumerate(zip(rendered.token_ids, [*last.ids, *sampled_ids], strict=False))
+    return next((index for index, (new, old) in pairs if new != old), min(end, len(rendered.token_ids)))
 
 
-def _prompt(rendered: RenderedTokens, before: Prompt | None = None, *, kept: int = 0) -> Prompt:
+def _prompt(rendered: RenderedTokens, last: Prompt | None = None, sampled_ids: Sequence[int] = (), *, kept: int = 0) -> Prompt:
     """
     Args:
-        before: the last prompt and its completion.
-        kept: tokens of ``before`` that the prompt starts with, described as they are there. Only the others are converted, or
+        last: the last prompt; ``sampled_ids`` are its completion.
+        kept: tokens of these two that the prompt starts with, described as they are there. Only the others are converted, or
             the turns of a long conversation would cost milliseconds each.
     """
     if rendered.multi_modal_data is not None and not rendered.multi_modal_data.is_empty():
         raise ValueError("the env sent an image or a video: only text reaches the model")
     ids = rendered.token_ids
     new_ids = np.asarray(ids[kept:])
-    if not ids or (new_ids.size and (new_ids.dtype.kind not in "iu" or new_ids.ndim != 1 or new_ids.min() < 0)):
+    are_ids = new_ids.size == 0 or (new_ids.dtype.kind in "iu" and new_ids.ndim == 1 and new_ids.item(new_ids.argmin()) >= 0)
+    if not (ids and are_ids):
         raise ValueError(f"the prompt's token ids are no list of integers from 0 up: {str(ids)[:60]}")
-    if new_ids.size and new_ids.max() > np.iinfo(np.int32).max:
+    if new_ids.size and new_ids.item(new_ids.argmax()) > MAX_TOKEN_ID:
         raise ValueError(f"the prompt has a token id of {new_ids.max()}")
-    token_ids = new_ids.astype(np.int32)
-    role_ids, is_content = np.full(len(token_ids), -1, np.int8), np.zeros(len(token_ids), bool)
+    token_ids, role_ids, is_content = np.empty(len(ids), np.int32), np.empty(len(ids), np.int8), np.empty(len(ids), bool)
+    if last is not None and kept:
+        prompted = min(kept, len(last.ids))
+        token_ids[:prompted] = last.token_ids[:prompted]
+        role_ids[:prompted] = last.role_ids[:prompted]
+        is_content[:prompted] = last.is_content[:prompted]
+        token_ids[prompted:kept] = sampled_ids[: kept - prompted]
+        role_ids[prompted:kept], is_content[prompted:kept] = ROLE_IDS["assistant"], True
+    token_ids[kept:] = new_ids
     if rendered.is_content:  # without it, roles are guesses (see check_all_rendered)
-        is_content[:] = rendered.is_content[kept:]
+        is_content[kept:] = rendered.is_content[kept:]
         of_message = np.array([ROLE_IDS.get(role, -1) for role in rendered.message_roles] + [-1], np.int8)
-        role_ids = of_message[rendered.message_indices[kept:]]  # -1, of no message, is the last
-        if len(role_ids) != len(token_ids):
-            raise ValueError(f"{len(role_ids)} roles for {len(token_ids)} token ids")
-    if before is not None and kept:
-        token_ids = np.concatenate([before.token_ids[:kept], token_ids])
-        role_ids = np.concatenate([before.role_ids[:kept], role_ids])
-        is_content = np.concatenate([before.is_content[:kept], is_content])
-    extends = before is not None and kept == len(before.ids)
+        new_roles = of_message[rendered.message_indices[kept:]]  # -1, of no message, is the last
+        if len(new_roles) != len(new_ids):
+            raise ValueError(f"{len(new_roles)} roles for {len(new_ids)} token ids")
+        role_ids[kept:] = new_roles
+    else:
+        role_ids[kept:], is_content[kept:] = -1, False
+    extends = last is not None and kept == len(last.ids) + len(sampled_ids)
     return Prompt(ids=ids, token_ids=token_ids, role_ids=role_ids, is_content=is_content, extends=extends)
 
 

@@ -1,7 +1,6 @@
 """Between tokens and messages: a RendererEnv turns what a MessageEnv returns into prompts, and completions into messages."""
 
 import asyncio
-import copy
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -14,7 +13,13 @@ from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.bounds import PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
-from torchtitan.experiments.rl.envs.messages import assistant_message, checked_messages, checked_rewards, checked_tools
+from torchtitan.experiments.rl.envs.messages import (
+    assistant_message,
+    checked_messages,
+    checked_rewards,
+    checked_tools,
+    copied,
+)
 from torchtitan.experiments.rl.envs.prompt import (
     LARGE_COMPLETION,
     Prompt,
@@ -221,7 +226,7 @@ class RendererEnv:
             return self.finish(RolloutStatus.TRUNCATED_LENGTH)
 
         # A copy: an env may edit the message it is given, and the record must not follow.
-        message = copy.deepcopy(turn.assistant_message)
+        message = copied(turn.assistant_message)
         started = time.perf_counter()
         try:
             step = await self._call_env("step_message", StepOutput, message)

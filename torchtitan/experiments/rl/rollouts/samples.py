@@ -1,5 +1,6 @@
 """From turns to training samples: the ids that were sampled are the ids that are trained; nothing is rendered again."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from torchtitan.experiments.rl.rollouts.types import Completion, RolloutTurn
 from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
 
 FINISH_REASONS = ("stop", "length", "abort")
+INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -40,6 +42,8 @@ def check_completion(completion: Completion) -> None:
     """
     if not isinstance(completion, Completion):
         raise ValueError(f"bad completion: a {type(completion).__name__}, want a Completion")
+    if _is_as_usual(completion):
+        return
     shapes = [np.shape(stream) for stream in (completion.token_ids, completion.logprobs, completion.policy_versions)]
     if not (shapes[0] == shapes[1] == shapes[2] and len(shapes[0]) == 1) or completion.finish_reason not in FINISH_REASONS:
         raise ValueError(
@@ -60,6 +64,23 @@ def check_completion(completion: Completion) -> None:
         )
     if np.any(np.asarray(completion.logprobs) > LOGPROB_ROUNDING):
         raise ValueError("bad completion: a log-probability above 0")
+
+
+def _is_as_usual(completion: Completion) -> bool:
+    """Whether a completion is good and has the declared types: told in a tenth of the time that the checks by name take."""
+    ids, logprobs, versions = completion.token_ids, completion.logprobs, completion.policy_versions
+    if not (type(ids) is type(logprobs) is type(versions) is np.ndarray and ids.ndim == 1 and len(ids)):
+        return False
+    return (
+        ids.shape == logprobs.shape == versions.shape
+        and ids.dtype == versions.dtype == INT32
+        and logprobs.dtype == FLOAT32
+        and completion.finish_reason in FINISH_REASONS
+        # argmin and item take a tenth of the time of min. NaN is the least and the greatest, and in no range.
+        and ids.item(ids.argmin()) >= 0
+        and -math.inf < logprobs.item(logprobs.argmin())
+        and logprobs.item(logprobs.argmax()) <= LOGPROB_ROUNDING
+    )
 
 
 def turn_spans(turns: Sequence[RolloutTurn]) -> list[TurnSpan | None]:
