@@ -184,11 +184,11 @@ def test_folders_made_on_the_way_to_one_that_can_not_be_made_are_removed(refused
     assert not (tmp_path / "a").exists()
 
 
-def test_a_runs_folder_is_made_and_empty(command, tmp_path, monkeypatch):
+def test_a_runs_folder_is_made_and_holds_the_command_alone(command, tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr("torchtitan.experiments.rl.grpo._run", lambda config, run_dir, name: made.append(run_dir) or 0)
+    monkeypatch.setattr("torchtitan.experiments.rl.grpo._run", lambda config, start, name: made.append(start.run_dir) or 0)
     assert command(*DEBUG, "--run-dir", str(tmp_path / "a" / "b"))[0] == 0
-    assert made == [str(tmp_path / "a" / "b")] and list((tmp_path / "a" / "b").iterdir()) == []
+    assert made == [str(tmp_path / "a" / "b")] and sorted(os.listdir(tmp_path / "a" / "b")) == [".lock", "command.json"]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ class Command:
     list_configs: bool
     dry_run: bool
     run_dir: str | None
+    resume: str | None
+    init_from: str | None
     overrides: list[str]
 
 
@@ -50,11 +52,23 @@ def parse_command(arguments: list[str]) -> Command:
     parser.add_argument("--list", action="store_true", help="print the configs with a line each")
     parser.add_argument("--dry-run", action="store_true", help="print what the config amounts to; start nothing")
     parser.add_argument("--run-dir", metavar="FOLDER", help="folder of this run (default: OUTPUT_DIR/NAME-TIME)")
+    parser.add_argument(
+        "--resume",
+        metavar="FOLDER|auto",
+        help="go on with the run in FOLDER from its newest checkpoint, or from FOLDER if it is one; --config is not needed. "
+        "auto: the newest run of --config in its output_dir, or a new run",
+    )
+    parser.add_argument("--init-from", metavar="FOLDER", help="start a new run with the weights of another run's checkpoint")
     try:
         known, overrides = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
         raise ConfigError(str(error.argument_name), None, error.message) from None
-    if known.config is None and not known.list:
+    if known.resume is not None and (known.run_dir is not None or known.init_from is not None):
+        other = "--run-dir" if known.run_dir is not None else "--init-from"
+        raise ConfigError(
+            other, getattr(known, other[2:].replace("-", "_")), "a resumed run has its own: leave this or --resume out"
+        )
+    if known.config is None and not known.list and known.resume in (None, "auto"):
         if {"-h", "--help"} & set(overrides):
             parser.print_help()
             sys.exit(0)
@@ -67,6 +81,8 @@ def parse_command(arguments: list[str]) -> Command:
         list_configs=known.list,
         dry_run=known.dry_run,
         run_dir=known.run_dir,
+        resume=known.resume,
+        init_from=known.init_from,
         overrides=overrides,
     )
 

@@ -6,6 +6,7 @@ import os
 import time
 from pathlib import Path
 
+from torchtitan.experiments.rl.config.saved_command import COMMAND_FILE
 from torchtitan.experiments.rl.errors import ConfigError
 
 _LONGEST_FILE = "checkpoint-step-000000000-sharded-and-the-name-of-a-file-in-it-which-may-have-sixty-characters.safetensors"
@@ -42,24 +43,47 @@ def make_run_folder(given: str | None, output_dir: str, config_name: str, *, kee
     try:
         if os.path.isdir(folder) and any(folder.iterdir()):
             cure = "holds files already; name a new folder, nothing in it is overwritten"
+            if (folder / COMMAND_FILE).exists():
+                cure += f"; --resume {folder} goes on with the run in it"
             raise ConfigError("--run-dir", str(folder), cure)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(folder / _LONGEST_FILE)  # a path that is too long: before a thousand folders of it are made
         _make(folder, made, named=Path(value))
-        file = folder / _LONGEST_FILE
-        file.touch()
-        file.unlink()
+        _write_and_remove(folder)
         kept = keep
         return str(folder.resolve())
     except (OSError, ValueError) as error:  # ValueError: a null character
         if isinstance(error, ConfigError):
             raise
-        cause = _CAUSES.get(getattr(error, "errno", 0), f"can't be made a folder ({type(error).__name__}: {error})")
-        raise ConfigError(field, value, f"{cause}; name a folder that can be written") from None
+        raise ConfigError(field, value, f"{_cause(error)}; name a folder that can be written") from None
     finally:
         if not kept:
             for path in reversed(made):
                 path.rmdir()
+
+
+def check_run_folder(run_dir: Path, *, field: str) -> None:
+    """Write and remove a file in the folder of a run that goes on.
+
+    Raises:
+        ConfigError: it can't be written.
+    """
+    try:
+        _write_and_remove(run_dir)
+    except OSError as error:
+        raise ConfigError(
+            field, str(run_dir), f"{_cause(error)}; the run goes on in its own folder: make it writable"
+        ) from None
+
+
+def _write_and_remove(folder: Path) -> None:
+    file = folder / _LONGEST_FILE
+    file.touch()
+    file.unlink()
+
+
+def _cause(error: Exception) -> str:
+    return _CAUSES.get(getattr(error, "errno", 0), f"can't be made a folder ({type(error).__name__}: {error})")
 
 
 def _make(folder: Path, made: list[Path], *, named: Path) -> None:

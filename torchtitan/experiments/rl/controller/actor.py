@@ -42,8 +42,22 @@ DEATH_POLL_S = 0.1
 
 
 class Controller(Actor):
-    def __init__(self, config: RunConfig, *, run_dir: str, config_name: str):
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        run_dir: str,
+        config_name: str,
+        resume_from: Path | None = None,
+        init_from: Path | None = None,
+    ):
+        """
+        Args:
+            resume_from: a verified checkpoint of the run in ``run_dir``, which goes on from it.
+            init_from: a verified checkpoint of another run; this one begins with its weights.
+        """
         self.config = config
+        self._resume_from, self._init_from = resume_from, init_from
         self._run_dir, self._config_name = Path(run_dir), config_name
         self._plan = checked_plan(config)
         self._actors = RunActors(config, self._plan, run_dir=self._run_dir, on_failure=self._fail)

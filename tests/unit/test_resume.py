@@ -1,0 +1,321 @@
+"""--resume and --init-from: the right checkpoint, the run's own command, and every field of a config may change or may not."""
+
+import copy
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.command_line import assert_one_line
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
+from torchtitan.experiments.rl.config.changes import Change, check_changes, compare, rule
+from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions, load_config, parse_command
+from torchtitan.experiments.rl.config.resolved import resolved_config
+from torchtitan.experiments.rl.config.resume import files_of_models
+from torchtitan.experiments.rl.config.saved_command import SavedCommand, lock_run_folder, save_command
+from torchtitan.experiments.rl.errors import ConfigError
+
+NAME = "rl_grpo_qwen3_debug"
+CONFIGS = config_functions(DEFAULT_MODULE)
+ROOT = Path(__file__).parents[2]
+
+
+def make_run(run_dir: Path, *overrides: str, steps=(20, 40), started: float = 1.0, config: str = NAME) -> Path:
+    """A run folder as a run leaves it: its command, its config, its checkpoints."""
+    run_dir.mkdir(parents=True)
+    made = load_config(parse_command(["--config", config, *overrides]))
+    (run_dir / "config.json").write_text(json.dumps(resolved_config(made)))
+    saved = SavedCommand(config_name=config, module=DEFAULT_MODULE, overrides=list(overrides), started=started)
+    saved.model_files = files_of_models(made)
+    save_command(run_dir, saved)
+    folder = CheckpointFolder(run_dir, keep=9)
+    for step in steps:
+        (folder.begin(step) / "state").write_text(str(step))
+        folder.commit(step)
+    return run_dir
+
+
+@pytest.fixture
+def resumed(command, monkeypatch):
+    """Runs the command up to where it would start actors: gives its exit code, its start, its config and its output."""
+    starts = []
+
+    def run(config, start, name):
+        starts.append((config, start, name))
+        start.lock.close()
+        return 0
+
+    monkeypatch.setattr("torchtitan.experiments.rl.grpo._run", run)
+
+    def resume(*words: str):
+        starts.clear()
+        code, out, err = command(*words)
+        assert (code, err) == (0, ""), err
+        return (*starts[0][:2], out) if starts else (None, None, out)
+
+    return resume
+
+
+# ---- which checkpoint, and which command
+
+
+def test_a_folder_alone_is_enough_and_brings_the_runs_own_command(resumed, tmp_path):
+    run = make_run(tmp_path / "run", "--steps", "77", "--trainer.optimizer.lr", "3e-4")
+    config, start, out = resumed("--resume", str(run))
+    assert (start.run_dir, start.resume_from) == (str(run), run / "checkpoints/step-000040")
+    assert (config.steps, config.trainer.optimizer.lr) == (77, 3e-4)
+    assert out == f"resumed     step 40, from {run}/checkpoints/step-000040\n"
+
+
+def test_overrides_come_after_the_runs_own_and_are_kept_for_the_next_resume(resumed, tmp_path):
+    run = make_run(tmp_path / "run", "--steps", "77")
+    config, _, out = resumed("--resume", str(run), "--steps", "90", "--trainer.ranks", "2", "--validation.every", "5")
+    assert (config.steps, config.trainer.ranks) == (90, 2)
+    changed = [line for line in out.splitlines() if line.startswith("changed")]
+    assert changed == [
+        "changed     trainer.ranks = 2 (was 1)",
+        "changed     steps = 90 (was 77)",
+        "changed     validation.every = 5 (was 10)",
+    ]
+    assert resumed("--resume", str(run))[0].steps == 90
+
+
+def test_a_checkpoint_in_a_run_can_be_named(resumed, tmp_path):
+    run = make_run(tmp_path / "run")
+    for named in (run / "checkpoints/step-000020", run / "checkpoints/../checkpoints/step-000020/"):
+        assert resumed("--resume", str(named))[1].resume_from == run / "checkpoints/step-000020"
+    assert resumed("--resume", str(run / "checkpoints"))[1].resume_from == run / "checkpoints/step-000040"
+
+
+def test_a_damaged_newest_checkpoint_is_refused_by_name_and_the_one_before_is_used(resumed, tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "checkpoints/step-000040/state").write_text("50")
+    _, start, out = resumed("--resume", str(run))
+    assert start.resume_from == run / "checkpoints/step-000020"
+    assert out.splitlines()[0].startswith(f"refused     checkpoint {run}/checkpoints/step-000040 is damaged: ")
+    assert "step-000040/state has other bytes than were written" in out
+
+
+def test_auto_takes_the_run_of_the_config_that_was_started_last_or_starts_a_new_one(resumed, tmp_path):
+    outputs = tmp_path / "outputs"
+    words = ("--config", NAME, "--resume", "auto", "--output-dir", str(outputs))
+    _, start, out = resumed(*words)
+    assert start.resume_from is None and out == f"no run of {NAME} in {outputs} has a checkpoint: a new run starts\n"
+    assert Path(start.run_dir).parent == outputs
+    shutil.rmtree(outputs)
+    make_run(outputs / "b", started=5.0)
+    make_run(outputs / "a", started=9.0)
+    make_run(outputs / "other", started=99.0, config="rl_echo_qwen3_debug")
+    (outputs / "a file").write_text("")
+    assert resumed(*words)[1].resume_from == outputs / "a/checkpoints/step-000040"
+
+
+def test_a_run_that_is_complete_has_nothing_to_do(resumed, tmp_path):
+    run = make_run(tmp_path / "run", "--steps", "40")
+    assert resumed("--resume", str(run))[1] is not None  # its policy is not saved yet
+    (run / "checkpoint/step-40").mkdir(parents=True)
+    config, start, out = resumed("--resume", str(run))
+    assert config is None and out.endswith("the run has taken its 40 steps; a higher --steps goes on\n")
+    assert resumed("--resume", str(run), "--steps", "41")[1] is not None
+
+
+def test_a_dry_run_of_a_resume_changes_nothing(command, tmp_path):
+    run = make_run(tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    code, out, err = command("--resume", str(run), "--steps", "200", "--dry-run")
+    assert (code, err) == (0, "") and "resumed     step 40" in out and "steps = 200 (was 100)" in out and "memory" in out
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
+    assert after == before
+
+
+# ---- refusals
+
+
+REFUSED = {
+    "nowhere": (lambda run: ["--resume", str(run / "nowhere")], "no such folder; name a run's folder, or a checkpoint in it"),
+    "empty": (lambda run: ["--resume", ""], "--resume = '': no such folder"),
+    "no run": (lambda run: ["--resume", str(run.parent)], "holds no run that can be resumed"),
+    "auto without a config": (lambda run: ["--resume", "auto"], "--config", "name a config"),
+    "another folder": (lambda run: ["--resume", str(run), "--run-dir", "x"], "--run-dir = 'x': a resumed run has its own"),
+    "other weights": (lambda run: ["--resume", str(run), "--init-from", "x"], "--init-from = 'x': a resumed run has its own"),
+    "seed": (
+        lambda run: ["--resume", str(run), "--seed", "3"],
+        "seed = 3: the run that is resumed has 0: keep it, or start a new",
+    ),
+    "data": (lambda run: ["--resume", str(run), "--tasks.sum-digits.dataset.count", "9"], "dataset.count = 9", "has 10000"),
+    "another config": (lambda run: ["--resume", str(run), "--config", "rl_echo_qwen3_debug"], "the run that is resumed has"),
+    "a checkpoint that is none": (
+        lambda run: ["--resume", str(run / "checkpoints/step-000099")],
+        "step-000099': no such folder",
+    ),
+    "weights of nothing": (lambda run: ["--config", NAME, "--init-from", str(run.parent)], "it has no complete checkpoint"),
+}
+
+
+@pytest.mark.parametrize("words, parts", [(words, parts) for words, *parts in REFUSED.values()], ids=REFUSED)
+def test_what_can_not_be_resumed_is_one_line(refused, tmp_path, words, parts):
+    err = refused(*words(make_run(tmp_path / "runs" / "run")))
+    for part in parts:
+        assert part in err, err
+
+
+def test_a_damaged_checkpoint_that_is_named_is_refused(refused, tmp_path):
+    run = make_run(tmp_path / "runs/run", steps=(20,))
+    (run / "checkpoints/step-000020/state").unlink()
+    for named in (run, run / "checkpoints/step-000020"):
+        assert "checkpoints/step-000020/state is missing" in refused("--resume", str(named))
+
+
+def test_a_run_that_runs_is_not_resumed(refused, tmp_path):
+    run = make_run(tmp_path / "runs/run")
+    with lock_run_folder(run, field="test"):
+        assert f"process {os.getpid()} runs in it: wait until it ends, or stop it" in refused("--resume", str(run))
+
+
+def test_a_lock_ends_with_its_process(tmp_path):
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from torchtitan.experiments.rl.config.saved_command import lock_run_folder\n"
+        "lock = lock_run_folder(Path(sys.argv[1]), field='x'); print('locked', flush=True); input()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(ConfigError, match=f"process {other.pid} runs in it"):
+            lock_run_folder(tmp_path, field="--resume")
+        other.kill()
+        other.wait()
+        lock_run_folder(tmp_path, field="--resume").close()
+
+
+def test_a_folder_with_a_run_says_how_to_resume_it(command, tmp_path):
+    run = make_run(tmp_path / "run")
+    code, _, err = command("--config", NAME, "--run-dir", str(run))
+    assert code == 2
+    assert_one_line(err, "holds files already", f"--resume {run} goes on with the run in it")
+
+
+# ---- models and other weights
+
+
+def test_a_model_that_lies_elsewhere_now_is_the_same_and_one_with_other_files_is_not(resumed, refused, tmp_path):
+    run = make_run(tmp_path / "runs/run")
+    config = load_config(parse_command(["--config", NAME]))
+    moved = tmp_path / "moved_model"
+    shutil.copytree(config.model.hf_assets_path, moved)
+    _, start, out = resumed("--resume", str(run), "--model.hf-assets-path", str(moved))
+    assert start is not None and f"changed     model.hf_assets_path = '{moved}' (was " in out
+    hub = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(hub | {"rope_theta": 12345.0}))
+    assert "its config.json is not the one the run began with" in refused("--resume", str(run))
+    (moved / "config.json").write_text(json.dumps(hub, indent=3))
+    other = make_run(tmp_path / "runs/other")
+    assert "model.hf_assets_path" in refused("--resume", str(other), "--model.hf-assets-path", str(moved))
+
+
+def test_a_new_run_begins_with_the_weights_of_another(resumed, tmp_path):
+    run = make_run(tmp_path / "run")
+    _, start, out = resumed("--config", NAME, "--seed", "5", "--init-from", str(run), "--run-dir", str(tmp_path / "new"))
+    assert (start.init_from, start.resume_from) == (run / "checkpoints/step-000040", None)
+    assert start.run_dir == str(tmp_path / "new") and out == f"weights     of {run}/checkpoints/step-000040\n"
+
+
+# ---- every field may change or may not
+
+
+def leaves(value, path=""):
+    """Paths of a resolved config, by a walk of the test's own."""
+    if isinstance(value, dict) and value:
+        for key, entry in value.items():
+            yield from leaves(entry, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and value:
+        for index, entry in enumerate(value):
+            yield from leaves(entry, f"{path}[{index}]")
+    else:
+        yield path
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_field_of_the_shipped_configs_is_classified(name):
+    unclassified = [path for path in leaves(resolved_config(CONFIGS[name]())) if rule(path) is None]
+    assert unclassified == [], "say in MAY_CHANGE whether a resumed run may change them"
+
+
+@pytest.mark.parametrize(
+    ("field", "may"),
+    [
+        ("steps", True),
+        ("trainer.optimizer.lr", True),
+        ("trainer.optimizer.betas[1]", True),
+        ("trainer.ranks", True),
+        ("generator.replicas", True),
+        ("generator.engine.tensor_parallel_degree", True),
+        ("validation.every", True),
+        ("tasks.sums.validation.count", True),
+        ("tasks.sums.validation_schedule.every", True),
+        ("metrics.wandb", True),
+        ("recorder.fraction", True),
+        ("checkpoint.interval", True),
+        ("provision.device", True),
+        ("tasks.sums.rubric.reward_fns[0].timeout_s", True),
+        ("tasks.sums.algorithm.teacher.replicas", True),
+        ("seed", False),
+        ("model.hf_assets_path", False),
+        ("model.flavor", False),
+        ("renderer.name", False),
+        ("trainer.dtype", False),
+        ("trainer.loss.rl.kl_tau", False),
+        ("generator.engine.dtype", False),
+        ("tasks.sums.dataset.seed", False),
+        ("tasks.sums.dataset.path", False),
+        ("tasks.sums.algorithm.normalize_std", False),
+        ("tasks.sums.algorithm.teacher.path", False),
+        ("tasks.sums.sampler.class", False),
+        ("tasks.sums.env.max_turns", False),
+        ("tasks.sums.rubric.reward_fns[0].weight", False),
+        ("tasks.sums.group_size", False),
+        ("task_mix.weights", False),
+        ("pre_batch_filters[0].class", False),
+        ("groups_per_step", False),
+        ("max_offpolicy_steps", False),
+    ],
+)
+def test_what_decides_the_data_and_the_learning_stays_and_how_far_and_where_may_change(field, may):
+    assert rule(field) is may
+
+
+def test_a_field_of_a_users_own_class_may_not_change():
+    assert rule("tasks.sums.their_field") is None
+    assert not Change("tasks.sums.their_field", 1, 2).allowed
+
+
+def test_configs_are_compared_field_by_field():
+    saved = {"class": "Run", "steps": 1, "tasks": {"a": {"class": "A", "x": 1}}, "filters": [{"class": "F", "n": 1}], "old": 0}
+    new = copy.deepcopy(saved)
+    assert compare(saved, new) == []
+    new["filters"][0]["n"] = 2
+    new["filters"].append({"class": "G"})
+    new["tasks"]["a"] = {"class": "B", "y": 3}
+    new["tasks"]["b"] = {"class": "B"}
+    del new["old"]
+    assert [str(change) for change in compare(saved, new)] == [
+        "tasks.a.class = 'B' (was 'A')",
+        "tasks.b = 'B' (was '(absent)')",
+        "filters[0].n = 2 (was 1)",
+        "filters[1] = 'G' (was '(absent)')",
+        "old = '(absent)' (was 0)",
+    ]
+
+
+def test_the_first_change_that_is_not_allowed_is_named_with_both_values_and_the_cure():
+    with pytest.raises(ConfigError) as refusal:
+        check_changes([Change("steps", 1, 2), Change("seed", 0, 5)])
+    assert dataclasses.astuple(Change("seed", 0, 5)) == ("seed", 0, 5)
+    assert str(refusal.value) == (
+        "seed = 5: the run that is resumed has 0: keep it, or start a new run (--init-from takes the weights)"
+    )

@@ -1,0 +1,186 @@
+"""From ``--resume`` and ``--init-from`` to a verified checkpoint, and from two configs to what changed between them."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from torchtitan.experiments.rl.checkpointing.folder import (
+    CHECKPOINTS_FOLDER,
+    MANIFEST_FILE,
+    CheckpointError,
+    checkpoints,
+    newest_valid,
+    step_of,
+    verify,
+)
+from torchtitan.experiments.rl.config.changes import Change, check_changes, compare
+from torchtitan.experiments.rl.config.command_line import Command
+from torchtitan.experiments.rl.config.resolved import resolved_config
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.saved_command import (
+    SavedCommand,
+    lock_run_folder,
+    model_files,
+    read_command,
+    read_config,
+)
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.generation.references import hosted_models
+
+RESUME, INIT_FROM = "--resume", "--init-from"
+AUTO = "auto"
+
+
+@dataclass(slots=True)
+class ResumedRun:
+    """A run that this command goes on with. The run folder is locked for this process."""
+
+    run_dir: Path
+    checkpoint: Path
+    """Verified."""
+    saved: SavedCommand
+    saved_config: dict[str, Any]
+    lock: BinaryIO
+    lines: list[str] = field(default_factory=list)
+    """What the person who resumes should know: checkpoints that were refused, fields that changed."""
+
+    @property
+    def step(self) -> int:
+        return step_of(self.checkpoint)
+
+    def command(self, given: Command) -> Command:
+        """``given``; without a --config, the run's own command and what ``given`` overrides."""
+        if given.config_name is not None:
+            return given
+        overrides = [*self.saved.overrides, *given.overrides]
+        return dataclasses.replace(given, config_name=self.saved.config_name, module=self.saved.module, overrides=overrides)
+
+    def has_ended(self, config: RunConfig) -> bool:
+        """Whether every step is taken, and the policy saved where the config asks for it."""
+        saved = (self.run_dir / "checkpoint" / f"step-{self.step}").is_dir()
+        return self.step >= config.steps and (saved or not config.trainer.save_final_model)
+
+    def check_config(self, config: RunConfig) -> None:
+        """Compare the config with the run's, and add a line for each field that may change and has.
+
+        Raises:
+            ConfigError: a field differs that may not change.
+        """
+        files = files_of_models(config)
+        for path, now in files.items():
+            before = self.saved.model_files.get(path)
+            if before is not None and (other := [name for name in {**before, **now} if before.get(name) != now.get(name)]):
+                cure = f"its {sorted(other)[0]} is not the one the run began with: put that back, or start a new run"
+                raise ConfigError("model.hf_assets_path" if path == config.model.hf_assets_path else "path", path, cure)
+        changes = compare(self.saved_config, resolved_config(config))
+        check_changes([change for change in changes if not self._moved(change, files)])
+        self.lines += [f"changed     {change}" for change in changes]
+
+    def _moved(self, change: Change, files: dict[str, dict[str, str]]) -> bool:
+        """Whether a model's folder has another path and holds the same model."""
+        before = self.saved.model_files.get(change.saved) if isinstance(change.saved, str) else None
+        return bool(before) and files.get(change.new) == before
+
+
+def find_resumed(given: str, *, config_name: str | None = None, output_dir: str | None = None) -> ResumedRun | None:
+    """The run to go on with, and its newest valid checkpoint.
+
+    Args:
+        given: a run folder, a checkpoint in one, or "auto": the newest run of ``config_name`` in ``output_dir``.
+
+    Returns:
+        None: "auto" found no run with a checkpoint.
+
+    Raises:
+        ConfigError: there is no such run, it has no valid checkpoint, or another process runs in it.
+    """
+    if given == AUTO:
+        newest = _newest_run(Path(output_dir or "."), str(config_name))
+        if newest is None or not checkpoints(newest):
+            return None
+        return _opened(newest, None, given)
+    run_dir, checkpoint = _located(given, RESUME)
+    return _opened(run_dir, checkpoint, given)
+
+
+def find_initial(given: str, config: RunConfig) -> tuple[Path, list[str]]:
+    """The verified checkpoint whose weights a new run begins with, and why newer ones were refused.
+
+    Raises:
+        ConfigError: there is none, or it is of another model.
+    """
+    run_dir, checkpoint = _located(given, INIT_FROM)
+    path, refused = _verified(run_dir, checkpoint, given, INIT_FROM)
+    saved, saved_config = read_command(run_dir), read_config(run_dir) or {}
+    old_path = str((saved_config.get("model") or {}).get("hf_assets_path"))
+    old = saved.model_files.get(old_path, {}).get("config.json") if saved is not None else None
+    new = model_files(config.model.hf_assets_path).get("config.json")
+    if old is not None and new is not None and old != new:
+        cure = (
+            f"its model ({old_path}) has another config.json than {config.model.hf_assets_path}: name a run of the same model"
+        )
+        raise ConfigError(INIT_FROM, given, cure)
+    return path, refused
+
+
+def files_of_models(config: RunConfig) -> dict[str, dict[str, str]]:
+    """``model_files`` of the policy's folder and of each model that the run serves itself."""
+    paths = [config.model.hf_assets_path, *(model.path for model in hosted_models(config.tasks).values())]
+    return {path: model_files(path) for path in paths}
+
+
+def _opened(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
+    saved, saved_config = read_command(run_dir), read_config(run_dir)
+    if saved is None or saved_config is None:
+        cure = "holds no run that can be resumed: it has no readable command.json and config.json; name a run's folder"
+        raise ConfigError(RESUME, str(run_dir), cure)
+    lock = lock_run_folder(run_dir, field=RESUME)
+    try:
+        path, refused = _verified(run_dir, checkpoint, given, RESUME)
+    except ConfigError:
+        lock.close()
+        raise
+    lines = [*(f"refused     {reason}" for reason in refused), f"resumed     step {step_of(path)}, from {path}"]
+    return ResumedRun(run_dir, path, saved, saved_config, lock, lines)
+
+
+def _located(given: str, option: str) -> tuple[Path, Path | None]:
+    """The run folder, and the checkpoint where ``given`` names one.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    path = Path(given)
+    try:
+        if not given or not path.is_dir():
+            raise FileNotFoundError
+        path = path.resolve()
+        if path.name == CHECKPOINTS_FOLDER:
+            return path.parent, None
+        named = (path / MANIFEST_FILE).is_file() or path.parent.name == CHECKPOINTS_FOLDER
+    except (OSError, ValueError):
+        raise ConfigError(option, given, "no such folder; name a run's folder, or a checkpoint in it") from None
+    return (path.parent.parent, path) if named else (path, None)
+
+
+def _verified(run_dir: Path, checkpoint: Path | None, given: str, option: str) -> tuple[Path, list[str]]:
+    try:
+        if checkpoint is None:
+            return newest_valid(run_dir)
+        verify(checkpoint)
+        step_of(checkpoint)
+        return checkpoint, []
+    except (CheckpointError, ValueError) as error:
+        raise ConfigError(option, given, str(error)) from None
+
+
+def _newest_run(output_dir: Path, config_name: str) -> Path | None:
+    """Of the runs of a config, the one that was started or resumed last."""
+    found: list[tuple[float, Path]] = []
+    if output_dir.is_dir():
+        for path in output_dir.iterdir():
+            saved = read_command(path)
+            if saved is not None and saved.config_name == config_name:
+                found.append((saved.started, path))
+    return max(found)[1].resolve() if found else None
