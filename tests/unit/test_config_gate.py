@@ -119,6 +119,14 @@ RELATIONS = {
         ["--generator.engine.tensor-parallel-degree", "1000000000"],
         "tensor_parallel_degree = 1000000000",
     ),
+    "heads in three parts": (
+        ["--generator.engine.tensor-parallel-degree", "3"],
+        "generator.engine.tensor_parallel_degree = 3: the model's 4 attention heads can't be divided by it",
+    ),
+    "a context longer than the model's": (
+        ["--generator.engine.max-model-len", "100000"],
+        "generator.engine.max_model_len = 100000: the model has 2048 positions",
+    ),
 }
 
 

@@ -1,12 +1,14 @@
 """Checks a run's config before a process is spawned, and works out the plan of a run."""
 
 import math
+import os
 from pathlib import Path
 from typing import Literal
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.bounds import FieldTypes, NonNegativeInt, PositiveInt, Share, check_fields
 from torchtitan.experiments.rl.compat.torchtitan import built_class
+from torchtitan.experiments.rl.config.engine_fit import check_cores, check_engine_fits
 from torchtitan.experiments.rl.config.placement import plan_placement
 from torchtitan.experiments.rl.config.plan import RunPlan, trainer_memory_gib
 from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -15,7 +17,7 @@ from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.generation.references import HostedModel, find_references, hosted_models
 from torchtitan.experiments.rl.models.checkpoint import check_weights, hub_shapes
 from torchtitan.experiments.rl.models.families import FAMILIES
-from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.models.hub import HubConfig, has_config
 from torchtitan.experiments.rl.models.policy import (
     ModelConfig,
     decoder_config,
@@ -188,7 +190,7 @@ def check_hosted_model(model: HostedModel, *, field: str) -> None:
     """A folder that an engine can serve. Of a family that the trainer knows too, the weights' shapes are compared.
 
     Raises:
-        ConfigError: config.json or the weights can't be read, are of different models, or the model has too few positions.
+        ConfigError: config.json or the weights can't be read, are of different models, or the engine can't serve the model.
     """
     path_field = f"{field}.path"
     hub = HubConfig.read(model.path, field=path_field)
@@ -196,10 +198,7 @@ def check_hosted_model(model: HostedModel, *, field: str) -> None:
     if hub.architecture in FAMILIES:
         expected = hub_shapes(folder_spec(hub))
     check_weights(model.path, expected, field=path_field)
-    positions = hub.get("max_position_embeddings")
-    if isinstance(positions, int) and model.engine.max_model_len > positions:
-        cure = f"the model has {positions} positions; choose at most that"
-        raise ConfigError(f"{field}.engine.max_model_len", model.engine.max_model_len, cure)
+    check_engine_fits(model.engine, hub, field=f"{field}.engine")
 
 
 def needed_gpus(config: RunConfig) -> int:
@@ -216,16 +215,17 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
         available: cores or GPUs to plan with, instead of this host's.
 
     Raises:
-        ConfigError: the model can't be read or is too short, or the host has too few GPUs.
+        ConfigError: the model can't be read, an engine can't serve its model, or the host has too few cores or GPUs.
     """
     device = device or config.provision.resolve()
     spec = policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
     engine = config.generator.engine
-    positions = model_positions(config.model)
-    if engine.max_model_len > positions:
-        cure = f"the model has {positions} positions; choose at most that"
-        raise ConfigError("generator.engine.max_model_len", engine.max_model_len, cure)
+    hub = HubConfig.read(config.model.hf_assets_path) if has_config(config.model.hf_assets_path) else HubConfig("", {})
+    check_engine_fits(engine, hub, field="generator.engine", positions=model_positions(config.model))
     hosted = tuple(hosted_models(config.tasks).values())
+    for field, reference in find_references(config.tasks, field="tasks"):
+        if isinstance(reference, HostedModel) and has_config(reference.path):
+            check_engine_fits(reference.engine, HubConfig.read(reference.path), field=f"{field}.engine")
     plan_placement(
         device=device,
         trainer_ranks=config.trainer.ranks,
@@ -234,6 +234,11 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
         hosted=hosted,
         available=available,
     )
+    if device == "cpu":
+        cores = len(os.sched_getaffinity(0) if available is None else available)
+        check_cores(engine, cores, field="generator.engine")
+        for model in hosted:
+            check_cores(model.engine, cores, field=f"the hosted model {model.path!r}: engine")
     groups = groups_per_step(config)
     largest = max(config.tasks.values(), key=lambda task: task.group_size * task.env.max_rollout_tokens)
     rollouts = groups * max(task.group_size for task in config.tasks.values())

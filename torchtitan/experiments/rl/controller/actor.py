@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor
 
 from torchtitan.experiments.rl.checkpointing.run_files import LEDGER_FILE
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath, process_death, process_death_behind
@@ -32,6 +32,7 @@ from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, Metric
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, contained
+from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 from torchtitan.experiments.rl.user_code.gate import Gate
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ DEATH_POLL_S = 0.1
 
 
 class Controller(Actor):
+    part = ""
+    """See ``reported_endpoint``."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -79,7 +83,7 @@ class Controller(Actor):
             "logs": self._run_dir / "logs",
         }
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def run(self) -> RunSummary:
         """Build everything, train, close everything.
 
@@ -109,7 +113,7 @@ class Controller(Actor):
             raise failure
         return summary
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def request_stop(self, reason: str) -> None:
         """End the run after the step it is in, or at once while it is being built."""
         self._stopped_by = reason

@@ -7,7 +7,7 @@ travel between worker and controller, which keeps the samplers, the pacing and t
 import asyncio
 from typing import Any
 
-from monarch.actor import Actor, concurrent_endpoint, current_rank
+from monarch.actor import Actor, current_rank
 
 from torchtitan.experiments.rl.config.user_code_limits import UserCodeLimits
 from torchtitan.experiments.rl.controller.closing import Closing
@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.observability.loop_lag import LoopLag
 from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, unfreeze_objects
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.calls import BLOCKING
+from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 from torchtitan.experiments.rl.user_code.gate import Gate
 
 CANCEL_GROUPS_S = 8.0
@@ -41,6 +42,7 @@ class RolloutWorker(Actor):
         limits: UserCodeLimits,
     ):
         rank = current_rank().rank
+        self.part = f"rollout_worker {rank}"
         set_up_logging(run_dir, f"rollout_worker-{rank}")
         client_id = 1 + rank  # the controller's is 0
         self._frozen = FrozenClients(hosted_models(tasks), lockstep=False, client_id=client_id)
@@ -52,7 +54,7 @@ class RolloutWorker(Actor):
         self._running: set[asyncio.Task] = set()
         self._lag = LoopLag()
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def setup(self, generators: Any, replicas: int, hosted: list[Any]) -> None:
         """Connect to meshes that are set up; build the tasks and set them up.
 
@@ -67,7 +69,7 @@ class RolloutWorker(Actor):
         freeze_objects()
         self._lag.start()
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def run(self, request: GroupRequest) -> GroupResult:
         """Run and score one group."""
         work = asyncio.create_task(self._run(request), name=request.group_id)
@@ -75,7 +77,7 @@ class RolloutWorker(Actor):
         work.add_done_callback(self._running.discard)
         return await work
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def shutdown(self) -> list[str]:
         """Cancel what runs, so that every env is closed, and close the tasks that were set up.
 

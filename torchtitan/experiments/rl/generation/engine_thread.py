@@ -30,6 +30,7 @@ from torchtitan.experiments.rl.generation.messages import (
     ScoreRequest,
     ScoreResult,
 )
+from torchtitan.experiments.rl.user_code.endpoint import cause_in, for_a_future
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
 
 logger = logging.getLogger(__name__)
@@ -93,9 +94,8 @@ class EngineThread:
         def run() -> None:
             try:
                 done.set_result(command())
-            except Exception as error:
-                logger.exception("a command to the engine failed")
-                done.set_exception(error)
+            except BaseException as error:  # SystemExit too: it would end this thread, and the caller would wait for ever
+                done.set_exception(for_a_future(error))
 
         def start_drain() -> None:
             self._postpone()
@@ -159,9 +159,9 @@ class EngineThread:
                     command, self._after_drain = self._after_drain, None
                     command()
             self._fail_pending(RunError("the generator was shut down"))
-        except Exception as error:
+        except BaseException as error:
             logger.exception("the engine stopped")
-            cause = f"{type(error).__name__}: {error}"
+            cause = cause_in(error)
             self._deliver([GeneratorFailed(cause=cause)])
             self._fail_pending(RunError(f"the engine stopped: {cause}"))
 

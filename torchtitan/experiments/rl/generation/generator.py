@@ -10,12 +10,13 @@ from typing import Literal
 
 import numpy as np
 import torchstore
-from monarch.actor import Actor, Port, concurrent_endpoint, current_rank
+from monarch.actor import Actor, Port, current_rank
 
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
 from torchtitan.experiments.rl.generation.messages import CLIENT_BITS, GeneratorFailed, GeneratorMessage, Request
 from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
 from torchtitan.experiments.rl.weights.store import local_copy, manifest_key
 
@@ -32,31 +33,33 @@ class Generator(Actor):
         self._model_path = model_path
         self._device = device
         self._ports: dict[int, Port[list[GeneratorMessage]]] = {}
-        set_up_logging(run_dir, f"{role}-{current_rank().rank}")
+        rank = current_rank().rank
+        self.part = f"{role} {rank}"
+        set_up_logging(run_dir, f"{role}-{rank}")
         self._thread = EngineThread(self._send)
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def setup(self) -> str:
         """Build the engine on the checkpoint's weights, which are version 0. Returns this process's host name."""
         await self._thread.start(lambda: self.config.engine.build(model_path=self._model_path, device=self._device))
         return socket.gethostname()
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def attach(self, client_id: int, port: Port[list[GeneratorMessage]]) -> None:
         """Send the results of this client's requests to ``port`` from now on."""
         self._ports[client_id] = port
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def submit(self, requests: list[Request]) -> None:
         """Queue requests. Each is answered on its client's port by its request_id: a result or a RequestFailed."""
         self._thread.submit(requests)
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def abort(self, request_ids: list[int]) -> None:
         """Forget requests; they are not answered."""
         self._thread.abort(request_ids)
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> WeightReceipt:
         """Load a published version between two engine steps, then score the canary with it.
 
@@ -67,12 +70,12 @@ class Generator(Actor):
         path = await local_copy(manifest)
         return await self._thread.update_weights(manifest, path, canary_token_ids, self.config.weight_update)
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """float32 [L] log-probabilities of the canary under the weights this replica holds now."""
         return await self._thread.score_canary(token_ids)
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def shutdown(self) -> None:
         """Stop the engine thread and free the engine."""
         await self._thread.stop()

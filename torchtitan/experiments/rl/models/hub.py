@@ -10,6 +10,11 @@ from torchtitan.experiments.rl.errors import ConfigError, MissingError
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
+def has_config(path: str) -> bool:
+    """Whether ``path`` is a folder with a config.json, readable or not."""
+    return os.path.isfile(os.path.join(path, "config.json"))
+
+
 class HubConfig:
     """The fields of config.json. A missing or unsupported field is a ConfigError that names the folder and the field."""
 

@@ -52,7 +52,7 @@ class TerminalLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = f"{record.levelname} {self._process_name}: {_message(record)}"
         if record.exc_info and record.exc_info[0] is not None:
-            line += f" ({record.exc_info[0].__name__}: {record.exc_info[1]}; traceback in {self._path})"
+            line += f" ({record.exc_info[0].__name__}: {_text(record.exc_info[1])}; traceback in {self._path})"
         return printable_line(" ".join(line.split()))
 
 
@@ -61,6 +61,13 @@ def _message(record: logging.LogRecord) -> str:
         return record.getMessage()
     except Exception:  # arguments that don't fit the format: logging would print a traceback to the terminal
         return f"{record.msg} {record.args}"
+
+
+def _text(error: BaseException | None) -> str:
+    try:
+        return str(error)
+    except BaseException:  # the exception's class may be anyone's
+        return "its message can't be read"
 
 
 def worth_the_terminal(record: logging.LogRecord) -> bool:

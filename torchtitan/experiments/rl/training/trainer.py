@@ -1,7 +1,6 @@
 """The PolicyTrainer actor: one rank of the trainer mesh. Endpoints hand work to one compute thread, so messages flow."""
 
 import asyncio
-import logging
 import math
 import socket
 from collections.abc import Callable
@@ -12,16 +11,15 @@ from typing import Any, Literal
 import numpy as np
 import portpicker
 import torch
-from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
+from monarch.actor import Actor, current_rank, current_size
 
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite, init_process_group
 from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
+from torchtitan.experiments.rl.user_code.endpoint import for_a_future, reported_endpoint
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-
-logger = logging.getLogger(__name__)
 
 
 class PolicyTrainer(Actor):
@@ -47,6 +45,7 @@ class PolicyTrainer(Actor):
         generator_dtype: torch.dtype,
     ):
         self._rank, self._world_size = current_rank().rank, math.prod(current_size().values())
+        self.part = f"trainer {self._rank}"
         self._device = device
         set_up_logging(run_dir, f"trainer-{self._rank}")
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
@@ -59,12 +58,12 @@ class PolicyTrainer(Actor):
 
         self._build = build
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def address(self) -> tuple[str, int]:
         """This process's host name, and a free port on it."""
         return socket.gethostname(), portpicker.pick_unused_port()
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def setup(self, rendezvous: str, one_host: bool) -> None:
         """Join the process group at ``rendezvous`` (host:port of rank 0) and load the model. Collective.
 
@@ -77,14 +76,14 @@ class PolicyTrainer(Actor):
             self._learner = self._build()
             self._publisher = SnapshotPublisher(rank=self._rank, one_host=one_host, dtype=self._generator_dtype)
 
-        await self._run(build)
+        await self._submit(build)
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def data_parallel(self) -> DataParallel:
         """This rank's data-parallel coordinate. Known after ``setup``."""
         return self._learner.data_parallel
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def forward_backward(self, microbatches: list[TrainingBatch], policy_version: int) -> dict[str, float]:
         """Accumulate one step's gradient over this coordinate's microbatches; metrics of the whole step. Collective.
 
@@ -97,9 +96,9 @@ class PolicyTrainer(Actor):
             check_finite("loss", metrics["loss/total"], self._learner.config.loss)
             return metrics
 
-        return await self._run(accumulate)
+        return await self._submit(accumulate)
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def optim_step(self, step: int) -> dict[str, float]:
         """Clip and apply the gradient; checkpoint if ``step`` is due one. Collective.
 
@@ -112,38 +111,38 @@ class PolicyTrainer(Actor):
             self._learner.save(step)
             return metrics
 
-        return await self._run(take)
+        return await self._submit(take)
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def copy_out_weights(self, version: int, canary_token_ids: np.ndarray) -> None:
         """Copy the weights into the snapshot of ``version``. Collective.
 
         Also starts to score the canary with the same weights; ``canary`` returns the result.
         """
-        await self._run(lambda: self._publisher.write(version, self._learner.hub_tensors()))
+        await self._submit(lambda: self._publisher.write(version, self._learner.hub_tensors()))
         self._canary = self._submit(lambda: self._learner.score(canary_token_ids))
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def publish_weights(self, version: int, remote_readers: bool) -> None:
         """Rank 0: put the snapshot of ``version`` where the generators find it. Runs beside the compute thread."""
         await self._publisher.publish(version, remote_readers=remote_readers)
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def canary(self) -> np.ndarray:
         """float32 [L]: log-probabilities of the canary under the weights copied out last."""
         return await self._canary
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """float32 [L]: log-probabilities at temperature 1. Collective."""
-        return await self._run(lambda: self._learner.score(token_ids))
+        return await self._submit(lambda: self._learner.score(token_ids))
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def save_final(self, step: int) -> Path | None:
         """Write the policy as a hub folder, and return it. Collective."""
-        return await self._run(lambda: self._learner.save_final(step))
+        return await self._submit(lambda: self._learner.save_final(step))
 
-    @concurrent_endpoint
+    @reported_endpoint
     async def shutdown(self) -> None:
         """Finish what is being saved, and leave the process group."""
 
@@ -153,14 +152,13 @@ class PolicyTrainer(Actor):
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
 
-        await self._run(close)
+        await self._submit(close)
 
     def _submit(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._compute, work)
+        def run() -> Any:
+            try:
+                return work()
+            except StopIteration as error:
+                raise for_a_future(error) from error
 
-    async def _run(self, work: Callable[[], Any]) -> Any:
-        try:
-            return await self._submit(work)
-        except Exception:
-            logger.exception("trainer rank %d", self._rank)
-            raise
+        return asyncio.get_running_loop().run_in_executor(self._compute, run)
