@@ -4,7 +4,8 @@ import torch
 
 from torchtitan.experiments.rl.compat.torchtitan import HiddenStateDecoder
 from torchtitan.experiments.rl.models.cpu_attention import CPUVarlenAttention, packed_metadata
-from torchtitan.models.common.attention import AttentionMasksType
+from torchtitan.experiments.rl.models.prefix_trees import parent_columns, tree_mask
+from torchtitan.models.common.attention import AttentionMasksType, FlexAttention, create_attention_mask
 
 
 class LogprobDecoder(HiddenStateDecoder):
@@ -16,7 +17,7 @@ class LogprobDecoder(HiddenStateDecoder):
         """Log-probability of each needed token given those before it in its sample.
 
         Args:
-            tokens, positions: int [B, L]; positions restart at 0 at each sample.
+            tokens, positions: int [B, L]; rows of samples or prefix trees (`prefix_trees.py`).
             temperatures: float [B, L].
             needed: bool [B, L]; the other tokens cost no logits. Never a sample's first token: nothing predicts it.
 
@@ -27,7 +28,7 @@ class LogprobDecoder(HiddenStateDecoder):
         hidden_BLD = self.hidden_states(tokens.long(), positions.long(), self.get_attention_masks(positions))
         rows, columns = needed.nonzero(as_tuple=True)
         logprobs_N, entropy_N = self.lm_head(
-            hidden_BLD[rows, columns - 1],
+            hidden_BLD[rows, parent_columns(positions)[rows, columns]],
             tokens[rows, columns],
             temperatures[rows, columns],
             # Short rows fit one chunk whole; a quarter of a row at a time bounds the logits of these too.
@@ -38,6 +39,12 @@ class LogprobDecoder(HiddenStateDecoder):
 
     def get_attention_masks(self, positions: torch.Tensor) -> AttentionMasksType | None:
         attention = self.config.first_attention
-        if attention is not None and isinstance(attention.inner_attention, CPUVarlenAttention.Config):
+        inner = None if attention is None else attention.inner_attention
+        if isinstance(inner, CPUVarlenAttention.Config):
             return packed_metadata(positions)
+        if isinstance(inner, FlexAttention.Config):
+            rows, length = positions.shape
+            return create_attention_mask(
+                tree_mask(positions), rows, None, length, length, device=positions.device, BLOCK_SIZE=inner.block_size
+            )
         return super().get_attention_masks(positions)
