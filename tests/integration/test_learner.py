@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torchtitan.config import ParallelismConfig
 
 from tests.integration.conftest import MODEL, llama_folder
+from tests.unit.tree_samples import random_tree, tree_sample
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
@@ -58,6 +59,11 @@ def samples_of(count: int = 24, *, vocabulary: int = 768, seed: int = 0) -> list
     return samples
 
 
+def forks_of_forks(count: int = 30) -> list[TrainingSample]:
+    """Samples of up to 60 tokens whose prefixes make a few trees, with every kind of weight."""
+    return [tree_sample(tokens, seed) for seed, tokens in enumerate(random_tree(3, count, 60))]
+
+
 class RepeatedLearner(Learner):
     """All ranks have one data-parallel coordinate: they lie in the mesh's pipeline dimension, each with the whole model."""
 
@@ -95,6 +101,17 @@ def loss_and_gradient(learner: Learner, layout: dict) -> tuple[float, dict[str, 
     gradient = {name: full(parameter.grad) for name, parameter in learner.model.named_parameters()}
     learner.optimizers.zero_grad()
     return loss, {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in gradient.items()}
+
+
+def shared_and_apart(learner: Learner) -> dict[bool, tuple[dict[str, float], dict[str, torch.Tensor]]]:
+    """Metrics and gradient of one step on forks of forks, with and without shared prefixes."""
+    results = {}
+    for share in (True, False):
+        layout = dict(row_length=90, rows_per_microbatch=3, share_prefixes=share)
+        metrics = accumulate(learner, layout, forks_of_forks())
+        results[share] = metrics, {name: full(parameter.grad) for name, parameter in learner.model.named_parameters()}
+        learner.optimizers.zero_grad()
+    return results
 
 
 def step(learner: Learner) -> dict[str, torch.Tensor]:
@@ -181,6 +198,10 @@ def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_mo
     compute_in_float64(setattr)
     learner = learner_of(f"{folder}/float64", dtype=torch.float64)
     results["float64"] = {name: loss_and_gradient(learner, layout) for name, layout in LAYOUTS.items()}
+    learner.close()
+    torch.Tensor.float = torch.Tensor.double
+    learner = learner_of(f"{folder}/shared", dtype=torch.float64)
+    results["shared"] = shared_and_apart(learner)
     learner.close()
     torch.save(results, f"{folder}/results-{rank}.pt")
     dist.destroy_process_group()
@@ -308,6 +329,17 @@ def test_loss_and_gradient_do_not_depend_on_rows_microbatches_or_ranks(exact, tw
         assert_same_step(loss_and_gradient(learner, layout), expected)
     for result in two_ranks["float64"].values():
         assert_same_step(result, expected)
+
+
+def test_shared_prefixes_change_nothing_on_one_rank_or_on_two(exact, two_ranks, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # torchtitan turns queries and keys in float32
+    alone = shared_and_apart(exact())
+    metrics, gradient = alone[False]
+    scale = max(float(tensor.abs().max()) for tensor in gradient.values())
+    assert scale > 1e-3 and len(metrics) > 20
+    for result in (alone[True], two_ranks["shared"][True], two_ranks["shared"][False]):
+        assert result[0] == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+        assert_same(result[1], gradient, rtol=0, atol=1e-9 * scale)
 
 
 def test_loss_and_gradient_do_not_depend_on_recomputed_activations_or_logit_chunks(exact):

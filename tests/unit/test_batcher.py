@@ -101,14 +101,15 @@ def test_every_token_comes_back_once_with_all_its_streams(lengths, rows_per_micr
     assert not expected and found == len(samples)
 
     assert plan.tokens == sum(lengths)
-    assert plan.efficiency == plan.tokens / sum(batch.token_ids.numel() for batch in batches)
+    computed = plan.tokens - round(plan.shared_fraction * plan.tokens)  # a few begin with the same token
+    assert plan.efficiency == computed / sum((batch.trees or batch).token_ids.numel() for batch in batches)
     filled = [(batch.task_ids >= 0).any(1).sum().item() for batch in batches]
     assert plan.rows == sum(filled)
 
 
 def test_streams_have_the_dtypes_of_the_contract():
     batch = plan_of([sample(5)]).microbatches[0][0]
-    dtypes = {name: getattr(batch, name).dtype for name in batch.__slots__ if name != "task_names"}
+    dtypes = {name: getattr(batch, name).dtype for name in batch.__slots__ if name not in ("task_names", "trees")}
     ints = ("token_ids", "positions", "policy_versions", "task_ids")
     assert all(dtypes.pop(name) == torch.int32 for name in ints)
     assert dtypes.pop("loss_mask") == torch.bool and dtypes.pop("role_ids") == torch.int8

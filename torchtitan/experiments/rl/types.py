@@ -4,7 +4,7 @@ Every per-token stream is aligned with ``token_ids``: entry ``t`` describes toke
 log-probability of token ``t`` is that of the token given all before it in its sample; a sample's first token has none and is
 never a member of a loss.
 
-Shape suffixes: B rows of a batch, L tokens of a row or sample.
+Shape suffixes: B rows of a batch, L tokens of a row or sample, T tokens of a row of prefix trees.
 """
 
 from dataclasses import dataclass, fields
@@ -106,6 +106,45 @@ class TrainingSample(TokenStreams[np.ndarray, np.ndarray | None]):
 
 
 @dataclass(kw_only=True, slots=True)
+class PrefixTrees:
+    """The rows of a TrainingBatch as the model computes them: what samples of a row begin with alike is there once.
+
+    Each tree is in depth-first order, so the positions tell it whole (`models/prefix_trees.py`). Two samples P A and P B, a
+    token of padding in the batch and two in the trees::
+
+        batch   token_ids   p0 p1 a2 a3   p0 p1 b2    0
+                positions    0  1  2  3    0  1  2    0
+                slots        0  1  2  3    0  1  4    0
+        trees   token_ids   p0 p1 a2 a3   b2    0  0
+                positions    0  1  2  3    2    0  1
+
+    b2 is predicted from the hidden state of p1. The streams of p0 and p1 stay those of each sample, in the batch.
+    """
+
+    token_ids: torch.Tensor
+    """int32 [B, T]."""
+    positions: torch.Tensor
+    """int32 [B, T]. From the root of the tree. 0 at a root, and at the padding that ends a row."""
+    temperatures: torch.Tensor
+    """float32 [B, T]. Samples of unequal temperature are in separate trees."""
+    slots: torch.Tensor
+    """int64 [B, L]. Where each token of the batch is among the B * T of the trees; 0 on padding."""
+
+    def any_of(self, mask: torch.Tensor) -> torch.Tensor:
+        """bool [B, T]: tokens that stand for one where ``mask``, bool [B, L], is True."""
+        marked = torch.zeros(self.token_ids.numel(), dtype=torch.bool, device=mask.device)
+        marked[self.slots[mask]] = True
+        return marked.view_as(self.token_ids)
+
+    def of_each(self, values: torch.Tensor) -> torch.Tensor:
+        """[B, L]: of each token of the batch the value, [B, T], of the token that stands for it."""
+        return values.flatten().index_select(0, self.slots.flatten()).view_as(self.slots)
+
+    def to(self, device: torch.device | str) -> "PrefixTrees":
+        return PrefixTrees(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+
+@dataclass(kw_only=True, slots=True)
 class TrainingBatch(TokenStreams[torch.Tensor, torch.Tensor]):
     """Rows of packed training samples. Padding has loss_mask False and every weight 0.
 
@@ -124,6 +163,8 @@ class TrainingBatch(TokenStreams[torch.Tensor, torch.Tensor]):
     task_ids: torch.Tensor
     """int32 [B, L]. Index into task_names; -1 on padding. Only metrics read it."""
     task_names: tuple[str, ...]
+    trees: PrefixTrees | None = None
+    """The same rows as the model computes them; None where no sample shares a prefix, and the model computes these."""
 
     def __post_init__(self) -> None:
         if missing := [name for name in STREAMS if getattr(self, name) is None]:
@@ -131,7 +172,7 @@ class TrainingBatch(TokenStreams[torch.Tensor, torch.Tensor]):
 
     def to(self, device: torch.device | str) -> "TrainingBatch":
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+        moved: dict[str, Any] = {k: v.to(device) if hasattr(v, "to") else v for k, v in values.items()}
         return TrainingBatch(**moved)
 
 

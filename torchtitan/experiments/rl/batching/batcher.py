@@ -1,23 +1,22 @@
 """A step's training samples to every data-parallel rank's microbatches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-import torch
 from annotated_types import Ge
 
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.batching.packing import balance_rows, pack_rows, row_cost, spread_rows
+from torchtitan.experiments.rl.batching.filling import Row, fill, padded_length
+from torchtitan.experiments.rl.batching.packing import balance_rows, pack_rows, spread_rows
 from torchtitan.experiments.rl.batching.sample_checks import check_sample
+from torchtitan.experiments.rl.batching.sharing import prefix_order, shared_in_row, tree_units
 from torchtitan.experiments.rl.bounds import PositiveInt
-from torchtitan.experiments.rl.types import STREAMS, Stream, TrainingBatch, TrainingSample
+from torchtitan.experiments.rl.types import TrainingBatch, TrainingSample
 
-LENGTH_MULTIPLE = 8
-"""Rows are cut after the longest of their microbatch, rounded up to this: what tensor cores and sequence shards like."""
-
-Row = list[TrainingSample]
+_TREE_SIZES = 5
+"""Sizes of trees that are tried: rows of full length, and halves of it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,15 +26,20 @@ class BatchPlan:
     microbatches: list[list[TrainingBatch]]
     """[data-parallel rank][microbatch]. Each has the same number, at least 1: sharded ranks must run forward together."""
     efficiency: float
-    """Share of the B * L slots that hold a sample's token, over all ranks."""
+    """Share of the slots of the model's rows that hold a token, over all ranks."""
     rows: int
     """Rows that hold a sample."""
     tokens: int
     """Tokens of all samples."""
+    shared_fraction: float = 0.0
+    """Share of them that the model does not compute, because they are those of another sample in the row."""
 
 
 class Batcher(Configurable):
     """Packs whole samples into rows, rows into microbatches. Never truncates and never drops: ask ``fits`` first.
+
+    Samples that begin with the same tokens share them: they lie in one row as a prefix tree, as far as the row holds them, and
+    the model computes the tree. A tree that is longer than a row is cut into several, each with the prefix.
 
     The same samples in the same order give the same plan.
     """
@@ -46,6 +50,8 @@ class Batcher(Configurable):
         """L, in tokens: the longest sample that can be trained on."""
         rows_per_microbatch: PositiveInt = 8
         """B at most. What fits in memory: B * L tokens are in flight at once."""
+        share_prefixes: bool = True
+        """Compute what samples of a row begin with alike once. Changes nothing but time, memory, and rounding."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -70,23 +76,58 @@ class Batcher(Configurable):
         """
         for sample in samples:
             self._check(sample)
-        lengths = [len(sample) for sample in samples]
-        packed = self._rows(lengths, ranks)
-        costs = [row_cost([lengths[index] for index in row]) for row in packed]
-        shares = [[[samples[index] for index in packed[row]] for row in share] for share in balance_rows(costs, ranks)]
-
-        count = max(1, -(-max(map(len, shares)) // self.config.rows_per_microbatch))
+        shares = min(self._candidates(samples, ranks), key=self._cost)
         task_names = tuple(sorted({sample.task_name for sample in samples}))
-        microbatches = [[self._fill(rows, task_names) for rows in _split(share, count)] for share in shares]
-        tokens = sum(lengths)
-        slots = sum(batch.token_ids.numel() for rank in microbatches for batch in rank)
-        return BatchPlan(microbatches=microbatches, efficiency=tokens / slots, rows=len(packed), tokens=tokens)
+        microbatches = [[fill(rows, task_names, self.config.row_length) for rows in parts] for parts in self._split(shares)]
+        tokens, computed = sum(map(len, samples)), sum(row.tokens for share in shares for row in share)
+        batches = [batch for rank in microbatches for batch in rank]
+        slots = sum((batch.trees or batch).token_ids.numel() for batch in batches)
+        return BatchPlan(
+            microbatches=microbatches,
+            efficiency=computed / slots,
+            rows=sum(map(len, shares)),
+            tokens=tokens,
+            shared_fraction=1 - computed / max(tokens, 1),
+        )
 
-    def _rows(self, lengths: list[int], ranks: int) -> list[list[int]]:
-        """Sample indices of each row: as few rows as fit, evened out to a whole number for each rank where there is room."""
-        packed = pack_rows(lengths, self.config.row_length)
+    def _candidates(self, samples: Sequence[TrainingSample], ranks: int) -> Iterator[list[list[Row]]]:
+        """Ways to pack and share out the rows. They differ in how large trees may be: large ones share most, small ones fill
+        rows and ranks evenly."""
+        order, shared = list(range(len(samples))), np.zeros(len(samples), np.int64)
+        if self.config.share_prefixes:
+            tree_order, tree_shared = prefix_order([(sample.temperature, sample.token_ids) for sample in samples])
+            if tree_shared.any():  # otherwise samples keep the order in which they came
+                order, shared = tree_order, tree_shared
+        lengths = np.array([len(samples[index]) for index in order], np.int64)
+        for halvings in range(_TREE_SIZES):
+            units = tree_units(lengths, shared, self.config.row_length >> halvings)
+            sizes = [int(lengths[unit].sum() - shared[unit][1:].sum()) for unit in units]
+            rows = []
+            for packed in self._rows(sizes, ranks):
+                places = [place for unit in packed for place in units[unit]]
+                own = shared_in_row(places, lengths, shared).tolist()
+                rows.append(Row(samples=[samples[order[place]] for place in places], shared=own))
+            yield [[rows[row] for row in share] for share in balance_rows([row.cost for row in rows], ranks)]
+            if len(units) == len(samples):
+                return
+
+    def _rows(self, sizes: list[int], ranks: int) -> list[list[int]]:
+        """Unit indices of each row: as few rows as fit, evened out to a whole number for each rank where there is room."""
+        packed = pack_rows(sizes, self.config.row_length)
         even = -(-len(packed) // ranks) * ranks
-        return spread_rows(lengths, even, self.config.row_length) or packed
+        return spread_rows(sizes, even, self.config.row_length) or packed
+
+    def _split(self, shares: list[list[Row]]) -> list[list[list[Row]]]:
+        """[rank][microbatch]: rows."""
+        count = max(1, -(-max(map(len, shares)) // self.config.rows_per_microbatch))
+        return [_parts(share, count) for share in shares]
+
+    def _cost(self, shares: list[list[Row]]) -> float:
+        """Of the rank that has most to compute, padding included."""
+        return max(
+            sum(sum(row.cost - row.tokens + padded_length(part, self.config.row_length) for row in part) for part in parts)
+            for parts in self._split(shares)
+        )
 
     def _check(self, sample: TrainingSample) -> None:
         if not self.fits(sample):
@@ -96,48 +137,8 @@ class Batcher(Configurable):
             )
         check_sample(sample)
 
-    def _fill(self, rows: list[Row], task_names: tuple[str, ...]) -> TrainingBatch:
-        rows = rows or [[]]
-        longest = max(max(sum(map(len, row)) for row in rows), 1)
-        length = min(-(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, self.config.row_length)
-        # The row by row sequence of samples and paddings (None): one concatenation of it gives a whole [B, L] stream.
-        pieces: list[TrainingSample | None] = []
-        sizes: list[int] = []
-        for row in rows:
-            pieces += row
-            sizes += map(len, row)
-            if padding := length - sum(map(len, row)):
-                pieces.append(None)
-                sizes.append(padding)
 
-        def shaped(flat: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(flat.reshape(len(rows), length))
-
-        def stream(name: str, declared: Stream) -> torch.Tensor:
-            absent = np.full(length, declared.fill, declared.dtype)
-            parts = []
-            for sample, size in zip(pieces, sizes, strict=True):
-                values = None if sample is None else getattr(sample, name)
-                if values is None and sample is not None and declared.like is not None:
-                    values = getattr(sample, declared.like)
-                parts.append(absent[:size] if values is None else values)
-            return shaped(np.concatenate(parts, out=np.empty(len(rows) * length, declared.dtype)))
-
-        def constant(values: list[float] | list[int], dtype: type) -> torch.Tensor:
-            return shaped(np.repeat(np.array(values, dtype), sizes))
-
-        ramp = np.arange(length, dtype=np.int32)
-        task_ids = {name: index for index, name in enumerate(task_names)}
-        return TrainingBatch(
-            positions=shaped(np.concatenate([ramp[:size] for size in sizes])),
-            temperatures=constant([1.0 if sample is None else sample.temperature for sample in pieces], np.float32),
-            task_ids=constant([-1 if sample is None else task_ids[sample.task_name] for sample in pieces], np.int32),
-            task_names=task_names,
-            **{name: stream(name, declared) for name, declared in STREAMS.items()},
-        )
-
-
-def _split(rows: list[Row], count: int) -> list[list[Row]]:
+def _parts(rows: list[Row], count: int) -> list[list[Row]]:
     """Cut into ``count`` consecutive parts whose sizes differ by at most 1, longer parts first; some may be empty."""
     size, extra = divmod(len(rows), count)
     ends = [size * part + min(part, extra) for part in range(count + 1)]

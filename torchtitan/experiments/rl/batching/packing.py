@@ -61,9 +61,16 @@ def spread_rows(lengths: Sequence[int], row_count: int, row_length: int) -> list
     return [sorted(row) for row in rows if row]
 
 
-def row_cost(lengths: Sequence[int]) -> float:
-    """Cost of a row of samples of these lengths, in tokens' worth of linear layers. Attention doesn't cross samples."""
-    return sum(length + ATTENTION_COST * length * length for length in lengths)
+def row_cost(lengths: Sequence[int], shared: Sequence[int] | None = None) -> float:
+    """Cost of a row of samples of these lengths, in tokens' worth of linear layers. Attention doesn't cross samples.
+
+    Args:
+        shared: first tokens of each sample that are computed for another one. None: none are.
+    """
+    shared = [0] * len(lengths) if shared is None else shared
+    return sum(
+        length - own + ATTENTION_COST * (length * length - own * own) for length, own in zip(lengths, shared, strict=True)
+    )
 
 
 def balance_rows(row_costs: Sequence[float], ranks: int) -> list[list[int]]:

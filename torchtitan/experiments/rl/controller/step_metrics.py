@@ -62,6 +62,7 @@ class StepRecord:
             "batch/tokens": packed.tokens,
             "batch/sampled_tokens": self._sampled,
             "batch/packing_efficiency": packed.efficiency,
+            "batch/shared_fraction": packed.shared_fraction,
             "batch/dropped_groups": taken.dropped_groups,
             "policy/version": self._step,
             "policy/age_mean": float(self._ages.mean()) if self._sampled else 0.0,

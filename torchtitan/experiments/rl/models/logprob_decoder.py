@@ -1,10 +1,13 @@
 """The forward pass of a policy: a decoder that returns log-probabilities of its input tokens. Any decoder of torchtitan."""
 
+from collections.abc import Callable
+
 import torch
 
 from torchtitan.experiments.rl.compat.torchtitan import HiddenStateDecoder
 from torchtitan.experiments.rl.models.cpu_attention import CPUVarlenAttention, packed_metadata
 from torchtitan.experiments.rl.models.prefix_trees import parent_columns, tree_mask
+from torchtitan.experiments.rl.types import TrainingBatch
 from torchtitan.models.common.attention import AttentionMasksType, FlexAttention, create_attention_mask
 
 
@@ -48,3 +51,20 @@ class LogprobDecoder(HiddenStateDecoder):
                 tree_mask(positions), rows, None, length, length, device=positions.device, BLOCK_SIZE=inner.block_size
             )
         return super().get_attention_masks(positions)
+
+
+def batch_logprobs(policy: Callable[..., tuple[torch.Tensor, torch.Tensor]], batch: TrainingBatch) -> tuple[torch.Tensor, ...]:
+    """Log-probability and entropy of the tokens of a batch that a loss or a metric reads, each given its own sample.
+
+    Args:
+        policy: a LogprobDecoder. It computes what samples share once.
+
+    Returns:
+        logprobs and entropy [B, L]. Those of other tokens are 0, or what another sample needs of a token they share.
+    """
+    needed = (batch.loss_mask | (batch.ce_weights != 0) | (batch.ref_kl_weights != 0)) & (batch.positions != 0)
+    trees = batch.trees
+    if trees is None:
+        return policy(batch.token_ids, batch.positions, batch.temperatures, needed)
+    values = policy(trees.token_ids, trees.positions, trees.temperatures, trees.any_of(needed))
+    return tuple(trees.of_each(of_trees) for of_trees in values)

@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import LossConfig, MetricSums, compute_loss, count_members, mismatch_metrics
 from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
@@ -103,8 +104,7 @@ class Learner:
             # Gradients stay on their rank until the last microbatch: one reduction a step.
             self.model.set_requires_gradient_sync(index == len(microbatches) - 1)
             batch = microbatch.to(self._device)
-            needed = (batch.loss_mask | (batch.ce_weights != 0) | (batch.ref_kl_weights != 0)) & (batch.positions != 0)
-            logprobs, entropy = self.model(batch.token_ids, batch.positions, batch.temperatures, needed)
+            logprobs, entropy = batch_logprobs(self.model, batch)
             loss, metrics = compute_loss(logprobs, batch, denominators, self.config.loss)
             loss.backward()
             metrics.add_mean("policy/entropy", entropy, batch.loss_mask)

@@ -1,0 +1,61 @@
+"""Training samples that share prefixes, for the tests of prefix trees."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from torchtitan.experiments.rl.types import TrainingSample
+
+
+def tree_sample(token_ids, seed: int = 0, **fields) -> TrainingSample:
+    """Random streams, other ones for each seed, of every component; the first token is a member of nothing."""
+    rng = np.random.default_rng(seed)
+    tokens = np.array(token_ids, np.int32)
+    length = len(tokens)
+
+    def weights(share: float) -> np.ndarray:
+        values = np.where(rng.random(length) < share, rng.uniform(0.5, 2, length), 0).astype(np.float32)
+        values[:1] = 0
+        return values
+
+    mask = (rng.random(length) < 0.6) & (np.arange(length) > 0)
+    streams = dict(
+        token_ids=tokens,
+        loss_mask=mask,
+        generator_logprobs=np.where(mask, rng.uniform(-5, -3, length), 0).astype(np.float32),
+        policy_versions=np.where(mask, rng.integers(0, 3, length), -1).astype(np.int32),
+        role_ids=rng.integers(-1, 5, length).astype(np.int8),
+        advantages=rng.normal(size=length).astype(np.float32),
+        rl_weights=weights(0.7),
+        ce_weights=weights(0.5),
+        ref_kl_weights=weights(0.4) * mask,
+        ref_logprobs=rng.uniform(-5, -3, length).astype(np.float32),
+        task_name=f"task{seed % 2}",
+        rollout_id=str(seed),
+    )
+    return TrainingSample(**(streams | fields))
+
+
+def random_tree(seed: int, count: int, longest: int, vocabulary: int = 64) -> list[list[int]]:
+    """Sequences of 1 to ``longest`` tokens. Most go on from any token of an earlier one: forks of forks, prefixes, and the same
+    again. Some new tokens agree by chance."""
+    rng = np.random.default_rng(seed)
+    sequences: list[list[int]] = []
+    for _ in range(count):
+        begin: list[int] = []
+        if sequences and rng.random() < 0.8:
+            other = sequences[rng.integers(len(sequences))]
+            begin = other[: rng.integers(0, len(other) + 1)]
+        new = rng.integers(0, rng.choice([2, vocabulary]), rng.integers(0 if begin else 1, longest + 1)).tolist()
+        sequences.append([*begin, *new][:longest])
+    return sequences
+
+
+@st.composite
+def trees_of_samples(draw, *, most: int = 12, longest: int = 20) -> list[TrainingSample]:
+    seed, count = draw(st.integers(0, 2**32)), draw(st.integers(1, most))
+    temperatures = draw(st.sampled_from([(1.0,), (0.7, 1.3)]))
+    rng = np.random.default_rng(seed)
+    return [
+        tree_sample(tokens, seed + index, temperature=float(rng.choice(temperatures)))
+        for index, tokens in enumerate(random_tree(seed, count, longest))
+    ]
