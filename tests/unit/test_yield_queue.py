@@ -43,6 +43,19 @@ async def test_caller_that_is_cancelled_while_it_waits_holds_up_nobody():
     assert seen == [2, 4, 6]
 
 
+async def test_caller_holds_its_place_until_it_awaits_something():
+    queue = YieldQueue()
+
+    async def caller() -> list[bool]:
+        held = [queue.held]
+        await queue.wait()
+        held.append(queue.held)
+        await asyncio.sleep(0)
+        return [*held, queue.held]
+
+    assert await asyncio.gather(caller(), caller()) == [[False, True, False]] * 2
+
+
 def test_every_event_loop_has_its_own():
     async def mine() -> YieldQueue:
         await asyncio.wait_for(yield_queue().wait(), 5)

@@ -101,7 +101,9 @@ async def off_the_loop_if(large: bool, call: Callable[[], T]) -> T:
     """Compute something in a thread if it is large, or else here, in an iteration of the event loop of its own."""
     if large:
         return await asyncio.get_running_loop().run_in_executor(_RENDER_THREAD, call)
-    await yield_queue().wait()
+    queue = yield_queue()
+    if not queue.held:
+        await queue.wait()
     return call()
 
 

@@ -15,11 +15,18 @@ class YieldQueue:
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._holder: asyncio.Task | None = None
+        """Who has continued in this iteration."""
 
     @property
     def busy(self) -> bool:
         """Whether a caller waits, or continues in this iteration."""
         return bool(self._waiting)
+
+    @property
+    def held(self) -> bool:
+        """Whether the running asyncio task has been let continue in this iteration, so that it need not wait again."""
+        return self._holder is not None and self._holder is asyncio.current_task()
 
     async def wait(self) -> None:
         """Return in an iteration of the event loop in which no other caller returns."""
@@ -29,10 +36,12 @@ class YieldQueue:
         if len(self._waiting) == 1:
             loop.call_soon(self._next)
         await place
+        self._holder = asyncio.current_task()
 
     def _next(self) -> None:
         # The head stays in the queue until its iteration is over: an empty queue would let the next caller schedule _next
         # again.
+        self._holder = None
         while self._waiting and self._waiting[0].done():
             self._waiting.popleft()
         if self._waiting:
@@ -45,4 +54,8 @@ _QUEUES: WeakKeyDictionary[asyncio.AbstractEventLoop, YieldQueue] = WeakKeyDicti
 
 def yield_queue() -> YieldQueue:
     """The queue of the running event loop."""
-    return _QUEUES.setdefault(asyncio.get_running_loop(), YieldQueue())
+    loop = asyncio.get_running_loop()
+    queue = _QUEUES.get(loop)
+    if queue is None:
+        queue = _QUEUES[loop] = YieldQueue()
+    return queue

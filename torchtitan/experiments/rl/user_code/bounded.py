@@ -18,6 +18,8 @@ T = TypeVar("T")
 CANCEL_GRACE_S = 1.0
 """How long cancelled code may take to unwind before it is abandoned."""
 
+CANCELLED_ITSELF = "CancelledError: raised by the code itself"
+
 CAUSE_LENGTH = 400
 """Characters of a cause that are kept: it goes into logs and rollout records."""
 
@@ -79,29 +81,39 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
         await _ended_or_late(task, watch, timeout_s)
     except asyncio.CancelledError:
         await asyncio.sleep(0)  # a task cancelled before its first step never runs: an env's close() would be skipped
-        await _stop(task)
+        await _stop(task, watch)
         raise
     finally:
         watch.over()
     if task.done():
         if task.cancelled():
-            raise UserCodeError("CancelledError: raised by the code itself")
+            raise UserCodeError(CANCELLED_ITSELF)
         value, error = task.result()
         if error is not None:
-            logger.debug("user code failed", exc_info=error)
-            if isinstance(error, UserCodeTimeout):  # of a call inside this one, whose limit was met first
-                raise error.again(str(error)) from error
-            raise UserCodeError(cause_of(error)) from error
+            raise failure(error) from error
         if not watch.blocked_s:
             return cast(T, value)
-    late = UserCodeTimeout(f"no answer within {timeout_s:g} s")
-    if watch.blocked_s:
-        culprit = watch.blocked_by if watch.blocked_by not in ("", owner) else "it"
-        late = UserCodeTimeout(f"{late}: {culprit} blocked the event loop for {watch.blocked_s:.3g} s without awaiting")
-    else:
-        late.where = watch.waits_in()
-    await _stop(task)
+    late = too_late(watch)
+    await _stop(task, watch)
     raise late
+
+
+def failure(error: BaseException) -> UserCodeError:
+    """What a call ends with whose code raised ``error``."""
+    logger.debug("user code failed", exc_info=error)
+    if isinstance(error, UserCodeTimeout):  # of a call inside it, whose limit was met first
+        return error.again(str(error))
+    return UserCodeError(CANCELLED_ITSELF if isinstance(error, asyncio.CancelledError) else cause_of(error))
+
+
+def too_late(watch: Watch) -> UserCodeTimeout:
+    """What a late call ends with. To be asked before it is stopped: it says what the code waits for."""
+    late = UserCodeTimeout(f"no answer within {watch.limit_s:g} s")
+    if watch.blocked_s:
+        culprit = watch.blocked_by if watch.blocked_by not in ("", watch.owner) else "it"
+        return UserCodeTimeout(f"{late}: {culprit} blocked the event loop for {watch.blocked_s:.3g} s without awaiting")
+    late.where = watch.waits_in()
+    return late
 
 
 async def _ended_or_late(task: asyncio.Task, watch: Watch, timeout_s: float | None) -> None:
@@ -130,9 +142,10 @@ async def _outcome(call: Callable[[], Awaitable[T]], watch: Watch) -> tuple[T | 
         return None, error
 
 
-async def _stop(task: asyncio.Task) -> None:
+async def _stop(task: asyncio.Task, watch: Watch) -> None:
     if task.done():
         return
+    watch.stopped = True
     task.cancel()
     _, running = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
     if running:

@@ -58,6 +58,7 @@ class Watch:
         "owner",
         "blocked_s",
         "blocked_by",
+        "stopped",
         "_began",
         "_caller",
         "_coroutine",
@@ -77,6 +78,8 @@ class Watch:
         """Length of the step that held up the event loop until the limit was exceeded; 0 where there is none."""
         self.blocked_by = ""
         """Owner of that step: of this call, or of one inside it."""
+        self.stopped = False
+        """Its asyncio task is cancelled because it is late, or because its caller was cancelled."""
         self._began: float | None = None
         self._held_before = self._own_s = 0.0
         self._coroutine: Any = None
@@ -91,14 +94,29 @@ class Watch:
         self._coroutine = coroutine
         return _Steps(coroutine, self)
 
+    @property
+    def is_outermost(self) -> bool:
+        """Whether it is part of no other call."""
+        return self._caller is None
+
+    @property
+    def caller_stopped(self) -> bool:
+        """Whether a call that this one is part of is stopped."""
+        return self._caller is not None and (self._caller.stopped or self._caller.caller_stopped)
+
     def over(self) -> None:
         """The call has ended or is abandoned."""
         if self._caller is not None:
             self._caller._inner.pop(self, None)
 
+    def leave(self) -> None:
+        """The call is over; its caller goes on in the same asyncio task."""
+        self.over()
+        _CALLER.set(self._caller)
+
     def begin(self, call: Callable[[], T]) -> T:
-        """Start the call: what ``call()`` gives. To be used in an asyncio task of its own: calls that are made inside it are
-        found by the task's context."""
+        """Start the call: what ``call()`` gives. Calls that are made inside it are found by the context of the asyncio task: it
+        is the call's own, or ``leave`` is called at the end."""
         _CALLER.set(self)
         self._held_before = _HELD.seconds
         self._began = began = time.monotonic()
@@ -112,9 +130,17 @@ class Watch:
         """What is left of its limit."""
         return self.limit_s - self._ran_s(time.monotonic())
 
-    def hold(self, began: float, ended: float) -> None:
-        """One of its steps held up the event loop."""
-        seconds = ended - began
+    def hold(self, began: float, ended: float, held_before: float | None = None) -> None:
+        """One of its steps held up the event loop.
+
+        Args:
+            held_before: for how long calls had held it up when the step began: what a call inside this step has held up since
+                then is that call's.
+        """
+        inside_s = 0.0 if held_before is None else _HELD.seconds - held_before
+        if (seconds := ended - began - inside_s) <= HOLD_S:
+            return
+        began = ended - seconds
         _HELD.seconds += seconds
         late, watch = False, cast(Watch | None, self)
         while watch is not None:
@@ -157,18 +183,18 @@ class _Steps(Awaitable[T]):
 
     def __await__(self) -> Generator[Any, Any, T]:
         steps = self._awaitable.__await__()
-        watch, clock = self._watch, time.monotonic
+        watch, clock, held = self._watch, time.monotonic, _HELD
         resume: Callable[[Any], Any] = steps.send
         argument: Any = None
         while True:
-            began = clock()
+            began, held_before = clock(), held.seconds
             try:
                 waits_for = resume(argument)
             except StopIteration as end:
                 return end.value
             finally:
                 if (ended := clock()) - began > HOLD_S:
-                    watch.hold(began, ended)
+                    watch.hold(began, ended, held_before)
             try:
                 argument = yield waits_for
                 resume = steps.send
