@@ -39,7 +39,7 @@ def untied_model(tmp_path_factory) -> str:
     return str(path)
 
 
-def llama_folder(folder: Path, **changes) -> str:
+def llama_folder(folder: Path, *, num_key_value_heads: int = 1, **changes) -> str:
     """A random Llama with large weights, saved by transformers, and the tiny model's tokenizer. Heads are twice as wide as
     ``hidden_size`` shared out over them."""
     config = LlamaConfig(
@@ -48,7 +48,7 @@ def llama_folder(folder: Path, **changes) -> str:
         intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=1,
+        num_key_value_heads=num_key_value_heads,
         head_dim=32,
         max_position_embeddings=1024,
         initializer_range=0.15,

@@ -22,6 +22,7 @@ from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, init_process_group
+from torchtitan.experiments.rl.training.parallelism import Parallelism
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingSample
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
@@ -180,12 +181,17 @@ def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_mo
     init_process_group(device="cpu", rank=rank, world_size=2, address=f"127.0.0.1:{port}")
     results = {}
     for name, copies in (("sharded", 1), ("copied", 2)):
-        learner = learner_of(f"{folder}/{name}", data_parallel_replicate_degree=copies)
+        learner = learner_of(f"{folder}/{name}", parallelism=Parallelism(data_parallel_replicate_degree=copies))
+        results[f"gradients {name}"] = gradients_before_each_microbatch(learner)
         results[f"parameters {name}"] = step(learner)
         results[f"snapshot {name}"] = snapshot(learner)
         results[f"score {name}"] = learner.score(TOKENS)
         learner.close()
-        learner = learner_of(f"{folder}/fused {name}", model=fused_config(fused_model), data_parallel_replicate_degree=copies)
+        learner = learner_of(
+            f"{folder}/fused {name}",
+            model=fused_config(fused_model),
+            parallelism=Parallelism(data_parallel_replicate_degree=copies),
+        )
         results[f"snapshot fused {name}"] = snapshot(learner)
         learner.close()
     learner = learner_of(f"{folder}/repeated", kind=RepeatedLearner)
@@ -205,6 +211,19 @@ def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_mo
     learner.close()
     torch.save(results, f"{folder}/results-{rank}.pt")
     dist.destroy_process_group()
+
+
+def gradients_before_each_microbatch(learner: Learner) -> list[int]:
+    """How many parameters have a sharded gradient; the others' is whole on each rank, or there is none yet."""
+    counts: list[int] = []
+
+    def count(*_) -> None:
+        counts.append(sum(parameter.grad is not None for parameter in learner.model.parameters()))
+
+    with learner.model.register_forward_pre_hook(count):
+        accumulate(learner, LAYOUTS["short rows"], samples_of())
+    learner.optimizers.zero_grad()
+    return counts
 
 
 def one_step(learner: Learner) -> dict:
@@ -250,6 +269,12 @@ def test_one_step_gives_the_same_parameters_on_one_rank_and_on_two(stepped, two_
     before = load_file(MODEL / "model.safetensors")
     assert max((stepped[name] - before[name]).abs().max() for name in stepped) > 5e-4, "the step changed nothing"
     assert_same(two_ranks[f"parameters {mesh}"], stepped, rtol=0, atol=1e-5)
+
+
+def test_shards_keep_no_whole_gradient_between_microbatches_and_copies_add_theirs_up_once(two_ranks, stepped):
+    first, *others = two_ranks["gradients sharded"]
+    assert first == 0 and len(others) > 2 and set(others) == {len(stepped)}
+    assert set(two_ranks["gradients copied"]) == {0}
 
 
 @pytest.mark.parametrize("mesh", ["sharded", "copied"])

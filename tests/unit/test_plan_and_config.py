@@ -53,6 +53,8 @@ def test_fields_of_a_field_that_may_be_none_are_options_like_others(command):
 # ---- mistakes
 
 
+PARALLEL = ["--trainer.parallelism.tensor-parallel-degree"]
+
 MISTAKES = {
     "no config": ([], "--config"),
     "option without a value": (["--config"], "--config", "expected one argument"),
@@ -94,11 +96,46 @@ MISTAKES = {
     "no learning rate": ([*DEBUG, "--trainer.optimizer.lr", "nan"], "trainer.optimizer.lr = nan", "above 0"),
     "gradients turned round": ([*DEBUG, "--trainer.optimizer.max-norm", "-1"], "trainer.optimizer.max_norm = -1.0", "above 0"),
     "copies that do not divide the ranks": (
-        [*DEBUG, "--trainer.ranks", "2", "--trainer.data-parallel-replicate-degree", "3"],
-        "trainer.data_parallel_replicate_degree = 3",
+        [*DEBUG, "--trainer.ranks", "2", "--trainer.parallelism.data-parallel-replicate-degree", "3"],
+        "trainer.parallelism.data_parallel_replicate_degree = 3",
         "trainer.ranks = 2",
     ),
-    "no copies": ([*DEBUG, "--trainer.data-parallel-replicate-degree", "0"], "replicate_degree = 0", "at least 1"),
+    "tensor-parallel ranks that do not divide the ranks": (
+        [*DEBUG, "--trainer.ranks", "3", "--trainer.parallelism.tensor-parallel-degree", "2"],
+        "trainer.parallelism.tensor_parallel_degree = 2",
+        "must divide trainer.ranks = 3",
+    ),
+    "degrees of fewer ranks than there are": (
+        [*DEBUG, "--trainer.ranks", "8", *PARALLEL, "2", "--trainer.parallelism.data-parallel-shard-degree", "2"],
+        "trainer.parallelism.data_parallel_shard_degree = 2",
+        "the product of the degrees is 4 and trainer.ranks = 8",
+    ),
+    "degrees of more ranks than there are": (
+        [*DEBUG, "--trainer.ranks", "2", *PARALLEL, "2", "--trainer.parallelism.data-parallel-replicate-degree", "2"],
+        "trainer.parallelism.tensor_parallel_degree = 2",
+        "the product of the degrees is 0 and trainer.ranks = 2",
+    ),
+    "heads that can't be shared out": (
+        [*DEBUG, "--trainer.ranks", "4", *PARALLEL, "4"],
+        "trainer.parallelism.tensor_parallel_degree = 4",
+        "must divide the model's 2 key and value heads",
+    ),
+    "rows in parts": (
+        [*DEBUG, "--trainer.ranks", "2", "--trainer.parallelism.context-parallel-degree", "2"],
+        "trainer.parallelism.context_parallel_degree = 2",
+        "can't be divided along its length",
+    ),
+    "mixture of experts": (
+        [*DEBUG, "--model.flavor", "qwen3/30B-A3B"],
+        "model.flavor = 'qwen3/30B-A3B'",
+        "choose a dense flavor",
+    ),
+    "offload to where everything is": (
+        [*DEBUG, "--trainer.enable-cpu-offload"],
+        "trainer.enable_cpu_offload = True",
+        "set it to False",
+    ),
+    "no copies": ([*DEBUG, "--trainer.parallelism.data-parallel-replicate-degree", "0"], "replicate_degree = 0", "at least 1"),
     "more memory than there is": (
         [*DEBUG, "--generator.engine.gpu-memory-utilization", "1.5"],
         "generator.engine.gpu_memory_utilization = 1.5",
@@ -206,6 +243,12 @@ def test_plan_of_the_debug_config_by_hand():
     memory = 4 * 4 * parameters + 2 * 4 * parameters / 4 + 17 * 4 * (8 * 512) * 128 * 4
     assert plan.trainer_gib == pytest.approx(memory / GIB)
     assert plan.generator_gib == pytest.approx(4 * parameters / GIB + 1)
+
+
+def test_tensor_parallel_ranks_get_the_same_rows():
+    config = config_registry.rl_grpo_qwen3_debug()
+    config.trainer.ranks, config.trainer.parallelism.tensor_parallel_degree = 4, 2
+    assert plan_run(config).microbatches_per_rank == 4  # 8 on one rank, shared by 2
 
 
 def test_ranks_share_the_state_and_the_work():

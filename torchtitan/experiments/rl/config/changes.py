@@ -61,7 +61,7 @@ MAY_CHANGE: Mapping[str, bool] = {
     "trainer.loss": False,
     "trainer.dtype": False,
     "trainer.mixed_precision_param": False,
-    "trainer.data_parallel_replicate_degree": True,
+    "trainer.parallelism": True,
     "trainer.enable_cpu_offload": True,
     "trainer.activation_checkpoint": True,
     "trainer.compile": True,

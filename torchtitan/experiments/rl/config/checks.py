@@ -62,9 +62,7 @@ def check(config: RunConfig) -> None:
     check_relations(config)
     with user_code("generator.engine", type(config.generator.engine).__name__, "its validate failed"):
         config.generator.engine.validate(field="generator.engine")
-    if config.trainer.ranks % config.trainer.data_parallel_replicate_degree:
-        cure = f"must divide trainer.ranks = {config.trainer.ranks}"
-        raise ConfigError("trainer.data_parallel_replicate_degree", config.trainer.data_parallel_replicate_degree, cure)
+    config.trainer.parallelism.validate(field="trainer.parallelism", ranks=config.trainer.ranks)
     if config.rollout_workers and config.max_offpolicy_steps == 0:
         cure = "synchronous runs repeat bit for bit, which takes one process: set it to 0, or max_offpolicy_steps to 1 or more"
         raise ConfigError("rollout_workers", config.rollout_workers, cure)
@@ -219,6 +217,10 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     """
     device = device or config.provision.resolve()
     spec = policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
+    parallelism, ranks = config.trainer.parallelism, config.trainer.ranks
+    parallelism.check_model(decoder_config(spec), field="trainer.parallelism")
+    if config.trainer.enable_cpu_offload and device == "cpu":
+        raise ConfigError("trainer.enable_cpu_offload", True, "everything is in the host's memory on CPU; set it to False")
     engine = config.generator.engine
     hub = HubConfig.read(config.model.hf_assets_path) if has_config(config.model.hf_assets_path) else HubConfig("", {})
     check_engine_fits(engine, hub, field="generator.engine", positions=model_positions(config.model))
@@ -255,14 +257,14 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
         open_groups=(config.max_offpolicy_steps + 1) * groups,
         max_offpolicy_steps=config.max_offpolicy_steps,
         tokens_per_step=tokens,
-        microbatches_per_rank=math.ceil(tokens / (row_length * rows * config.trainer.ranks)),
+        microbatches_per_rank=math.ceil(tokens / (row_length * rows * parallelism.data_parallel_size(ranks))),
         trainer_ranks=config.trainer.ranks,
         generator_replicas=config.generator.replicas,
         hosted_processes=sum(model.replicas * model.engine.tensor_parallel_degree for model in hosted),
         tensor_parallel_degree=engine.tensor_parallel_degree,
         trainer_gib=trainer_memory_gib(
             parameters=parameters,
-            shards=config.trainer.ranks // config.trainer.data_parallel_replicate_degree,
+            shards=parallelism.shards(ranks) * parallelism.tensor_parallel_degree,
             dtype=config.trainer.dtype,
             compute_dtype=config.trainer.mixed_precision_param,
             layers=len(decoder.layers),

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from torch.distributed.tensor import DTensor, Partial
 
 from torchtitan.experiments.rl.compat.torchtitan import HiddenStateDecoder
 from torchtitan.experiments.rl.models.cpu_attention import CPUVarlenAttention, packed_metadata
@@ -29,6 +30,9 @@ class LogprobDecoder(HiddenStateDecoder):
         """
         # Under FSDP everything runs inside this forward, so the head's weight is gathered when the head is called.
         hidden_BLD = self.hidden_states(tokens.long(), positions.long(), self.get_attention_masks(positions))
+        if isinstance(hidden_BLD, DTensor):
+            # Tensor parallelism: every rank has all of it. The head's gradient is each rank's part of the sum.
+            hidden_BLD = hidden_BLD.to_local(grad_placements=[Partial()] * hidden_BLD.device_mesh.ndim)
         rows, columns = needed.nonzero(as_tuple=True)
         logprobs_N, entropy_N = self.lm_head(
             hidden_BLD[rows, parent_columns(positions)[rows, columns]],

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
+from torchtitan.distributed import ParallelDims
 from torchtitan.experiments.rl.bounds import PositiveInt
+from torchtitan.experiments.rl.models.vocabulary_shard import VocabularyShard
 from torchtitan.models.common.linear import Linear
 
 
@@ -24,32 +27,42 @@ class LogprobHead(Linear):
     def __init__(self, config: Config):
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
+        self._shard = VocabularyShard()
+
+    def parallelize(self, parallel_dims: ParallelDims) -> None:
+        mesh = parallel_dims.get_optional_mesh("tp")
+        self._shard = VocabularyShard.of(self.out_features, None if mesh is None else mesh.get_group())
+        super().parallelize(parallel_dims)
 
     def forward(  # type: ignore[override]  # it shares only the weight with Linear, and returns log-probabilities
         self, hidden_ND: torch.Tensor, targets_N: torch.Tensor, temperatures_N: torch.Tensor, chunk_tokens: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of each target, and entropy of each distribution, both of the logits divided by the temperature.
 
+        Ranks that share the vocabulary give the same tokens. Each computes the logits of its own rows of the weight, and the
+        gradient that it gives to ``hidden_ND`` is its part of a sum over these ranks.
+
         Returns:
             logprobs [N], float32 (float64 for float64 weights), differentiable; entropy [N], detached.
         """
         chunk = min(self.chunk_tokens, chunk_tokens or self.chunk_tokens)
-        return _ChunkedLogprobs.apply(hidden_ND, self.weight, targets_N.long(), temperatures_N, chunk)
+        weight_VD = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return _ChunkedLogprobs.apply(hidden_ND, weight_VD, targets_N.long(), temperatures_N, chunk, self._shard)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     """Forward keeps one log-normaliser per token; backward makes each chunk's logits again."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, chunk):
+    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, chunk, shard):
         logprobs, entropies, normalisers = [], [], []
         for part in _chunks(len(targets_N), chunk):
             logits_CV = _logits(hidden_ND[part], weight_VD, temperatures_N[part])
-            normaliser_C = logits_CV.logsumexp(-1)
-            logprobs.append(logits_CV.gather(-1, targets_N[part, None]).squeeze(-1) - normaliser_C)
-            entropies.append(normaliser_C - (torch.exp(logits_CV - normaliser_C[:, None]) * logits_CV).sum(-1))
+            target_C, normaliser_C, mean_C = shard.statistics(logits_CV, targets_N[part])
+            logprobs.append(target_C - normaliser_C)
+            entropies.append(normaliser_C - mean_C)
             normalisers.append(normaliser_C)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.shard = chunk, shard
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, temperatures_N, _cat(normalisers, hidden_ND))
         entropy_N = _cat(entropies, hidden_ND)
         ctx.mark_non_differentiable(entropy_N)
@@ -65,11 +78,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             # d logp / d logits = onehot(target) - softmax, and the logits were divided by the temperature.
             scale_C1 = (grad_N[part] / temperatures_N[part])[:, None].to(normaliser_N.dtype)
             grad_logits_CV = _logits(hidden_ND[part], weight_VD, temperatures_N[part]).sub_(normaliser_N[part, None]).exp_()
-            grad_logits_CV.mul_(-scale_C1).scatter_add_(-1, targets_N[part, None], scale_C1)
+            grad_logits_CV.mul_(-scale_C1)
+            ctx.shard.add_to_target(grad_logits_CV, targets_N[part], scale_C1)
             grad_logits_CV = grad_logits_CV.to(weight_VD.dtype)
             grad_hidden_ND[part] = grad_logits_CV @ weight_VD
             grad_weight_VD += grad_logits_CV.T @ hidden_ND[part]
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None
+        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None, None
 
 
 def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperatures_C: torch.Tensor) -> torch.Tensor:

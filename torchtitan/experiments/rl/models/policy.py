@@ -97,5 +97,8 @@ def _base_spec(model: ModelConfig, backend: str) -> tuple[ModelFamily, ModelSpec
         return family_of_folder(hub), folder_spec(hub, backend)
     family, flavor = family_of_flavor(model.flavor, model.hf_assets_path)
     spec = family.spec_of_flavor(flavor, attn_backend=backend)
+    if any(getattr(layer, "moe", None) is not None for layer in decoder_config(spec).layers):
+        cure = "a mixture of experts can't be published to the generators yet; choose a dense flavor"
+        raise ConfigError("model.flavor", model.flavor, cure)
     check_flavor(model.flavor, family, decoder_config(spec), model.hf_assets_path)
     return family, spec

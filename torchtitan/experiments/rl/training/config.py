@@ -8,6 +8,7 @@ from annotated_types import Ge, Lt
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.losses import LossConfig
+from torchtitan.experiments.rl.training.parallelism import Parallelism
 
 DecayRate = Annotated[float, Ge(0), Lt(1)]
 
@@ -27,7 +28,8 @@ class OptimizerConfig:
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
     ranks: PositiveInt = 1
-    """Processes of the mesh; each is one data-parallel rank (FSDP)."""
+    """Processes of the mesh: the product of the degrees in ``parallelism``. By default each gets rows of its own (FSDP)."""
+    parallelism: Parallelism = field(default_factory=Parallelism)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lr_scheduler: LRSchedulersContainer.Config = field(
         default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.0)
@@ -38,9 +40,8 @@ class TrainerConfig:
     """Of parameters, gradients and optimizer state."""
     mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward pass (FSDP mixed precision)."""
-    data_parallel_replicate_degree: PositiveInt = 1
-    """Copies of the sharded model (HSDP); the rest of the ranks shard."""
     enable_cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in the host's memory. CUDA only."""
     activation_checkpoint: bool = False
     """Keep only each transformer block's input, and compute the rest again in the backward pass."""
     compile: bool = False

@@ -3,7 +3,8 @@
 import math
 import shutil
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from torchtitan.experiments.rl.losses import LossConfig, MetricSums, compute_los
 from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs
-from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
 
@@ -45,6 +46,7 @@ class Learner:
         self.rank = dist.get_rank()
         parallelism = self._parallelism()
         dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+        self._shards = dims.dp_shard * dims.cp
         # torchtitan's mesh over ranks that are sent different rows: dp_replicate x dp_shard. None where it has one rank.
         mesh = dims.get_optional_mesh("batch")
         self._data_parallel_group = None if mesh is None else mesh.get_group()
@@ -53,13 +55,13 @@ class Learner:
             self.data_parallel = DataParallel(rank=mesh.get_local_rank(), size=mesh.size())
         self._device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
         spec = policy_spec(model, device=device, max_seq_len=max_seq_len, chunk_tokens=config.logprob_chunk_tokens)
+        if dims.tp_enabled:  # torchtitan's own entry, which sets how each part of the model is sharded
+            decoder_config(spec).update_from_config(config=SimpleNamespace(parallelism=parallelism))
         dtype = dtype or getattr(torch, config.dtype)
         with torch.device("meta"):
             self.model = spec.model.build().to(dtype)
         self._parallelize(spec.parallelize_fn, dims, parallelism, run_dir)
-        self.model.to_empty(device=self._device)
-        with torch.no_grad():
-            self.model.init_states(buffer_device=self._device)
+        materialize(self.model, self._device, parameters_on_cpu=config.enable_cpu_offload)
         self.model.train()
         assert spec.state_dict_adapter is not None, "every family has one"
         adapter = spec.state_dict_adapter(spec.model, model.hf_assets_path)
@@ -101,8 +103,7 @@ class Learner:
         denominators = self._denominators(microbatches)
         sums = MetricSums()
         for index, microbatch in enumerate(microbatches):
-            # Gradients stay on their rank until the last microbatch: one reduction a step.
-            self.model.set_requires_gradient_sync(index == len(microbatches) - 1)
+            self._synchronise_gradients(last=index == len(microbatches) - 1)
             batch = microbatch.to(self._device)
             logprobs, entropy = batch_logprobs(self.model, batch)
             loss, metrics = compute_loss(logprobs, batch, denominators, self.config.loss)
@@ -163,11 +164,16 @@ class Learner:
         self.checkpointer.close()
 
     def _parallelism(self) -> ParallelismConfig:
-        return ParallelismConfig(
-            data_parallel_replicate_degree=self.config.data_parallel_replicate_degree,
-            # The default backend fails with torch 2.13 and more than one rank.
-            spmd_backend="partial_dtensor",
-        )
+        return self.config.parallelism.for_torchtitan()
+
+    def _synchronise_gradients(self, *, last: bool) -> None:
+        """Say what the next backward pass does with gradients.
+
+        Shards reduce them in each microbatch: a rank that kept them until the last would hold the whole model's gradient, in
+        float32. Copies of the model add theirs up once a step.
+        """
+        self.model.set_requires_gradient_sync(last or self._shards > 1)
+        self.model.set_requires_all_reduce(last)
 
     def _parallelize(self, parallelize_fn, dims: ParallelDims, parallelism: ParallelismConfig, run_dir: str) -> None:
         config = self.config
@@ -196,6 +202,17 @@ class Learner:
         return LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl)
 
 
+def materialize(model: Any, device: torch.device, *, parameters_on_cpu: bool) -> None:
+    """Give a model that was built on the meta device its memory, and fill its buffers.
+
+    Args:
+        parameters_on_cpu: FSDP keeps them there and copies a layer at a time to ``device``. Buffers are used where they are.
+    """
+    model.to_empty(device=torch.device("cpu") if parameters_on_cpu else device)
+    with torch.no_grad():
+        model.init_states(buffer_device=device)
+
+
 def check_finite(what: str, value: float, loss: LossConfig) -> None:
     """
     Args:
@@ -212,5 +229,6 @@ def init_process_group(*, device: Literal["cpu", "cuda"], rank: int, world_size:
     """Join the trainer's process group; ``address`` is ``host:port`` of rank 0."""
     if device == "cuda":
         torch.cuda.set_device(0)  # the only one this process sees: controller/provision.py
-    backend = "gloo" if device == "cpu" else "nccl"
+    # gloo beside NCCL: parameters that are kept in the host's memory, and objects that ranks compare.
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=world_size)

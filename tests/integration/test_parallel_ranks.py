@@ -1,0 +1,149 @@
+"""Tensor-parallel ranks, alone and beside sharded ones: every number is that of one rank. Four processes do all of it."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from safetensors.torch import load_file
+
+from tests.integration.conftest import MODEL, llama_folder
+from tests.integration.test_learner import (
+    LAYOUTS,
+    REFERENCE_LAYOUT,
+    TOKENS,
+    assert_same,
+    assert_same_step,
+    compute_in_float64,
+    free_port,
+    fused_config,
+    fused_model,  # noqa: F401  # a fixture
+    learner_of,
+    loss_and_gradient,
+    one_rank,  # noqa: F401  # a fixture
+    one_step,
+    snapshot,
+)
+from torchtitan.experiments.rl.process.setup import set_up_process
+from torchtitan.experiments.rl.training.learner import Learner, init_process_group
+from torchtitan.experiments.rl.training.parallelism import Parallelism
+from torchtitan.experiments.rl.types import DataParallel
+
+LR = 1e-4
+"""Adam's first step is about this for every weight, also for one whose gradient is rounding."""
+MESHES = {
+    "tensor 2": Parallelism(tensor_parallel_degree=2),
+    "tensor 2, shards 2": Parallelism(tensor_parallel_degree=2, data_parallel_shard_degree=2),
+    "copies 2, shards 2": Parallelism(data_parallel_replicate_degree=2),
+}
+RANKS = {"tensor 2": 2, "tensor 2, shards 2": 4, "copies 2, shards 2": 4}
+
+
+def work_of_a_rank(rank: int, ports: dict[int, int], folder: str, fused: str, llama: str) -> None:
+    torch.set_num_threads(1)
+    set_up_process()
+    results = {}
+    for world_size in (4, 2):
+        if rank >= world_size:
+            break
+        init_process_group(device="cpu", rank=rank, world_size=world_size, address=f"127.0.0.1:{ports[world_size]}")
+        for mesh, parallelism in MESHES.items():
+            if RANKS[mesh] == world_size:
+                results[mesh] = work_on(mesh, parallelism, f"{folder}/{mesh}", fused, llama)
+        dist.destroy_process_group()
+    torch.save(results, f"{folder}/results-{rank}.pt")
+
+
+def work_on(mesh: str, parallelism: Parallelism, folder: str, fused: str, llama: str) -> dict:
+    learner = learner_of(f"{folder}/float32", parallelism=parallelism, lr=LR)
+    results = one_step(learner) | {"snapshot": snapshot(learner)}
+    learner.close()
+    if mesh == "tensor 2":
+        for name, model in (("fused", fused_config(fused)), ("llama", llama)):
+            learner = learner_of(f"{folder}/{name}", model=model, parallelism=parallelism)
+            results[name] = snapshot(learner), learner.score(TOKENS)
+            learner.close()
+    with pytest.MonkeyPatch.context() as patch:
+        compute_in_float64(patch.setattr)
+        learner = learner_of(f"{folder}/float64", dtype=torch.float64, parallelism=parallelism)
+        results["float64"] = loss_and_gradient(learner, LAYOUTS["short rows"])
+        learner.close()
+    return results
+
+
+@pytest.fixture(scope="module")
+def llama_of_two_key_heads(tmp_path_factory) -> str:
+    return llama_folder(tmp_path_factory.mktemp("llama2"), tie_word_embeddings=False, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def ranks(fused_model, llama_of_two_key_heads, tmp_path_factory) -> list[dict]:  # noqa: F811
+    folder = tmp_path_factory.mktemp("four_ranks")
+    ports = {world_size: free_port() for world_size in (2, 4)}
+    multiprocessing.spawn(work_of_a_rank, args=(ports, str(folder), fused_model, llama_of_two_key_heads), nprocs=4)
+    return [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def alone(one_rank, tmp_path_factory) -> dict:  # noqa: F811
+    learner = learner_of(tmp_path_factory.mktemp("alone"), lr=LR)
+    result = one_step(learner)
+    learner.close()
+    return result
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_loss_gradient_norm_and_published_parameters_are_those_of_one_rank(alone, ranks, mesh):
+    before = load_file(MODEL / "model.safetensors")
+    assert max((alone["parameters"][name] - before[name]).abs().max() for name in before) > LR / 2, "the step changed nothing"
+    for result in (results[mesh] for results in ranks if mesh in results):
+        for metric in ("loss/total", "train/grad_norm"):
+            assert result["metrics"][metric] == pytest.approx(alone["metrics"][metric], rel=1e-5)
+        assert result["denominators"] == alone["denominators"]
+        assert_same(result["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+    assert_same(ranks[0][mesh]["snapshot"], ranks[0][mesh]["parameters"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_in_float64_nothing_but_rounding_depends_on_the_mesh(one_rank, ranks, mesh, tmp_path, monkeypatch):  # noqa: F811
+    compute_in_float64(monkeypatch.setattr)
+    learner = learner_of(tmp_path, dtype=torch.float64)
+    expected = loss_and_gradient(learner, REFERENCE_LAYOUT)
+    learner.close()
+    for results in ranks:
+        if mesh in results:
+            assert_same_step(results[mesh]["float64"], expected)
+
+
+def test_tensor_parallel_ranks_have_one_data_parallel_coordinate(ranks):
+    assert [results["tensor 2"]["coordinate"] for results in ranks[:2]] == [DataParallel(rank=0, size=1)] * 2
+    coordinates = [results["tensor 2, shards 2"]["coordinate"] for results in ranks]
+    assert [coordinate.rank for coordinate in coordinates] == [0, 0, 1, 1] and {c.size for c in coordinates} == {2}
+
+
+@pytest.mark.parametrize("name", ["fused", "llama"])
+def test_fused_and_reordered_weights_of_tensor_parallel_ranks_are_published_as_they_were_loaded(
+    ranks,
+    name,
+    fused_model,  # noqa: F811
+    llama_of_two_key_heads,
+    one_rank,  # noqa: F811
+    tmp_path,
+    reference,
+):
+    folder = {"fused": fused_model, "llama": llama_of_two_key_heads}[name]
+    published, score = ranks[0]["tensor 2"][name]
+    assert_same(published, load_file(Path(folder) / "model.safetensors"), rtol=0, atol=0)
+    if name == "llama":
+        expected = reference(folder, TOKENS)
+    else:
+        expected = score_of(learner_of(tmp_path, model=fused_config(folder)))
+    np.testing.assert_allclose(score, expected, rtol=1e-5, atol=1e-4)
+
+
+def score_of(learner: Learner) -> np.ndarray:
+    score = learner.score(TOKENS)
+    learner.close()
+    return score
