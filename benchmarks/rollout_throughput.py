@@ -213,7 +213,7 @@ async def compare(args: argparse.Namespace, config: RunConfig, run_dir: str) -> 
         )
         await generator.setup.call()
         await bare.answer()
-        await client.connect(generator, replicas=1)
+        await client.connect([generator])
         pin(placement.trainer[0])
         print(
             f"{args.rollouts} rollouts a step, {args.steps} steps a turn, medians of {args.repeats} turns; "

@@ -29,7 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from torchtitan.experiments.rl.compat.vllm import repack_tied_head  # noqa: E402
 from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
-from torchtitan.experiments.rl.controller.provision import RunMeshes  # noqa: E402
+from torchtitan.experiments.rl.controller.provision import shut_down, spawn, start_trainer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
@@ -102,9 +102,10 @@ class MeasuredGenerator(Generator):
 async def measure(model: str, versions: int, warmup: int) -> dict[str, list[float]]:
     """Seconds by name, one for each version after the warm-up."""
     placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
-    meshes, client = RunMeshes(placement, "cpu"), GeneratorClient()
+    client, meshes = GeneratorClient(), []
     try:
-        trainer = meshes.trainer_procs.spawn(
+        trainers, generators = spawn(None, "trainer", placement.trainer, "cpu"), spawn(None, "g", placement.generators, "cpu")
+        trainer = trainers.spawn(
             "trainer",
             PolicyTrainer,
             TrainerConfig(save_final_model=False),
@@ -116,11 +117,11 @@ async def measure(model: str, versions: int, warmup: int) -> dict[str, list[floa
             generator_dtype=torch.float32,
         )
         config = GeneratorConfig(engine=VLLMEngineConfig(max_model_len=256))
-        generator = meshes.generator_procs.spawn(
-            "generator", MeasuredGenerator, config, model_path=model, device="cpu", run_dir=model
-        )
-        await meshes.start(trainer, generator)
-        await client.connect(generator, 1)
+        generator = generators.spawn("generator", MeasuredGenerator, config, model_path=model, device="cpu", run_dir=model)
+        meshes = [(trainers, trainer), (generators, generator)]
+        await start_trainer(trainers, trainer)
+        await generator.setup.call()
+        await client.connect([generator])
         await generator.keep.call()
         sync = WeightSync(trainer, client, vocab_size=VOCABULARY, remote_readers=False, tolerance=1e-3)
         seconds: dict[str, list[float]] = {}
@@ -131,7 +132,7 @@ async def measure(model: str, versions: int, warmup: int) -> dict[str, list[floa
         return seconds
     finally:
         client.close()
-        await meshes.close()
+        await shut_down([actor for _, actor in meshes], [procs for procs, _ in meshes])
 
 
 async def synchronise(version: int, sync: WeightSync, generator) -> dict[str, float]:

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torchstore
-from monarch.actor import Channel
+from monarch.actor import Channel, ProcMesh
 
 from tests.integration.conftest import descendants
 from tests.integration.test_learner import samples_of
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.placement import plan_placement
 from torchtitan.experiments.rl.controller import provision
-from torchtitan.experiments.rl.controller.provision import RunMeshes
+from torchtitan.experiments.rl.controller.provision import shut_down, spawn, start_trainer
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GeneratorFailed, RequestFailed, ScoreRequest
@@ -108,6 +108,9 @@ class Pair:
         await self.trainer.publish_weights.call_one(self.version, False)
         return await self.trainer.score.call_one(CANARY)
 
+    async def set_up(self) -> None:
+        await self.generator.setup.call()
+
     async def update(self):
         return await self.generator.update_weights.call_one(self.version, CANARY)
 
@@ -118,7 +121,8 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def meshes() -> list[RunMeshes]:
+def meshes() -> list[tuple[ProcMesh, Any]]:
+    """Processes, and the actors in them."""
     return []
 
 
@@ -137,9 +141,8 @@ def pairs(meshes, tied_model, untied_model, tmp_path_factory) -> Iterator[dict[s
 
     async def build(name: str, pair: Pair) -> None:
         run_dir = str(tmp_path_factory.mktemp(name))
-        own = RunMeshes(placement, "cpu")
-        meshes.append(own)
-        pair.trainer = own.trainer_procs.spawn(
+        trainers, generators = spawn(None, "trainer", placement.trainer, "cpu"), spawn(None, "g", placement.generators, "cpu")
+        pair.trainer = trainers.spawn(
             f"trainer_{name}",
             PolicyTrainer,
             config,
@@ -150,7 +153,7 @@ def pairs(meshes, tied_model, untied_model, tmp_path_factory) -> Iterator[dict[s
             run_dir=run_dir,
             generator_dtype=torch.float32,
         )
-        pair.generator = own.generator_procs.spawn(
+        pair.generator = generators.spawn(
             f"generator_{name}",
             Generator,
             generator_config,
@@ -158,7 +161,8 @@ def pairs(meshes, tied_model, untied_model, tmp_path_factory) -> Iterator[dict[s
             device="cpu",
             run_dir=run_dir,
         )
-        await own.start(pair.trainer, pair.generator)
+        meshes.extend([(trainers, pair.trainer), (generators, pair.generator)])
+        await asyncio.gather(start_trainer(trainers, pair.trainer), pair.set_up())
         await pair.attach()
 
     async def build_all() -> None:
@@ -172,9 +176,9 @@ def pairs(meshes, tied_model, untied_model, tmp_path_factory) -> Iterator[dict[s
     asyncio.run(close_all(meshes))
 
 
-async def close_all(meshes: list[RunMeshes]) -> None:
+async def close_all(meshes: list[tuple[ProcMesh, Any]]) -> None:
     await torchstore.shutdown()  # a process has one store at a time, and other tests need theirs
-    await asyncio.gather(*(mesh.close() for mesh in meshes))
+    await shut_down([actor for _, actor in meshes], [procs for procs, _ in meshes])
     meshes.clear()
 
 

@@ -79,9 +79,9 @@ class Run:
         stats = {pid: process_stat(pid) for pid in pids}
         return {pid for pid, stat in stats.items() if stat and stat[2] == self._process.pid and stat[0] != "Z"}
 
-    def worker(self, name: str) -> int:
-        """The process that holds the log file of this role's first rank."""
-        log = str(self.folder / "logs" / f"{name}-0.jsonl")
+    def worker(self, name: str, index: int = 0) -> int:
+        """The process that holds the log file of this rank of the role."""
+        log = str(self.folder / "logs" / f"{name}-{index}.jsonl")
         (pid,) = {pid for pid in self.alive() if log in map(os.path.realpath, Path(f"/proc/{pid}/fd").glob("*"))}
         return pid
 
@@ -306,18 +306,38 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(st
     run.assert_nothing_left()
 
 
-@pytest.mark.parametrize("name", ["generator", "trainer", "rollout_worker"])
-def test_killed_process_ends_the_run_with_one_error_line_that_names_it(start, name):
-    run = start(*ENDLESS, *(["--rollout-workers", "2"] if name == "rollout_worker" else []))
+def test_killed_trainer_ends_the_run_with_one_error_line_that_names_it(start):
+    run = start(*ENDLESS)
     run.until_step(2)
     for record in run.steps:
         assert_ledger_balances(record)
-    os.kill(run.worker(name), signal.SIGKILL)
+    os.kill(run.worker("trainer"), signal.SIGKILL)
     assert run.wait() == 1, run.err
-    errors = [line for line in run.err.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and name in errors[0] and str(run.folder / "logs") in errors[0]
+    (error,) = [line for line in run.err.splitlines() if line.startswith("error:")]
+    assert "trainer rank 0 died: killed by SIGKILL" in error and str(run.folder / "logs") in error
     assert "Traceback" not in run.err
     assert "stopped by an error" in run.out
+    run.assert_nothing_left()
+
+
+def test_run_goes_on_when_generators_and_a_rollout_worker_are_killed(start):
+    """Both generators at once, so that requests have to wait, and the worker while they do."""
+    run = start(*ENDLESS, "--rollout-workers", "1", "--generator.replicas", "2")
+    run.until_step(2)
+    killed = {("generator", 0): "generator 0", ("generator", 1): "generator 1", ("rollout_worker", 0): "rollout worker 0"}
+    for name, index in killed:
+        os.kill(run.worker(name, index), signal.SIGKILL)
+    wait_for(lambda: all(f"{part} is back" in run.out for part in killed.values()), "a part did not come back")
+    run.until_step(len(run.steps) + 3)
+    run.send(signal.SIGINT)
+    assert run.wait() == 130, run.err
+    for part in killed.values():
+        assert f"{part} died: killed by SIGKILL; made again (1 of 3)" in run.out
+        assert run.steps[-1][f"restarts/{part.replace(' ', '_')}"] == 1
+    for record in run.steps:
+        assert_ledger_balances(record)
+        assert record["policy/age_max"] <= 1
+    assert "Traceback" not in run.err
     run.assert_nothing_left()
 
 

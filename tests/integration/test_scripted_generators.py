@@ -85,7 +85,7 @@ def meshes(tmp_path_factory) -> Iterator[dict[str, Any]]:
 async def connected(mesh: Any) -> AsyncIterator[GeneratorClient]:
     client = GeneratorClient()
     try:
-        await client.connect(mesh, REPLICAS)
+        await client.connect([mesh.slice(procs=i) for i in range(REPLICAS)])
         yield client
     finally:
         client.close()
@@ -168,7 +168,7 @@ async def test_weight_updates_under_load_lose_no_request_and_label_every_token(h
                 await load.more_turns(SESSIONS)
                 publisher.write(version, {TABLE: table_of(version)})
                 await publisher.publish(version, remote_readers=False)
-                for receipt in await client.update_weights(version, CANARY):
+                for receipt in (await client.update_weights(version, CANARY)).values():
                     assert receipt.version == version
                     np.testing.assert_allclose(receipt.canary_logprobs[1:], logprobs_of(version, CANARY), rtol=1e-5)
             await load.more_turns(SESSIONS)

@@ -348,7 +348,7 @@ async def test_aborting_what_an_engine_drains_lets_the_update_come(fleet):
 async def test_replicas_change_their_weights_each_on_its_own_and_answer_together(fleet, how, lockstep):
     await fleet.begin(how)
     old, client = fleet.version, GeneratorClient(lockstep=lockstep)
-    await client.connect(fleet.mesh, 2)
+    await client.connect([fleet.mesh.slice(procs=index) for index in range(2)])
     sampling, begun = SamplingConfig(max_tokens=400), asyncio.Event()
 
     async def talk(seed: int) -> list[tuple[np.ndarray, Completion]]:
@@ -369,7 +369,7 @@ async def test_replicas_change_their_weights_each_on_its_own_and_answer_together
         receipts = await asyncio.wait_for(client.update_weights(fleet.version, CANARY), 60)
         expected = given_whole_prefix(fleet.models[fleet.version], CANARY[:1], CANARY[1:])
         assert len(receipts) == 2 and client.version == fleet.version
-        for receipt in receipts:
+        for receipt in receipts.values():
             assert_agree(receipt.canary_logprobs[1:], expected)
         turns = sum(await asyncio.wait_for(asyncio.gather(*talks), 60), [])
         later = await asyncio.wait_for(talk(10), 60)

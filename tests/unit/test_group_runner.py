@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.controller.group_runner import GroupResult, Measurement, WorkerRunner
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutTurn
 
@@ -16,19 +18,28 @@ SAMPLE = DataSample(sample_id="0", env_input=None)
 
 
 class StubWorkers:
-    """A mesh whose workers note what they are asked and answer when told."""
+    """Workers that note what they are asked and answer when told."""
 
     def __init__(self, workers: int):
         self.asked = [[] for _ in range(workers)]
         self.released = asyncio.Event()
 
-    def slice(self, *, procs):
+    def admit(self, runner: WorkerRunner, index: int) -> Lifetime:
         async def run(request):
-            self.asked[procs].append(request)
+            self.asked[index].append(request)
             await self.released.wait()
-            return GroupResult(group=group_of(request.group_id, tokens=3), event_loop_lag_s=procs / 10)
+            return GroupResult(group=group_of(request.group_id, tokens=3), event_loop_lag_s=index / 10)
 
-        return SimpleNamespace(run=SimpleNamespace(call_one=run))
+        life = Lifetime(f"rollout worker {index}")
+        runner.admit(index, SimpleNamespace(run=SimpleNamespace(call_one=run)), life)
+        return life
+
+
+def runner_of(workers: StubWorkers, policy) -> WorkerRunner:
+    runner = WorkerRunner(policy)
+    for index in range(len(workers.asked)):
+        workers.admit(runner, index)
+    return runner
 
 
 def group_of(group_id: str, *, tokens: int) -> RolloutGroup:
@@ -50,43 +61,71 @@ def group_of(group_id: str, *, tokens: int) -> RolloutGroup:
     return RolloutGroup(group_id=group_id, task_name="sums", data_sample=SAMPLE, rollouts=[rollout])
 
 
+def open_rollouts(runner: WorkerRunner) -> list[int]:
+    return [worker.open_rollouts for worker in runner._workers.values()]
+
+
 def task(group_size: int):
     return SimpleNamespace(name="sums", config=SimpleNamespace(group_size=group_size))
 
 
 async def test_a_group_goes_to_the_worker_with_the_fewest_open_rollouts():
     mesh, policy = StubWorkers(2), SimpleNamespace(version=7, generated_tokens=0)
-    runner = WorkerRunner(mesh, 2, policy)
+    runner = runner_of(mesh, policy)
     sizes = [4, 1, 1, 1, 1, 1]  # after the group of four, the other worker gets the next four
     work = [asyncio.create_task(runner.run(task(size), SAMPLE, group_id=str(i))) for i, size in enumerate(sizes)]
-    await asyncio.sleep(0)
+    await iterations(10)
     assert [[request.group_id for request in asked] for asked in mesh.asked] == [["0", "5"], ["1", "2", "3", "4"]]
     assert {request.policy_version for asked in mesh.asked for request in asked} == {7}
     mesh.released.set()
     for group in await asyncio.gather(*work):
         assert group.failure is None and len(group.rollouts) == 1
-    assert policy.generated_tokens == 18 and runner._open == [0, 0]
+    assert policy.generated_tokens == 18 and open_rollouts(runner) == [0, 0]
     assert runner.lap_lag_s() == 0.1 and runner.lap_lag_s() == 0.0
 
 
 async def test_cancelled_group_frees_its_place():
     mesh = StubWorkers(1)
-    runner = WorkerRunner(mesh, 1, SimpleNamespace(version=0, generated_tokens=0))
+    runner = runner_of(mesh, SimpleNamespace(version=0, generated_tokens=0))
     work = asyncio.create_task(runner.run(task(4), SAMPLE, group_id="a"))
-    await asyncio.sleep(0)
+    await iterations(10)
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
-    assert runner._open == [0]
+    assert open_rollouts(runner) == [0]
 
 
 async def test_measured_group_carries_its_sampling_and_size():
     mesh = StubWorkers(1)
     mesh.released.set()
-    runner = WorkerRunner(mesh, 1, SimpleNamespace(version=0, generated_tokens=0))
+    runner = runner_of(mesh, SimpleNamespace(version=0, generated_tokens=0))
     sampling = SamplingConfig(temperature=0.0)
     group = await runner.measure(task(4), SAMPLE, group_id="v", sampling=sampling, group_size=2)
     (request,) = mesh.asked[0]
     assert group.group_id == "v" and request.measurement == Measurement(sampling=sampling, group_size=2)
+
+
+async def test_groups_of_a_worker_that_dies_are_run_again_under_their_ids_elsewhere_or_when_it_is_back():
+    workers, policy = StubWorkers(2), SimpleNamespace(version=3, generated_tokens=0)
+    runner = WorkerRunner(policy)
+    lives = [workers.admit(runner, index) for index in range(2)]
+    work = [asyncio.create_task(runner.run(task(2), SAMPLE, group_id=name)) for name in "abc"]
+    await until(lambda: sum(map(len, workers.asked)) == 3)
+    assert [[request.group_id for request in asked] for asked in workers.asked] == [["a", "c"], ["b"]]
+    lives[0].end("killed by SIGKILL")
+    await until(lambda: len(workers.asked[1]) == 3)
+    assert {request.group_id for request in workers.asked[1]} == {"a", "b", "c"}
+    policy.version = 4
+    lives[1].end("killed by SIGKILL")  # before the runner is told to lose the first
+    await iterations()
+    assert not any(group.done() for group in work)
+    for index in range(2):
+        runner.lose(index)
+    workers.admit(runner, 0)
+    await until(lambda: len(workers.asked[0]) == 5)
+    assert {request.group_id: request.policy_version for request in workers.asked[0][2:]} == {"a": 4, "b": 4, "c": 4}
+    workers.released.set()
+    assert [group.group_id for group in await asyncio.gather(*work)] == ["a", "b", "c"]
+    assert policy.generated_tokens == 9 and open_rollouts(runner) == [0]
 
 
 def test_workers_of_a_synchronous_run_are_refused():

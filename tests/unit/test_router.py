@@ -8,12 +8,13 @@ import pytest
 from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting_table
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation import client as generator_client
-from torchtitan.experiments.rl.generation.client import FULL_MESSAGE, GeneratorClient, Router
+from torchtitan.experiments.rl.generation.client import FULL_MESSAGE, GeneratorClient
 from torchtitan.experiments.rl.generation.messages import (
     GenerateRequest,
     GeneratorFailed,
     RequestFailed,
 )
+from torchtitan.experiments.rl.generation.router import Router
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.yield_queue import yield_queue
 
@@ -65,11 +66,6 @@ class Replica:
         await settle()
 
 
-class Mesh(list):
-    def slice(self, *, procs: int) -> Replica:
-        return self[procs]
-
-
 class FakeChannel:
     @staticmethod
     def open():
@@ -88,9 +84,9 @@ def connect(monkeypatch):
     monkeypatch.setattr(generator_client, "Channel", FakeChannel)
     clients = []
 
-    async def connect(replicas: int = 1, **options) -> tuple[GeneratorClient, Mesh]:
-        client, mesh = GeneratorClient(**options), Mesh(Replica() for _ in range(replicas))
-        await client.connect(mesh, replicas)
+    async def connect(replicas: int = 1, **options) -> tuple[GeneratorClient, list[Replica]]:
+        client, mesh = GeneratorClient(**options), [Replica() for _ in range(replicas)]
+        await client.connect(mesh)
         clients.append(client)
         return client, mesh
 

@@ -9,6 +9,7 @@ import torch
 from tests.zoo.world import HonestPolicy
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.controller.supervision import Supervisor
 from torchtitan.experiments.rl.controller.wiring import RunActors
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_members
@@ -74,8 +75,17 @@ class StandInActors(RunActors):
     """Makes the policy; `scene.py` sets it."""
     made: "StandInActors"
 
-    def __init__(self, config: RunConfig, plan: Any, *, run_dir: Path, on_failure: Callable[[Exception], None]):
-        self._config, self._plan, self._run_dir, self._meshes = config, plan, run_dir, None
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: Any,
+        *,
+        run_dir: Path,
+        on_failure: Callable[[Exception], None],
+        on_death: Callable[[str], None],
+    ):
+        self._config, self._plan, self._run_dir = config, plan, run_dir
+        self.supervisor = Supervisor(config.supervision, on_death=on_death, on_failure=self.fail)
         policy: Any = type(self).policy_of()
         trainer: Any = StandInTrainer(config.trainer.loss)
         weights: Any = StandInWeights(policy)
@@ -85,9 +95,6 @@ class StandInActors(RunActors):
 
     async def start(self) -> None:
         """Nothing is spawned."""
-
-    def owns(self, actor: str) -> bool:
-        return False
 
     def fail(self, failure: RunError) -> None:
         raise AssertionError(f"no process can die here: {failure}")

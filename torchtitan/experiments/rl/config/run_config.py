@@ -9,6 +9,7 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.bounds import Cure, NonEmptyStr, NonNegativeInt, PositiveInt
 from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
 from torchtitan.experiments.rl.config.placement import ProvisionConfig
+from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
 from torchtitan.experiments.rl.config.user_code_limits import UserCodeLimits
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer import RendererConfig
@@ -59,6 +60,8 @@ class RunConfig:
     thread; perf/event_loop_lag_max_s shows when that is too slow."""
     user_code: UserCodeLimits = field(default_factory=UserCodeLimits)
     """How long tasks, samplers, datasets, the task mix and filters may take."""
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+    """When processes that have died are made again."""
     provision: ProvisionConfig = field(default_factory=ProvisionConfig)
     output_dir: NonEmptyStr = "outputs"
     """Folder in which the command makes the run folders."""

@@ -12,7 +12,7 @@ from typing import Any
 from monarch.actor import Actor
 
 from torchtitan.experiments.rl.checkpointing.run_files import LEDGER_FILE
-from torchtitan.experiments.rl.compat.monarch import ProcessDeath, process_death, process_death_behind
+from torchtitan.experiments.rl.compat.monarch import process_death, process_death_behind
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -64,17 +64,17 @@ class Controller(Actor):
         self._resume_from, self._init_from = resume_from, init_from
         self._run_dir, self._config_name = Path(run_dir), config_name
         self._plan = checked_plan(config)
-        self._actors = RunActors(config, self._plan, run_dir=self._run_dir, on_failure=self._fail)
+        self._console = Console()
+        self._failure: Exception | None = None
+        self._actors = RunActors(config, self._plan, run_dir=self._run_dir, on_failure=self._fail, on_death=self._console.note)
         self._gate = Gate(timeout_s=config.user_code.call_timeout_s, synchronous=config.max_offpolicy_steps == 0)
         self._tasks = TaskSet(config.tasks, gate=self._gate, limits=config.user_code, seed=config.seed)
         self._metrics: MetricsLogger | None = None
         self._rollouts: RolloutLoop | None = None
         self._training: TrainingLoop | None = None
         self._recorder: RolloutRecorder | None = None
-        self._deaths: list[ProcessDeath] = []
         self._building: asyncio.Task[TrainingLoop] | None = None
         self._stopped_by: str | None = None
-        self._console = Console()
         self._validations: list[float] = []
         self._files = {
             "metrics": self._run_dir / METRICS_FILE,
@@ -123,38 +123,24 @@ class Controller(Actor):
             self._training.stop()
 
     def __supervise__(self, failure: Any) -> bool:
-        """Monarch calls this for each actor of a process that died. True: the controller runs on, and ends the run itself."""
-        self._deaths.append(process_death(failure))
-        if len(self._deaths) == 1:
-            asyncio.run_coroutine_threadsafe(self._on_process_death(), self._loop)
+        """Monarch calls this for each actor of a process that died. True: the controller runs on."""
+        self._loop.call_soon_threadsafe(self._actors.supervisor.died, process_death(failure))
         return True
-
-    async def _on_process_death(self) -> None:
-        await self._await_own_death()
-        self._actors.fail(self._death_error(self._deaths))
-
-    async def _await_own_death(self) -> None:
-        """Return when Monarch has reported one of the run's actors as dead, or after DEATH_REPORTS_S."""
-        for _ in range(round(DEATH_REPORTS_S / DEATH_POLL_S)):
-            if any(self._actors.owns(death.actor) for death in self._deaths):
-                return
-            await asyncio.sleep(DEATH_POLL_S)
 
     async def _explained(self, error: Exception) -> Exception:
         """``error``, or what names the dead process if ``error`` is of a call to one."""
         death = process_death_behind(error)
         if death is None:
             return RunError(str(error)) if isinstance(error, UserCodeError) else error
-        if not self._actors.owns(death.actor):
-            await self._await_own_death()  # the call was to one of Monarch's own actors
-        return self._death_error([death, *self._deaths])
-
-    def _death_error(self, deaths: Sequence[ProcessDeath]) -> RunError:
-        # Monarch also reports its own actors in that process, in any order. Only the run's actors identify the process.
-        ours = [death for death in deaths if self._actors.owns(death.actor)]
-        return RunError(f"a process of the run died: {(ours or deaths)[0]}")
+        # A call to one of Monarch's own actors in that process may fail before the process is seen to have ended.
+        for _ in range(round(DEATH_REPORTS_S / DEATH_POLL_S)):
+            if self._actors.supervisor.failure is not None:
+                return self._actors.supervisor.failure
+            await asyncio.sleep(DEATH_POLL_S)
+        return RunError(f"a process of the run died: {death}")
 
     def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
         if self._rollouts is not None:
             self._rollouts.fail(error)
 
@@ -205,6 +191,8 @@ class Controller(Actor):
             recorder=self._recorder,
             gate=self._gate,
         )
+        if self._failure is not None:  # while this was built
+            self._rollouts.fail(self._failure)
         self._training = TrainingLoop(
             steps=config.steps,
             data_parallel_size=self._actors.trainer.data_parallel_size,
@@ -241,7 +229,8 @@ class Controller(Actor):
             self._console.note(f"validation before the first step: reward {report.reward:.3f}")
 
     def _step_report(self, metrics: MetricsLogger, record: StepRecord) -> None:
-        metrics.log(record.step, record.metrics)
+        restarts = {f"restarts/{part}": count for part, count in self._actors.supervisor.restarts.items()}
+        metrics.log(record.step, record.metrics | restarts)
         if record.validation is not None and record.validation.reward is not None:
             self._validations.append(record.validation.reward)
         self._console.step(record.report())

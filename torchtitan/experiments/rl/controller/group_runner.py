@@ -1,13 +1,18 @@
 """Runs groups: on this process's event loop, or on the least busy of a mesh of workers (`rollout_worker.py`)."""
 
+import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.calls import BLOCKING
+
+logger = logging.getLogger(__name__)
 
 
 class GroupRunner(Protocol):
@@ -96,15 +101,34 @@ class GroupResult:
     """Calls of user code that held it up beyond their limit since then."""
 
 
-class WorkerRunner:
-    """Sends each group to the worker with the fewest open rollouts. Envs, rubrics and algorithms run there."""
+@dataclass(kw_only=True, slots=True)
+class _Worker:
+    actor: Any
+    life: Lifetime
+    open_rollouts: int = 0
 
-    def __init__(self, mesh: Any, workers: int, policy: GeneratorClient):
-        self._workers = [mesh.slice(procs=index) for index in range(workers)]
-        self._open = [0] * workers
+
+class WorkerRunner:
+    """Sends each group to the worker with the fewest open rollouts. Envs, rubrics and algorithms run there.
+
+    The groups of a worker that dies are run again, under the same ids, by another one or when it is back.
+    """
+
+    def __init__(self, policy: GeneratorClient):
+        self._workers: dict[int, _Worker] = {}
+        self._admitted = asyncio.Event()
         self._policy = policy
         self._lag_s = 0.0
         self._blocking_calls = 0
+
+    def admit(self, index: int, actor: Any, life: Lifetime) -> None:
+        """Give groups to worker ``index`` from now on. It is set up."""
+        self._workers[index] = _Worker(actor=actor, life=life)
+        self._admitted.set()
+
+    def lose(self, index: int) -> None:
+        """Give it no more."""
+        self._workers.pop(index, None)
 
     async def run(self, task: Task, sample: DataSample, *, group_id: str) -> RolloutGroup:
         """See GroupRunner."""
@@ -130,20 +154,33 @@ class WorkerRunner:
     async def _send(
         self, task: Task, sample: DataSample, group_id: str, *, rollouts: int, measurement: Measurement | None
     ) -> RolloutGroup:
-        request = GroupRequest(
-            task=task.name,
-            data_sample=sample,
-            group_id=group_id,
-            policy_version=self._policy.version,
-            measurement=measurement,
-        )
-        index = min(range(len(self._workers)), key=self._open.__getitem__)
-        self._open[index] += rollouts
-        try:
-            result = await self._workers[index].run.call_one(request)
-        finally:
-            self._open[index] -= rollouts
+        while True:
+            worker = await self._least_busy()
+            request = GroupRequest(
+                task=task.name,
+                data_sample=sample,
+                group_id=group_id,
+                policy_version=self._policy.version,
+                measurement=measurement,
+            )
+            worker.open_rollouts += rollouts
+            try:
+                result = await worker.life.call(worker.actor.run.call_one(request))
+                break
+            except ProcessLost as lost:
+                logger.info("group %s is run again: %s", group_id, lost)
+            finally:
+                worker.open_rollouts -= rollouts
         self._lag_s = max(self._lag_s, result.event_loop_lag_s)
         self._blocking_calls += result.blocking_calls
         self._policy.generated_tokens += sum(rollout.completion_tokens for rollout in result.group.rollouts)
         return result.group
+
+    async def _least_busy(self) -> _Worker:
+        """Waits while every worker is gone."""
+        while True:
+            living = [worker for _, worker in sorted(self._workers.items()) if worker.life.cause is None]
+            if living:
+                return min(living, key=lambda worker: worker.open_rollouts)
+            self._admitted.clear()
+            await self._admitted.wait()

@@ -5,9 +5,8 @@ travel between worker and controller, which keeps the samplers, the pacing and t
 """
 
 import asyncio
+from contextlib import suppress
 from typing import Any
-
-from monarch.actor import Actor, current_rank
 
 from torchtitan.experiments.rl.config.user_code_limits import UserCodeLimits
 from torchtitan.experiments.rl.controller.closing import Closing
@@ -18,7 +17,9 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
+from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, unfreeze_objects
+from torchtitan.experiments.rl.process.watched import WatchedActor
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.calls import BLOCKING
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
@@ -28,8 +29,8 @@ CANCEL_GROUPS_S = 8.0
 """How long cancelled groups may take; with the tasks' own limit it must stay below the controller's for a shutdown."""
 
 
-class RolloutWorker(Actor):
-    """``setup``, then ``run`` groups, any number at a time."""
+class RolloutWorker(WatchedActor):
+    """``admit`` replicas, ``setup``, then ``run`` groups, any number at a time."""
 
     def __init__(
         self,
@@ -40,13 +41,23 @@ class RolloutWorker(Actor):
         seed: int,
         run_dir: str,
         limits: UserCodeLimits,
+        index: int,
+        client_id: int,
     ):
-        rank = current_rank().rank
-        self.part = f"rollout_worker {rank}"
-        set_up_logging(run_dir, f"rollout_worker-{rank}")
-        client_id = 1 + rank  # the controller's is 0
-        self._frozen = FrozenClients(hosted_models(tasks), lockstep=False, client_id=client_id)
-        self._policy = GeneratorClient(client_id=client_id, frozen=self._frozen.find)
+        """
+        Args:
+            index: of the worker.
+            client_id: distinct among all clients of the generators that there were in this run: answers to a worker that has
+                died must not be taken for answers to the next.
+        """
+        self.part = f"rollout_worker {index}"
+        set_up_logging(run_dir, f"rollout_worker-{index}")
+        # The controller makes a replica again whose engine has stopped; its requests wait here meanwhile.
+        self._frozen = FrozenClients(
+            hosted_models(tasks), lockstep=False, client_id=client_id, on_stopped=lambda path, replica, cause: None
+        )
+        self._policy = GeneratorClient(client_id=client_id, frozen=self._frozen.find, on_stopped=lambda replica, cause: None)
+        self._clients = {"": self._policy} | self._frozen.generators
         self._runner = LocalRunner(self._policy, seed=seed)
         self._renderer = build_renderer(renderer, tokenizer_path)
         gate = Gate(timeout_s=limits.call_timeout_s)
@@ -55,15 +66,23 @@ class RolloutWorker(Actor):
         self._lag = LoopLag()
 
     @reported_endpoint
-    async def setup(self, generators: Any, replicas: int, hosted: list[Any]) -> None:
-        """Connect to meshes that are set up; build the tasks and set them up.
+    async def admit(self, model: str, index: int, actor: Any) -> None:
+        """Send requests to a replica from now on (``controller.replicas`` says how models are named)."""
+        with suppress(ProcessLost):  # ``lose`` follows
+            await self._clients[model].admit(index, actor)
+
+    @reported_endpoint
+    async def lose(self, model: str, index: int) -> None:
+        """A replica is gone. Its requests start again elsewhere, or when it is admitted again."""
+        self._clients[model].lose(index)
+
+    @reported_endpoint
+    async def setup(self) -> None:
+        """Build the tasks and set them up.
 
         Raises:
             RunError: a task failed; names it.
         """
-        await self._policy.connect(generators, replicas)
-        self._frozen.adopt(hosted)
-        await self._frozen.connect()
         await self._task_set.build(self._renderer)
         await self._task_set.setup(self._policy)
         freeze_objects()

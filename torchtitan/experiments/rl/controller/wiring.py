@@ -1,18 +1,28 @@
 """The run's actors, from a checked config to clients of everything: trainer, generators, hosted models, rollout workers."""
 
+import asyncio
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
+
+from monarch.actor import Actor, ProcMesh
 
 from torchtitan.experiments.rl.config.placement import plan_placement
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner, WorkerRunner
-from torchtitan.experiments.rl.controller.provision import RunMeshes
+from torchtitan.experiments.rl.controller.part import Part, PartProcess
+from torchtitan.experiments.rl.controller.provision import shut_down, spawn, start_trainer
+from torchtitan.experiments.rl.controller.replicas import Replicas
 from torchtitan.experiments.rl.controller.rollout_worker import RolloutWorker
+from torchtitan.experiments.rl.controller.supervision import Supervisor
 from torchtitan.experiments.rl.controller.task_set import TaskSet
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
@@ -30,13 +40,35 @@ class RunActors:
     trainer: TrainerClient
     weights: WeightSync
 
-    def __init__(self, config: RunConfig, plan: RunPlan, *, run_dir: Path, on_failure: Callable[[Exception], None]):
-        """``on_failure`` is called with the error of a part that can't go on."""
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: RunPlan,
+        *,
+        run_dir: Path,
+        on_failure: Callable[[Exception], None],
+        on_death: Callable[[str], None] = lambda line: None,
+    ):
+        """
+        Args:
+            on_failure: called with the error of a part that can't go on.
+            on_death: called with a line for people about each part that died and is made again.
+        """
         self._config, self._plan, self._run_dir = config, plan, run_dir
+        self._hosted = hosted_models(config.tasks)
+        self.supervisor = Supervisor(config.supervision, on_death=on_death, on_failure=self.fail)
         lockstep = config.max_offpolicy_steps == 0
-        self._frozen = FrozenClients(hosted_models(config.tasks), lockstep=lockstep, on_failure=on_failure)
-        self.policy = GeneratorClient(lockstep=lockstep, on_failure=on_failure, frozen=self._frozen.find)
-        self._meshes: RunMeshes | None = None
+        self._frozen = FrozenClients(self._hosted, lockstep=lockstep, on_failure=on_failure, on_stopped=self._stopped)
+        self.policy = GeneratorClient(
+            lockstep=lockstep, on_failure=on_failure, on_stopped=partial(self._stopped, ""), frozen=self._frozen.find
+        )
+        self._replicas = Replicas({"": self.policy} | self._frozen.generators)
+        self._generating: dict[tuple[str, int], Part] = {}
+        """By model and replica, as in ``Replicas``."""
+        self._workers: list[Part] = []
+        self._worker_runner = WorkerRunner(self.policy)
+        self._client_ids = itertools.count(1)  # the controller's is 0
+        self._trainer: tuple[ProcMesh, Any] | None = None
 
     async def start(self) -> None:
         """Spawn and connect trainer, generators and hosted models, and check that the first two agree on version 0.
@@ -44,17 +76,17 @@ class RunActors:
         Raises:
             RunError: they don't.
         """
-        config, plan, run_dir = self._config, self._plan, str(self._run_dir)
-        placement = plan_placement(
+        config, plan = self._config, self._plan
+        placement = self._placement = plan_placement(
             device=plan.device,
             trainer_ranks=plan.trainer_ranks,
             replicas=plan.generator_replicas,
             tensor_parallel_degree=plan.tensor_parallel_degree,
-            hosted=tuple(hosted_models(config.tasks).values()),
+            hosted=tuple(self._hosted.values()),
             rollout_workers=config.rollout_workers,
         )
-        meshes = self._meshes = RunMeshes(placement, plan.device)
-        trainers = meshes.trainer_procs.spawn(
+        procs = spawn(None, "trainer", placement.trainer, plan.device)
+        trainers = procs.spawn(
             "trainer",
             PolicyTrainer,
             config.trainer,
@@ -62,23 +94,30 @@ class RunActors:
             device=plan.device,
             max_seq_len=config.batcher.row_length,
             total_steps=config.steps,
-            run_dir=run_dir,
+            run_dir=str(self._run_dir),
             generator_dtype=config.generator.engine.torch_dtype,
         )
-        self._generators = meshes.generator_procs.spawn(
-            "generator",
-            Generator,
-            config.generator,
-            model_path=config.model.hf_assets_path,
-            device=plan.device,
-            run_dir=run_dir,
+        self._trainer = procs, trainers
+        policy_model = config.model.hf_assets_path
+        for index, cores in enumerate(placement.generators):
+            self._add_generator("", index, f"generator {index}", config.generator, policy_model, "generator", cores)
+        for number, (model, shares) in enumerate(zip(self._hosted.values(), placement.hosted, strict=True)):
+            own = GeneratorConfig(engine=model.engine, replicas=model.replicas)
+            for index, cores in enumerate(shares):
+                name = f"hosted model {model.path!r}" + (f" replica {index}" if len(shares) > 1 else "")
+                self._add_generator(model.path, index, name, own, model.path, f"hosted_{number}", cores)
+
+        async def start_guarded_trainer() -> str:
+            for rank in range(plan.trainer_ranks):
+                await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank))
+            return await start_trainer(procs, trainers)
+
+        # The generators of the policy come first.
+        trainer_host, *hosts = await asyncio.gather(
+            start_guarded_trainer(), *(self.supervisor.start(part) for part in self._generating.values())
         )
-        self._hosted = self._frozen.spawn(meshes.hosted_procs, device=plan.device, run_dir=run_dir)
-        logger.info("processes spawned")
-        remote_readers = await meshes.start(trainers, self._generators, self._hosted)
+        remote_readers = set(hosts[: plan.generator_replicas]) - {trainer_host}
         logger.info("actors set up")
-        await self.policy.connect(self._generators, config.generator.replicas)
-        await self._frozen.connect()
         decoder = decoder_config(policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length))
         self.trainer = TrainerClient(trainers, run_dir=self._run_dir)
         await self.trainer.connect()
@@ -86,10 +125,11 @@ class RunActors:
             trainers,
             self.policy,
             vocab_size=decoder.vocab_size,
-            remote_readers=remote_readers > 0,
+            remote_readers=bool(remote_readers),
             tolerance=canary_tolerance(config.generator.engine.dtype),
         )
-        await self.weights.check_initial()
+        for part in self._generating.values():
+            await self.supervisor.connect(part)
         logger.info("trainer and generators agree on version 0")
 
     async def start_runner(self, task_set: TaskSet) -> GroupRunner:
@@ -102,24 +142,11 @@ class RunActors:
         if not config.rollout_workers:
             await task_set.setup(self.policy)
             return LocalRunner(self.policy, seed=config.seed)
-        assert self._meshes is not None and self._meshes.rollout_worker_procs is not None, "start comes first"
-        workers = self._meshes.rollout_worker_procs.spawn(
-            "rollout_worker",
-            RolloutWorker,
-            config.tasks,
-            renderer=config.renderer,
-            tokenizer_path=config.model.hf_assets_path,
-            seed=config.seed,
-            run_dir=str(self._run_dir),
-            limits=config.user_code,
-        )
-        self._meshes.add(workers)
-        await workers.setup.call(self._generators, config.generator.replicas, self._hosted)
-        return WorkerRunner(workers, config.rollout_workers, self.policy)
-
-    def owns(self, actor: str) -> bool:
-        """Whether ``actor`` is the name of one of the run's actors. Monarch has actors of its own in each process."""
-        return self._meshes is not None and actor in self._meshes.actor_names
+        self._workers = [self._worker(index, cores) for index, cores in enumerate(self._placement.rollout_workers)]
+        await asyncio.gather(*(self.supervisor.start(part) for part in self._workers))
+        for part in self._workers:
+            await self.supervisor.connect(part)
+        return self._worker_runner
 
     def fail(self, failure: RunError) -> None:
         """Answer every open and future request of the rollouts with ``failure``."""
@@ -132,9 +159,94 @@ class RunActors:
         Returns:
             What went wrong in the user's code meanwhile, a line each.
         """
+        await self.supervisor.close()
         self.policy.close()
         try:
             await self._frozen.close()
         except Exception:
             logger.exception("closing the frozen models")
-        return await self._meshes.close() if self._meshes is not None else []
+        # The workers' tasks close before the generators that they may ask.
+        parts = [*self._workers, *self._generating.values()]
+        processes = [part.process for part in parts if part.process is not None]
+        meshes = [(process.procs, process.actor) for process in processes] + ([self._trainer] if self._trainer else [])
+        return await shut_down([actor for _, actor in meshes], [procs for procs, _ in meshes])
+
+    def _add_generator(
+        self, model: str, index: int, name: str, config: GeneratorConfig, path: str, role: str, share: tuple[int, ...]
+    ) -> None:
+        async def connect(process: PartProcess) -> None:
+            take_requests = partial(self._replicas.admit, model, index, process)
+            if model:
+                await take_requests()
+            else:
+                await self.weights.admit(index, process.actor, take_requests)
+            await self._replicas.announce(model, index, process)
+
+        self._generating[model, index] = Part(
+            name=name,
+            spawn=self._spawner(
+                share,
+                self._plan.device,
+                Generator,
+                config,
+                lambda: {"model_path": path, "device": self._plan.device, "role": role, "index": index},
+            ),
+            set_up=lambda process: process.actor.setup.call_one(),
+            connect=connect,
+            disconnect=partial(self._replicas.lose, model, index),
+        )
+
+    def _worker(self, index: int, share: tuple[int, ...]) -> Part:
+        config = self._config
+
+        def arguments() -> dict[str, Any]:
+            return {
+                "renderer": config.renderer,
+                "tokenizer_path": config.model.hf_assets_path,
+                "seed": config.seed,
+                "limits": config.user_code,
+                "index": index,
+                "client_id": next(self._client_ids),
+            }
+
+        async def set_up(process: PartProcess) -> None:
+            await self._replicas.tell(process)
+            await process.actor.setup.call_one()
+
+        async def connect(process: PartProcess) -> None:
+            self._worker_runner.admit(index, process.actor, process.life)
+
+        def disconnect() -> None:
+            self._worker_runner.lose(index)
+            self._replicas.forget(part.process)
+
+        part = Part(
+            name=f"rollout worker {index}",
+            spawn=self._spawner(share, "cpu", RolloutWorker, config.tasks, arguments),
+            set_up=set_up,
+            connect=connect,
+            disconnect=disconnect,
+        )
+        return part
+
+    def _spawner(
+        self,
+        share: Sequence[int],
+        device: Literal["cpu", "cuda"],
+        actor_class: type[Actor],
+        config: Any,
+        arguments: Callable[[], dict[str, Any]],
+    ) -> Callable[[str], tuple[ProcMesh, Any]]:
+        """Spawns one process, and an actor in it; ``arguments`` are computed for each."""
+
+        def spawn_part(name: str) -> tuple[ProcMesh, Any]:
+            procs = spawn(None, name, (tuple(share),), device)
+            return procs, procs.spawn(name, actor_class, config, run_dir=str(self._run_dir), **arguments())
+
+        return spawn_part
+
+    def _stopped(self, model: str, index: int, cause: str) -> None:
+        """The engine of a replica can't go on: its process is made again."""
+        process = self._generating[model, index].process
+        assert process is not None
+        process.life.kill(f"its engine stopped: {cause}")

@@ -8,7 +8,8 @@ rendering the prompts of a whole step takes as long as an engine step.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +29,8 @@ from torchtitan.experiments.rl.generation.messages import (
     ScoreRequest,
 )
 from torchtitan.experiments.rl.generation.references import ModelReference
+from torchtitan.experiments.rl.generation.router import Router
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.rollouts.yield_queue import yield_queue
@@ -37,23 +40,6 @@ logger = logging.getLogger(__name__)
 
 FULL_MESSAGE = 64
 """Requests per replica that wait for no others: 13 % more tokens per second with 256 short rollouts a step."""
-
-
-class Router:
-    """Chooses a replica: the one that has the conversation's prefix cached, else the least loaded (lowest index on a tie)."""
-
-    def __init__(self, replicas: int):
-        self.load = [0] * replicas
-        """Tokens in flight by replica: the prompts, and the most that may be sampled."""
-
-    def choose(self, last_replica: int | None) -> int:
-        return last_replica if last_replica is not None else min(range(len(self.load)), key=self.load.__getitem__)
-
-    def add(self, replica: int, tokens: int) -> None:
-        self.load[replica] += tokens
-
-    def remove(self, replica: int, tokens: int) -> None:
-        self.load[replica] -= tokens
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,8 +56,17 @@ class _OpenRequest:
     """What it adds to its replica's load."""
 
 
+@dataclass(kw_only=True, slots=True)
+class _Replica:
+    """A replica that takes requests."""
+
+    actor: Any
+    life: Lifetime
+    reader: asyncio.Task[None]
+
+
 class GeneratorClient:
-    """Implements rollouts.policy.PolicyClient over a mesh of replicas.
+    """Implements rollouts.policy.PolicyClient over replicas that may be lost and made again.
 
     With ``lockstep`` the client sends requests only when every open session waits for one and none is in flight, and sends them
     sorted. Which requests share an engine step then does not depend on timing. So the same seed gives the same bits on CPU,
@@ -84,16 +79,19 @@ class GeneratorClient:
         client_id: int = 0,
         lockstep: bool = False,
         on_failure: Callable[[RunError], None] = lambda failure: None,
+        on_stopped: Callable[[int, str], None] | None = None,
         frozen: Callable[[ModelReference], ModelClient] | None = None,
     ):
         """
         Args:
-            client_id: distinct among the clients of a mesh.
-            on_failure: called with the failure of a replica that can't go on.
+            client_id: distinct among the clients of the same replicas.
+            on_failure: called with what every open request has failed with.
+            on_stopped: called with a replica whose engine can't go on, and the cause; its requests wait until someone calls
+                ``lose``. None: every request fails.
             frozen: returns the client of a frozen model.
         """
         self._client_id = client_id
-        self._on_failure = on_failure
+        self._on_failure, self._on_stopped = on_failure, on_stopped
         self._find_frozen = frozen
         self.version = 0
         self._lockstep = lockstep
@@ -103,21 +101,52 @@ class GeneratorClient:
         self._open: dict[int, _OpenRequest] = {}
         self._flush_scheduled = False
         self._failure: RunError | None = None
-        self._readers: list[asyncio.Task] = []
-        self._mesh: Any = None
-        self._replicas: list[Any] = []
+        self._replicas: dict[int, _Replica] = {}
+        self._lives: dict[int, Lifetime] = {}
+        """Of the replicas, those that are about to be admitted too."""
+        self._router = Router(0)
         self.generated_tokens = 0
         """Sampled since the start."""
 
-    async def connect(self, mesh: Any, replicas: int) -> None:
-        """Attach to a mesh whose replicas are set up."""
-        self._mesh = mesh
-        self._replicas = [mesh.slice(procs=i) for i in range(replicas)]
-        self._router = Router(replicas)
-        for replica in self._replicas:
-            port, receiver = Channel.open()
-            await replica.attach.call_one(self._client_id, port)
-            self._readers.append(asyncio.create_task(self._read(receiver)))
+    async def connect(self, replicas: Sequence[Any]) -> None:
+        """Attach to all replicas, in order, once they are set up."""
+        for index, actor in enumerate(replicas):
+            await self.admit(index, actor)
+
+    async def admit(self, index: int, actor: Any, life: Lifetime | None = None) -> None:
+        """Attach to replica ``index``, which is set up, and send it requests from now on. Once, until it is lost.
+
+        Args:
+            life: its process; without it, calls to the replica end when Monarch says so.
+
+        Raises:
+            ProcessLost: the process ended first.
+        """
+        if index in self._lives:
+            return
+        life = self._lives[index] = life or Lifetime(f"generator {index}")
+        port, receiver = Channel.open()
+        await life.call(actor.attach.call_one(self._client_id, port))
+        reader = asyncio.create_task(self._read(index, receiver))
+        self._replicas[index] = _Replica(actor=actor, life=life, reader=reader)
+        self._router.open(index)
+        self._schedule_flush()
+
+    def lose(self, index: int) -> None:
+        """Replica ``index`` is gone. Its open requests start again: with another replica, or when one is admitted."""
+        if (life := self._lives.pop(index, None)) is not None:
+            life.end("given up")
+        replica = self._replicas.pop(index, None)
+        if replica is None:
+            return
+        replica.reader.cancel()
+        self._router.close(index)
+        for waiting in self._open.values():
+            if waiting.replica == index:
+                waiting.replica = -1
+                self._router.remove(index, waiting.tokens)
+                self._outbox.append(waiting)
+        self._schedule_flush()
 
     def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "GeneratorSession":
         self._sessions += 1
@@ -134,15 +163,21 @@ class GeneratorClient:
         answer, _ = await self.send(request, tokens=len(token_ids), last_replica=None)
         return answer.logprobs
 
-    async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> list[WeightReceipt]:
-        """Have every replica load a published version. ``GeneratorConfig.weight_update`` says what that does to requests."""
-        receipts = await self._mesh.update_weights.call(version, canary_token_ids)
-        self.version = version
-        return list(receipts.values())
+    async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> dict[int, WeightReceipt]:
+        """Have every replica load a published version. ``GeneratorConfig.weight_update`` says what that does to requests.
 
-    async def canary(self, token_ids: np.ndarray) -> list[np.ndarray]:
-        """Every replica's log-probabilities of ``token_ids``."""
-        return list((await self._mesh.canary.call(token_ids)).values())
+        Returns:
+            The receipt of each replica by its index. A replica that is lost meanwhile has none.
+        """
+        receipts: dict[int, WeightReceipt] = {}
+
+        async def update(index: int, replica: _Replica) -> None:
+            with suppress(ProcessLost):
+                receipts[index] = await replica.life.call(replica.actor.update_weights.call_one(version, canary_token_ids))
+
+        await asyncio.gather(*(update(*entry) for entry in self._replicas.items()))
+        self.version = version
+        return dict(sorted(receipts.items()))
 
     async def send(self, request: Request, *, tokens: int, last_replica: int | None) -> tuple[Any, int]:
         """Queue a request and wait. Returns its result and its replica.
@@ -156,7 +191,7 @@ class GeneratorClient:
         waiting = _OpenRequest(request=request, last_replica=last_replica, answer=answer, tokens=tokens)
         self._open[request.request_id] = waiting
         self._outbox.append(waiting)
-        if not self._lockstep and len(self._outbox) >= FULL_MESSAGE * len(self._replicas):
+        if not self._lockstep and len(self._outbox) >= self._full_outbox:
             self._flush()
         self._schedule_flush()
         try:
@@ -176,8 +211,8 @@ class GeneratorClient:
         self._on_failure(failure)
 
     def close(self) -> None:
-        for reader in self._readers:
-            reader.cancel()
+        for replica in self._replicas.values():
+            replica.reader.cancel()
         self._fail_open_requests(RunError("the generator client was closed"))
 
     def _schedule_flush(self) -> None:
@@ -187,12 +222,14 @@ class GeneratorClient:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if not self._lockstep and yield_queue().busy and len(self._outbox) < FULL_MESSAGE * len(self._replicas):
+        if not self._lockstep and yield_queue().busy and len(self._outbox) < self._full_outbox:
             return self._schedule_flush()
         if self._lockstep:
             if self._lockstep_must_wait():
                 return
             self._outbox.sort(key=_canonical_order)
+        if not self._replicas:
+            return  # the next that is admitted gets them
         messages: dict[int, list[Request]] = {}
         for waiting in self._outbox:
             waiting.replica = self._router.choose(waiting.last_replica)
@@ -200,7 +237,11 @@ class GeneratorClient:
             messages.setdefault(waiting.replica, []).append(waiting.request)
         self._outbox.clear()
         for replica, requests in messages.items():
-            self._replicas[replica].submit.broadcast(requests)
+            self._replicas[replica].actor.submit.broadcast(requests)
+
+    @property
+    def _full_outbox(self) -> int:
+        return FULL_MESSAGE * max(1, len(self._replicas))
 
     def _lockstep_must_wait(self) -> bool:
         in_flight = len(self._open) - len(self._outbox)
@@ -208,12 +249,15 @@ class GeneratorClient:
         waiting = sum(isinstance(entry.request, GenerateRequest) for entry in self._outbox)
         return in_flight > 0 or waiting < self._sessions
 
-    async def _read(self, receiver: Any) -> None:
+    async def _read(self, index: int, receiver: Any) -> None:
         while True:
             messages: list[GeneratorMessage] = await receiver.recv()
             for message in messages:
                 if isinstance(message, GeneratorFailed):
-                    self.fail(RunError(f"a generator stopped: {message.cause}"))
+                    if self._on_stopped is None:
+                        self.fail(RunError(f"a generator stopped: {message.cause}"))
+                    else:
+                        self._on_stopped(index, message.cause)
                     return
                 self._answer(message)
 
@@ -240,7 +284,7 @@ class GeneratorClient:
         else:
             self._schedule_flush()
             self._router.remove(waiting.replica, waiting.tokens)
-            self._replicas[waiting.replica].abort.broadcast([waiting.request.request_id])
+            self._replicas[waiting.replica].actor.abort.broadcast([waiting.request.request_id])
 
     def _fail_open_requests(self, failure: RunError) -> None:
         self._failure = self._failure or failure

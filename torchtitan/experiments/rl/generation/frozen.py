@@ -2,24 +2,21 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+import functools
+from collections.abc import Callable, Mapping
 
 import numpy as np
-from monarch.actor import ProcMesh
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient, GeneratorSession
-from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
-from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 
 
 class FrozenClients:
-    """Owned by the controller, which spawns what is hosted and connects it here; reached through ``policy.frozen``."""
+    """Reached through ``policy.frozen``. Whoever makes it admits the replicas of the hosted models to ``generators``."""
 
     def __init__(
         self,
@@ -28,17 +25,32 @@ class FrozenClients:
         lockstep: bool,
         client_id: int = 0,
         on_failure: Callable[[RunError], None] = lambda failure: None,
+        on_stopped: Callable[[str, int, str], None] | None = None,
     ):
         """
         Args:
             hosted: by path, what the run hosts.
             lockstep, client_id, on_failure: as GeneratorClient's.
+            on_stopped: as GeneratorClient's; called with the path first.
         """
         self._hosted = {
-            path: HostedClient(model, GeneratorClient(client_id=client_id, lockstep=lockstep, on_failure=on_failure))
+            path: HostedClient(
+                model,
+                GeneratorClient(
+                    client_id=client_id,
+                    lockstep=lockstep,
+                    on_failure=on_failure,
+                    on_stopped=functools.partial(on_stopped, path) if on_stopped else None,
+                ),
+            )
             for path, model in hosted.items()
         }
         self._endpoints: dict[tuple, EndpointClient] = {}
+
+    @property
+    def generators(self) -> dict[str, GeneratorClient]:
+        """Clients of what the run hosts, by path."""
+        return {path: client.generators for path, client in self._hosted.items()}
 
     def find(self, model: ModelReference) -> ModelClient:
         """See PolicyClient.frozen."""
@@ -52,24 +64,6 @@ class FrozenClients:
         if isinstance(model, HostedModel):
             raise RunError(f"the run does not host {model.path!r}: it hosts what fields of a task's config name")
         raise RunError(f"{type(model).__name__} is no frozen model: name a FrozenModel or a HostedModel")
-
-    def spawn(self, procs: Sequence[ProcMesh], *, device: Literal["cpu", "cuda"], run_dir: str) -> list[Any]:
-        """Spawn each hosted model's replicas in its processes, in the order of ``hosted``; returns meshes to be set up."""
-        for index, (client, mesh) in enumerate(zip(self._hosted.values(), procs, strict=True)):
-            name, model = f"hosted_{index}", client.model
-            config = GeneratorConfig(engine=model.engine, replicas=model.replicas)
-            client.mesh = mesh.spawn(name, Generator, config, model_path=model.path, device=device, run_dir=run_dir, role=name)
-        return [client.mesh for client in self._hosted.values()]
-
-    def adopt(self, meshes: Sequence[Any]) -> None:
-        """Take what another process's ``spawn`` returned."""
-        for client, mesh in zip(self._hosted.values(), meshes, strict=True):
-            client.mesh = mesh
-
-    async def connect(self) -> None:
-        """Attach to the spawned meshes, once they are set up."""
-        for client in self._hosted.values():
-            await client.generators.connect(client.mesh, client.model.replicas)
 
     def fail(self, failure: RunError) -> None:
         """Answer every open and future request to a hosted model with ``failure``."""
@@ -87,7 +81,6 @@ class HostedClient:
 
     def __init__(self, model: HostedModel, generators: GeneratorClient):
         self.model, self.generators = model, generators
-        self.mesh: Any = None
         self._places = asyncio.Semaphore(model.max_concurrency)
 
     def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "HostedSession":

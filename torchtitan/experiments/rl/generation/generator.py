@@ -10,12 +10,13 @@ from typing import Literal
 
 import numpy as np
 import torchstore
-from monarch.actor import Actor, Port, current_rank
+from monarch.actor import Port, current_rank
 
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
 from torchtitan.experiments.rl.generation.messages import CLIENT_BITS, GeneratorFailed, GeneratorMessage, Request
 from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.watched import WatchedActor
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
 from torchtitan.experiments.rl.weights.store import local_copy, manifest_key
@@ -23,19 +24,30 @@ from torchtitan.experiments.rl.weights.store import local_copy, manifest_key
 logger = logging.getLogger(__name__)
 
 
-class Generator(Actor):
+class Generator(WatchedActor):
     """One replica: ``setup``, ``attach`` a port for each client, then ``submit`` requests and read results from it."""
 
     def __init__(
-        self, config: GeneratorConfig, *, model_path: str, device: Literal["cpu", "cuda"], run_dir: str, role: str = "generator"
+        self,
+        config: GeneratorConfig,
+        *,
+        model_path: str,
+        device: Literal["cpu", "cuda"],
+        run_dir: str,
+        role: str = "generator",
+        index: int | None = None,
     ):
+        """
+        Args:
+            role, index: name of its log; without an index, its rank in its mesh.
+        """
         self.config = config
         self._model_path = model_path
         self._device = device
         self._ports: dict[int, Port[list[GeneratorMessage]]] = {}
-        rank = current_rank().rank
-        self.part = f"{role} {rank}"
-        set_up_logging(run_dir, f"{role}-{rank}")
+        place = current_rank().rank if index is None else index
+        self.part = f"{role} {place}"
+        set_up_logging(run_dir, f"{role}-{place}")
         self._thread = EngineThread(self._send)
 
     @reported_endpoint

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import portpicker
 import torch
-from monarch.actor import Actor, current_rank, current_size
+from monarch.actor import current_rank, current_size
 
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.watched import WatchedActor
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite, init_process_group
 from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
@@ -22,7 +23,7 @@ from torchtitan.experiments.rl.user_code.endpoint import for_a_future, reported_
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 
 
-class PolicyTrainer(Actor):
+class PolicyTrainer(WatchedActor):
     """Consumes the microbatches of its data-parallel coordinate, produces metrics and published weights.
 
     Knows no task, env or algorithm.

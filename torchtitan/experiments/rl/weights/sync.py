@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -40,15 +41,13 @@ class CopiedOut:
 
 
 class Generators(Protocol):
-    """Every replica at once: generation/client.py."""
+    """Every replica that takes requests: generation/client.py."""
 
-    async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> list[WeightReceipt]: ...
-
-    async def canary(self, token_ids: np.ndarray) -> list[np.ndarray]: ...
+    async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> dict[int, WeightReceipt]: ...
 
 
 class WeightSync:
-    """Publishes versions and has the generators load them.
+    """Publishes versions and has the generators load them, those that were there before and those that come later.
 
     The canary is a fixed sequence of tokens that trainer and generators both score after every update: a fingerprint says that
     the bytes arrived, the canary that the engine computes with them.
@@ -58,17 +57,32 @@ class WeightSync:
         self._trainer, self._generators = trainer, generators
         self._remote_readers, self._tolerance = remote_readers, tolerance
         self.canary_token_ids = np.random.default_rng(0).integers(0, vocab_size, CANARY_TOKENS).astype(np.int32)
+        self._version = 0
+        """The last that the generators were told to load."""
+        self._canary: np.ndarray | None = None
+        """The trainer's, of that version."""
+        self._lock = asyncio.Lock()
+        """Held while replicas load. The trainer writes over a buffer two versions later, and so after the update between."""
 
-    async def check_initial(self) -> None:
-        """Check that trainer and generators loaded the same checkpoint.
+    async def admit(self, replica: int, actor: Any, take_requests: Callable[[], Awaitable[None]]) -> None:
+        """Have a new replica load the current version and prove it, and then call ``take_requests``. No update comes between.
+
+        Args:
+            actor: holds the checkpoint's weights, which are version 0.
 
         Raises:
-            RunError: they disagree on the canary.
+            RunError: it loaded something else than the trainer has, or computes something else with it.
         """
-        trainer, generators = await asyncio.gather(
-            self._trainer.score.call(self.canary_token_ids), self._generators.canary(self.canary_token_ids)
-        )
-        self._compare(0, next(iter(trainer.values())), generators)
+        async with self._lock:
+            if self._version == 0:
+                if self._canary is None:
+                    self._canary = next(iter((await self._trainer.score.call(self.canary_token_ids)).values()))
+                logprobs = await actor.canary.call_one(self.canary_token_ids)
+            else:
+                receipt = await actor.update_weights.call_one(self._version, self.canary_token_ids)
+                logprobs = receipt.canary_logprobs
+            self._compare(self._version, self._canary, {replica: logprobs})
+            await take_requests()
 
     async def copy_out(self, version: int) -> CopiedOut:
         """Copy the trainer's weights out as ``version``; training may go on when this returns."""
@@ -83,27 +97,30 @@ class WeightSync:
             RunError: a generator loaded something else, or computes something else with it.
         """
         version, rank0 = copied.version, self._trainer.slice(procs=0)
-        started = time.perf_counter()
-        await rank0.publish_weights.call_one(version, self._remote_readers)
-        published = time.perf_counter()
-        receipts = await self._generators.update_weights(version, self.canary_token_ids)
-        if len({receipt.fingerprint for receipt in receipts}) > 1:
-            raise RunError(f"generators disagree on the bytes of version {version}: {[r.fingerprint for r in receipts]}")
-        loaded = time.perf_counter()
-        canary = await rank0.canary.call_one()
+        async with self._lock:
+            started = time.perf_counter()
+            await rank0.publish_weights.call_one(version, self._remote_readers)
+            published = time.perf_counter()
+            receipts = await self._generators.update_weights(version, self.canary_token_ids)
+            if len({receipt.fingerprint for receipt in receipts.values()}) > 1:
+                prints = [receipt.fingerprint for receipt in receipts.values()]
+                raise RunError(f"generators disagree on the bytes of version {version}: {prints}")
+            loaded = time.perf_counter()
+            self._canary, self._version = await rank0.canary.call_one(), version
+        canaries = {replica: receipt.canary_logprobs for replica, receipt in receipts.items()}
         return SyncReport(
             version=version,
-            canary_max_diff=self._compare(version, canary, [receipt.canary_logprobs for receipt in receipts]),
+            canary_max_diff=self._compare(version, self._canary, canaries),
             copy_out_s=copied.seconds,
             publish_s=published - started,
             load_s=loaded - published,
-            verify_s=max(receipt.verify_s for receipt in receipts),
-            reload_s=max(receipt.reload_s for receipt in receipts),
+            verify_s=max((receipt.verify_s for receipt in receipts.values()), default=0.0),
+            reload_s=max((receipt.reload_s for receipt in receipts.values()), default=0.0),
         )
 
-    def _compare(self, version: int, trainer: np.ndarray, generators: list[np.ndarray]) -> float:
+    def _compare(self, version: int, trainer: np.ndarray | None, generators: Mapping[int, np.ndarray]) -> float:
         worst = 0.0
-        for replica, canary in enumerate(generators):
+        for replica, canary in generators.items():
             difference = float(np.abs(trainer - canary).max())
             if not difference <= self._tolerance:
                 raise RunError(

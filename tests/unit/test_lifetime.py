@@ -1,0 +1,88 @@
+"""How long a process can be called: real processes that end, and calls to them."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.waiting import until
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
+
+
+@pytest.fixture
+def sleeper():
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+async def test_the_end_of_a_watched_process_is_noticed_with_its_signal(sleeper):
+    life = Lifetime("generator 1")
+    life.watch(sleeper.pid)
+    assert life.cause is None and life.pid == sleeper.pid
+    sleeper.kill()
+    assert await asyncio.wait_for(life.ended(), 30) == "killed by SIGKILL"
+
+
+async def test_the_end_of_a_watched_process_is_noticed_with_its_exit_code():
+    life = Lifetime("generator 1")
+    process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"], stdin=subprocess.PIPE)
+    life.watch(process.pid)
+    process.stdin.close()
+    assert await asyncio.wait_for(life.ended(), 30) == "its process ended with exit code 3"
+    process.wait()
+
+
+async def test_a_process_that_is_gone_when_it_is_to_be_watched_has_ended(sleeper):
+    sleeper.kill()
+    sleeper.wait()
+    life = Lifetime("generator 1")
+    life.watch(sleeper.pid)
+    assert life.cause == "ended before it was watched"
+
+
+async def test_kill_ends_the_process_for_the_cause_it_is_given(sleeper):
+    life = Lifetime("generator 1")
+    life.watch(sleeper.pid)
+    life.kill("its engine stopped")
+    assert life.cause == "its engine stopped" and sleeper.wait() == -9
+
+
+async def test_a_call_ends_with_the_process_and_says_whose_it_was_and_why():
+    life = Lifetime("generator 1")
+    never = asyncio.get_running_loop().create_future()
+    call = asyncio.create_task(life.call(never))
+    await asyncio.sleep(0)
+    life.end("killed by SIGKILL")
+    with pytest.raises(ProcessLost, match="^generator 1 died: killed by SIGKILL$") as lost:
+        await call
+    assert lost.value.cause == "killed by SIGKILL"
+    await until(never.cancelled)
+    with pytest.raises(ProcessLost):  # of a process that has ended before
+        await life.call(asyncio.sleep(0))
+
+
+async def test_a_call_returns_and_raises_what_the_process_answers():
+    async def answer(value):
+        return value
+
+    async def refuse():
+        raise ValueError("no")
+
+    life = Lifetime("generator 1")
+    assert await life.call(answer(7)) == 7
+    with pytest.raises(ValueError, match="no"):
+        await life.call(refuse())
+    assert life.cause is None
+
+
+async def test_a_call_that_is_cancelled_cancels_its_work():
+    life, never = Lifetime("generator 1"), asyncio.get_running_loop().create_future()
+    call = asyncio.create_task(life.call(never))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.wait({call})
+    assert call.cancelled()
+    await until(never.cancelled)

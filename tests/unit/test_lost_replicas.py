@@ -1,0 +1,252 @@
+"""What a client of the generators does when a replica is lost and when it is back, and what an update does meanwhile."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.unit.test_router import PROMPT, Endpoint, Replica, connect, generate, open_session, settle  # noqa: F401
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.generation.messages import GeneratorFailed
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
+from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
+from torchtitan.experiments.rl.weights.sync import CopiedOut, WeightSync
+
+CANARY = np.zeros(2, np.float32)
+
+
+def receipt(version: int, canary: float = 0.0) -> WeightReceipt:
+    logprobs = np.full(2, canary, np.float32)
+    return WeightReceipt(version=version, fingerprint="f", canary_logprobs=logprobs, verify_s=0.5, reload_s=0.25)
+
+
+# ---- requests
+
+
+async def test_open_requests_of_a_lost_replica_start_again_with_another_at_once(connect):  # noqa: F811
+    client, replicas = await connect(2)
+    tasks = [generate(open_session(client, seed)) for seed in range(4)]
+    await settle()
+    assert [len(replica.requests) for replica in replicas] == [2, 2]
+    lost = replicas[0].requests
+    client.lose(0)
+    await settle()
+    assert replicas[1].requests[2:] == lost and client._router.load[0] == 0
+    await replicas[1].answer()
+    for task in tasks:
+        assert (await task).finish_reason == "stop"
+    assert client._open == {} and client._router.load == [0, 0]
+
+
+async def test_with_no_replica_left_requests_wait_for_the_one_that_is_back(connect):  # noqa: F811
+    client, (replica,) = await connect()
+    before = generate(open_session(client, 1))
+    await settle()
+    client.lose(0)
+    after = generate(open_session(client, 2))
+    await settle()
+    assert len(replica.requests) == 1
+    again = Replica()
+    await client.admit(0, again)
+    await settle()
+    assert {request.seed for request in again.requests} == {1, 2}
+    await again.answer()
+    assert (await before).finish_reason == (await after).finish_reason == "stop"
+
+
+async def test_a_late_answer_of_a_lost_replica_is_no_answer(connect):  # noqa: F811
+    client, replicas = await connect(2)
+    task = generate(open_session(client))
+    await settle()
+    client.lose(0)
+    await replicas[0].answer()
+    assert not task.done() and client.generated_tokens == 0
+    await replicas[1].answer()
+    assert (await task).finish_reason == "stop"
+
+
+async def test_a_conversation_whose_replica_is_lost_goes_on_with_another(connect):  # noqa: F811
+    client, replicas = await connect(2)
+    session = open_session(client)
+    first = generate(session)
+    await settle()
+    await replicas[0].answer()
+    await first
+    client.lose(0)
+    second = generate(session)
+    await settle()
+    assert len(replicas[1].requests) == 1
+    await replicas[1].answer()
+    assert (await second).finish_reason == "stop"
+
+
+async def test_in_lockstep_requests_of_a_lost_replica_wait_for_those_in_flight(connect):  # noqa: F811
+    client, replicas = await connect(2, lockstep=True)
+    sessions = [open_session(client, seed) for seed in range(2)]
+    tasks = [generate(session) for session in sessions]
+    await settle()
+    client.lose(0)
+    await settle()
+    assert [len(replica.requests) for replica in replicas] == [1, 1]
+    await replicas[1].answer()
+    sessions[1].close()
+    await settle()
+    assert len(replicas[1].requests) == 2
+    await replicas[1].answer(replicas[1].requests[1])
+    for task in tasks:
+        assert (await task).finish_reason == "stop"
+
+
+async def test_an_engine_that_stops_is_reported_and_its_requests_wait(connect):  # noqa: F811
+    stopped = []
+    client, (replica,) = await connect(on_stopped=lambda index, cause: stopped.append((index, cause)))
+    task = generate(open_session(client))
+    await settle()
+    await replica.send([GeneratorFailed(cause="RuntimeError: out of memory")])
+    assert stopped == [(0, "RuntimeError: out of memory")] and not task.done()
+    client.lose(0)
+    again = Replica()
+    await client.admit(0, again)
+    await settle()
+    await again.answer()
+    assert (await task).finish_reason == "stop"
+
+
+async def test_a_replica_that_is_lost_while_it_is_admitted_gets_no_request(connect):  # noqa: F811
+    client, replicas = await connect(1)
+    late = Replica()
+    late.attach = SimpleNamespace(call_one=lambda client_id, port: asyncio.Event().wait())
+    admitting = asyncio.create_task(client.admit(1, late))
+    await settle()
+    client.lose(1)
+    with pytest.raises(ProcessLost):
+        await admitting
+    tasks = [generate(open_session(client, seed)) for seed in range(3)]
+    await settle()
+    assert late.messages == [] and len(replicas[0].requests) == 3
+    await replicas[0].answer()
+    await asyncio.gather(*tasks)
+
+
+# ---- weight updates
+
+
+async def test_a_replica_that_is_lost_in_an_update_has_no_receipt_and_the_others_have(connect):  # noqa: F811
+    client, _ = await connect(0)
+    begun = asyncio.Event()
+
+    async def hang(version, canary):
+        begun.set()
+        await asyncio.Event().wait()
+
+    lives = [Lifetime("generator 0"), Lifetime("generator 1")]
+    for index, update in enumerate([hang, Endpoint(lambda version, canary: receipt(version)).call_one]):
+        replica = Replica()
+        replica.update_weights = SimpleNamespace(call_one=update)
+        await client.admit(index, replica, lives[index])
+    updating = asyncio.create_task(client.update_weights(3, CANARY))
+    await begun.wait()
+    lives[0].end("killed by SIGKILL")
+    assert list(await updating) == [1] and client.version == 3
+
+
+class Trainer:
+    """One rank. Its canary is a tenth of the version."""
+
+    def __init__(self):
+        self.score = SimpleNamespace(call=self._score)
+        self.publish_weights = Endpoint(lambda version, remote: setattr(self, "published", version))
+        self.canary = Endpoint(lambda: np.full(2, self.published / 10, np.float32))
+
+    async def _score(self, token_ids):
+        return {0: np.zeros(2, np.float32)}
+
+    def slice(self, *, procs: int) -> "Trainer":
+        return self
+
+
+class Generators:
+    """Those that take requests; an update of them ends when the test says so."""
+
+    def __init__(self):
+        self.updated: list[int] = []
+        self.released = asyncio.Event()
+        self.released.set()
+
+    async def update_weights(self, version, canary_token_ids):
+        self.updated.append(version)
+        await self.released.wait()
+        return {}
+
+
+def sync_of(generators: Generators) -> WeightSync:
+    return WeightSync(Trainer(), generators, vocab_size=16, remote_readers=False, tolerance=1e-3)
+
+
+async def test_a_replica_that_is_back_loads_the_version_of_the_others_before_it_takes_requests():
+    generators = Generators()
+    sync, loaded = sync_of(generators), []
+
+    def load(version, canary_token_ids):
+        loaded.append(version)
+        return receipt(version, version / 10)
+
+    again = SimpleNamespace(update_weights=Endpoint(load), canary=Endpoint(lambda ids: np.zeros(2, np.float32)))
+
+    async def take_requests() -> None:
+        loaded.append("takes requests")
+
+    await sync.admit(0, again, take_requests)  # nothing was published: it is at version 0 by itself
+    assert loaded == ["takes requests"]
+    generators.released.clear()
+    updating = asyncio.create_task(sync.update(CopiedOut(version=7, seconds=0.0)))
+    await settle()
+    admitting = asyncio.create_task(sync.admit(1, again, take_requests))
+    await settle()
+    assert loaded == ["takes requests"], "it waits for the update that runs"
+    generators.released.set()
+    report = await updating
+    await admitting
+    assert loaded[1:] == [7, "takes requests"]
+    assert report.version == 7 and report.canary_max_diff == 0 and report.reload_s == 0, "no replica was there"
+
+
+async def test_no_update_begins_while_a_replica_loads():
+    generators = Generators()
+    sync = sync_of(generators)
+    await sync.update(CopiedOut(version=1, seconds=0.0))
+    loading, loaded = asyncio.Event(), asyncio.Event()
+
+    async def load(version, canary_token_ids):
+        loading.set()
+        await loaded.wait()
+        return receipt(version, version / 10)
+
+    async def take_requests() -> None:
+        assert generators.updated == [1]
+
+    again = SimpleNamespace(update_weights=SimpleNamespace(call_one=load))
+    admitting = asyncio.create_task(sync.admit(0, again, take_requests))
+    await loading.wait()
+    updating = asyncio.create_task(sync.update(CopiedOut(version=2, seconds=0.0)))
+    await settle()
+    assert generators.updated == [1]
+    loaded.set()
+    await admitting
+    await updating
+    assert generators.updated == [1, 2]
+
+
+async def test_a_replica_that_is_back_with_other_weights_than_the_trainer_takes_no_request():
+    sync = sync_of(Generators())
+    await sync.update(CopiedOut(version=2, seconds=0.0))
+    wrong = SimpleNamespace(update_weights=Endpoint(lambda version, ids: receipt(version, 0.1)))
+    taken = []
+
+    async def take_requests() -> None:
+        taken.append(True)
+
+    with pytest.raises(RunError, match="generator 1 and trainer disagree on version 2"):
+        await sync.admit(1, wrong, take_requests)
+    assert taken == []

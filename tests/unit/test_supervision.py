@@ -1,0 +1,192 @@
+"""Which parts are made again, how often, and what the run learns of it. The parts here have no processes."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.waiting import iterations, until
+from torchtitan.experiments.rl.compat.monarch import ProcessDeath
+from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
+from torchtitan.experiments.rl.controller.part import Part
+from torchtitan.experiments.rl.controller.supervision import Supervisor
+from torchtitan.experiments.rl.errors import RunError
+
+KILLED = "killed by SIGKILL"
+
+
+class Generator:
+    """A part that notes what is done to it. ``hold`` keeps the named stage from ending."""
+
+    def __init__(self):
+        self.done: list[str] = []
+        self.hold: str | None = None
+        self.fault: Exception | None = None
+        self.spawned_as: list[str] = []
+        self.part = Part(
+            name="generator 1",
+            spawn=self.spawn,
+            set_up=lambda process: self.stage("set up"),
+            connect=lambda process: self.stage("connect"),
+            disconnect=lambda: self.done.append("disconnect"),
+        )
+
+    def spawn(self, name: str):
+        self.done.append("spawn")
+        self.spawned_as.append(name)
+        return SimpleNamespace(stop=self.stop), SimpleNamespace(identity=SimpleNamespace(call_one=self.identity))
+
+    async def identity(self) -> tuple[str, int]:
+        return "another-host", 1
+
+    async def stop(self) -> None:
+        pass
+
+    async def stage(self, name: str) -> str:
+        self.done.append(name)
+        if self.hold == name:
+            await asyncio.Event().wait()
+        if self.fault is not None:
+            raise self.fault
+        return f"{name} done"
+
+    def die(self, cause: str = KILLED) -> None:
+        self.part.process.life.end(cause)
+
+
+class Watching:
+    """A supervisor, and what it says."""
+
+    def __init__(self, **limits):
+        self.lines: list[str] = []
+        self.failures: list[RunError] = []
+        config = SupervisionConfig(**limits)
+        self.supervisor = Supervisor(config, on_death=self.lines.append, on_failure=self.failures.append)
+
+
+async def refuse() -> None:
+    raise RunError("generator 1 and trainer disagree on version 7")
+
+
+async def test_a_part_that_dies_is_disconnected_and_made_again_and_the_run_hears_of_it():
+    made, watching = Generator(), Watching(max_restarts=2)
+    assert await watching.supervisor.start(made.part) == "set up done"
+    await watching.supervisor.connect(made.part)
+    made.die()
+    await until(lambda: made.done.count("connect") == 2)
+    assert made.done == ["spawn", "set up", "connect", "disconnect", "spawn", "set up", "connect"]
+    await until(lambda: len(watching.lines) == 2)
+    assert watching.lines == [f"generator 1 died: {KILLED}; made again (1 of 2)", "generator 1 is back"]
+    assert watching.supervisor.restarts == {"generator_1": 1} and watching.failures == []
+    assert len(set(made.spawned_as)) == 2, "Monarch reports a death long after: by a name that the next one has not"
+    await watching.supervisor.close()
+
+
+async def test_a_part_that_dies_more_often_than_allowed_ends_the_run_with_every_cause():
+    made, watching = Generator(), Watching(max_restarts=2)
+    await watching.supervisor.start(made.part)
+    await watching.supervisor.connect(made.part)
+    for count, cause in enumerate(["first", "second", "third"], 2):
+        made.die(cause)
+        if count < 4:
+            await until(lambda: made.done.count("connect") == count)  # noqa: B023
+    await until(lambda: len(watching.failures) == 1)
+    message = str(watching.failures[0])
+    assert message.startswith("generator 1 died 3 times in ") and "first; second; third" in message
+    assert "supervision.max_restarts = 2" in message and watching.supervisor.failure is watching.failures[0]
+    await watching.supervisor.close()
+
+
+async def test_deaths_before_the_window_do_not_count(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("torchtitan.experiments.rl.controller.supervision.time.monotonic", lambda: now[0])
+    made, watching = Generator(), Watching(max_restarts=1, window_s=60.0)
+    await watching.supervisor.start(made.part)
+    await watching.supervisor.connect(made.part)
+    for count in range(2, 7):
+        made.die()
+        await until(lambda: made.done.count("connect") == count)  # noqa: B023
+        now[0] += 61
+    assert watching.failures == [] and watching.supervisor.restarts["generator_1"] == 5
+    await watching.supervisor.close()
+
+
+@pytest.mark.parametrize("stage", ["set up", "connect"])
+async def test_a_part_that_dies_while_it_is_made_is_made_again(stage):
+    made, watching = Generator(), Watching()
+    made.hold = stage
+
+    async def make() -> None:
+        await watching.supervisor.start(made.part)
+        await watching.supervisor.connect(made.part)
+
+    making = asyncio.create_task(make())
+    await until(lambda: stage in made.done)
+    made.hold = None
+    made.die()
+    await asyncio.wait_for(making, 30)
+    assert made.done.count(stage) == 2 and made.done[-1] == "connect" and watching.supervisor.restarts["generator_1"] == 1
+    await watching.supervisor.close()
+
+
+async def test_a_part_whose_first_setup_fails_ends_the_run_at_once():
+    made, watching = Generator(), Watching()
+    made.fault = ValueError("no such model")
+    with pytest.raises(ValueError, match="no such model"):
+        await watching.supervisor.start(made.part)
+    assert made.done == ["spawn", "set up"]
+
+
+async def test_a_part_whose_setup_fails_when_it_is_made_again_is_tried_as_often_as_allowed():
+    made, watching = Generator(), Watching(max_restarts=2)
+    await watching.supervisor.start(made.part)
+    await watching.supervisor.connect(made.part)
+    made.fault = MemoryError("no pages")
+    made.die()
+    await until(lambda: len(watching.failures) == 1)
+    assert f"{KILLED}; MemoryError: no pages; MemoryError: no pages" in str(watching.failures[0])
+    await watching.supervisor.close()
+
+
+async def test_a_part_that_is_not_what_it_should_be_when_it_is_back_ends_the_run():
+    made, watching = Generator(), Watching()
+    await watching.supervisor.start(made.part)
+    await watching.supervisor.connect(made.part)
+    made.part.connect = lambda process: refuse()
+    made.die()
+    await until(lambda: len(watching.failures) == 1)
+    assert str(watching.failures[0]) == "generator 1 and trainer disagree on version 7"
+    await watching.supervisor.close()
+
+
+async def test_nothing_is_made_again_while_the_run_closes():
+    made, watching = Generator(), Watching()
+    await watching.supervisor.start(made.part)
+    await watching.supervisor.connect(made.part)
+    await watching.supervisor.close()
+    made.die()
+    await iterations()
+    assert made.done == ["spawn", "set up", "connect"] and watching.lines == []
+
+
+async def test_monarchs_report_ends_the_process_it_names_and_not_the_one_after():
+    made, watching = Generator(), Watching()
+    await watching.supervisor.start(made.part)
+    await watching.supervisor.connect(made.part)
+    first, _ = made.spawned_as[0], watching.supervisor.died(ProcessDeath(actor="logger", rank="0", cause="gone"))
+    assert made.part.process.life.cause is None
+    watching.supervisor.died(ProcessDeath(actor=first, rank="0", cause="gone"))
+    await until(lambda: made.done.count("connect") == 2)
+    watching.supervisor.died(ProcessDeath(actor=first, rank="0", cause="gone"))
+    assert made.part.process.life.cause is None
+    await watching.supervisor.close()
+
+
+async def test_the_death_of_a_guarded_process_ends_the_run_by_its_name():
+    made, watching = Generator(), Watching()
+    _, actor = made.spawn("trainer")
+    await watching.supervisor.guard("trainer rank 0", actor)
+    watching.supervisor._guarded[0].end(KILLED)
+    await until(lambda: len(watching.failures) == 1)
+    assert str(watching.failures[0]) == f"trainer rank 0 died: {KILLED}"
+    await watching.supervisor.close()

@@ -1,0 +1,208 @@
+"""Makes the parts of a run again when their processes end, as often as the config allows.
+
+A part is spawned where it was, set up, connected, and then watched. When its process ends, whatever the moment, its work goes
+elsewhere at once, and the part is made again. A part of which more processes end than the config allows ends the run.
+"""
+
+import asyncio
+import logging
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from torchtitan.experiments.rl.compat.monarch import ProcessDeath
+from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
+from torchtitan.experiments.rl.controller.part import Part, PartProcess
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 60.0
+"""For Monarch to clear away what is left of a process that has ended."""
+
+
+class Supervisor:
+    """``start`` each part, ``connect`` each, ``close`` before the parts are shut down."""
+
+    def __init__(
+        self,
+        config: SupervisionConfig,
+        *,
+        on_death: Callable[[str], None] = lambda line: None,
+        on_failure: Callable[[RunError], None],
+    ):
+        """
+        Args:
+            on_death: called with a line for people when a part has died and is made again, and when it is back.
+            on_failure: called with the error of a part that is not made again.
+        """
+        self._config, self._on_death, self._on_failure = config, on_death, on_failure
+        self.parts: list[Part] = []
+        self.restarts: Counter[str] = Counter()
+        """By the label of the part."""
+        self._deaths: dict[str, list[tuple[float, str]]] = {}
+        """When and why, by the name of the part; of the last ``window_s``."""
+        self._beside: set[asyncio.Task[None]] = set()
+        self._guarded: list[Lifetime] = []
+        self.failure: RunError | None = None
+        """Why the run has to end."""
+
+    async def start(self, part: Part) -> Any:
+        """Spawn a part and set it up; again if its process ends meanwhile. Returns what ``set_up`` returns.
+
+        Raises:
+            RunError: it ended too often.
+            Exception: what ``set_up`` raises.
+        """
+        self.parts.append(part)
+        while True:
+            try:
+                return await self._make(part)
+            except ProcessLost as lost:
+                self._count(part, lost.cause)
+                self._clear_away(part)
+
+    async def connect(self, part: Part) -> None:
+        """Connect a part that was started, and from now on make it again when its process ends.
+
+        Raises:
+            RunError: it ended too often, or is not what it should be.
+        """
+        await self._connect(part)
+        self._run_beside(self._keep(part))
+
+    async def guard(self, name: str, actor: Any) -> None:
+        """End the run when the process of ``actor`` ends: nothing makes it again. Returns when it is watched."""
+        life = Lifetime(name)
+        await watch(actor, life)
+        self._guarded.append(life)
+
+        async def wait() -> None:
+            cause = await life.ended()
+            logger.error("%s died: %s", name, cause)
+            self._fail(RunError(f"{name} died: {cause}"))
+
+        self._run_beside(wait())
+
+    def died(self, death: ProcessDeath) -> None:
+        """Monarch reports the death of an actor. Those of processes that are not watched are learned here."""
+        for part in self.parts:
+            if part.process is not None and death.actor == self._spawn_name(part):
+                part.process.life.end(death.cause)
+
+    async def close(self) -> None:
+        """Make nothing again from now on. What lives goes on living."""
+        beside = list(self._beside)
+        for task in beside:
+            task.cancel()
+        if beside:
+            await asyncio.wait(beside)
+        for life in [*self._guarded, *(part.process.life for part in self.parts if part.process is not None)]:
+            life.close()
+
+    @staticmethod
+    def _spawn_name(part: Part) -> str:
+        return f"{part.label}_{part.incarnations}"
+
+    async def _make(self, part: Part) -> Any:
+        part.incarnations += 1
+        procs, actor = part.spawn(self._spawn_name(part))
+        process = part.process = PartProcess(procs=procs, actor=actor, life=Lifetime(part.name))
+        await watch(actor, process.life)
+        return await process.life.call(part.set_up(process))
+
+    async def _connect(self, part: Part) -> None:
+        while True:
+            assert part.process is not None, "start comes first"
+            try:
+                return await part.process.life.during(part.connect(part.process))
+            except ProcessLost as lost:
+                part.disconnect()
+                self._count(part, lost.cause)
+            await self._remake(part)
+
+    async def _keep(self, part: Part) -> None:
+        """Make the part again whenever its process has ended."""
+        try:
+            while True:
+                assert part.process is not None
+                cause = await part.process.life.ended()
+                part.disconnect()
+                self._count(part, cause)
+                await self._remake(part)
+                await self._connect(part)
+                self._on_death(f"{part.name} is back")
+        except RunError as error:
+            self._fail(error)
+        except Exception as error:
+            logger.exception("making %s again", part.name)
+            self._fail(RunError(f"{part.name} can't be made again: {type(error).__name__}: {error}"))
+
+    async def _remake(self, part: Part) -> None:
+        """Spawn and set up the part again until it succeeds."""
+        while True:
+            self._clear_away(part)
+            try:
+                await self._make(part)
+                return
+            except ProcessLost as lost:
+                self._count(part, lost.cause)
+            except Exception as error:
+                logger.exception("setting %s up again", part.name)
+                cause = f"{type(error).__name__}: {error}"
+                if part.process is not None:
+                    part.process.life.kill(cause)
+                self._count(part, cause)
+
+    def _fail(self, error: RunError) -> None:
+        self.failure = self.failure or error
+        self._on_failure(error)
+
+    def _count(self, part: Part, cause: str) -> None:
+        """One more death of the part.
+
+        Raises:
+            RunError: it may not be made again.
+        """
+        now = time.monotonic()
+        logger.error("%s died: %s", part.name, cause)
+        deaths = [death for death in self._deaths.get(part.name, []) if death[0] > now - self._config.window_s] + [(now, cause)]
+        self._deaths[part.name] = deaths
+        if len(deaths) > self._config.max_restarts:
+            causes = "; ".join(cause for _, cause in deaths)
+            more = f" {len(deaths)} times in {now - deaths[0][0]:.0f} s" if len(deaths) > 1 else ""
+            raise RunError(f"{part.name} died{more}: {causes} (supervision.max_restarts = {self._config.max_restarts})")
+        self.restarts[part.label] += 1
+        self._on_death(f"{part.name} died: {cause}; made again ({len(deaths)} of {self._config.max_restarts})")
+
+    def _clear_away(self, part: Part) -> None:
+        """Have Monarch forget a process that has ended."""
+        process = part.process
+        assert process is not None
+
+        async def clear() -> None:
+            try:
+                await asyncio.wait_for(_stopped(process), STOP_TIMEOUT_S)
+            except Exception as error:  # it is dead all the same
+                logger.info("clearing away %s: %s", process.life.name, error)
+
+        self._run_beside(clear())
+
+    def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+
+async def watch(actor: Any, life: Lifetime) -> None:
+    """Have ``life`` end when the actor's process does: at once where it is on this host."""
+    host, pid = await life.call(actor.identity.call_one())
+    if host == socket.gethostname():
+        life.watch(pid)
+
+
+async def _stopped(process: PartProcess) -> None:
+    await process.procs.stop()

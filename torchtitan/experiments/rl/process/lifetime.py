@@ -1,0 +1,125 @@
+"""How long a spawned process can be called: calls to it end when it does, and whoever owns it learns the cause."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable
+from typing import Any
+
+from torchtitan.experiments.rl.compat.monarch import process_death_behind
+from torchtitan.experiments.rl.errors import RunError
+
+
+class ProcessLost(RunError):
+    """A call can't be answered: its process has ended."""
+
+    def __init__(self, name: str, cause: str):
+        super().__init__(f"{name} died: {cause}")
+        self.cause = cause
+
+
+class Lifetime:
+    """Made on the event loop that uses it.
+
+    ``watch`` notices the end of a process of this host at once; Monarch reports any process's, after some ten seconds.
+    """
+
+    def __init__(self, name: str):
+        """``name`` is what people call the part, such as "generator 1"."""
+        self.name = name
+        self.pid: int | None = None
+        """Set by ``watch``."""
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._descriptor = -1
+
+    @property
+    def cause(self) -> str | None:
+        """Why the process ended; None while it lives."""
+        return self._ended.result() if self._ended.done() else None
+
+    async def ended(self) -> str:
+        """Wait for the end. Returns the cause."""
+        return await asyncio.shield(self._ended)
+
+    def end(self, cause: str) -> None:
+        """The process has ended, or is to be treated as if it had. The first cause counts."""
+        if not self._ended.done():
+            self._ended.set_result(cause)
+        self._stop_watching()
+
+    async def call(self, answer: Awaitable[Any]) -> Any:
+        """The answer of a call to the process.
+
+        Raises:
+            ProcessLost: the process ended first.
+            Exception: what the call raises.
+        """
+        try:
+            return await self.during(answer)
+        except Exception as error:
+            death = process_death_behind(error)
+            if death is None:
+                raise
+            self.end(death.cause)
+            raise ProcessLost(self.name, death.cause) from error
+
+    async def during(self, work: Awaitable[Any]) -> Any:
+        """What ``work`` returns or raises; it is cancelled when the process ends.
+
+        Raises:
+            ProcessLost: the process ended first.
+        """
+        working = asyncio.ensure_future(_awaited(work))
+        try:
+            await asyncio.wait({working, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.done():
+                raise ProcessLost(self.name, self._ended.result())
+            return working.result()
+        finally:
+            if not working.done():
+                working.cancel()
+            elif not working.cancelled():
+                working.exception()  # looked at: asyncio logs one that nobody does
+
+    def watch(self, pid: int) -> None:
+        """``end`` this lifetime when the process ``pid`` of this host ends."""
+        self.pid = pid
+        try:
+            self._descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return self.end("ended before it was watched")
+        asyncio.get_running_loop().add_reader(self._descriptor, lambda: self.end(cause_of_death(pid)))
+
+    def kill(self, cause: str) -> None:
+        """End the process with SIGKILL, for ``cause``."""
+        if self._descriptor >= 0:
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+        self.end(cause)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._stop_watching()
+
+    def _stop_watching(self) -> None:
+        if self._descriptor >= 0:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def cause_of_death(pid: int) -> str:
+    """How a process ended: by signal or exit code where this process is its parent and has not asked before."""
+    try:
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:
+        status = None
+    if status is None:
+        return "its process ended"
+    if status.si_code == os.CLD_EXITED:
+        return f"its process ended with exit code {status.si_status}"
+    return f"killed by {signal.Signals(status.si_status).name}"
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    """Monarch's futures can be awaited, and asyncio wants coroutines."""
+    return await answer
