@@ -168,7 +168,7 @@ class Supervisor:
             RunError: it may not be made again.
         """
         now = time.monotonic()
-        logger.error("%s died: %s", part.name, cause)
+        logger.info("%s died: %s", part.name, cause)
         deaths = [death for death in self._deaths.get(part.name, []) if death[0] > now - self._config.window_s] + [(now, cause)]
         self._deaths[part.name] = deaths
         if len(deaths) > self._config.max_restarts:

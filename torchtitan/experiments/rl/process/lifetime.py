@@ -1,8 +1,11 @@
 """How long a spawned process can be called: calls to it end when it does, and whoever owns it learns the cause."""
 
 import asyncio
+import contextlib
 import os
+import select
 import signal
+import threading
 from collections.abc import Awaitable
 from typing import Any
 
@@ -29,7 +32,8 @@ class Lifetime:
         self.name = name
         self.pid: int | None = None
         """Set by ``watch``."""
-        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[str] = self._loop.create_future()
         self._descriptor = -1
 
     @property
@@ -45,7 +49,7 @@ class Lifetime:
         """The process has ended, or is to be treated as if it had. The first cause counts."""
         if not self._ended.done():
             self._ended.set_result(cause)
-        self._stop_watching()
+        self.close()
 
     async def call(self, answer: Awaitable[Any]) -> Any:
         """The answer of a call to the process.
@@ -88,31 +92,35 @@ class Lifetime:
             self._descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             return self.end("ended before it was watched")
-        asyncio.get_running_loop().add_reader(self._descriptor, lambda: self.end(cause_of_death(pid)))
+        waiting = threading.Thread(target=self._wait, args=(pid, os.dup(self._descriptor)), name=f"wait for {pid}", daemon=True)
+        waiting.start()
 
     def kill(self, cause: str) -> None:
         """End the process with SIGKILL, for ``cause``."""
         if self._descriptor >= 0:
-            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
         self.end(cause)
 
     def close(self) -> None:
-        """Watch no more."""
-        self._stop_watching()
-
-    def _stop_watching(self) -> None:
+        """Its end is of no interest any more."""
         if self._descriptor >= 0:
-            asyncio.get_running_loop().remove_reader(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = -1
 
+    def _wait(self, pid: int, descriptor: int) -> None:
+        # In a thread that waits in the kernel: Monarch waits for its children too, and who is second learns no exit code.
+        try:
+            status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        except ChildProcessError:  # Monarch was first, or it is another's child
+            select.select([descriptor], [], [])
+            status = None
+        os.close(descriptor)
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is interested
+            self._loop.call_soon_threadsafe(self.end, _cause_in(status))
 
-def cause_of_death(pid: int) -> str:
-    """How a process ended: by signal or exit code where this process is its parent and has not asked before."""
-    try:
-        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-    except ChildProcessError:
-        status = None
+
+def _cause_in(status: os.waitid_result | None) -> str:
     if status is None:
         return "its process ended"
     if status.si_code == os.CLD_EXITED:
