@@ -19,11 +19,11 @@ from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, unfreeze_objects
-from torchtitan.experiments.rl.process.watched import WatchedActor
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.calls import BLOCKING
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 from torchtitan.experiments.rl.user_code.gate import Gate
+from torchtitan.experiments.rl.user_code.watched import WatchedActor
 
 CANCEL_GROUPS_S = 8.0
 """How long cancelled groups may take; with the tasks' own limit it must stay below the controller's for a shutdown."""
@@ -50,6 +50,7 @@ class RolloutWorker(WatchedActor):
             client_id: distinct among all clients of the generators that there were in this run: answers to a worker that has
                 died must not be taken for answers to the next.
         """
+        super().__init__()
         self.part = f"rollout_worker {index}"
         set_up_logging(run_dir, f"rollout_worker-{index}")
         # The controller makes a replica again whose engine has stopped; its requests wait here meanwhile.

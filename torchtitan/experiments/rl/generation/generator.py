@@ -16,8 +16,8 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
 from torchtitan.experiments.rl.generation.messages import CLIENT_BITS, GeneratorFailed, GeneratorMessage, Request
 from torchtitan.experiments.rl.process.setup import set_up_logging
-from torchtitan.experiments.rl.process.watched import WatchedActor
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
+from torchtitan.experiments.rl.user_code.watched import WatchedActor
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
 from torchtitan.experiments.rl.weights.store import local_copy, manifest_key
 
@@ -41,6 +41,7 @@ class Generator(WatchedActor):
         Args:
             role, index: name of its log; without an index, its rank in its mesh.
         """
+        super().__init__()
         self.config = config
         self._model_path = model_path
         self._device = device

@@ -15,11 +15,11 @@ from monarch.actor import current_rank, current_size
 
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process.setup import set_up_logging
-from torchtitan.experiments.rl.process.watched import WatchedActor
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite, init_process_group
 from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
 from torchtitan.experiments.rl.user_code.endpoint import for_a_future, reported_endpoint
+from torchtitan.experiments.rl.user_code.watched import WatchedActor
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 
 
@@ -45,6 +45,7 @@ class PolicyTrainer(WatchedActor):
         run_dir: str,
         generator_dtype: torch.dtype,
     ):
+        super().__init__()
         self._rank, self._world_size = current_rank().rank, math.prod(current_size().values())
         self.part = f"trainer {self._rank}"
         self._device = device
