@@ -23,6 +23,7 @@ from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
+from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
@@ -87,11 +88,12 @@ async def conversations(generator, folder: Path, *, temperature: float, **render
 
 @torch.no_grad()
 def largest_difference(learner: Learner, rollouts: list[Rollout]) -> float:
-    """Between what the trainer says of the sampled tokens, in rows packed with others, and what their generator said."""
+    """Between what the trainer says of the sampled tokens, in prefix trees beside others, and what their generator said."""
     plan = Batcher.Config(row_length=512, rows_per_microbatch=4).build().plan([s for r in rollouts for s in r.samples], 1)
+    assert plan.shared_fraction > 0.1
     differences, tokens = [], 0
     for batch in itertools.chain(*plan.microbatches):
-        logprobs, _ = learner.model(batch.token_ids, batch.positions, batch.temperatures, batch.loss_mask)
+        logprobs, _ = batch_logprobs(learner.model, batch)
         differences.append((logprobs - batch.generator_logprobs)[batch.loss_mask].abs().max().item())
         tokens += int(batch.loss_mask.sum())
     assert tokens == sum(rollout.completion_tokens for rollout in rollouts)

@@ -115,7 +115,7 @@ def test_each_sample_is_a_path_through_a_tree_that_holds_every_beginning_once(sa
         rows = batch.trees or batch
         slots += rows.token_ids.numel()
         assert rows.token_ids.shape[0] == batch.token_ids.shape[0] <= rows_per_microbatch
-        assert rows.token_ids.shape[1] <= 32
+        assert rows.token_ids.shape[1] <= 32 and max(rows.positions.max(), batch.positions.max()) < 32
         at = torch.arange(batch.token_ids.numel()).view_as(batch.token_ids) if batch.trees is None else batch.trees.slots
         used = set()
         for row in range(len(at)):

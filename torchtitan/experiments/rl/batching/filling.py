@@ -72,7 +72,7 @@ def fill(rows: Sequence[Row], task_names: tuple[str, ...], row_length: int) -> T
     def constant(values: list[float] | list[int], dtype: type) -> torch.Tensor:
         return shaped(np.repeat(np.array(values, dtype), sizes))
 
-    ramp = np.arange(length, dtype=np.int32)
+    ramp = np.arange(length, dtype=np.int32) % row_length  # padding may be longer than the model has positions for
     task_ids = {name: index for index, name in enumerate(task_names)}
     return TrainingBatch(
         positions=shaped(np.concatenate([ramp[:size] for size in sizes])),
