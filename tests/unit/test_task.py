@@ -17,6 +17,7 @@ from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, env_component, last_assistant_text
 from torchtitan.experiments.rl.tasks.group_run import derive_seed
 from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.used_envs import first_use
 
 SAMPLE = DataSample(sample_id="0", env_input="question")
 
@@ -244,6 +245,48 @@ async def test_one_env_for_several_rollouts_is_refused_and_closed_once(build, to
         for rollout in group.rollouts:
             assert "Sharing.make_envs returned the same TalkingEnv for several rollouts: make a new env" in rollout.error
         assert_all_closed_once(task, policy)
+
+
+async def test_env_that_an_earlier_group_had_is_refused_and_not_closed_again(build, tokenizer):
+    class Pooling(ListTask):
+        async def make_envs(self, sample, n):
+            self.made = self.made or [TalkingEnv() for _ in range(n)]
+            return self.made
+
+    task, policy = build(kind=Pooling), ScriptedPolicy(tokenizer)
+    first, second = await run(task, policy), await run(task, policy)
+    assert {rollout.status for rollout in first.rollouts} == {RolloutStatus.COMPLETED}
+    assert {rollout.status for rollout in second.rollouts} == {RolloutStatus.ERROR}
+    assert all("Pooling.make_envs returned the same TalkingEnv" in rollout.error for rollout in second.rollouts)
+    assert len(policy.sessions) == 6, "they are not run again"
+    assert_all_closed_once(task, policy)
+
+
+async def test_env_is_known_by_itself_and_not_by_what_it_says_of_itself():
+    class Lying(TalkingEnv):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = None
+
+    one, two = Lying(), Lying()
+    assert first_use(one) and first_use(two) and not first_use(one)
+    for _ in range(100):  # ids come again
+        assert first_use(Lying())
+
+
+async def test_envs_made_before_one_that_can_not_be_made_are_closed(build, tokenizer):
+    class Failing(ListTask):
+        def make_env(self, sample):
+            if len(self.made) % 3 == 2:
+                raise_value_error()
+            self.made.append(TalkingEnv())
+            return self.made[-1]
+
+    task, policy = build(kind=Failing, max_retries=0), ScriptedPolicy(tokenizer)
+    group = await run(task, policy)
+    assert len(task.made) == 2 and {rollout.status for rollout in group.rollouts} == {RolloutStatus.ERROR}
+    assert_all_closed_once(task, policy)
 
 
 async def test_make_envs_that_hangs_is_a_timeout(build, tokenizer):

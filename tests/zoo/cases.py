@@ -8,7 +8,7 @@ from tests.zoo.misbehaviour import FEW_RAISES, HANGS, RAISES, Kind, blocks
 from tests.zoo.own_kinds import OWN
 from tests.zoo.places import PLACES, Place
 
-Ends = Literal["refused", "harmless", "noted", "overflows"]
+Ends = Literal["refused", "refused again", "harmless", "noted", "overflows"]
 """Explained in `checks.problems`."""
 
 VARIANTS = (

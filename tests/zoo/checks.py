@@ -16,6 +16,7 @@ def problems(case: Case, sight: Sight, honest: Streams, honest_losses: list[floa
     """By how the case ends:
 
     refused    the culprit is named and nothing of it trained
+    refused again  the same from its second group on: the first could be right
     harmless   what is trained is what an honest run trains, or it is refused
     noted      it undoes nothing: all is trained, and a line of the log, or the error at the end, names it
     overflows  no failure: the status says that the prompt has no room
@@ -33,6 +34,10 @@ def problems(case: Case, sight: Sight, honest: Streams, honest_losses: list[floa
     if ends == "refused":
         yield from _named(place, sight)
         yield from _not_trained(place, sight, hurt)
+    elif ends == "refused again":
+        yield from _named(place, sight)
+        if len(groups := {key[:2] for key in sight.planned if hurt(key)}) > 1:
+            yield f"{len(groups)} groups of the culprit reached Batcher.plan"
     elif ends == "noted":
         yield from _noted(place, sight)
     elif ends == "overflows":
@@ -110,9 +115,7 @@ def _run_went_on(sight: Sight) -> Iterator[str]:
 def _others_trained(case: Case, sight: Sight, hurt: Callable[[Key], bool]) -> Iterator[str]:
     """All rollouts but the culprit's are trained on or open when the run ends: none fails."""
     for key, (status, _, error, outcome) in sight.records.items():
-        if case.blocks_loop and status == "timeout":
-            continue
-        if hurt(key) and (case.ends in ("refused", "overflows") or names(case.place, error or "")):
+        if hurt(key) and (case.ends in ("refused", "refused again", "overflows") or names(case.place, error or "")):
             continue
         if outcome is not None and outcome not in ("trained", "untrained", "failed/group_too_small"):
             yield f"the innocent rollout {key} ended as {outcome} ({status}): {(error or '')[:120]}"

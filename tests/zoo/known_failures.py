@@ -1,14 +1,6 @@
 """Cases that fail today, each with the reason. `test_zoo.py` leaves them out; the script runs and counts them."""
 
 KNOWN_FAILURES: dict[str, tuple[str, ...]] = {
-    "a call that blocks the event loop behind another, or is plain code on it, is not noticed as late": (
-        "env.reset: blocks",
-        "env.__init__: blocks",
-        "task.make_env: blocks",
-        "task.make_envs: blocks",
-        "reward function: blocks",
-        "algorithm.score_group: blocks",
-    ),
     "tool calls of an env's assistant message are not checked: the renderer is named, not the env": (
         "env.reset: messages with a bad tool call",
         "env.reset: messages with a text for tool calls",
@@ -22,31 +14,11 @@ KNOWN_FAILURES: dict[str, tuple[str, ...]] = {
         "reward function, group: answers lying numbers",
         "rubric.score_group: answers lying numbers",
     ),
-    "envs that rollouts share are not noticed": (
-        "task.make_env: gives one env for all",
-        "task.make_envs: shares one env",
-        "task.make_envs: shares two envs",
-        "task.make_envs: gives one env for all groups",
-    ),
     "a change of the rollouts' own lists by a group-level function is not undone": (
         "reward function, group: swaps the samples",
         "reward function, group: swaps the indices",
     ),
     "an error that a rubric sets on a rollout that goes on is recorded": ("rubric.score_group: ends a rollout",),
-    "the limit is of the whole Task.setup, which names the line that waits and not the class": (
-        "rubric.setup: hangs",
-        "rubric.setup: hangs through cancellation",
-        "algorithm.setup: hangs",
-        "algorithm.setup: hangs through cancellation",
-    ),
-    "the limit is of the whole Task.setup, which is named": (
-        "rubric.setup: blocks",
-        "algorithm.setup: blocks",
-    ),
-    "the limit is of building the task, which is named": (
-        "rubric.register_funcs: blocks",
-        "dataset.__len__: blocks",
-    ),
     "refused and logged, but the recorder can't write a stream of texts, so no record names it": (
         "algorithm.score_rollout: ce_weights a text",
         "algorithm.score_rollout: ce_weights texts",
@@ -82,7 +54,6 @@ KNOWN_FAILURES: dict[str, tuple[str, ...]] = {
         "dataset.__getitem__: answers info of None",
     ),
     "the error names the class and its lack of examples, not __len__": ("dataset.__len__: answers 0",),
-    "the limit is of the sampler's call that reads the example, which is named": ("dataset.__getitem__: blocks",),
     "the vocabulary's size is not known where ids are checked": (
         "renderer.render: ids too large",
         "engine.generate: ids beyond the vocabulary",

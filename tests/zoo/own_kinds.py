@@ -134,15 +134,23 @@ def _shared(envs: list, chosen: tuple[int, ...]) -> list:
     return kept
 
 
-MAKE_ENVS: Own = wrong_types() | refused(
-    shares_one_env=changing(lambda envs: _shared(envs, (0, 0, 0, 0))),
-    shares_two_envs=changing(lambda envs: _shared(envs, (0, 1, 0, 1))),
-    gives_too_few=changing(lambda envs: (world.forget(envs[-1]), envs[:-1])[1]),
-    gives_too_many=Kind(change=lambda envs, task, sample, n: [*envs, world.HonestEnv(sample, 0, task.name)]),
-    gives_None_among_them=changing(lambda envs: (world.forget(envs[-1]), [*envs[:-1], None])[1]),
-    gives_the_class=answering(lambda: [world.HonestEnv] * world.GROUP_SIZE),
-    gives_a_tuple_of_texts=answering(lambda: ("env",) * world.GROUP_SIZE),
-    gives_one_env_for_all_groups=Kind(change=lambda envs, task, sample, n: [_pool(task, env, i) for i, env in enumerate(envs)]),
+MAKE_ENVS: Own = (
+    wrong_types()
+    | refused(
+        shares_one_env=changing(lambda envs: _shared(envs, (0, 0, 0, 0))),
+        shares_two_envs=changing(lambda envs: _shared(envs, (0, 1, 0, 1))),
+        gives_too_few=changing(lambda envs: (world.forget(envs[-1]), envs[:-1])[1]),
+        gives_too_many=Kind(change=lambda envs, task, sample, n: [*envs, world.HonestEnv(sample, 0, task.name)]),
+        gives_None_among_them=changing(lambda envs: (world.forget(envs[-1]), [*envs[:-1], None])[1]),
+        gives_the_class=answering(lambda: [world.HonestEnv] * world.GROUP_SIZE),
+        gives_a_tuple_of_texts=answering(lambda: ("env",) * world.GROUP_SIZE),
+    )
+    | {
+        "gives one env for all groups": (
+            "refused again",
+            Kind(change=lambda envs, task, sample, n: [_pool(task, env, i) for i, env in enumerate(envs)]),
+        )
+    }
 )
 
 

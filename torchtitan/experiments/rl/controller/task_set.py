@@ -9,7 +9,7 @@ from torchtitan.experiments.rl.config.user_code_limits import UserCodeLimits
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_user
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_user
 from torchtitan.experiments.rl.user_code.gate import Gate, sentence
 
 
@@ -36,12 +36,15 @@ class TaskSet:
         """Set up every task.
 
         Raises:
-            RunError: a setup failed, or took longer than its limit; names the task. That task counts as not set up.
+            RunError: a setup failed, or took longer than its limit; names the task. That task counts as not set up, unless its
+                setup returned too late.
         """
         for name, task in self.tasks.items():
             try:
                 await call_user(task.setup, policy, timeout_s=self._limits.setup_timeout_s)
             except UserCodeError as error:
+                if isinstance(error, UserCodeTimeout) and error.returned:
+                    self._to_close.append(task)
                 raise RunError(f"task {name!r}: {type(task).__name__}.setup: {sentence(error)}") from error
             self._to_close.append(task)
 

@@ -9,6 +9,7 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, cause_of
+from torchtitan.experiments.rl.user_code.threads import doing
 
 
 class Examples(Protocol):
@@ -58,7 +59,8 @@ def count_examples(dataset: Examples) -> int:
         UserCodeError: the dataset raised anything; names the dataset.
     """
     try:
-        return len(dataset)
+        with doing(f"{type(dataset).__name__}.__len__"):
+            return len(dataset)
     except BaseException as error:
         raise UserCodeError(f"dataset {type(dataset).__name__}: its length: {cause_of(error)}") from error
 
@@ -70,7 +72,8 @@ def read_example(dataset: Examples, index: int) -> DataSample:
         UserCodeError: the dataset raised anything, or the item is no DataSample; names the dataset and the index.
     """
     try:
-        item = dataset[index]
+        with doing(f"{type(dataset).__name__}.__getitem__({index})"):
+            item = dataset[index]
     except BaseException as error:
         raise UserCodeError(f"dataset {type(dataset).__name__}: item {index}: {cause_of(error)}") from error
     if not isinstance(item, DataSample):

@@ -31,6 +31,7 @@ from torchtitan.experiments.rl.rubrics.completion_reward import CompletionReward
 from torchtitan.experiments.rl.rubrics.watch import RolloutWatch
 from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, cause_of
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
+from torchtitan.experiments.rl.user_code.threads import doing
 
 __all__ = ["Reward", "RewardFn", "Rubric", "env_component", "env_components", "last_assistant_text"]
 
@@ -104,7 +105,8 @@ class Rubric(UserConfigurable):
     def _registered(self) -> list[RewardFn]:
         owner = f"{type(self).__name__}.register_funcs"
         try:
-            entries = self.register_funcs()
+            with doing(owner):
+                entries = self.register_funcs()
         except ConfigError:
             raise
         except BaseException as error:

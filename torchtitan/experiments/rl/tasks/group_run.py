@@ -16,11 +16,16 @@ from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.streams import check_streams
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.tasks.checked_session import CheckedSession
+from torchtitan.experiments.rl.tasks.used_envs import first_use
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded
 
 logger = logging.getLogger(__name__)
 
 RETRIED = (RolloutStatus.ERROR, RolloutStatus.TIMEOUT)
+
+
+class SharedEnv(UserCodeError):
+    """A task gave an env to several rollouts. They are not run again: that would hide a fault of the task."""
 
 
 def derive_seed(seed: int, group_id: str, index_in_group: int, attempt: int) -> int:
@@ -55,8 +60,6 @@ class GroupRun:
         self._credit = credit
         self._open_sessions: list[PolicySession] = []
         self._envs: list[RendererEnv] = []
-        self._message_envs: list[MessageEnv] = []
-        """All that the task has made for this group."""
         self._first_sessions = [self._open_session(rollout, attempt=0) for rollout in group.rollouts]
 
     async def run(self) -> None:
@@ -79,7 +82,7 @@ class GroupRun:
                 session = self._open_session(rollout, attempt=attempt)
                 (env,) = await self._make_envs(1)
             await self._attempt(rollout, env, session)
-            if rollout.status not in RETRIED:
+            if rollout.status not in RETRIED or isinstance(env, SharedEnv):
                 break
         rollout.samples = samples_from_turns(
             rollout.turns,
@@ -101,15 +104,18 @@ class GroupRun:
             if not rollout.status.is_terminal():
                 rollout.status = RolloutStatus.ERROR
                 rollout.error = f"{name} returned while the rollout was ongoing; to stop early call env.finish(status)"
-        except UserCodeTimeout as error:
-            rollout.status = RolloutStatus.TIMEOUT
-            waiting = ", waiting for the generator" if checked.waits else ""
-            rollout.error = str(error) if error is env else f"{name}: the rollout took longer than {limit_s:g} s{waiting}"
         except UserCodeError as error:
-            rollout.status = RolloutStatus.ERROR
-            rollout.error = str(error) if error is env else f"{name}: {error}"
-            # An env that had failed before the loop raised is the cause.
-            if isinstance(env, RendererEnv) and env.status.is_error():
+            late = isinstance(error, UserCodeTimeout)
+            rollout.status = RolloutStatus.TIMEOUT if late else RolloutStatus.ERROR
+            if late and checked.waits:
+                cause = f"the rollout took longer than {limit_s:g} s, waiting for the generator"
+            elif late:
+                cause = f"the rollout took longer than {limit_s:g} s{f'; it waits in {error.where}' if error.where else ''}"
+            else:
+                cause = str(error)
+            rollout.error = str(error) if error is env else f"{name}: {cause}"
+            # An env that had failed before the loop raised, or was late, is the cause.
+            if isinstance(env, RendererEnv) and env.status in RETRIED:
                 rollout.status, rollout.error = env.status, env.error
         finally:
             self._close_session(session)
@@ -143,9 +149,8 @@ class GroupRun:
             made = list(made) if isinstance(made, list | tuple) else [made]
             envs = []
             for env in made:
-                # An env that two rollouts share, or that an earlier attempt had, is closed by the first of them.
-                if isinstance(env, MessageEnv) and not any(env is known for known in self._message_envs):
-                    self._message_envs.append(env)
+                # An env that several rollouts are given is closed by the first of them.
+                if isinstance(env, MessageEnv) and first_use(env):
                     envs.append(RendererEnv(message_env=env, renderer=task.renderer, config=task.config.env))
             self._envs += envs  # here, so that envs that come too late, or after a cancellation, are closed too
             return envs, made, sum(isinstance(env, MessageEnv) for env in made)
@@ -161,7 +166,7 @@ class GroupRun:
             cause = (
                 f"returned the same {kind} for several rollouts: make a new env for each, because each rollout closes its own"
             )
-            return [UserCodeError(f"{name} {cause}")] * n
+            return [SharedEnv(f"{name} {cause}")] * n
         kinds = ", ".join(sorted({type(env).__name__ for env in made})) or "nothing"
         return [UserCodeError(f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv")] * n
 

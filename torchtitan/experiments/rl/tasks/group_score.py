@@ -1,5 +1,6 @@
 """Gives the rollouts of a group their rewards, then their credit; checks what the rubric and the algorithm made of them."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import fields
 from operator import attrgetter
@@ -13,7 +14,7 @@ from torchtitan.experiments.rl.rollouts.streams import check_trainable, fits_flo
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
 from torchtitan.experiments.rl.types import CREDIT_STREAMS
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, cause_of
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, call_plain, cause_of
 
 LIBRARY = Algorithm.__module__.rpartition(".")[0]
 """Package of the library's own algorithms."""
@@ -54,16 +55,20 @@ async def score_rewards(rubric: Rubric, group: RolloutGroup, *, timeout_s: float
             rollout.error = f"{name} set the status of a rollout that has ended to {given!r}"
 
 
-def give_credit(algorithm: Algorithm, group: RolloutGroup) -> str | None:
+def give_credit(algorithm: Algorithm, group: RolloutGroup, *, timeout_s: float) -> str | None:
     """Have the algorithm give credit to a group that was rewarded. Returns the cause where that failed; every rollout has
-    failed then."""
+    failed then.
+
+    Args:
+        timeout_s: limit of the algorithm, which the event loop waits for.
+    """
     kind = type(algorithm)
     if kind.score_group is Algorithm.score_group and kind.score_rollout is Algorithm.score_rollout:
         return None  # gives no credit at all: for groups that are scored and not trained on
     # The library's own algorithms change nothing: remembering a rollout for them would cost 5 % of its path.
     finished = None if kind.__module__.startswith(f"{LIBRARY}.") else FinishedGroup(group)
     try:
-        algorithm.score_group(group)
+        call_plain(functools.partial(algorithm.score_group, group), timeout_s=timeout_s)
         if finished is not None and (change := finished.change()):
             raise UserCodeError(f"changed {change}")
         for rollout in group.scored:

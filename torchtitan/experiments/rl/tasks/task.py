@@ -11,7 +11,9 @@ What becomes of a group, in order:
 User code that fails on the way ends in a rollout's status; nothing but cancellation is raised.
 """
 
+import asyncio
 import functools
+import time
 from dataclasses import dataclass, field
 
 from renderers import Renderer
@@ -32,8 +34,10 @@ from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, Rollou
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.group_run import GroupRun
 from torchtitan.experiments.rl.tasks.group_score import give_credit, score_rewards
+from torchtitan.experiments.rl.tasks.used_envs import first_use
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded
+from torchtitan.experiments.rl.user_code.watch import HOLD_S
 
 MIN_TRAINING_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this, but for those under 1e-5, at which it samples greedily."""
@@ -136,7 +140,18 @@ class Task(UserConfigurable):
 
         May take ``env.rollout_timeout_s``.
         """
-        return [self.make_env(sample) for _ in range(n)]
+        envs: list[MessageEnv] = []
+        try:
+            for _ in range(n):
+                began = time.monotonic()
+                envs.append(self.make_env(sample))
+                if time.monotonic() - began > HOLD_S:
+                    await asyncio.sleep(HOLD_S)  # others run between two envs that take long to make
+        except BaseException:  # one failed, or all together took too long
+            for env in filter(first_use, (env for env in envs if isinstance(env, MessageEnv))):
+                await RendererEnv(message_env=env, renderer=self.renderer, config=self.config.env).close()
+            raise
+        return envs
 
     async def run_rollout(self, env: RendererEnv, policy: PolicySession) -> None:
         """The turn loop: sample and step until the status is terminal. May take ``env.rollout_timeout_s``.
@@ -217,7 +232,9 @@ class Task(UserConfigurable):
         were scored, or the algorithm failed. A rollout without a reward is never trained on."""
         await self.score_rewards(group)
         # Again after credit: a rollout that its algorithm gave none has lost its reward.
-        group.failure = self._too_few_scored(group) or give_credit(self.algorithm, group) or self._too_few_scored(group)
+        limit_s = self.config.env.rollout_timeout_s
+        group.failure = self._too_few_scored(group) or give_credit(self.algorithm, group, timeout_s=limit_s)
+        group.failure = group.failure or self._too_few_scored(group)
         return group.failure
 
     def _too_few_scored(self, group: RolloutGroup) -> str | None:

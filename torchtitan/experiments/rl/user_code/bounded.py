@@ -33,11 +33,13 @@ class UserCodeTimeout(UserCodeError):
 
     where: str = ""
     """What it waited for: ``Watch.waits_in``."""
+    returned: bool = False
+    """The code returned, too late, and raised nothing."""
 
     def again(self, message: str) -> "UserCodeTimeout":
         """The same with another message."""
         late = UserCodeTimeout(message)
-        late.where = self.where
+        late.where, late.returned = self.where, self.returned
         return late
 
 
@@ -93,9 +95,26 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
             raise failure(error) from error
         if not watch.blocked_s:
             return cast(T, value)
-    late = too_late(watch)
+    late = too_late(watch, returned=task.done())
     await _stop(task, watch)
     raise late
+
+
+def call_plain(call: Callable[[], T], *, timeout_s: float, owner: str = "") -> T:
+    """``call()``, a plain function that the event loop waits for, because what follows needs its answer at once.
+
+    Raises:
+        UserCodeTimeout: it took longer than ``timeout_s``. It is not interrupted.
+        BaseException: whatever it raised.
+    """
+    watch = Watch(timeout_s, owner)
+    try:
+        value = watch.begin(call)
+    finally:
+        watch.leave()
+    if watch.blocked_s:
+        raise too_late(watch, returned=True)
+    return value
 
 
 def failure(error: BaseException) -> UserCodeError:
@@ -106,13 +125,19 @@ def failure(error: BaseException) -> UserCodeError:
     return UserCodeError(CANCELLED_ITSELF if isinstance(error, asyncio.CancelledError) else cause_of(error))
 
 
-def too_late(watch: Watch) -> UserCodeTimeout:
-    """What a late call ends with. To be asked before it is stopped: it says what the code waits for."""
+def too_late(watch: Watch, *, returned: bool = False) -> UserCodeTimeout:
+    """What a late call ends with. To be asked before it is stopped: it says what the code waits for.
+
+    Args:
+        returned: it has ended by itself, without an error.
+    """
     late = UserCodeTimeout(f"no answer within {watch.limit_s:g} s")
     if watch.blocked_s:
         culprit = watch.blocked_by if watch.blocked_by not in ("", watch.owner) else "it"
-        return UserCodeTimeout(f"{late}: {culprit} blocked the event loop for {watch.blocked_s:.3g} s without awaiting")
-    late.where = watch.waits_in()
+        late = UserCodeTimeout(f"{late}: {culprit} blocked the event loop for {watch.blocked_s:.3g} s without awaiting")
+    else:
+        late.where = watch.waits_in()
+    late.returned = returned
     return late
 
 

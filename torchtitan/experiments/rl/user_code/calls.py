@@ -25,6 +25,7 @@ from torchtitan.experiments.rl.user_code.bounded import (
     UserCodeError,
     UserCodeTimeout,
     call_bounded,
+    call_plain,
     cause_of,
     is_finite_number,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "UserCodeError",
     "UserCodeTimeout",
     "call_bounded",
+    "call_plain",
     "call_user",
     "cause_of",
     "contained",

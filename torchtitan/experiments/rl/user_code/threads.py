@@ -1,10 +1,11 @@
 """Threads that sync user code runs in."""
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from torchtitan.experiments.rl.user_code.bounded import UserCodeTimeout, call_bounded
@@ -49,10 +50,13 @@ class Threads:
         try:
             left_s = timeout_s
             while not (await asyncio.wait({job.outcome}, timeout=left_s))[0] and timeout_s is not None:
-                # Time in the queue doesn't count.
-                left_s = timeout_s if job.begun_at is None else job.begun_at + timeout_s - time.monotonic()
+                # Neither time in the queue counts, nor time that the event loop takes to see that it has ended.
+                ends = time.monotonic() if job.ended_at is None else job.ended_at
+                left_s = timeout_s if job.begun_at is None else job.begun_at + timeout_s - ends
                 if left_s <= 0:
-                    raise UserCodeTimeout(f"no answer within {timeout_s:g} s")
+                    late = UserCodeTimeout(f"no answer within {timeout_s:g} s")
+                    late.where = job.doing[-1] if job.doing else ""
+                    raise late
         finally:
             self._leave(job)
         value, error = job.outcome.result()
@@ -72,6 +76,7 @@ class Threads:
                 if job.left:
                     continue
                 job.begun_at = time.monotonic()
+            _RUNNING.job = job
             outcome = job.run()
             with self._lock:
                 if job.left:  # another thread was started in its place
@@ -101,6 +106,8 @@ class Job:
         self.ended_at: float | None = None
         self.left = False
         """Its caller no longer waits for it."""
+        self.doing: list[str] = []
+        """Names of the user's functions that it is in, the innermost last: ``doing``."""
 
     @property
     def seconds(self) -> float:
@@ -128,3 +135,25 @@ class Job:
     def _set(self, outcome: tuple[Any, BaseException | None]) -> None:
         if not self.outcome.done():
             self.outcome.set_result(outcome)
+
+
+class _Running(threading.local):
+    job: Job | None = None
+    """Of this thread."""
+
+
+_RUNNING = _Running()
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Name the user's function that the block calls: where the job of this thread is late, its error says what it waits for."""
+    job = _RUNNING.job
+    if job is None:
+        yield
+        return
+    job.doing.append(what)
+    try:
+        yield
+    finally:
+        job.doing.pop()
