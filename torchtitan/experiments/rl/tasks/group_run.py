@@ -105,14 +105,11 @@ class GroupRun:
                 rollout.status = RolloutStatus.ERROR
                 rollout.error = f"{name} returned while the rollout was ongoing; to stop early call env.finish(status)"
         except UserCodeError as error:
-            late = isinstance(error, UserCodeTimeout)
-            rollout.status = RolloutStatus.TIMEOUT if late else RolloutStatus.ERROR
-            if late and checked.waits:
-                cause = f"the rollout took longer than {limit_s:g} s, waiting for the generator"
-            elif late:
-                cause = f"the rollout took longer than {limit_s:g} s{f'; it waits in {error.where}' if error.where else ''}"
-            else:
-                cause = str(error)
+            rollout.status, cause = RolloutStatus.ERROR, str(error)
+            if isinstance(error, UserCodeTimeout):
+                waits_in = "" if not error.where else f"; it waits in {error.where}"
+                waits = ", waiting for the generator" if checked.waits else waits_in
+                rollout.status, cause = RolloutStatus.TIMEOUT, f"the rollout took longer than {limit_s:g} s{waits}"
             rollout.error = str(error) if error is env else f"{name}: {cause}"
             # An env that had failed before the loop raised, or was late, is the cause.
             if isinstance(env, RendererEnv) and env.status in RETRIED:
