@@ -21,8 +21,9 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
-from torchtitan.experiments.rl.training.learner import Learner, init_process_group
+from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.parallelism import Parallelism
+from torchtitan.experiments.rl.training.process_group import init_process_group
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingSample
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
@@ -166,7 +167,7 @@ def one_rank() -> Iterator[None]:
     """This process is the only rank. Threads are one, for the same bits each time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    init_process_group(device="cpu", rank=0, world_size=1, address=f"127.0.0.1:{free_port()}")
+    init_process_group(device="cpu", rank=0, world_size=1, url=f"tcp://127.0.0.1:{free_port()}")
     yield
     dist.destroy_process_group()
     torch.set_num_threads(threads)
@@ -178,7 +179,7 @@ def one_rank() -> Iterator[None]:
 def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_model: str) -> None:
     torch.set_num_threads(1)
     set_up_process()
-    init_process_group(device="cpu", rank=rank, world_size=2, address=f"127.0.0.1:{port}")
+    init_process_group(device="cpu", rank=rank, world_size=2, url=f"tcp://127.0.0.1:{port}")
     results = {}
     for name, copies in (("sharded", 1), ("copied", 2)):
         learner = learner_of(f"{folder}/{name}", parallelism=Parallelism(data_parallel_replicate_degree=copies))

@@ -20,9 +20,10 @@ SHUTDOWN_TIMEOUT_S = 20.0
 async def start_trainer(procs: ProcMesh, trainer: Any) -> str:
     """Set up the store and the trainer's process group. Returns the host of the trainer's first process."""
     await start_store(procs.slice(procs=0))
-    addresses = list((await trainer.address.call()).values())
-    host, port = addresses[0]
-    await trainer.setup.call(f"{host}:{port}", len({name for name, _ in addresses}) == 1)
+    points = list((await trainer.meeting_points.call()).values())
+    host, port, file = points[0]
+    one_host = len({name for name, _, _ in points}) == 1
+    await trainer.setup.call(file if one_host else port, one_host)
     return host
 
 

@@ -223,12 +223,3 @@ def check_finite(what: str, value: float, loss: LossConfig) -> None:
     """
     if not math.isfinite(value):
         raise RunError(f"{what} is {value}: the step was not taken; look at {loss_name(loss.rl)} and the learning rate")
-
-
-def init_process_group(*, device: Literal["cpu", "cuda"], rank: int, world_size: int, address: str) -> None:
-    """Join the trainer's process group; ``address`` is ``host:port`` of rank 0."""
-    if device == "cuda":
-        torch.cuda.set_device(0)  # the only one this process sees: controller/provision.py
-    # gloo beside NCCL: parameters that are kept in the host's memory, and objects that ranks compare.
-    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, init_method=f"tcp://{address}", rank=rank, world_size=world_size)

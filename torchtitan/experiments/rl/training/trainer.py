@@ -3,6 +3,7 @@
 import asyncio
 import math
 import socket
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,8 @@ from monarch.actor import current_rank, current_size
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.training.config import TrainerConfig
-from torchtitan.experiments.rl.training.learner import Learner, check_finite, init_process_group
+from torchtitan.experiments.rl.training.learner import Learner, check_finite
+from torchtitan.experiments.rl.training.process_group import init_process_group
 from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
 from torchtitan.experiments.rl.user_code.endpoint import for_a_future, reported_endpoint
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
@@ -61,20 +63,23 @@ class PolicyTrainer(WatchedActor):
         self._build = build
 
     @reported_endpoint
-    async def address(self) -> tuple[str, int]:
-        """This process's host name, and a free port on it."""
-        return socket.gethostname(), portpicker.pick_unused_port()
+    async def meeting_points(self) -> tuple[str, str, str]:
+        """This process's host name, and URLs where ranks may meet it: of a free port, and of a file, on this host."""
+        host = socket.gethostname()
+        folder = tempfile.mkdtemp(prefix="rendezvous-")
+        return host, f"tcp://{host}:{portpicker.pick_unused_port()}", f"file://{folder}/store"
 
     @reported_endpoint
     async def setup(self, rendezvous: str, one_host: bool) -> None:
-        """Join the process group at ``rendezvous`` (host:port of rank 0) and load the model. Collective.
+        """Join the process group and load the model. Collective.
 
         Args:
+            rendezvous: URL of rank 0.
             one_host: all ranks share this host's memory.
         """
 
         def build() -> None:
-            init_process_group(device=self._device, rank=self._rank, world_size=self._world_size, address=rendezvous)
+            init_process_group(device=self._device, rank=self._rank, world_size=self._world_size, url=rendezvous)
             self._learner = self._build()
             self._publisher = SnapshotPublisher(rank=self._rank, one_host=one_host, dtype=self._generator_dtype)
 
