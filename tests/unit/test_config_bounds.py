@@ -20,8 +20,10 @@ from torchtitan.config import Configurable
 
 import torchtitan.experiments.rl as library
 from torchtitan.experiments.rl.bounds import check_fields, field_annotations
+from torchtitan.experiments.rl.config.changes import rule
 from torchtitan.experiments.rl.config.checks import TORCHTITAN_FIELDS, check, checked_plan
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions, load_config, parse_command
+from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import ModelReference
@@ -325,3 +327,24 @@ def test_a_registrys_own_mistakes_end_in_the_same_line(dry_run, tmp_path, monkey
     ):
         assert main(["--module", "wrong_configs", "--config", name, *dry_run]) == 2
         assert capsys.readouterr().err == f"error: {message}\n"
+
+
+# ---- every field may change when a run is resumed, or may not
+
+
+def leaves(value, path=""):
+    """Paths of a resolved config, by a walk of the test's own."""
+    if isinstance(value, dict) and value:
+        for key, entry in value.items():
+            yield from leaves(entry, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and value:
+        for index, entry in enumerate(value):
+            yield from leaves(entry, f"{path}[{index}]")
+    else:
+        yield path
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_field_of_the_shipped_configs_is_classified(name):
+    unclassified = [path for path in leaves(resolved_config(CONFIGS[name]())) if rule(path) is None]
+    assert unclassified == [], "say in MAY_CHANGE whether a resumed run may change them"
