@@ -52,6 +52,7 @@ MAY_CHANGE: Mapping[str, bool] = {
     "recorder": True,
     "checkpoint": True,
     "user_code": True,
+    "supervision": True,
     "provision": True,
     "trainer.class": False,
     "trainer.ranks": True,
