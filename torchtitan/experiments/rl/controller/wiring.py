@@ -93,6 +93,7 @@ class RunActors:
             model=config.model,
             device=plan.device,
             max_seq_len=config.batcher.row_length,
+            rows=config.batcher.rows_per_microbatch,
             total_steps=config.steps,
             run_dir=str(self._run_dir),
             generator_dtype=config.generator.engine.torch_dtype,

@@ -22,7 +22,9 @@ from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
+from torchtitan.experiments.rl.models.row_shapes import Policy, RowShapes
 from torchtitan.experiments.rl.training.config import TrainerConfig
+from torchtitan.experiments.rl.training.hub_tensors import HubTensors
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
 
 
@@ -34,13 +36,17 @@ class Learner:
         model: ModelConfig,
         device: Literal["cpu", "cuda"],
         max_seq_len: int,
+        rows: int = 1,
         total_steps: int,
         run_dir: str,
         dtype: torch.dtype | None = None,
     ):
         """Needs a process set up by ``process.setup``, and a process group; every rank builds one.
 
-        ``dtype`` overrides config.dtype (tests: float64).
+        Args:
+            max_seq_len: the longest row, in tokens.
+            rows: the most that a microbatch has. On CUDA batches are padded to few shapes.
+            dtype: overrides config.dtype (tests: float64).
         """
         self.config = config
         self.rank = dist.get_rank()
@@ -63,9 +69,13 @@ class Learner:
         self._parallelize(spec.parallelize_fn, dims, parallelism, run_dir)
         materialize(self.model, self._device, parameters_on_cpu=config.enable_cpu_offload)
         self.model.train()
+        self._policy: Policy = self.model
+        if device == "cuda":
+            shapes = RowShapes.of(rows, max_seq_len)
+            self._policy = lambda *inputs: shapes.compute(self.model, *inputs)
         assert spec.state_dict_adapter is not None, "every family has one"
         adapter = spec.state_dict_adapter(spec.model, model.hf_assets_path)
-        self._to_hub = adapter.to_hf
+        self._hub_tensors = HubTensors(self.model, adapter.to_hf)
         options = config.optimizer
         self.optimizers = default_adamw(
             lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
@@ -105,7 +115,7 @@ class Learner:
         for index, microbatch in enumerate(microbatches):
             self._synchronise_gradients(last=index == len(microbatches) - 1)
             batch = microbatch.to(self._device)
-            logprobs, entropy = batch_logprobs(self.model, batch)
+            logprobs, entropy = batch_logprobs(self._policy, batch)
             loss, metrics = compute_loss(logprobs, batch, denominators, self.config.loss)
             loss.backward()
             metrics.add_mean("policy/entropy", entropy, batch.loss_mask)
@@ -130,9 +140,9 @@ class Learner:
         self.optimizers.zero_grad()
         return {"train/grad_norm": norm, "train/lr": lr}
 
-    def hub_tensors(self) -> dict[str, torch.Tensor]:
-        """The parameters by hub name; sharded ones as DTensors. A tied head is its embedding and not named again."""
-        return self._to_hub(self.model.state_dict())
+    def hub_tensors(self) -> HubTensors:
+        """The parameters by hub name, as they are now. Collective: every rank reads all of them, in order."""
+        return self._hub_tensors.fresh()
 
     @torch.no_grad()
     def score(self, token_ids: np.ndarray) -> np.ndarray:
@@ -140,7 +150,7 @@ class Learner:
         tokens = torch.from_numpy(token_ids.astype(np.int32))[None].to(self._device)
         positions = torch.arange(tokens.shape[1], dtype=torch.int32, device=self._device)[None]
         temperatures = torch.ones(tokens.shape, device=self._device)
-        logprobs, _ = self.model(tokens, positions, temperatures, positions != 0)
+        logprobs, _ = self._policy(tokens, positions, temperatures, positions != 0)
         return logprobs[0].float().cpu().numpy()
 
     def save(self, step: int) -> None:

@@ -43,6 +43,7 @@ class PolicyTrainer(WatchedActor):
         model: ModelConfig,
         device: Literal["cpu", "cuda"],
         max_seq_len: int,
+        rows: int = 1,
         total_steps: int,
         run_dir: str,
         generator_dtype: torch.dtype,
@@ -57,7 +58,7 @@ class PolicyTrainer(WatchedActor):
 
         def build() -> Learner:
             return Learner(
-                config, model=model, device=device, max_seq_len=max_seq_len, total_steps=total_steps, run_dir=run_dir
+                config, model=model, device=device, max_seq_len=max_seq_len, rows=rows, total_steps=total_steps, run_dir=run_dir
             )
 
         self._build = build
