@@ -12,7 +12,7 @@ from tests.unit.command_line import assert_one_line
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.checks import plan_run
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
-from torchtitan.experiments.rl.config.plan import GIB, trainer_memory_gib
+from torchtitan.experiments.rl.config.plan import GIB
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.grpo import main
 
@@ -239,9 +239,19 @@ def test_plan_of_the_debug_config_by_hand():
     assert (plan.groups_per_step, plan.rollouts_per_step, plan.open_groups) == (32, 256, 64)
     assert (plan.tokens_per_step, plan.microbatches_per_rank) == (32_768, 8)
     assert (plan.trainer_ranks, plan.generator_replicas, plan.processes) == (1, 1, 2)
-    # float32: weights, gradients and two moments; one layer's weights and gradients; 17 values of 128 a token and layer.
-    memory = 4 * 4 * parameters + 2 * 4 * parameters / 4 + 17 * 4 * (8 * 512) * 128 * 4
-    assert plan.trainer_gib == pytest.approx(memory / GIB)
+    # float32: weights, gradients and two moments.
+    state = 4 * 4 * parameters
+    # Two layers' copies, a layer's gradient and its sum.
+    gathered = 4 * 4 * layer
+    # The tied head: copy, gradient, its sum and its reduction; three tensors of a chunk of 512 / 4 tokens' logits.
+    head = 4 * 4 * 768 * 128 + 3 * 4 * 128 * 768
+    # 4 times 128; queries of 128 and keys of 64 three times, values of 64, attention's 128; four times 384.
+    values = 4 * 128 + 3 * (128 + 64) + 64 + 128 + 4 * 384
+    activations = 4 * values * (8 * 512) * 4
+    held = plan.trainer_memory
+    assert (held.state, held.vocabulary, held.activations) == (state, head, activations)
+    assert held.gathered == pytest.approx(gathered, rel=1e-3)
+    assert plan.trainer_gib == pytest.approx(held.total / GIB) and held.fixed == 0
     assert plan.generator_gib == pytest.approx(4 * parameters / GIB + 1)
 
 
@@ -258,15 +268,6 @@ def test_ranks_share_the_state_and_the_work():
     assert (plan.processes, plan.microbatches_per_rank) == (5, 4)
 
 
-def test_memory_is_sharded_state_a_gathered_layer_and_activations():
-    sizes = dict(parameters=1000, layers=10, dim=8, microbatch_tokens=100)
-    plain = dict(shards=4, dtype="float32", compute_dtype="bfloat16", activation_checkpoint=False)
-    assert trainer_memory_gib(**sizes, **plain) * GIB == pytest.approx(4000 + 400 + 17 * 10 * 100 * 8 * 2)
-    assert trainer_memory_gib(**sizes, **plain | {"activation_checkpoint": True}) * GIB == pytest.approx(
-        4000 + 400 + (10 + 17) * 100 * 8 * 2
-    )
-
-
 def test_groups_per_step_counts_when_rollouts_are_not_given():
     config = config_registry.rl_grpo_qwen3_debug()
     config.rollouts_per_step, config.groups_per_step = None, 5
@@ -280,7 +281,7 @@ def test_plan_counts_the_gpus_of_parallel_replicas():
     processes = config.trainer.ranks + config.generator.replicas * engine.tensor_parallel_degree
     assert plan.processes == processes == 8
     assert plan.generator_gib == engine.gpu_memory_utilization
-    assert math.isfinite(plan.trainer_gib) and "90% of a GPU" in plan.lines()[-1]
+    assert math.isfinite(plan.trainer_gib) and "90% of a GPU" in plan.lines()[5]
     with pytest.raises(ConfigError, match="needs 8 GPUs and this host has 7"):
         plan_run(config, device="cuda", available=list(range(7)))
 

@@ -24,7 +24,6 @@ from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortDatas
 from torchtitan.experiments.rl.tasks.calculator.task import CalculatorDataset, CalculatorTask
 from torchtitan.experiments.rl.tasks.guess_number.task import GuessNumberDataset, GuessNumberTask
 from torchtitan.experiments.rl.tasks.math.task import MathDataset, MathTask
-from torchtitan.experiments.rl.tasks.questions.task import QuestionTask
 from torchtitan.experiments.rl.tasks.reasoning_gym.task import PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsTask
@@ -32,6 +31,7 @@ from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
 from torchtitan.experiments.rl.tasks.verifiers.task import VerifiersDataset, VerifiersTask
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
+from torchtitan.experiments.rl.training.parallelism import Parallelism
 
 TINY_MODEL = str(Path(__file__).parents[3] / "assets" / "tiny_qwen3")
 TINY_TEACHER = TINY_MODEL + "_teacher"
@@ -193,13 +193,18 @@ def rl_grpo_qwen3_4b() -> RunConfig:
 
 
 def rl_grpo_qwen3_8b() -> RunConfig:
-    """Qwen3-8B on 8 GPUs: four train, four generate."""
+    """Qwen3-8B on 8 GPUs of 80 GB: four train, four generate."""
     return _qwen3("8B", trainer_ranks=4, replicas=4)
 
 
 def rl_grpo_qwen3_14b() -> RunConfig:
-    """Qwen3-14B on 8 GPUs: four train, two generators of two."""
-    return _qwen3("14B", trainer_ranks=4, replicas=2, tensor_parallel_degree=2)
+    """Qwen3-14B on 8 GPUs of 80 GB: four train, in pairs that share each layer; two generators of two."""
+    return _qwen3("14B", trainer_ranks=4, trainer_tensor_parallel_degree=2, replicas=2, tensor_parallel_degree=2)
+
+
+def rl_grpo_qwen3_14b_16() -> RunConfig:
+    """Qwen3-14B on 16 GPUs of 80 GB: eight train, four generators of two. For hosts of 16: a run spans one host."""
+    return _qwen3("14B", trainer_ranks=8, replicas=4, tensor_parallel_degree=2)
 
 
 def rl_grpo_qwen3_32b() -> RunConfig:
@@ -207,17 +212,16 @@ def rl_grpo_qwen3_32b() -> RunConfig:
     return _qwen3("32B", trainer_ranks=6, replicas=1, tensor_parallel_degree=2)
 
 
-def rl_questions_qwen3() -> RunConfig:
-    """Your own questions and reward function with Qwen3-0.6B on 2 GPUs: name both (README, "Your own data")."""
-    config = rl_grpo_qwen3_0_6b()
-    config.tasks = {"questions": QuestionTask.Config(group_size=16, sampling=SamplingConfig(max_tokens=512))}
-    return config
+def rl_grpo_qwen3_32b_32() -> RunConfig:
+    """Qwen3-32B on 32 GPUs of 80 GB: sixteen train, in fours that share each layer; eight generators of two. To plan with
+    until a run spans several hosts."""
+    return _qwen3("32B", trainer_ranks=16, trainer_tensor_parallel_degree=4, replicas=8, tensor_parallel_degree=2)
 
 
-def rl_questions_qwen3_debug() -> RunConfig:
-    """Your own questions and reward function with the 1M-parameter model, to try them out on two CPU cores."""
-    env = RendererEnvConfig(max_turns=1, max_rollout_tokens=256)
-    return _debug(20, questions=QuestionTask.Config(env=env, sampling=SamplingConfig(max_tokens=16)))
+def rl_grpo_qwen3_32b_64() -> RunConfig:
+    """Qwen3-32B on 64 GPUs of 80 GB: 32 train, in fours that share each layer; sixteen generators of two. To plan with until a
+    run spans several hosts."""
+    return _qwen3("32B", trainer_ranks=32, trainer_tensor_parallel_degree=4, replicas=16, tensor_parallel_degree=2)
 
 
 def rl_math_qwen3_1_7b() -> RunConfig:
@@ -283,7 +287,14 @@ def _qwen3_1_7b(**tasks: Task.Config) -> RunConfig:
     return config
 
 
-def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_degree: int = 1) -> RunConfig:
+def _qwen3(
+    flavor: str,
+    *,
+    trainer_ranks: int,
+    replicas: int,
+    trainer_tensor_parallel_degree: int = 1,
+    tensor_parallel_degree: int = 1,
+) -> RunConfig:
     """A real model on GPUs, in bfloat16 with float32 master weights. Its sums are longer than the demo's."""
     return RunConfig(
         tasks={
@@ -299,6 +310,7 @@ def _qwen3(flavor: str, *, trainer_ranks: int, replicas: int, tensor_parallel_de
         model=ModelConfig(hf_assets_path=f"{HUB_FOLDER}/Qwen3-{flavor}", flavor=f"qwen3/{flavor}"),
         trainer=TrainerConfig(
             ranks=trainer_ranks,
+            parallelism=Parallelism(tensor_parallel_degree=trainer_tensor_parallel_degree),
             optimizer=OptimizerConfig(lr=1e-6),
             mixed_precision_param="bfloat16",
             activation_checkpoint=True,

@@ -8,9 +8,11 @@ from typing import Literal
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.bounds import FieldTypes, NonNegativeInt, PositiveInt, Share, check_fields
 from torchtitan.experiments.rl.compat.torchtitan import built_class
+from torchtitan.experiments.rl.config.balance import Balance, balance
 from torchtitan.experiments.rl.config.engine_fit import check_cores, check_engine_fits
+from torchtitan.experiments.rl.config.memory import ModelSizes, trainer_memory
 from torchtitan.experiments.rl.config.placement import plan_placement
-from torchtitan.experiments.rl.config.plan import RunPlan, trainer_memory_gib
+from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.user_faults import user_code
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
@@ -26,6 +28,7 @@ from torchtitan.experiments.rl.models.policy import (
     parameter_count,
     policy_spec,
 )
+from torchtitan.experiments.rl.models.row_shapes import RowShapes
 
 TORCHTITAN_FIELDS: FieldTypes = {
     LRSchedulersContainer.Config: {
@@ -247,7 +250,7 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     tokens = groups * largest.group_size * largest.env.max_rollout_tokens
     row_length, rows = config.batcher.row_length, config.batcher.rows_per_microbatch
     parameters = parameter_count(spec)
-    decoder = decoder_config(spec)
+    sizes = ModelSizes.of(decoder_config(spec), parameters)
     return RunPlan(
         device=device,
         parameters=parameters,
@@ -262,15 +265,42 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
         generator_replicas=config.generator.replicas,
         hosted_processes=sum(model.replicas * model.engine.tensor_parallel_degree for model in hosted),
         tensor_parallel_degree=engine.tensor_parallel_degree,
-        trainer_gib=trainer_memory_gib(
-            parameters=parameters,
-            shards=parallelism.shards(ranks) * parallelism.tensor_parallel_degree,
+        data_parallel_size=parallelism.data_parallel_size(ranks),
+        trainer_tensor_parallel_degree=parallelism.tensor_parallel_degree,
+        row_shapes=RowShapes.of(rows, row_length).shapes if device == "cuda" else (),
+        trainer_memory=trainer_memory(
+            sizes,
+            device=device,
+            shards=parallelism.shards(ranks),
+            tensor_parallel=parallelism.tensor_parallel_degree,
             dtype=config.trainer.dtype,
             compute_dtype=config.trainer.mixed_precision_param,
-            layers=len(decoder.layers),
-            dim=decoder.dim,
-            microbatch_tokens=row_length * rows,
+            rows=rows,
+            row_length=row_length,
+            chunk_tokens=config.trainer.logprob_chunk_tokens,
             activation_checkpoint=config.trainer.activation_checkpoint,
+            offload=config.trainer.enable_cpu_offload,
         ),
+        balance=_balance(config, sizes, rollouts) if device == "cuda" else None,
         generator_gib=engine.process_memory(parameters=parameters, device=device),
+    )
+
+
+def _balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
+    """Of the task with the longest rollouts."""
+    engine = config.generator.engine
+    longest = max(config.tasks.values(), key=lambda task: task.env.max_rollout_tokens)
+    itemsize = engine.torch_dtype.itemsize
+    return balance(
+        parameters=sizes.parameters,
+        kv_bytes_per_token=2 * sizes.key_width * sizes.layers * itemsize,
+        engine_itemsize=itemsize,
+        rollouts=rollouts,
+        rollout_tokens=longest.env.max_rollout_tokens,
+        sampled_tokens=min(longest.env.max_rollout_tokens, longest.env.max_turns * longest.sampling.max_tokens),
+        trainer_ranks=config.trainer.ranks,
+        recompute=config.trainer.activation_checkpoint,
+        replicas=config.generator.replicas,
+        tensor_parallel=engine.tensor_parallel_degree,
+        sequences_at_once=getattr(engine, "max_num_seqs", rollouts),
     )

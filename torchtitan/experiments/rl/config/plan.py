@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from torchtitan.experiments.rl.config.balance import Balance
+from torchtitan.experiments.rl.config.memory import TrainerMemory
+
 GIB = 2**30
-_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -28,10 +30,22 @@ class RunPlan:
     tensor_parallel_degree: int
     hosted_processes: int
     """Of frozen models the run serves itself."""
-    trainer_gib: float
-    """Per rank: weights, gradients, optimizer state, and the activations of one microbatch, roughly."""
+    data_parallel_size: int
+    """Shares that a step's rows are divided into."""
+    trainer_tensor_parallel_degree: int
+    row_shapes: tuple[tuple[int, int], ...]
+    """[B, L] of the batches that the trainer computes, canary aside, where they are few; empty where each has its own."""
+    trainer_memory: TrainerMemory
+    """Of one rank."""
+    balance: Balance | None
+    """None where the cost model has no numbers for the device."""
     generator_gib: float
     """Per process: weights and KV cache (CPU), or the share of the GPU it will claim (CUDA, as a part of one)."""
+
+    @property
+    def trainer_gib(self) -> float:
+        """Per rank."""
+        return self.trainer_memory.total / GIB
 
     @property
     def processes(self) -> int:
@@ -44,34 +58,27 @@ class RunPlan:
             generators += f", {self.hosted_processes} for hosted models"
         on = "GPUs" if self.device == "cuda" else "CPU cores"
         share = f"{self.generator_gib:.0%} of a GPU" if self.device == "cuda" else f"{self.generator_gib:.2f} GiB"
-        return [
+        degrees = f"{self.trainer_ranks} trainer rank(s)"
+        if self.trainer_tensor_parallel_degree > 1:
+            degrees += f" ({self.data_parallel_size} data-parallel x {self.trainer_tensor_parallel_degree} tensor-parallel)"
+        memory = self.trainer_memory
+        parts = {
+            "state": memory.state,
+            "layers at work": memory.gathered,
+            "head": memory.vocabulary,
+            "activations": memory.activations,
+            "CUDA": memory.fixed,
+        }
+        held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
+        lines = [
             f"model          {self.parameters / 1e6:,.1f}M parameters",
             f"steps          {self.steps}, each on {self.groups_per_step} groups = {self.rollouts_per_step} rollouts",
             f"off-policy     at most {self.max_offpolicy_steps} versions; {self.open_groups} groups open at most",
             f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",
-            f"processes      {self.processes} on {on}: {self.trainer_ranks} trainer rank(s), {generators}",
-            f"memory         about {self.trainer_gib:.2f} GiB a trainer rank, {share} a generator process",
+            f"processes      {self.processes} on {on}: {degrees}, {generators}",
+            f"memory         about {self.trainer_gib:.2f} GiB a trainer rank ({held}), {share} a generator process",
         ]
-
-
-def trainer_memory_gib(
-    *,
-    parameters: int,
-    shards: int,
-    dtype: str,
-    compute_dtype: str,
-    layers: int,
-    dim: int,
-    microbatch_tokens: int,
-    activation_checkpoint: bool,
-) -> float:
-    """Weights, gradients and two Adam moments, sharded; one layer gathered; activations of a microbatch.
-
-    Activations: 17 values of width ``dim`` a token and layer (the linear part of Korthikanti et al., arXiv:2205.05198, eq. 2;
-    fused attention kernels don't store the quadratic part). With checkpointing one a layer, and the 17 of a single layer.
-    """
-    state = 4 * parameters * _BYTES[dtype] / shards
-    gathered = 2 * parameters / layers * _BYTES[compute_dtype]
-    values = layers + 17 if activation_checkpoint else 17 * layers
-    activations = values * microbatch_tokens * dim * _BYTES[compute_dtype]
-    return (state + gathered + activations) / GIB
+        if self.row_shapes:
+            shapes = ", ".join(f"{rows} x {length}" for rows, length in self.row_shapes)
+            lines.append(f"shapes         {len(self.row_shapes)} of rows x tokens: {shapes}")
+        return lines + ([self.balance.line()] if self.balance is not None else [])
