@@ -182,6 +182,28 @@ async def close_all(meshes: list[tuple[ProcMesh, Any]]) -> None:
     meshes.clear()
 
 
+@pytest.fixture(scope="module")
+def generator_of_two(pairs, tmp_path_factory) -> Iterator[Any]:
+    """The tied model once more, in an engine whose two processes share each layer and the vocabulary."""
+    config = GeneratorConfig()
+    config.engine.max_model_len, config.engine.max_num_seqs, config.engine.tensor_parallel_degree = MAX_LEN, AT_ONCE, 2
+    procs = provision.spawn(None, "generator_of_two", (tuple(sorted(os.sched_getaffinity(0))),), "cpu")
+    run_dir = str(tmp_path_factory.mktemp("generator_of_two"))
+    path = pairs["tied"].path
+    generator = procs.spawn("generator_of_two", Generator, config, model_path=path, device="cpu", run_dir=run_dir)
+
+    async def start() -> None:
+        await generator.setup.call_one()
+
+    async def stop() -> None:
+        await generator.shutdown.call_one()
+        await procs.stop()
+
+    asyncio.run(start())
+    yield generator
+    asyncio.run(stop())
+
+
 @pytest.fixture
 def tied(pairs) -> Pair:
     return pairs["tied"]
@@ -297,6 +319,20 @@ async def test_after_an_update_generator_and_trainer_agree_on_weights_that_clear
         assert set(completion.policy_versions.tolist()) == {pair.version}
         trained = await pair.trained_logprobs(pair.prompt(20), completion)
         np.testing.assert_allclose(completion.logprobs, trained, rtol=0, atol=1e-4)
+
+
+async def test_an_engine_of_two_processes_takes_versions_over_as_one_of_one_process_does(tied, generator_of_two):
+    before = await generator_of_two.canary.call_one(CANARY)
+    for _ in range(2):
+        await tied.train()
+        trainer = await tied.publish()
+        receipt, single = await asyncio.gather(
+            *(generator.update_weights.call_one(tied.version, CANARY) for generator in (generator_of_two, tied.generator))
+        )
+        assert (receipt.version, receipt.fingerprint) == (tied.version, single.fingerprint)
+        np.testing.assert_allclose(receipt.canary_logprobs, trainer, rtol=0, atol=1e-4)
+        assert np.abs(receipt.canary_logprobs - before).max() > 0.5
+        before = receipt.canary_logprobs
 
 
 async def test_tokens_carry_the_version_they_were_sampled_with_when_weights_change_in_mid_completion(tied):
