@@ -110,3 +110,13 @@ def test_the_message_limit_is_monarchs_own_name_and_holds_in_this_process():
     assert get_global_config()["codec_max_frame_length"] == int(ENVIRONMENT["HYPERACTOR_CODEC_MAX_FRAME_LENGTH"]), (
         "Monarch no longer takes its message limit from HYPERACTOR_CODEC_MAX_FRAME_LENGTH"
     )
+
+
+def test_the_limits_of_silence_are_monarchs_own_names_and_hold_in_this_process():
+    from monarch.config import get_global_config
+
+    known = get_global_config()
+    for name, value in ENVIRONMENT.items():
+        if value.endswith(("h", "m")):
+            names = {name.removeprefix("HYPERACTOR_").lower(), name.removeprefix("HYPERACTOR_MESH_").lower()} & known.keys()
+            assert [known[field] for field in names] == [value], f"Monarch no longer knows {name}"

@@ -11,6 +11,8 @@ from torchtitan.experiments.rl.config.supervision_config import SupervisionConfi
 from torchtitan.experiments.rl.controller.part import Part
 from torchtitan.experiments.rl.controller.supervision import Supervisor
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.process.heartbeat import Pulse
+from torchtitan.experiments.rl.user_code.watched import ProcessIdentity
 
 KILLED = "killed by SIGKILL"
 
@@ -34,10 +36,14 @@ class Generator:
     def spawn(self, name: str):
         self.done.append("spawn")
         self.spawned_as.append(name)
-        return SimpleNamespace(stop=self.stop), SimpleNamespace(identity=SimpleNamespace(call_one=self.identity))
+        endpoints = {name: SimpleNamespace(call_one=getattr(self, name)) for name in ("identity", "pulse")}
+        return SimpleNamespace(stop=self.stop), SimpleNamespace(**endpoints)
 
-    async def identity(self) -> tuple[str, int]:
-        return "another-host", 1
+    async def identity(self) -> ProcessIdentity:
+        return ProcessIdentity(host="another-host", pid=1, stacks="")
+
+    async def pulse(self) -> Pulse:
+        return Pulse(doing="", seconds=0.0, slow=False)
 
     async def stop(self) -> None:
         pass

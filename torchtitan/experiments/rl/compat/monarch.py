@@ -8,8 +8,25 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-ENVIRONMENT = {"HYPERACTOR_CODEC_MAX_FRAME_LENGTH": str(2**40)}
-"""Monarch reads it when it starts. A batch or a snapshot is one message, and larger than the default limit."""
+ENVIRONMENT = {
+    # A batch or a snapshot is one message, and larger than the default limit.
+    "HYPERACTOR_CODEC_MAX_FRAME_LENGTH": str(2**40),
+    # How long a process may be silent: 30 s to 2 min by default. A machine that is suspended, or busy, is silent for longer,
+    # and its run was ended. A process that has ended is noticed by other means.
+    **dict.fromkeys(
+        (
+            "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT",
+            "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE",
+            "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE",
+            "HYPERACTOR_MESH_ORPHAN_TIMEOUT",
+            "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT",
+        ),
+        "1h",
+    ),
+    "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "10m",
+    "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "10m",
+}
+"""Monarch reads it when it starts."""
 
 # The public ``MeshFailure.mesh_name`` is the name an actor was spawned under, a hyphen and a random id.
 _MESH_NAME = re.compile(r"(?P<actor>.+)-[0-9A-Za-z]+")

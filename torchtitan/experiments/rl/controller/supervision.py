@@ -14,9 +14,11 @@ from typing import Any
 
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath
 from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
+from torchtitan.experiments.rl.controller.hang_watch import HangWatch
 from torchtitan.experiments.rl.controller.part import Part, PartProcess
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
+from torchtitan.experiments.rl.user_code.watched import ProcessIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +38,12 @@ class Supervisor:
     ):
         """
         Args:
-            on_death: called with a line for people when a part has died and is made again, and when it is back.
+            on_death: called with a line for people when a process hangs, when a part has died and is made again, and when it is
+                back.
             on_failure: called with the error of a part that is not made again.
         """
         self._config, self._on_death, self._on_failure = config, on_death, on_failure
+        self._hangs = HangWatch(config, on_hang=on_death)
         self.parts: list[Part] = []
         self.restarts: Counter[str] = Counter()
         """By the label of the part."""
@@ -77,7 +81,7 @@ class Supervisor:
     async def guard(self, name: str, actor: Any) -> None:
         """End the run when the process of ``actor`` ends: nothing makes it again. Returns when it is watched."""
         life = Lifetime(name)
-        await watch(actor, life)
+        await self._watch(actor, life)
         self._guarded.append(life)
 
         async def wait() -> None:
@@ -111,8 +115,15 @@ class Supervisor:
         part.incarnations += 1
         procs, actor = part.spawn(self._spawn_name(part))
         process = part.process = PartProcess(procs=procs, actor=actor, life=Lifetime(part.name))
-        await watch(actor, process.life)
+        await self._watch(actor, process.life, blocks=part.blocks)
         return await process.life.call(part.set_up(process))
+
+    async def _watch(self, actor: Any, life: Lifetime, *, blocks: bool = False) -> None:
+        """Have ``life`` end when the actor's process does, at once where it is on this host, or when it hangs."""
+        identity: ProcessIdentity = await life.call(actor.identity.call_one())
+        if identity.host == socket.gethostname():
+            life.watch(identity.pid)
+        self._run_beside(self._hangs.watch(actor, life, stacks=identity.stacks, blocks=blocks))
 
     async def _connect(self, part: Part) -> None:
         while True:
@@ -195,13 +206,6 @@ class Supervisor:
         task = asyncio.create_task(work)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
-
-
-async def watch(actor: Any, life: Lifetime) -> None:
-    """Have ``life`` end when the actor's process does: at once where it is on this host."""
-    host, pid = await life.call(actor.identity.call_one())
-    if host == socket.gethostname():
-        life.watch(pid)
 
 
 async def _stopped(process: PartProcess) -> None:

@@ -227,6 +227,7 @@ class RunActors:
             set_up=set_up,
             connect=connect,
             disconnect=disconnect,
+            blocks=True,
         )
         return part
 

@@ -30,20 +30,25 @@ from torchtitan.experiments.rl.generation.messages import (
     ScoreRequest,
     ScoreResult,
 )
+from torchtitan.experiments.rl.process.heartbeat import Heartbeat
 from torchtitan.experiments.rl.user_code.endpoint import cause_in, for_a_future
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
 
 logger = logging.getLogger(__name__)
 
+FIRST_STEPS = 20
+"""They may compile, and so take long."""
 _CANARY_ID = -1
 """Clients' ids count up from 0."""
 
 
 class EngineThread:
-    def __init__(self, deliver: Callable[[Sequence[GeneratorMessage]], None]):
+    def __init__(self, deliver: Callable[[Sequence[GeneratorMessage]], None], heartbeat: Heartbeat | None = None):
         """``deliver`` is called on this thread: with the results of a step, and with a GeneratorFailed if the engine fails."""
         self._engine: Engine | None = None
         self._deliver = deliver
+        self._heartbeat = heartbeat or Heartbeat()
+        self._steps = 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._after_drain: Callable[[], None] | None = None
         """A command to run when the engine has no open request left."""
@@ -71,7 +76,8 @@ class EngineThread:
         """Make the engine, on this thread."""
 
         def start() -> None:
-            self._engine = build()
+            with self._heartbeat.work("building the engine", slow=True):
+                self._engine = build()
 
         await self.call(start)
 
@@ -154,10 +160,14 @@ class EngineThread:
         try:
             while self._run_commands():
                 if self._busy:
-                    self._deliver_results(self.engine.step())
+                    with self._heartbeat.work("a step of the engine", slow=self._steps < FIRST_STEPS):
+                        results = self.engine.step()
+                    self._steps += 1
+                    self._deliver_results(results)
                 if self._after_drain is not None and not self._busy:
                     command, self._after_drain = self._after_drain, None
-                    command()
+                    with self._heartbeat.work("a command to the engine"):
+                        command()
             self._fail_pending(RunError("the generator was shut down"))
         except BaseException as error:
             logger.exception("the engine stopped")
@@ -177,7 +187,8 @@ class EngineThread:
                 command = self._commands.get(block=idle)
             except queue.Empty:
                 break
-            command()
+            with self._heartbeat.work("a command to the engine"):
+                command()
             idle = False
         return self._running
 

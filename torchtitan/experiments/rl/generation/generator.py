@@ -49,7 +49,7 @@ class Generator(WatchedActor):
         place = current_rank().rank if index is None else index
         self.part = f"{role} {place}"
         set_up_logging(run_dir, f"{role}-{place}")
-        self._thread = EngineThread(self._send)
+        self._thread = EngineThread(self._send, self.heartbeat)
 
     @reported_endpoint
     async def setup(self) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -100,12 +101,15 @@ class Learner:
         )
         self.checkpointer.load()
 
-    def forward_backward(self, microbatches: list[TrainingBatch], policy_version: int) -> MetricSums:
+    def forward_backward(
+        self, microbatches: list[TrainingBatch], policy_version: int, *, on_microbatch: Callable[[], None] = lambda: None
+    ) -> MetricSums:
         """Accumulate the gradient of one optimizer step. Collective.
 
         Args:
             microbatches: the step's rows of this rank's data-parallel coordinate; every rank has the same number.
             policy_version: version of the weights being trained, for metrics by policy age.
+            on_microbatch: called when each begins.
 
         Returns:
             Metrics of the whole step, the same on every rank.
@@ -113,6 +117,7 @@ class Learner:
         denominators = self._denominators(microbatches)
         sums = MetricSums()
         for index, microbatch in enumerate(microbatches):
+            on_microbatch()
             self._synchronise_gradients(last=index == len(microbatches) - 1)
             batch = microbatch.to(self._device)
             logprobs, entropy = batch_logprobs(self._policy, batch)

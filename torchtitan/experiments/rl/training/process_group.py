@@ -2,6 +2,7 @@
 
 import os
 import socket
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 
 LOOPBACK = "lo"
 """Linux's name of the interface that no other host reaches."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Ranks may compile, and write checkpoints, at different speeds. A rank that hangs is noticed and killed long before."""
 
 
 def init_process_group(*, device: Literal["cpu", "cuda"], rank: int, world_size: int, url: str) -> None:
@@ -26,4 +29,4 @@ def init_process_group(*, device: Literal["cpu", "cuda"], rank: int, world_size:
     if url.startswith("file:") and LOOPBACK in (name for _, name in socket.if_nameindex()):
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, LOOPBACK)
-    dist.init_process_group(backend, init_method=url, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)

@@ -24,6 +24,9 @@ from torchtitan.experiments.rl.user_code.endpoint import for_a_future, reported_
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 
+FIRST_STEPS = 3
+"""They may compile, and so take long."""
+
 
 class PolicyTrainer(WatchedActor):
     """Consumes the microbatches of its data-parallel coordinate, produces metrics and published weights.
@@ -52,6 +55,7 @@ class PolicyTrainer(WatchedActor):
         self._rank, self._world_size = current_rank().rank, math.prod(current_size().values())
         self.part = f"trainer {self._rank}"
         self._device = device
+        self._steps_taken = 0
         set_up_logging(run_dir, f"trainer-{self._rank}")
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._generator_dtype = generator_dtype
@@ -100,11 +104,12 @@ class PolicyTrainer(WatchedActor):
         """
 
         def accumulate() -> dict[str, float]:
-            metrics = self._learner.forward_backward(microbatches, policy_version).compute()
+            sums = self._learner.forward_backward(microbatches, policy_version, on_microbatch=self.heartbeat.beat)
+            metrics = sums.compute()
             check_finite("loss", metrics["loss/total"], self._learner.config.loss)
             return metrics
 
-        return await self._submit(accumulate)
+        return await self._submit(accumulate, quick=True)
 
     @reported_endpoint
     async def optim_step(self, step: int) -> dict[str, float]:
@@ -119,7 +124,9 @@ class PolicyTrainer(WatchedActor):
             self._learner.save(step)
             return metrics
 
-        return await self._submit(take)
+        metrics = await self._submit(take)
+        self._steps_taken += 1
+        return metrics
 
     @reported_endpoint
     async def copy_out_weights(self, version: int, canary_token_ids: np.ndarray) -> None:
@@ -127,7 +134,7 @@ class PolicyTrainer(WatchedActor):
 
         Also starts to score the canary with the same weights; ``canary`` returns the result.
         """
-        await self._submit(lambda: self._publisher.write(version, self._learner.hub_tensors()))
+        await self._submit(lambda: self._publisher.write(version, self._learner.hub_tensors()), quick=True)
         self._canary = self._submit(lambda: self._learner.score(canary_token_ids))
 
     @reported_endpoint
@@ -162,10 +169,17 @@ class PolicyTrainer(WatchedActor):
 
         await self._submit(close)
 
-    def _submit(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
+    def _submit(self, work: Callable[[], Any], *, quick: bool = False) -> asyncio.Future[Any]:
+        """
+        Args:
+            quick: no part of it takes longer than a microbatch, once the first steps have compiled what they need.
+        """
+        slow = not quick or self._steps_taken < FIRST_STEPS
+
         def run() -> Any:
             try:
-                return work()
+                with self.heartbeat.work("a computation of the trainer", slow=slow):
+                    return work()
             except StopIteration as error:
                 raise for_a_future(error) from error
 

@@ -1,18 +1,45 @@
 """What every actor of a run that has a process of its own answers about that process, whatever else it does."""
 
+import faulthandler
 import os
+import signal
 import socket
+from dataclasses import dataclass
 
 from monarch.actor import Actor
 
+from torchtitan.experiments.rl.process.heartbeat import Heartbeat, Pulse
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
+
+STACK_SIGNAL = signal.SIGUSR2
+"""A process that gets it writes the stack of each thread to ``ProcessIdentity.stacks``. No thread has to be free for that."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessIdentity:
+    host: str
+    pid: int
+    stacks: str
+    """Where processes of the same host read what STACK_SIGNAL has it write."""
 
 
 class WatchedActor(Actor):
+    """Its event loop answers; its working thread, if it has one, writes ``heartbeat``."""
+
     def __init__(self) -> None:
         self.part = ""
+        self.heartbeat = Heartbeat()
+        # In memory: a file in the run's folder would stay behind, empty, in every run.
+        self._stacks = os.memfd_create("stacks")
+        faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
 
     @reported_endpoint
-    async def identity(self) -> tuple[str, int]:
-        """Host name and process id."""
-        return socket.gethostname(), os.getpid()
+    async def identity(self) -> ProcessIdentity:
+        """Where its process is."""
+        pid = os.getpid()
+        return ProcessIdentity(host=socket.gethostname(), pid=pid, stacks=f"/proc/{pid}/fd/{self._stacks}")
+
+    @reported_endpoint
+    async def pulse(self) -> Pulse:
+        """What its working thread is doing."""
+        return self.heartbeat.pulse()
