@@ -101,7 +101,8 @@ class Batcher(Configurable):
         lengths = np.array([len(samples[index]) for index in order], np.int64)
         for halvings in range(_TREE_SIZES):
             units = tree_units(lengths, shared, self.config.row_length >> halvings)
-            sizes = [int(lengths[unit].sum() - shared[unit][1:].sum()) for unit in units]
+            starts = np.array([unit.start for unit in units], np.int64)
+            sizes = (np.add.reduceat(lengths - shared, starts) + shared[starts]).tolist() if units else []
             rows = []
             for packed in self._rows(sizes, ranks):
                 places = [place for unit in packed for place in units[unit]]
@@ -124,10 +125,11 @@ class Batcher(Configurable):
 
     def _cost(self, shares: list[list[Row]]) -> float:
         """Of the rank that has most to compute, padding included."""
-        return max(
-            sum(sum(row.cost - row.tokens + padded_length(part, self.config.row_length) for row in part) for part in parts)
-            for parts in self._split(shares)
-        )
+
+        def cost(part: list[Row]) -> float:
+            return sum(row.cost - row.tokens for row in part) + len(part) * padded_length(part, self.config.row_length)
+
+        return max(sum(map(cost, parts)) for parts in self._split(shares))
 
     def _check(self, sample: TrainingSample) -> None:
         if not self.fits(sample):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ LENGTH_MULTIPLE = 8
 """Rows are cut after the longest of their microbatch, rounded up to this: what tensor cores and sequence shards like."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(kw_only=True, frozen=True)
 class Row:
     """Samples in the order in which they lie in a row."""
 
@@ -21,12 +22,12 @@ class Row:
     shared: Sequence[int]
     """First tokens of each that are those of the sample before it, and that the model computes once; 0 begins a tree."""
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """That the model computes."""
         return sum(map(len, self.samples)) - sum(self.shared)
 
-    @property
+    @cached_property
     def cost(self) -> float:
         return row_cost([len(sample) for sample in self.samples], self.shared)
 

@@ -20,14 +20,18 @@ def prefix_order(samples: Sequence[tuple[float, np.ndarray]]) -> tuple[list[int]
     Returns:
         Indices of the samples in order, and int64 [samples]: how many tokens of each are also the first of the one before it.
     """
-    # Any order of the ids will do, so the bytes of little-endian ids are compared as they are.
-    keys = [(temperature, token_ids.astype(np.int32, copy=False).tobytes()) for temperature, token_ids in samples]
-    order = sorted(range(len(samples)), key=lambda index: (keys[index], index))
+    begins: dict[tuple[float, int], list[int]] = {}
+    for index, (temperature, token_ids) in enumerate(samples):
+        begins.setdefault((temperature, int(token_ids[0])), []).append(index)
+    order: list[int] = []
     shared = np.zeros(len(samples), np.int64)
-    for at, (left, right) in enumerate(zip(order, order[1:], strict=False), 1):
-        (left_temperature, left_ids), (temperature, ids) = samples[left], samples[right]
-        if left_temperature == temperature:
-            shared[at] = _common(left_ids, ids)
+    for alike in begins.values():
+        if len(alike) > 1:
+            # Any order of the ids will do, so their bytes are compared as they are.
+            alike = sorted(alike, key=lambda index: samples[index][1].astype(np.int32, copy=False).tobytes())
+            pairs = zip(alike, alike[1:], strict=False)
+            shared[len(order) + 1 : len(order) + len(alike)] = [_common(samples[i][1], samples[j][1]) for i, j in pairs]
+        order += alike
     return order, shared
 
 
@@ -74,5 +78,5 @@ def _common(left: np.ndarray, right: np.ndarray) -> int:
     """Tokens that two samples begin with alike."""
     length = min(len(left), len(right))
     parted = left[:length] != right[:length]
-    first = int(parted.argmax()) if length else 0
-    return first if length and parted[first] else length
+    first = int(parted.argmax())
+    return first if parted[first] else length
