@@ -12,11 +12,11 @@ OURS = "torchtitan.experiments.rl"
 
 
 class RunFileHandler(logging.FileHandler):
-    """Its own class, so that a second setup knows its predecessor's handler from anyone else's."""
+    """A class of its own: a second ``set_up_logging`` removes the handler that the first one made, and no other."""
 
 
 class TerminalHandler(logging.StreamHandler):
-    """Writes to whatever sys.stderr is at the time: process launchers and tests replace it."""
+    """Writes to sys.stderr as it is at each record: process launchers and tests replace it."""
 
     def __init__(self) -> None:
         super().__init__(sys.stderr)

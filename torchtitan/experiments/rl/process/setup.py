@@ -139,10 +139,10 @@ def set_up_logging(run_dir: Path | str, process_name: str, level: int = logging.
     The file holds every record at ``level`` and above, Python warnings and exceptions that end a thread included. The terminal
     gets one line each for our warnings and for other libraries' errors; tracebacks stay in the file. Libraries that print their
     log to the terminal by handlers of their own (vLLM, monarch, torchstore, transformers) lose those handlers, and their
-    records take the same way.
+    records go to the same file and terminal.
 
-    Calling it again replaces what the last call set up. Do so after importing a library that prints its own log: handlers it
-    made meanwhile are taken away.
+    A second call replaces what the first one set up. Call it again after importing a library that prints its own log: it then
+    removes the handlers that the library has made.
     """
     path = Path(run_dir) / "logs" / f"{process_name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def set_up_logging(run_dir: Path | str, process_name: str, level: int = logging.
 
 
 def take_log_of(library: str) -> None:
-    """Have the log of a library that was imported after ``set_up_logging`` take the process's way."""
+    """Send the log of a library that was imported after ``set_up_logging`` to the process's own handlers."""
     logger = logging.getLogger(library)
     _take_terminal_from(logger)
     logger.propagate = True

@@ -35,7 +35,7 @@ class SnapshotPublisher:
         self._buffers: list[SharedBuffer] = []
         self._page_locked = False
         self._targets: list[dict[str, torch.Tensor]] = []
-        """By buffer and name: where this rank copies its part of a tensor. Found once: that takes a tenth of the copying."""
+        """By buffer and name: where this rank copies its part of a tensor. Found once: it takes a tenth of the copying."""
         self._fingerprints = ["", ""]
         """Of the buffers' bytes, taken by rank 0."""
         self._published: list[tuple[int, bool]] = []
