@@ -196,3 +196,27 @@ async def test_the_death_of_a_guarded_process_ends_the_run_by_its_name():
     await until(lambda: len(watching.failures) == 1)
     assert str(watching.failures[0]) == f"trainer rank 0 died: {KILLED}"
     await watching.supervisor.close()
+
+
+async def test_work_that_waits_for_a_process_that_is_not_made_again_ends_with_its_death():
+    made, watching = Generator(), Watching()
+    _, actor = made.spawn("trainer")
+    await watching.supervisor.guard("trainer rank 0", actor)
+    never = asyncio.Event()
+    waiting = asyncio.create_task(watching.supervisor.unless_failed(never.wait()))
+    await iterations(5)
+    assert not waiting.done()
+    watching.supervisor._guarded[0].end("hung: a computation of the trainer for 121 s")
+    with pytest.raises(RunError, match="^trainer rank 0 died: hung: a computation of the trainer for 121 s$"):
+        await asyncio.wait_for(waiting, 30)
+    await watching.supervisor.close()
+
+
+async def test_work_ends_as_it_ends_while_nothing_fails():
+    async def answer() -> int:
+        return 7
+
+    watching = Watching()
+    assert await watching.supervisor.unless_failed(answer()) == 7
+    with pytest.raises(RunError, match="disagree"):
+        await watching.supervisor.unless_failed(refuse())

@@ -94,8 +94,9 @@ class Controller(Actor):
         self._loop = asyncio.get_running_loop()
         failure: BaseException | None = None
         try:
-            self._building = asyncio.create_task(contained(self._build()))
-            await contained(self._train(await self._building))
+            unless_failed = self._actors.supervisor.unless_failed
+            self._building = asyncio.create_task(contained(unless_failed(self._build())))
+            await contained(unless_failed(self._train(await self._building)))
         except asyncio.CancelledError as cancelled:
             failure = cancelled if self._stopped_by is None else None
         except Exception as error:

@@ -10,7 +10,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath
 from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.user_code.watched import ProcessIdentity
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 STOP_TIMEOUT_S = 60.0
 """For Monarch to clear away what is left of a process that has ended."""
@@ -51,6 +52,7 @@ class Supervisor:
         """When and why, by the name of the part; of the last ``window_s``."""
         self._beside: set[asyncio.Task[None]] = set()
         self._guarded: list[Lifetime] = []
+        self._failed = asyncio.Event()
         self.failure: RunError | None = None
         """Why the run has to end."""
 
@@ -90,6 +92,24 @@ class Supervisor:
             self._fail(RunError(f"{name} died: {cause}"))
 
         self._run_beside(wait())
+
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` returns or raises. It is cancelled when the run has to end: it may wait for a process that has ended.
+
+        Raises:
+            RunError: why the run has to end.
+        """
+        working, failed = asyncio.create_task(work), asyncio.create_task(self._failed.wait())
+        try:
+            await asyncio.wait({working, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self.failure is not None:
+                raise self.failure
+            return working.result()
+        finally:
+            failed.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working}, timeout=STOP_TIMEOUT_S)
 
     def died(self, death: ProcessDeath) -> None:
         """Monarch reports the death of an actor. Those of processes that are not watched are learned here."""
@@ -170,6 +190,7 @@ class Supervisor:
 
     def _fail(self, error: RunError) -> None:
         self.failure = self.failure or error
+        self._failed.set()
         self._on_failure(error)
 
     def _count(self, part: Part, cause: str) -> None:
