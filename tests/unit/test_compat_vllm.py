@@ -140,3 +140,11 @@ def test_only_a_tied_head_on_cpu_is_packed_again():
     tied = model(tied=True)
     compat.repack_tied_head(tied)
     assert packed == [tied.lm_head]
+
+
+def test_parameters_that_skip_their_clone_are_copied_shallowly():
+    from vllm import SamplingParams
+
+    params = SamplingParams(max_tokens=3, seed=1, stop_token_ids=[1, 2], skip_clone=True)
+    clone = params.clone()
+    assert clone is not params and clone == params and clone.stop_token_ids is params.stop_token_ids

@@ -13,6 +13,7 @@ from annotated_types import Ge
 from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.bounds import PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.envs.group_prompts import GroupPrompts
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.messages import (
     assistant_message,
@@ -81,11 +82,23 @@ class RendererEnv:
     ``perf/event_loop_lag_max_s`` shows it.
     """
 
-    def __init__(self, *, message_env: MessageEnv, renderer: Renderer, config: RendererEnvConfig):
+    def __init__(
+        self,
+        *,
+        message_env: MessageEnv,
+        renderer: Renderer,
+        config: RendererEnvConfig,
+        group: GroupPrompts | None = None,
+    ):
+        """
+        Args:
+            group: what was rendered for the other rollouts of its group.
+        """
         self._env = message_env
         self._name = type(message_env).__name__
         self._renderer = renderer
         self._config = config
+        self._group = group or GroupPrompts()
         self._messages: list[Message] = []
         self._tools: list | None = None
         self._prompt: Prompt | None = None
@@ -205,8 +218,10 @@ class RendererEnv:
         self._tools = checked_tools(reset.tools, f"{field}.tools")
         if cannot_fit(self._messages, self._config.max_rollout_tokens):
             return self.finish(RolloutStatus.TRUNCATED_PROMPT_OVERFLOW)
-        prompt = await self._rendering("render", first_prompt(self._renderer, self._messages, self._tools))
-        self._set_prompt(prompt)
+        prompt = self._group.first(
+            self._messages, self._tools, lambda: first_prompt(self._renderer, self._messages, self._tools)
+        )
+        self._set_prompt(await self._rendering("render", prompt))
 
     async def _step(self, turn: RolloutTurn, prompt: Prompt) -> None:
         completion = turn.completion
@@ -216,8 +231,12 @@ class RendererEnv:
         sampled_ids = np.asarray(completion.token_ids).tolist()
 
         def parse() -> Message:
-            parsed = self._renderer.parse_response(sampled_ids, tools=self._tools, prompt_ids=prompt.ids)
-            return assistant_message(parsed, turn=len(self._turns) - 1)
+            known = self._group.answer(prompt, sampled_ids)
+            if known is None:
+                parsed = self._renderer.parse_response(sampled_ids, tools=self._tools, prompt_ids=prompt.ids)
+                known = assistant_message(parsed, turn=len(self._turns) - 1)
+                self._group.keep_answer(prompt, sampled_ids, known)
+            return copied(known)
 
         parsing = off_the_loop_if(len(sampled_ids) > LARGE_COMPLETION, parse)
         turn.assistant_message = await self._rendering("parse_response", parsing)

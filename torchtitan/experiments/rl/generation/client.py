@@ -309,7 +309,9 @@ class GeneratorSession:
         self._closed = False
 
     async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
-        sampling = replace(self._sampling, max_tokens=min(max_tokens, self._sampling.max_tokens))
+        sampling = self._sampling
+        if max_tokens < sampling.max_tokens:
+            sampling = replace(sampling, max_tokens=max_tokens)
         request = GenerateRequest(
             request_id=next(self._client._ids),
             prompt_token_ids=np.asarray(prompt_token_ids, np.int32),

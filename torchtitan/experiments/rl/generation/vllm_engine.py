@@ -151,7 +151,12 @@ def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, A
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    common: dict[str, Any] = {"detokenize": False, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    common: dict[str, Any] = {
+        "detokenize": False,
+        "flat_logprobs": True,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+        "skip_clone": True,  # these parameters are of one request alone; vLLM's deep copy of them takes 20 us
+    }
     if isinstance(request, ScoreRequest):
         if not 2 <= len(request.token_ids) < max_model_len:
             raise ValueError(f"{len(request.token_ids)} tokens to score: give 2 to max_model_len - 1 = {max_model_len - 1}")

@@ -11,6 +11,7 @@ It never counts as a 0: a bug in the scoring must not look like a bad answer.
 
 import asyncio
 import functools
+import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.completion_reward import CompletionReward, last_assistant_text
 from torchtitan.experiments.rl.rubrics.watch import RolloutWatch
 from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, cause_of
+from torchtitan.experiments.rl.user_code.in_place import call_in_place
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
 from torchtitan.experiments.rl.user_code.threads import doing
 
@@ -194,6 +196,8 @@ class Rubric(UserConfigurable):
         if entry.isolate:  # the child has the time limit; waiting for a free one doesn't count
             call = functools.partial(self._isolated.call, entry.fn, (subject, env_input), timeout_s=timeout_s)
             return await call_bounded(lambda: self._isolated_threads.call(call, timeout_s=None), timeout_s=None)
+        if inspect.iscoroutinefunction(function):  # each call has an asyncio task of its own already
+            return await call_in_place(function, subject, env_input, timeout_s=timeout_s)
         return await call_user(function, subject, env_input, timeout_s=timeout_s)
 
     def _log_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:

@@ -24,8 +24,10 @@ class CheckedSession:
         Raises:
             UserCodeError: the generator failed, or its completion can't be trained on; names the generator.
         """
-        prompt = prompt_token_ids.view()
-        prompt.flags.writeable = False
+        prompt = prompt_token_ids
+        if prompt.flags.writeable:  # one that a group shares is read-only, and stays one object: a message then holds it once
+            prompt = prompt.view()
+            prompt.flags.writeable = False
         self.waits += 1
         try:
             completion = await self._session.generate(prompt, max_tokens=max_tokens)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from renderers import Renderer
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.envs.group_prompts import GroupPrompts
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
 from torchtitan.experiments.rl.rollouts.finished import FinishedRollout
@@ -60,6 +61,8 @@ class GroupRun:
         self._credit = credit
         self._open_sessions: list[PolicySession] = []
         self._envs: list[RendererEnv] = []
+        self._prompts = GroupPrompts()
+        self._stop_token_ids = task.renderer.get_stop_token_ids()
         self._first_sessions = [self._open_session(rollout, attempt=0) for rollout in group.rollouts]
 
     async def run(self) -> None:
@@ -148,7 +151,9 @@ class GroupRun:
             for env in made:
                 # An env that several rollouts are given is closed by the first of them.
                 if isinstance(env, MessageEnv) and first_use(env):
-                    envs.append(RendererEnv(message_env=env, renderer=task.renderer, config=task.config.env))
+                    envs.append(
+                        RendererEnv(message_env=env, renderer=task.renderer, config=task.config.env, group=self._prompts)
+                    )
             self._envs += envs  # here, so that envs that come too late, or after a cancellation, are closed too
             return envs, made, sum(isinstance(env, MessageEnv) for env in made)
 
@@ -172,7 +177,7 @@ class GroupRun:
             rollout_id=f"{rollout.rollout_id}~{attempt}" if attempt else rollout.rollout_id,
             seed=derive_seed(self._seed, rollout.group_id, rollout.index_in_group, attempt),
             sampling=self._sampling,
-            stop_token_ids=self._task.renderer.get_stop_token_ids(),
+            stop_token_ids=self._stop_token_ids,  # one list for all: a message then holds it once
         )
         self._open_sessions.append(session)
         return session

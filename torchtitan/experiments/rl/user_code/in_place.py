@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-async def call_in_place(function: Callable[..., Any], *args: Any, timeout_s: float, owner: str) -> Any:
+async def call_in_place(function: Callable[..., Any], *args: Any, timeout_s: float, owner: str = "") -> Any:
     """Await ``function(*args)`` for at most ``timeout_s`` seconds, as ``call_user`` does.
 
     Args:
         function: an async function.
-        owner: whose function it is, such as "SumEnv.reset"; begins the message of the errors.
+        owner: whose function it is, such as "SumEnv.reset"; begins the message of the errors, unless empty.
 
     Raises:
         UserCodeTimeout: it took longer, or blocked the event loop beyond its limit.
@@ -51,12 +51,11 @@ async def call_in_place(function: Callable[..., Any], *args: Any, timeout_s: flo
         await _take_cancellation()
     if call.interrupted(error):
         raise asyncio.CancelledError
-    late = call.late or (too_late(watch) if watch.blocked_s else None)
-    if late is not None:
-        raise late.again(f"{owner}: {late}") from error
-    if error is not None:
+    failed: UserCodeError | None = call.late or (too_late(watch) if watch.blocked_s else None)
+    if failed is None and error is not None:
         failed = failure(error)
-        message = f"{owner}: {failed}"
+    if failed is not None:
+        message = f"{owner}: {failed}" if owner else str(failed)
         raise (failed.again(message) if isinstance(failed, UserCodeTimeout) else UserCodeError(message)) from error
     return value
 

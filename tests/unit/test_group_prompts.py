@@ -1,0 +1,100 @@
+"""A group's first prompt is rendered once, and equal answers to it are parsed once; nothing else is shared."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.unit.rollout_stubs import TalkingEnv, completion_of
+from torchtitan.experiments.rl.envs.group_prompts import MAX_SHARED_TOKENS, GroupPrompts
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
+from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+
+
+class CountingRenderer:
+    """The renderer, with the calls that reach it."""
+
+    def __init__(self, renderer):
+        self._renderer, self.calls = renderer, []
+
+    def __getattr__(self, name):
+        method = getattr(self._renderer, name)
+        if name not in ("render", "parse_response"):
+            return method
+
+        def call(*args, **kwargs):
+            self.calls.append(name)
+            return method(*args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def group(renderer):
+    """Makes the RendererEnvs of a group, which share a renderer that counts."""
+    counting, prompts = CountingRenderer(renderer), GroupPrompts()
+
+    def make(*envs):
+        config = RendererEnvConfig(step_timeout_s=30.0)
+        return [RendererEnv(message_env=env, renderer=counting, config=config, group=prompts) for env in envs], counting.calls
+
+    return make
+
+
+async def test_equal_conversations_are_rendered_once_and_others_by_themselves(group):
+    envs, calls = group(*(TalkingEnv(opening=text) for text in ("one", "two", "one", "one", "two")))
+    await asyncio.gather(*(env.initial_prompt() for env in envs))
+    assert calls == ["render", "render"]
+    assert envs[0].prompt_token_ids is envs[2].prompt_token_ids is envs[3].prompt_token_ids
+    assert envs[1].prompt_token_ids is envs[4].prompt_token_ids
+    assert envs[0].prompt_token_ids.tolist() != envs[1].prompt_token_ids.tolist()
+
+
+async def test_shared_prompt_is_the_one_that_each_rollout_would_have_rendered_and_read_only(group, renderer):
+    (first, second), _ = group(TalkingEnv(), TalkingEnv())
+    alone = RendererEnv(message_env=TalkingEnv(), renderer=renderer, config=RendererEnvConfig())
+    for env in (first, second, alone):
+        await env.initial_prompt()
+    assert second.prompt_token_ids.tolist() == alone.prompt_token_ids.tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        second.prompt_token_ids[0] = 0
+
+
+async def test_equal_answers_are_parsed_once_and_their_messages_are_not_shared(group, tokenizer):
+    envs, calls = group(*(TalkingEnv() for _ in range(4)))
+    texts = ("a", "b", "a", "a")
+    for env, text in zip(envs, texts, strict=True):
+        await env.initial_prompt()
+        await env.step_completion(completion_of(tokenizer, text))
+    assert calls.count("parse_response") == 2
+    messages = [env.turns[0].assistant_message for env in envs]
+    assert [message["content"] for message in messages] == list(texts)
+    messages[0]["content"] = "changed"
+    assert messages[2]["content"] == messages[3]["content"] == "a"
+
+
+async def test_long_answers_and_later_turns_are_parsed_one_by_one(group, tokenizer):
+    envs, calls = group(TalkingEnv(turns=2), TalkingEnv(turns=2))
+    long = "x" * (MAX_SHARED_TOKENS + 1)
+    for env in envs:
+        await env.initial_prompt()
+        await env.step_completion(completion_of(tokenizer, long))
+        assert env.status is RolloutStatus.ONGOING
+        await env.step_completion(completion_of(tokenizer, "a"))
+    assert calls.count("parse_response") == 4
+
+
+async def test_renderer_that_fails_is_asked_again_by_the_next_rollout(group):
+    class Fails(CountingRenderer):
+        def render(self, *args, **kwargs):
+            self.calls.append("render")
+            if len(self.calls) == 1:
+                raise RuntimeError("busy")
+            return self._renderer.render(*args, **kwargs)
+
+    (first, second), calls = group(TalkingEnv(), TalkingEnv())
+    failing = Fails(first._renderer)
+    first._renderer = second._renderer = failing
+    assert (await first.initial_prompt()).status is RolloutStatus.ERROR
+    assert (await second.initial_prompt()).status is RolloutStatus.ONGOING
+    assert failing.calls == ["render", "render"] and isinstance(second.prompt_token_ids, np.ndarray)
