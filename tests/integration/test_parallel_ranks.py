@@ -27,8 +27,9 @@ from tests.integration.test_learner import (
     snapshot,
 )
 from torchtitan.experiments.rl.process.setup import set_up_process
-from torchtitan.experiments.rl.training.learner import Learner, init_process_group
+from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.parallelism import Parallelism
+from torchtitan.experiments.rl.training.process_group import init_process_group
 from torchtitan.experiments.rl.types import DataParallel
 
 LR = 1e-4
@@ -48,7 +49,7 @@ def work_of_a_rank(rank: int, ports: dict[int, int], folder: str, fused: str, ll
     for world_size in (4, 2):
         if rank >= world_size:
             break
-        init_process_group(device="cpu", rank=rank, world_size=world_size, address=f"127.0.0.1:{ports[world_size]}")
+        init_process_group(device="cpu", rank=rank, world_size=world_size, url=f"tcp://127.0.0.1:{ports[world_size]}")
         for mesh, parallelism in MESHES.items():
             if RANKS[mesh] == world_size:
                 results[mesh] = work_on(mesh, parallelism, f"{folder}/{mesh}", fused, llama)
