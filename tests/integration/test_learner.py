@@ -20,6 +20,7 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.process.setup import set_up_process
+from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.parallelism import Parallelism
@@ -76,12 +77,20 @@ class RepeatedLearner(Learner):
 
 
 def learner_of(
-    run_dir, *, model: str | ModelConfig = str(MODEL), dtype=None, lr: float = 1e-3, kind: type[Learner] = Learner, **config
+    run_dir,
+    *,
+    model: str | ModelConfig = str(MODEL),
+    dtype=None,
+    lr: float = 1e-3,
+    kind: type[Learner] = Learner,
+    start: TrainerStart | None = None,
+    **config,
 ) -> Learner:
     model = model if isinstance(model, ModelConfig) else ModelConfig(hf_assets_path=model)
     config = TrainerConfig(optimizer=OptimizerConfig(lr=lr), **config)
     config.lr_scheduler.warmup_steps = 0
-    return kind(config, model=model, device="cpu", max_seq_len=512, total_steps=10, run_dir=str(run_dir), dtype=dtype)
+    sizes = dict(max_seq_len=512, total_steps=10)
+    return kind(config, model=model, device="cpu", **sizes, run_dir=str(run_dir), start=start, dtype=dtype)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
 """The command itself, in processes of its own: what it leaves behind, how it ends, and that it repeats itself."""
 
+import gzip
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,10 +30,15 @@ SHARED_MEMORY = Path("/dev/shm")
 class Run:
     """One run of the command, in a session of its own so that whatever it leaves alive can be found."""
 
-    def __init__(self, folder: Path, *words: str, config: str = "rl_grpo_qwen3_debug"):
-        self.folder = folder / "run"
+    def __init__(self, folder: Path, *words: str, config: str = "rl_grpo_qwen3_debug", resume: Path | None = None):
+        """``resume``: the run folder of an earlier run, which goes on."""
+        self.folder = resume or folder / "run"
         self._out, self._err = folder / "stdout", folder / "stderr"
-        command = [sys.executable, "-m", MODULE, "--config", config, "--run-dir", str(self.folder), *SMALL, *words]
+        command = [sys.executable, "-m", MODULE, *words]
+        if resume is None:
+            command += ["--config", config, "--run-dir", str(self.folder), *SMALL]
+        else:
+            command += ["--resume", str(resume)]
         self.shared_memory_before = set(os.listdir(SHARED_MEMORY))
         with self._out.open("w") as out, self._err.open("w") as err:
             self._process = subprocess.Popen(
@@ -246,8 +253,9 @@ def test_finished_run_leaves_no_process_and_no_shared_memory(async_run):
 @pytest.fixture(scope="module")
 def sync_runs(start) -> list[Run]:
     """Side by side, so that their timing differs."""
-    words = "--max-offpolicy-steps 0 --seed 7 --steps 4 --validation.every 2 --trainer.no-save-final-model".split()
-    return [run.ended_well() for run in [start(*words) for _ in range(2)]]
+    words = "--max-offpolicy-steps 0 --seed 7 --steps 4 --validation.every 2 --trainer.no-save-final-model"
+    words += " --checkpoint.interval 1 --checkpoint.keep 9"
+    return [run.ended_well() for run in [start(*words.split()) for _ in range(2)]]
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +267,26 @@ def wide_runs(start) -> list[Run]:
 def test_synchronous_runs_of_one_seed_have_the_same_metrics(sync_runs):
     same_but_for_the_clock(*sync_runs)
     assert any(record["train/grad_norm"] > 0 for record in sync_runs[0].steps)
+
+
+def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(sync_runs, tmp_path_factory, start):
+    # Files and checkpoints as if killed while the third checkpoint was written, after a weight update and an evaluation.
+    folder = tmp_path_factory.mktemp("copied") / "run"
+    shutil.copytree(sync_runs[0].folder, folder)
+    for step in (3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"step-00000{step}")
+    run = start(resume=folder).ended_well()
+    assert "resumed from step 2" in run.out
+    same_but_for_the_clock(run, sync_runs[0])
+    for name in ("ledger.jsonl", "rollouts.jsonl.gz"):
+        assert lines_of(folder / name) == lines_of(sync_runs[0].folder / name)
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [f"step-00000{step}" for step in (1, 2, 3, 4)]
+
+
+def lines_of(path: Path) -> list:
+    """The records of a file, in any order, without their seconds."""
+    text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+    return sorted(re.sub(r'"(generate|env)_s":[^,}]*', "", line) for line in text.splitlines())
 
 
 def test_two_ranks_and_two_generators_repeat_themselves_too(wide_runs):

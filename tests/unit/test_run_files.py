@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from tests.unit.test_recorder import group_of, rollout_of
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointError
-from torchtitan.experiments.rl.checkpointing.run_files import cut_back, offsets
+from torchtitan.experiments.rl.checkpointing.run_files import cut_back, sizes
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger, read_metrics
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
@@ -38,7 +38,7 @@ class Writers:
     def flush(self) -> None:
         self.metrics.flush()
         self.ledger.flush()
-        assert self.recorder.flush()
+        self.recorder.size_by_now().result(30)
 
     def close(self) -> None:
         self.metrics.close()
@@ -68,7 +68,7 @@ def test_a_resumed_run_has_each_step_once_in_every_file(tmp_path):
     for step in (1, 2):
         writers.step(step)
     writers.flush()
-    at_checkpoint = offsets(tmp_path)
+    at_checkpoint = sizes(tmp_path)
     for step in (3, 4, 5):
         writers.step(step)
     writers.close()
@@ -93,7 +93,7 @@ def test_files_made_after_the_checkpoint_are_removed(tmp_path):
     first = Writers(tmp_path, tensorboard=False)
     first.step(1)
     first.close()
-    at_checkpoint = offsets(tmp_path)
+    at_checkpoint = sizes(tmp_path)
     MetricsLogger.Config(jsonl=False).build(run_dir=tmp_path).close()
     cut_back(tmp_path, at_checkpoint)
     assert sorted(os.listdir(tmp_path)) == ["ledger.jsonl", "metrics.jsonl", "rollouts.jsonl.gz", "tensorboard"]
@@ -106,12 +106,12 @@ def test_the_offset_of_a_file_is_where_its_last_whole_line_ends(lines, torn):
     with tempfile.TemporaryDirectory() as name:
         whole = b"".join(line + b"\n" for line in lines)
         (Path(name) / "ledger.jsonl").write_bytes(whole + torn.replace(b"\n", b""))
-        assert offsets(Path(name)) == {"ledger.jsonl": len(whole)}
+        assert sizes(Path(name)) == {"ledger.jsonl": len(whole)}
 
 
 def test_a_line_longer_than_what_is_read_at_once_is_passed_over(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b"a\n" + b"b" * 200_000)
-    assert offsets(tmp_path) == {"metrics.jsonl": 2}
+    assert sizes(tmp_path) == {"metrics.jsonl": 2}
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
@@ -119,7 +119,7 @@ def test_metrics_or_ledger_shorter_than_at_the_checkpoint_are_refused_before_any
     writers = Writers(tmp_path, tensorboard=False)
     writers.step(1)
     writers.close()
-    at_checkpoint = {file: max(0, size - 1) for file, size in offsets(tmp_path).items()} | {name: 10_000}
+    at_checkpoint = {file: max(0, size - 1) for file, size in sizes(tmp_path).items()} | {name: 10_000}
     before = {path: path.stat().st_size for path in tmp_path.glob("*.*")}
     with pytest.raises(CheckpointError, match=rf"{name} has [0-9]+ bytes, and had 10,000 at the checkpoint: put the file back"):
         cut_back(tmp_path, at_checkpoint)
@@ -134,7 +134,7 @@ def test_recorded_rollouts_that_are_missing_cost_a_line_and_leave_whole_groups(t
     for step in (1, 2):
         writers.step(step)
     writers.close()
-    at_checkpoint = offsets(tmp_path)
+    at_checkpoint = sizes(tmp_path)
     path = tmp_path / "rollouts.jsonl.gz"
     os.truncate(path, path.stat().st_size - 5)
     (line,) = cut_back(tmp_path, at_checkpoint)

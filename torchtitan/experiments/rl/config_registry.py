@@ -314,7 +314,6 @@ def _qwen3(
             optimizer=OptimizerConfig(lr=1e-6),
             mixed_precision_param="bfloat16",
             activation_checkpoint=True,
-            checkpoint_interval=50,
         ),
         generator=GeneratorConfig(
             replicas=replicas,

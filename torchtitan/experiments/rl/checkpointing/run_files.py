@@ -19,18 +19,22 @@ _LINES = (METRICS_FILE, LEDGER_FILE)
 _CHUNK = 2**16
 
 
-def offsets(run_dir: Path) -> dict[str, int]:
+def sizes(run_dir: Path) -> dict[str, int]:
     """Size in bytes of each file that the run appends to, by its path in the run folder; a torn last line is left out.
 
-    Call it when the writers have flushed, which leaves whole members and events. The files are fsynced, because a checkpoint
-    must not be ahead of them.
+    Call it when the writers have flushed, which leaves whole members and events.
     """
-    found = {}
+    return {
+        str(path.relative_to(run_dir)): _end_of_last_line(path) if path.name in _LINES else path.stat().st_size
+        for path in _files(Path(run_dir))
+    }
+
+
+def sync(run_dir: Path) -> None:
+    """Fsync those files: a checkpoint that is on the disk must not be ahead of them."""
     for path in _files(Path(run_dir)):
         with path.open("rb+") as file:
             os.fsync(file.fileno())
-        found[str(path.relative_to(run_dir))] = _end_of_last_line(path) if path.name in _LINES else path.stat().st_size
-    return found
 
 
 def cut_back(run_dir: Path, offsets: Mapping[str, int]) -> list[str]:

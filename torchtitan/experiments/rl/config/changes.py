@@ -66,7 +66,6 @@ MAY_CHANGE: Mapping[str, bool] = {
     "trainer.activation_checkpoint": True,
     "trainer.compile": True,
     "trainer.logprob_chunk_tokens": True,
-    "trainer.checkpoint_interval": True,
     "trainer.save_final_model": True,
     "generator.class": False,
     "generator.replicas": True,

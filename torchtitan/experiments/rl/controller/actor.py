@@ -16,10 +16,12 @@ from torchtitan.experiments.rl.compat.monarch import process_death, process_deat
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.controller.closing import Closing
+from torchtitan.experiments.rl.controller.closing import PART_TIMEOUT_S, Closing
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.run_checkpoints import RunCheckpoints
+from torchtitan.experiments.rl.controller.run_start import resume, trainer_start
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.controller.task_set import TaskSet
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
@@ -31,9 +33,9 @@ from torchtitan.experiments.rl.observability.console import Console, RunHeader, 
 from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, contained
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, contained
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
-from torchtitan.experiments.rl.user_code.gate import Gate
+from torchtitan.experiments.rl.user_code.gate import Gate, sentence
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class Controller(Actor):
         self._rollouts: RolloutLoop | None = None
         self._training: TrainingLoop | None = None
         self._recorder: RolloutRecorder | None = None
+        self._checkpoints: RunCheckpoints | None = None
         self._building: asyncio.Task[TrainingLoop] | None = None
         self._stopped_by: str | None = None
         self._validations: list[float] = []
@@ -102,6 +105,7 @@ class Controller(Actor):
         except Exception as error:
             logger.exception("the run failed")
             failure = await self._explained(error)
+            await self._save_before_end()
         try:
             faults = await self._close()
             failure = failure or next(iter(faults), None)
@@ -150,7 +154,15 @@ class Controller(Actor):
         set_up_logging(self._run_dir, "controller")
         resolved = resolved_config(config)
         (self._run_dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
-        metrics = self._metrics = config.metrics.build(run_dir=self._run_dir, run_config=resolved)
+        resumed = None
+        if self._resume_from is not None:
+            resumed = resume(self._resume_from, run_dir=self._run_dir, config=config)
+            first, last = resumed.state.first_validation, resumed.state.last_validation
+            self._validations = [reward for reward in (first, last) if reward is not None]
+        step = 0 if resumed is None else resumed.state.step
+        metrics = self._metrics = config.metrics.build(
+            run_dir=self._run_dir, run_config=resolved, resume_step=None if resumed is None else step
+        )
         self._console.header(
             RunHeader(
                 run_name=self._run_dir.name,
@@ -166,6 +178,8 @@ class Controller(Actor):
                 run_dir=self._run_dir,
             )
         )
+        if resumed is not None:
+            self._console.note(f"resumed from step {step}: {resumed.checkpoint}")
         renderer = build_renderer(config.renderer, config.model.hf_assets_path)
         await self._tasks.build(renderer)
         tasks = self._tasks.tasks
@@ -175,10 +189,10 @@ class Controller(Actor):
             for slot in ("pre_batch_filters", "post_batch_filters")
         }
         batcher = config.batcher.build()
-        await self._actors.start()
+        await self._actors.start(trainer_start(resumed, self._init_from))
         runner = await self._actors.start_runner(self._tasks)
-        self._recorder = config.recorder.build(run_dir=self._run_dir)
-        self._rollouts = RolloutLoop(
+        recorder = self._recorder = config.recorder.build(run_dir=self._run_dir)
+        rollouts = self._rollouts = RolloutLoop(
             tasks=tasks,
             mix=mix,
             runner=runner,
@@ -186,30 +200,57 @@ class Controller(Actor):
             pacer=Pacer(groups_per_step=plan.groups_per_step, max_offpolicy_steps=config.max_offpolicy_steps),
             batcher=batcher,
             **filters,
-            total_groups=plan.groups_per_step * config.steps,
+            total_groups=plan.groups_per_step * max(0, config.steps - step),
             max_drops_in_a_row=config.max_drops_in_a_row,
             ledger=Ledger(self._files["ledger"]),
-            recorder=self._recorder,
+            recorder=recorder,
             gate=self._gate,
         )
         if self._failure is not None:  # while this was built
             self._rollouts.fail(self._failure)
+        validator = Validator(tasks, runner, config.validation, on_failure=self._fail, gate=self._gate)
+        checkpoints = self._checkpoints = RunCheckpoints(
+            config.checkpoint,
+            run_dir=self._run_dir,
+            seed=config.seed,
+            synchronous=config.max_offpolicy_steps == 0,
+            rollouts=rollouts,
+            validator=validator,
+            trainer=self._actors.trainer,
+            metrics=metrics,
+            recorder=recorder,
+            validations=self._first_and_last_validation,
+        )
+        if resumed is not None:
+            await rollouts.restore(resumed.state.rollouts, resumed.groups, step)
+            validator.restore(resumed.state.validator, step)
+            checkpoints.resumed(resumed.checkpoint, step)
         self._training = TrainingLoop(
             steps=config.steps,
             data_parallel_size=self._actors.trainer.data_parallel_size,
             synchronous=config.max_offpolicy_steps == 0,
-            rollouts=self._rollouts,
+            rollouts=rollouts,
             batcher=batcher,
             trainer=self._actors.trainer,
             weights=self._actors.weights,
-            validator=Validator(tasks, runner, config.validation, on_failure=self._fail, gate=self._gate),
+            validator=validator,
             runner=runner,
             generated_tokens=lambda: self._actors.policy.generated_tokens,
             on_start=functools.partial(self._start_report, metrics),
             on_step=functools.partial(self._step_report, metrics),
             on_early_end=functools.partial(self._early_end_report, metrics),
+            on_step_end=checkpoints.step_ended,
+            first_step=step + 1,
         )
         return self._training
+
+    async def _save_before_end(self) -> None:
+        """Save what was trained since the last checkpoint, as far as the trainer still answers."""
+        if self._checkpoints is not None:
+            try:
+                await call_bounded(self._checkpoints.finish, timeout_s=PART_TIMEOUT_S)
+            except UserCodeError as error:
+                logger.warning("the state before the error is not saved: %s", sentence(error))
 
     async def _built(self, part: Any, field: str, **arguments: Any) -> Any:
         """What a config that users may have written builds; the error of one that fails names its field."""
@@ -218,6 +259,8 @@ class Controller(Actor):
 
     async def _train(self, training: TrainingLoop) -> None:
         await training.run()
+        assert self._checkpoints is not None, "the build made it"
+        await self._checkpoints.finish()
         if training.steps_done:
             folder = await self._actors.trainer.save_final(training.steps_done)
             if folder is not None:
@@ -232,6 +275,8 @@ class Controller(Actor):
     def _step_report(self, metrics: MetricsLogger, record: StepRecord) -> None:
         restarts = {f"restarts/{part}": count for part, count in self._actors.supervisor.restarts.items()}
         metrics.log(record.step, record.metrics | restarts)
+        if self._checkpoints is not None:
+            self._checkpoints.step_taken(record.step)
         if record.validation is not None and record.validation.reward is not None:
             self._validations.append(record.validation.reward)
         self._console.step(record.report())
@@ -247,6 +292,8 @@ class Controller(Actor):
     async def _close(self) -> list[RunError]:
         """Close whatever was built, users of a part before the part itself. Returns what went wrong, in order."""
         closing = Closing()
+        if self._checkpoints is not None:
+            await closing.close("the checkpoints", self._checkpoints.close)
         if self._training is not None:
             await closing.close("the training loop", self._training.close)
         if self._rollouts is not None:
@@ -268,16 +315,26 @@ class Controller(Actor):
         return closing.faults
 
     def _summary(self, wall_time_s: float) -> RunSummary:
-        rewards = self._validations
         if self._training is not None and self._actors.trainer.failed_batch is not None:
             self._files["batch"] = self._actors.trainer.failed_batch
+        checkpoint = self._checkpoints.newest if self._checkpoints is not None else self._resume_from
+        if checkpoint is not None:
+            self._files["checkpoint"] = checkpoint
+        first, last = self._first_and_last_validation()
         return RunSummary(
             steps=self._training.steps_done if self._training else 0,
             total_steps=self.config.steps,
             wall_time_s=wall_time_s,
-            start_val_reward=rewards[0] if rewards else None,
-            final_val_reward=rewards[-1] if len(rewards) > 1 else None,
+            start_val_reward=first,
+            final_val_reward=last,
             ledger=self._rollouts.ledger.counts() if self._rollouts else {},
             files=self._files,
             stopped_by=self._stopped_by,
+            not_saved=self._checkpoints.failure if self._checkpoints is not None else None,
+            resumable=checkpoint is not None and self._stopped_by is not None,
+            run_dir=self._run_dir,
         )
+
+    def _first_and_last_validation(self) -> tuple[float | None, float | None]:
+        rewards = self._validations
+        return rewards[0] if rewards else None, rewards[-1] if len(rewards) > 1 else None

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torchtitan.experiments.rl.controller.saved_state import LedgerEntry, LedgerState
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.record_file import RecordFile
 
@@ -24,7 +25,7 @@ class LedgerRecord:
 
 class Ledger:
     """Columns: ``trained``, ``filtered/<slot>/<filter>`` (slot "pre" or "post"), ``failed/<why>``, ``oversized``, ``untrained``
-    (open when the run stopped).
+    (open when the run stopped), ``lost`` (open in the checkpoint that a run was resumed from, and can't be run again).
 
     With a path, each record is appended to that file as a JSON line, by the first ``flush`` or ``check``
     after its rollout ended.
@@ -101,6 +102,28 @@ class Ledger:
             counts |= {f"{task}/{column}": n for column, n in sorted(self._ended.get(task, Counter()).items())}
             counts[f"{task}/open"] = self.open(task)
         return counts
+
+    def state(self) -> LedgerState:
+        """What a resumed run continues from."""
+        return LedgerState(
+            dispatched=dict(self._dispatched),
+            ended={task: dict(columns) for task, columns in self._ended.items()},
+            open=[
+                LedgerEntry(rollout_id=entry.rollout_id, task=entry.task, dispatched_version=entry.dispatched_version)
+                for entry in self._open.values()
+            ],
+        )
+
+    def restore(self, state: LedgerState) -> None:
+        """Continue from a checkpoint's counts and open rollouts."""
+        self._dispatched = Counter(state.dispatched)
+        self._ended = {task: Counter(columns) for task, columns in state.ended.items()}
+        self._open = {
+            entry.rollout_id: LedgerRecord(
+                rollout_id=entry.rollout_id, task=entry.task, dispatched_version=entry.dispatched_version
+            )
+            for entry in state.open
+        }
 
     def close(self) -> None:
         if self._file is None:

@@ -15,7 +15,10 @@ bookkeeping: it has no clock.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torchtitan.experiments.rl.controller.saved_state import SlotState
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,7 +43,8 @@ class Pacer:
 
     @property
     def free_slots(self) -> int:
-        return (self._max_offpolicy_steps + 1) * self._groups_per_step - len(self._slots)
+        # A run that was resumed with fewer slots may hold more for a while.
+        return max(0, (self._max_offpolicy_steps + 1) * self._groups_per_step - len(self._slots))
 
     @property
     def untrained(self) -> int:
@@ -53,7 +57,11 @@ class Pacer:
         Args:
             frozen: its rollouts are sampled from a frozen model, which never goes stale.
         """
-        assert self.free_slots > 0 and group_id not in self._slots
+        assert self.free_slots > 0
+        self._admit(group_id, version, frozen=frozen)
+
+    def _admit(self, group_id: str, version: int, *, frozen: bool) -> None:
+        assert group_id not in self._slots
         order_deadline = version + self._max_offpolicy_steps
         deadline = math.inf if frozen else order_deadline
         self._slots[group_id] = _Slot(
@@ -104,3 +112,32 @@ class Pacer:
     def live(self, version: int) -> None:
         """The generators hold ``version`` now: slots of the groups that led to it are free."""
         self._slots = {k: s for k, s in self._slots.items() if s.leads_to is None or s.leads_to > version}
+
+    def state(self) -> list[SlotState]:
+        """The groups that no step has taken. Those that a step has taken lead to the version that a checkpoint is of."""
+        untaken = [(slot.order, group_id, slot) for group_id, slot in self._slots.items() if slot.leads_to is None]
+        return [
+            SlotState(
+                group_id=group_id,
+                admitted_version=slot.admitted_version,
+                frozen=slot.deadline == math.inf,
+                finished=slot.finished,
+            )
+            for _, group_id, slot in sorted(untaken, key=lambda entry: entry[0])
+        ]
+
+    def restore(self, slots: Sequence[SlotState], version: int) -> list[str]:
+        """Admit the groups of a checkpoint of ``version`` again.
+
+        Returns:
+            Groups that are not admitted: a smaller ``max_offpolicy_steps`` than the checkpoint's puts their deadline before
+            ``version``, or leaves too few steps for them.
+        """
+        late = []
+        for slot in slots:
+            self._admit(slot.group_id, slot.admitted_version, frozen=slot.frozen)
+            self._slots[slot.group_id].finished = slot.finished
+            if self._slots[slot.group_id].deadline < version or not self._others_can_wait([], version - 1):
+                del self._slots[slot.group_id]
+                late.append(slot.group_id)
+        return late

@@ -7,6 +7,7 @@ it is what success looks like: with a filter that drops such groups, a run on ma
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
+from torchtitan.experiments.rl.controller.saved_state import DropsState, MasteryState, NoSignalState, StallState
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
@@ -56,6 +57,13 @@ class Mastery:
             self._end()
         return True
 
+    def state(self) -> MasteryState:
+        return MasteryState(ties={name: list(ties) for name, ties in self._ties.items()}, signals=dict(self._signals))
+
+    def restore(self, state: MasteryState) -> None:
+        self._ties = {name: list(state.ties.get(name, [])) for name in self._ties}
+        self._signals = {name: signal for name, signal in state.signals.items() if name in self._ties}
+
     def _end(self) -> None:
         words = []
         for name, ties in self._ties.items():
@@ -103,6 +111,18 @@ class ConsecutiveDrops:
                 "logs/controller.jsonl for each cause, or raise max_drops_in_a_row"
             )
 
+    def state(self) -> DropsState:
+        return DropsState(
+            groups=self._groups,
+            ties=self._ties,
+            columns=list(self._columns.items()),
+            rewards=list(self._rewards.items()),
+        )
+
+    def restore(self, state: DropsState) -> None:
+        self._groups, self._ties = state.groups, state.ties
+        self._columns, self._rewards = Counter(dict(state.columns)), Counter(dict(state.rewards))
+
 
 class NoSignalFromStart:
     """Detects a run in which no group has had a learning signal since the start: all rewards of each group tie.
@@ -133,6 +153,64 @@ class NoSignalFromStart:
                 f"reward ({_shares(self._mean_rewards)}), so every advantage is 0; look at the rubric, and whether the "
                 "examples are too hard or too easy for this model (max_drops_in_a_row sets how many groups are waited for)"
             )
+
+    def state(self) -> NoSignalState:
+        return NoSignalState(signal_seen=self._signal_seen, mean_rewards=list(self._mean_rewards.items()))
+
+    def restore(self, state: NoSignalState) -> None:
+        self._signal_seen, self._mean_rewards = state.signal_seen, Counter(dict(state.mean_rewards))
+
+
+class StallDetectors:
+    """All of them, for the groups of a run."""
+
+    def __init__(self, limit: int, tasks: Collection[str]):
+        # A post-batch filter may drop every group that the pre-batch filters kept: its drops are counted on their own.
+        self._drops, self._emptied = ConsecutiveDrops(limit), ConsecutiveDrops(limit)
+        self._no_signal, self._mastery = NoSignalFromStart(limit), Mastery(limit, tasks)
+
+    def scored(self, group: RolloutGroup, *, signal: bool) -> None:
+        """A group was scored.
+
+        Raises:
+            RunError: no group since the start had a signal.
+        """
+        self._no_signal.add(group, signal=signal)
+        self._mastery.scored(group, signal=signal)
+
+    def kept(self) -> None:
+        """Something of a group is left after the pre-batch filters."""
+        self._drops.clear()
+
+    def taken(self) -> None:
+        """Something of a step's groups is left after the post-batch filters."""
+        self._emptied.clear()
+
+    def dropped(self, columns: Sequence[str], group: RolloutGroup, *, signal: bool, taken: bool) -> None:
+        """A group was dropped; its rollouts ended in these ``columns`` of the ledger. ``taken``: a step had taken it.
+
+        Raises:
+            RunError: too many in a row.
+            NothingLeftToLearn: every task is mastered.
+        """
+        tie = self._mastery.dropped(columns, group, signal=signal)
+        (self._emptied if taken else self._drops).add(columns, group, tie=tie)
+
+    def state(self) -> StallState:
+        """What a resumed run continues from."""
+        return StallState(
+            drops=self._drops.state(),
+            emptied=self._emptied.state(),
+            no_signal=self._no_signal.state(),
+            mastery=self._mastery.state(),
+        )
+
+    def restore(self, state: StallState) -> None:
+        """Continue from a checkpoint."""
+        self._drops.restore(state.drops)
+        self._emptied.restore(state.emptied)
+        self._no_signal.restore(state.no_signal)
+        self._mastery.restore(state.mastery)
 
 
 _NO_SIGNAL = ZeroAdvantage.Config().build()

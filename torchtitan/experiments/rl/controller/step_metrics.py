@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
-from torchtitan.experiments.rl.controller.rollout_loop import StepGroups
+from torchtitan.experiments.rl.controller.open_groups import StepGroups
 from torchtitan.experiments.rl.controller.validation import ValidationReport
 from torchtitan.experiments.rl.observability.console import StepReport
 from torchtitan.experiments.rl.weights.sync import SyncReport

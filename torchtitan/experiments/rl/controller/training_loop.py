@@ -6,7 +6,7 @@ before. Rollouts, scoring, weight updates and evaluations run at the same time.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
@@ -52,6 +52,8 @@ class TrainingLoop:
         on_start: Callable[[ValidationReport], None] = lambda report: None,
         on_step: Callable[[StepRecord], None] = lambda record: None,
         on_early_end: Callable[[str, Sequence[ValidationReport]], None] = lambda why, reports: None,
+        on_step_end: Callable[[int], Awaitable[None]] | None = None,
+        first_step: int = 1,
     ):
         """
         Args:
@@ -63,12 +65,15 @@ class TrainingLoop:
             on_step: called with every finished step.
             on_early_end: called when there is nothing left to learn before the last step, with that in words and the
                 evaluations that no step has reported.
+            on_step_end: awaited after each step, when it is reported. In a synchronous run no rollout is open then.
+            first_step: above 1 in a run that goes on from a checkpoint of the step before.
         """
-        self.steps_done = 0
+        self.steps_done = first_step - 1
         self._steps, self._data_parallel_size, self._synchronous = steps, data_parallel_size, synchronous
         self._rollouts, self._batcher, self._trainer, self._weights = rollouts, batcher, trainer, weights
         self._validator, self._runner, self._generated_tokens = validator, runner, generated_tokens
         self._on_start, self._on_step, self._on_early_end = on_start, on_step, on_early_end
+        self._on_step_end = on_step_end
         self._watch, self._lag = Stopwatch(), LoopLag()
         self._sync: asyncio.Task[SyncReport] | None = None
         self._last_sync: SyncReport | None = None
@@ -79,10 +84,11 @@ class TrainingLoop:
         freeze_objects()
         self._lag.start()
         try:
-            self._validator.start(0)
+            if not self.steps_done:
+                await self._measure_start()
+            elif self._synchronous:  # of a step that failed before its evaluation
+                await self._validator.wait()
             self._rollouts.fill()
-            await self._validator.wait()  # of version 0, before there is another
-            self._on_start(next(iter(self._validator.take()), ValidationReport(step=0, reward=None)))
             while self.steps_done < self._steps and not self._stopping:
                 await self._step(self.steps_done + 1)
         except RunStopped:
@@ -94,6 +100,14 @@ class TrainingLoop:
         finally:
             self._lag.stop()
             unfreeze_objects()
+
+    async def _measure_start(self) -> None:
+        """Evaluate version 0, before there is another."""
+        self._validator.start(0)
+        if not self._synchronous:
+            self._rollouts.fill()
+        await self._validator.wait()
+        self._on_start(next(iter(self._validator.take()), ValidationReport(step=0, reward=None)))
 
     def stop(self) -> None:
         """End after the step that is being taken."""
@@ -117,27 +131,33 @@ class TrainingLoop:
             packed = await asyncio.to_thread(self._batcher.plan, samples, self._data_parallel_size)
             trained = await self._trainer.step(packed, step)
         self._rollouts.trained(taken)
-        with self._watch.span("sync"):
-            await self._publish(step)
-        self.steps_done = step
-        if step == self._steps or self._stopping:
-            await self._evaluate_final(step)
-        elif self._synchronous:
-            with self._watch.span("validate"):
-                await self._validator.wait()
-        record.finish(
-            taken=taken,
-            packed=packed,
-            trained=trained,
-            validations=self._validator.take(),
-            spans=self._watch.lap(),
-            last_sync=self._last_sync,
-            generated_tokens=self._generated_tokens(),
-            event_loop_lag_s=max(self._lag.lap(), self._runner.lap_lag_s()),
-            blocking_calls=self._runner.lap_blocking_calls(),
-            ledger=self._rollouts.ledger.counts(),
-        )
-        self._on_step(record)
+        try:
+            with self._watch.span("sync"):
+                await self._publish(step)
+            if step == self._steps:
+                await self._evaluate_final(step)
+            elif self._synchronous:
+                with self._watch.span("validate"):
+                    await self._validator.wait()
+        finally:  # the step was taken, also where its weights can't be published
+            self.steps_done = step
+            record.finish(
+                taken=taken,
+                packed=packed,
+                trained=trained,
+                validations=self._validator.take(),
+                spans=self._watch.lap(),
+                last_sync=self._last_sync,
+                generated_tokens=self._generated_tokens(),
+                event_loop_lag_s=max(self._lag.lap(), self._runner.lap_lag_s()),
+                blocking_calls=self._runner.lap_blocking_calls(),
+                ledger=self._rollouts.ledger.counts(),
+            )
+            self._on_step(record)
+        if self._on_step_end is not None:
+            with self._watch.span("checkpoint"):
+                await self._on_step_end(step)
+        self._rollouts.fill()
 
     async def _publish(self, version: int) -> None:
         """Start publishing ``version``. In a synchronous run, wait until the generators hold it."""
@@ -155,7 +175,8 @@ class TrainingLoop:
             raise
         if copied.version < self._steps:
             self._validator.start(copied.version)
-        self._rollouts.live(copied.version)
+        # The state of a synchronous run is captured with no rollout open.
+        self._rollouts.live(copied.version, fill=not self._synchronous)
         return report
 
     async def _synced(self) -> None:

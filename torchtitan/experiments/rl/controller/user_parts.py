@@ -3,10 +3,13 @@
 Each call goes through the gate (`user_code/gate.py`). Each answer is checked here, so that a fault is named where it arises.
 """
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torchtitan.experiments.rl.controller.saved_state import OpenGroupState
+from torchtitan.experiments.rl.data.dataset import find_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.errors import RunError
@@ -56,6 +59,52 @@ class UserParts:
             raise RunError(f"{owner} returned {type(example).__name__}, want an example (DataSample) of its dataset")
         return example
 
+    async def states(self) -> tuple[dict[str, Any], Any]:
+        """What the sampler of each task, and the mix, say of themselves, as JSON values of their own.
+
+        Raises:
+            RunError: one of them failed, or returned what JSON can't hold.
+        """
+        samplers = {
+            name: await self._gate.call(
+                _plain, task.sampler.state_dict, owner=f"task {name!r}: sampler {name_of(task.sampler, 'state_dict')}"
+            )
+            for name, task in self._tasks.items()
+        }
+        return samplers, await self._gate.call(
+            _plain, self._mix.state_dict, owner=f"task mix {name_of(self._mix, 'state_dict')}"
+        )
+
+    async def restore(self, samplers: Mapping[str, Any], mix: Any) -> None:
+        """Have samplers and mix continue from a checkpoint. A task that is new since then starts anew.
+
+        Raises:
+            RunError: one of them failed, or the state is of another dataset or seed.
+        """
+        for name, task in self._tasks.items():
+            if name in samplers:
+                owner = f"task {name!r}: sampler {name_of(task.sampler, 'load_state_dict')}"
+                await self._gate.call(task.sampler.load_state_dict, samplers[name], owner=owner)
+        owner = f"task mix {name_of(self._mix, 'load_state_dict')}"
+        await self._gate.call(self._mix.load_state_dict, mix, owner=owner)
+
+    async def examples_of(self, groups: Sequence[OpenGroupState]) -> dict[str, dict[str, DataSample]]:
+        """The examples of a checkpoint's open groups that their tasks' datasets have, by task and id.
+
+        Raises:
+            RunError: a dataset failed.
+        """
+        wanted: dict[str, set[str]] = {}
+        for group in groups:
+            if group.example is not None:
+                wanted.setdefault(group.task, set()).add(group.example["sample_id"])
+        return {
+            name: await self._gate.call(
+                find_examples, self._tasks[name].dataset, ids, owner=f"task {name!r}: the examples of its open groups"
+            )
+            for name, ids in wanted.items()
+        }
+
     async def observe(self, group: RolloutGroup, task: Task) -> None:
         """Show a scored group to the task's sampler, then to the mix.
 
@@ -97,6 +146,10 @@ def check_whole(group: RolloutGroup, dispatched: Collection[str], task: Task) ->
             f"task {task.name!r}: group {group.group_id} came back with {len(found)} rollouts, not the {len(dispatched)} that "
             f"were dispatched: {changers} changed group.rollouts"
         )
+
+
+def _plain(state_dict: Callable[[], Any]) -> Any:
+    return json.loads(json.dumps(state_dict()))
 
 
 def _copy(group: RolloutGroup) -> RolloutGroup:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
+from torchtitan.experiments.rl.controller.saved_state import ReportState, ValidatorState
 from torchtitan.experiments.rl.data.dataset import count_examples, read_example
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
@@ -59,6 +60,7 @@ class Validator:
         self._rounds: set[asyncio.Task] = set()
         self._reports: list[ValidationReport] = []
         self._left_out: dict[str, int] = {}
+        self._begun = 0
 
     def due(self, step: int) -> list[str]:
         """Tasks whose schedule names this step."""
@@ -66,13 +68,17 @@ class Validator:
 
     def start(self, step: int, *, final: bool = False) -> None:
         """Begin what is due at ``step``: at the first and the final step every task that is ever evaluated."""
+        self._begun = step
         names = [name for name, config in self._configs.items() if config.every > 0] if final else self.due(step)
+        self._start(names, step, alone=final or step == 0)
+
+    def _start(self, names: Sequence[str], step: int, *, alone: bool) -> None:
         begun = []
         for name in names:
             if name in self._running:
                 self._left_out[name] = self._left_out.get(name, 0) + 1
                 continue
-            evaluation = self._evaluate(name, alone=final or step == 0)
+            evaluation = self._evaluate(name, alone=alone)
             work = self._running[name] = asyncio.create_task(evaluation, name=f"validation-{name}-{step}")
             work.add_done_callback(functools.partial(self._ended, name))
             begun.append(work)
@@ -95,6 +101,25 @@ class Validator:
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
+
+    def state(self) -> ValidatorState:
+        """What a resumed run continues from."""
+        return ValidatorState(
+            begun=self._begun,
+            running=list(self._running),
+            left_out=dict(self._left_out),
+            reports=[ReportState(step=r.step, reward=r.reward, metrics=dict(r.metrics)) for r in self._reports],
+        )
+
+    def restore(self, state: ValidatorState, step: int) -> None:
+        """Continue from a checkpoint of ``step``: begin what is due at it and was not begun, and what had not ended.
+
+        The latter measures version ``step`` now, and says so.
+        """
+        self._begun, self._left_out = step, dict(state.left_out)
+        self._reports = [ValidationReport(step=r.step, reward=r.reward, metrics=dict(r.metrics)) for r in state.reports]
+        due = self.due(step) if state.begun < step else []
+        self._start([name for name in self._configs if name in due or name in state.running], step, alone=False)
 
     def _ended(self, name: str, evaluation: asyncio.Task) -> None:
         del self._running[name]

@@ -27,6 +27,7 @@ from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
+from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
 from torchtitan.experiments.rl.weights.sync import WeightSync, canary_tolerance
@@ -70,11 +71,15 @@ class RunActors:
         self._client_ids = itertools.count(1)  # the controller's is 0
         self._trainer: tuple[ProcMesh, Any] | None = None
 
-    async def start(self) -> None:
-        """Spawn and connect trainer, generators and hosted models, and check that the first two agree on version 0.
+    async def start(self, trainer_start: TrainerStart | None = None) -> None:
+        """Spawn and connect trainer, generators and hosted models, and check that the first two agree on the weights.
+
+        Args:
+            trainer_start: the trainer's weights are those of this checkpoint, and the generators get them. None: both load
+                the model's hub folder.
 
         Raises:
-            RunError: they don't.
+            RunError: they don't agree.
         """
         config, plan = self._config, self._plan
         placement = self._placement = plan_placement(
@@ -97,6 +102,7 @@ class RunActors:
             total_steps=config.steps,
             run_dir=str(self._run_dir),
             generator_dtype=config.generator.engine.torch_dtype,
+            start=trainer_start,
         )
         self._trainer = procs, trainers
         policy_model = config.model.hf_assets_path
@@ -129,9 +135,12 @@ class RunActors:
             remote_readers=bool(remote_readers),
             tolerance=canary_tolerance(config.generator.engine.dtype),
         )
+        if trainer_start is not None:
+            await self.weights.publish_start(trainer_start.step)
+            self.policy.version = trainer_start.step
         for part in self._generating.values():
             await self.supervisor.connect(part)
-        logger.info("trainer and generators agree on version 0")
+        logger.info("trainer and generators agree on version %d", self.policy.version)
 
     async def start_runner(self, task_set: TaskSet) -> GroupRunner:
         """Set the tasks up where their rollouts will run: here, or in workers that are spawned now.

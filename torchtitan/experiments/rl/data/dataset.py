@@ -1,7 +1,8 @@
 """Datasets: the examples of a task."""
 
 import abc
-from collections.abc import Iterator
+import itertools
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,3 +83,25 @@ def read_example(dataset: Examples, index: int) -> DataSample:
         kind = type(item.sample_id).__name__
         raise UserCodeError(f"dataset {type(dataset).__name__}: item {index}: its sample_id is a {kind}, want a text")
     return item
+
+
+def find_examples(dataset: Examples, sample_ids: Collection[str]) -> dict[str, DataSample]:
+    """The examples with these ids, by id; one that the dataset lacks is left out.
+
+    Many datasets number their examples, so an id that is a number is looked for there first. For other ids the dataset is read
+    from its start to the last of them.
+
+    Raises:
+        UserCodeError: as ``read_example`` does.
+    """
+    missing, found = set(sample_ids), {}
+    count = count_examples(dataset) if missing else 0
+    numbered = [int(sample_id) for sample_id in missing if sample_id.isdecimal() and len(sample_id) < 19]
+    for index in itertools.chain((number for number in numbered if number < count), range(count)):
+        if not missing:
+            break
+        sample = read_example(dataset, index)
+        if sample.sample_id in missing:
+            missing.remove(sample.sample_id)
+            found[sample.sample_id] = sample
+    return found

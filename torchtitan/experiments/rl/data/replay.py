@@ -7,7 +7,7 @@ import numpy as np
 from annotated_types import Gt, Le
 
 from torchtitan.experiments.rl.bounds import Cure, PositiveInt, check_config
-from torchtitan.experiments.rl.data.dataset import Examples, count_examples
+from torchtitan.experiments.rl.data.dataset import Examples, find_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -134,13 +134,7 @@ class Replay(SampleStrategy):
         return entry
 
     def _find(self, sample_ids: set[str]) -> dict[str, DataSample]:
-        found: dict[str, DataSample] = {}
-        for index in range(count_examples(self.dataset) if sample_ids else 0):
-            sample = self.example(index)
-            if sample.sample_id in sample_ids:
-                found[sample.sample_id] = sample
-                if len(found) == len(sample_ids):
-                    break
+        found = find_examples(self.dataset, sample_ids)
         missing = sorted(sample_ids - found.keys())
         if missing:
             raise ConfigError(

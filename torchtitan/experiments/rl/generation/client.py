@@ -94,7 +94,7 @@ class GeneratorClient:
         self._on_failure, self._on_stopped = on_failure, on_stopped
         self._find_frozen = frozen
         self.version = 0
-        self._lockstep = lockstep
+        self.lockstep = lockstep
         self._sessions = 0
         self._ids = itertools.count(client_id << CLIENT_BITS)
         self._outbox: list[_OpenRequest] = []
@@ -191,7 +191,7 @@ class GeneratorClient:
         waiting = _OpenRequest(request=request, last_replica=last_replica, answer=answer, tokens=tokens)
         self._open[request.request_id] = waiting
         self._outbox.append(waiting)
-        if not self._lockstep and len(self._outbox) >= self._full_outbox:
+        if not self.lockstep and len(self._outbox) >= self._full_outbox:
             self._flush()
         self._schedule_flush()
         try:
@@ -222,9 +222,9 @@ class GeneratorClient:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        if not self._lockstep and yield_queue().busy and len(self._outbox) < self._full_outbox:
+        if not self.lockstep and yield_queue().busy and len(self._outbox) < self._full_outbox:
             return self._schedule_flush()
-        if self._lockstep:
+        if self.lockstep:
             if self._lockstep_must_wait():
                 return
             self._outbox.sort(key=_canonical_order)
@@ -319,6 +319,9 @@ class GeneratorSession:
             # Each turn has its own stream of random numbers. vLLM takes 63 bits.
             seed=(self._seed + self._turn * 0x9E3779B97F4A7C15) % 2**63,
             stop_token_ids=self._stop_token_ids,
+            # Whether a prefix is read from the cache or computed changes the last bits. What is cached must not depend on what
+            # ran before, in this process or in one that the run was resumed from.
+            cache_scope=self._rollout_id.rpartition("/")[0] if self._client.lockstep else "",
         )
         self._turn += 1
         tokens = len(request.prompt_token_ids) + sampling.max_tokens

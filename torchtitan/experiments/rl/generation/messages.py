@@ -19,6 +19,8 @@ class GenerateRequest:
     sampling: SamplingConfig
     seed: int
     stop_token_ids: list[int]
+    cache_scope: str = ""
+    """Requests share cached prefixes with those of the same scope only."""
 
 
 @dataclass(kw_only=True, slots=True)

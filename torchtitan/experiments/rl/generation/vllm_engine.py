@@ -179,7 +179,8 @@ def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, A
         logprobs=0,
         **common,
     )
-    return TokensPrompt(prompt_token_ids=request.prompt_token_ids.tolist(), cache_salt=salt), params
+    scoped = f"{salt}/{request.cache_scope}" if request.cache_scope else salt
+    return TokensPrompt(prompt_token_ids=request.prompt_token_ids.tolist(), cache_salt=scoped), params
 
 
 def _to_result(request: Request, output: Any) -> GenerateResult | ScoreResult:

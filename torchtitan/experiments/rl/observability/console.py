@@ -5,6 +5,7 @@ encoding is not ours to choose, and colours only on a terminal.
 """
 
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from torchtitan.experiments.rl.printable import printable_line
 
 WIDTH = 100
 LABEL_WIDTH = 12
+COMMAND = "python -m torchtitan.experiments.rl.grpo"
 TITLE_EVERY = 40
 """Steps between two rows of column titles, so that titles are always on the screen."""
 
@@ -70,6 +72,11 @@ class RunSummary:
     """Files by what they hold: metrics, checkpoints, logs."""
     stopped_by: str | None = None
     """Why the run ended before its last step; None where it did not."""
+    not_saved: str | None = None
+    """Why the last state is in no checkpoint; None where it is in one."""
+    resumable: bool = False
+    """It has a checkpoint, and steps left to take."""
+    run_dir: Path | None = None
 
 
 _COLUMNS = {
@@ -118,7 +125,12 @@ def summary_lines(summary: RunSummary) -> list[str]:
         values = f"{_reward(summary.start_val_reward)} -> {_reward(summary.final_val_reward)}"
         lines.append(_labelled("validation", f"reward {values} ({gain:+.3f})"))
     lines += _wrapped("rollouts", [f"{count:,} {column}" for column, count in summary.ledger.items() if count])
-    return lines + [_labelled(name, str(path)) for name, path in summary.files.items()]
+    lines += [_labelled(name, str(path)) for name, path in summary.files.items()]
+    if summary.not_saved is not None:
+        lines.append(_labelled("not saved", summary.not_saved))
+    if summary.resumable:
+        lines.append(_labelled("go on with", f"{COMMAND} --resume {shlex.quote(str(summary.run_dir))}"))
+    return lines
 
 
 class Console:

@@ -9,6 +9,7 @@ import logging
 import queue
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +18,7 @@ from annotated_types import Ge
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import Cure, Share, check_fields
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.record_file import RecordFile, compress, read_groups
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
@@ -55,7 +57,7 @@ class RolloutRecorder(Configurable):
         """Rollouts written."""
         self._late = self._lost = 0
         self._ended: str | None = None
-        self._queue: queue.Queue[tuple[RolloutGroup, dict[str, str]] | threading.Event | None] = queue.Queue(QUEUED_GROUPS)
+        self._queue: queue.Queue[tuple[RolloutGroup, dict[str, str]] | Future[int] | None] = queue.Queue(QUEUED_GROUPS)
         self._thread: threading.Thread | None = None
         if config.fraction > 0:
             self._thread = threading.Thread(target=self._work, name="rollout-recorder", daemon=True)
@@ -86,16 +88,16 @@ class RolloutRecorder(Configurable):
                 logger.warning("%s can't keep up: groups are dropped from it; lower recorder.fraction", self.path)
             self._late += len(group.rollouts)
 
-    def flush(self) -> bool:
-        """Have everything recorded so far in the file. Blocks until then; False: its disk took longer than CLOSE_LIMIT_S."""
+    def size_by_now(self) -> Future[int] | None:
+        """Size of the file in bytes, once everything recorded so far is in it. None: nothing is recorded."""
         if self._thread is None:
-            return True
-        written = threading.Event()
+            return None
+        size: Future[int] = Future()
         try:
-            self._queue.put(written, timeout=CLOSE_LIMIT_S)
+            self._queue.put_nowait(size)
         except queue.Full:
-            return False
-        return written.wait(CLOSE_LIMIT_S)
+            size.set_exception(RunError(f"{self.path} can't keep up; lower recorder.fraction"))
+        return size
 
     def close(self) -> None:
         """Write what is queued. Blocks until then; a second call does nothing."""
@@ -113,8 +115,11 @@ class RolloutRecorder(Configurable):
     def _work(self) -> None:
         file = None
         while (item := self._queue.get()) is not None:
-            if isinstance(item, threading.Event):
-                item.set()
+            if isinstance(item, Future):
+                try:
+                    item.set_result(self.path.stat().st_size if self.path.exists() else 0)
+                except OSError as error:
+                    item.set_exception(error)
                 continue
             group, outcomes = item
             written = False

@@ -76,7 +76,7 @@ def encode_rollout(rollout: Rollout, *, outcome: str | None, admitted_version: i
     short = whole = None
     if data is not None:
         short = {"sample_id": _json(data.sample_id), "env_input": None}
-        whole = short | {"env_input": _json(data.env_input, _shown), "info": _json(data.info)}
+        whole = _example_record(data)
     given = _given_streams(rollout, len(rollout.samples))
     own = [field.name for field in fields(rollout) if field.name not in ("data_sample", "turns", "samples")]
     record = RolloutRecord(
@@ -118,6 +118,19 @@ def decode_rollout(line: bytes | str) -> RecordedRollout:
     return RecordedRollout(
         rollout=rollout, outcome=record.outcome, admitted_version=record.admitted_version, left_out=record.left_out
     )
+
+
+def plain_example(example: DataSample) -> dict[str, Any]:
+    """Its fields as JSON values, as in a record of its rollouts."""
+    return {name: json.loads(bytes(value)) for name, value in _example_record(example).items()}
+
+
+def _example_record(example: DataSample) -> dict[str, msgspec.Raw]:
+    return {
+        "sample_id": _json(example.sample_id),
+        "env_input": _json(example.env_input, _shown),
+        "info": _json(example.info),
+    }
 
 
 def _given(turn: RolloutTurn | None) -> dict[str, list | np.ndarray]:

@@ -47,11 +47,27 @@ class TrainerClient:
         ]
         try:
             metrics = (await asyncio.gather(*calls))[0]
-            return metrics | next(iter((await self._mesh.optim_step.call(step)).values()))
+            return metrics | next(iter((await self._mesh.optim_step.call()).values()))
         except Exception:
             self.failed_batch = self._run_dir / f"failed-batch-{step}.pt"
             torch.save(packed.microbatches, self.failed_batch)
             raise
+
+    async def begin_checkpoint(self, folder: Path, step: int) -> None:
+        """Copy the state after ``step``; every rank writes its part into ``folder`` meanwhile.
+
+        Raises:
+            RunError: the trainer's state is another.
+        """
+        await self._mesh.begin_checkpoint.call(folder, step)
+
+    async def finish_checkpoint(self) -> None:
+        """Return when every rank has written its part.
+
+        Raises:
+            RunError: a rank could not; the disk is full, or failed.
+        """
+        await self._mesh.finish_checkpoint.call()
 
     async def save_final(self, step: int) -> Path | None:
         """Write the policy as a hub folder; None where the config says not to."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Lt
 
 from torchtitan.components.optimizer import LRSchedulersContainer
-from torchtitan.experiments.rl.bounds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.losses import LossConfig
 from torchtitan.experiments.rl.training.parallelism import Parallelism
 
@@ -48,7 +48,5 @@ class TrainerConfig:
     """torch.compile of each transformer block."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose full-vocabulary logits exist at once."""
-    checkpoint_interval: NonNegativeInt = 0
-    """Save model, optimizer and schedule every so many steps; 0 saves none."""
     save_final_model: bool = True
     """Write the final policy as a hub folder, tokenizer included: <run folder>/checkpoint/step-N."""

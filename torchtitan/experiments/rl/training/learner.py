@@ -1,7 +1,6 @@
 """One rank of the policy's training: model, optimizer, schedule, checkpoint. Synchronous; it knows tokens and weights only."""
 
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -20,10 +18,10 @@ from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import LossConfig, MetricSums, compute_loss, count_members, mismatch_metrics
 from torchtitan.experiments.rl.losses.variants import loss_name
-from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.models.row_shapes import Policy, RowShapes
+from torchtitan.experiments.rl.training.checkpoints import TrainerCheckpoints, TrainerStart
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.hub_tensors import HubTensors
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
@@ -40,6 +38,7 @@ class Learner:
         rows: int = 1,
         total_steps: int,
         run_dir: str,
+        start: TrainerStart | None = None,
         dtype: torch.dtype | None = None,
     ):
         """Needs a process set up by ``process.setup``, and a process group; every rank builds one.
@@ -47,6 +46,7 @@ class Learner:
         Args:
             max_seq_len: the longest row, in tokens.
             rows: the most that a microbatch has. On CUDA batches are padded to few shapes.
+            start: a checkpoint to go on from; None: the weights of the model's hub folder.
             dtype: overrides config.dtype (tests: float64).
         """
         self.config = config
@@ -82,24 +82,17 @@ class Learner:
             lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
         ).build(model_parts=[self.model])
         self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=total_steps)
-        self._hub_folder, self._checkpoint_dir = Path(model.hf_assets_path), Path(run_dir) / "checkpoint"
-        self.checkpointer = CheckpointManager.Config(
-            enable=True,
-            export_dtype=HubConfig.read(model.hf_assets_path).dtype,
-            interval=config.checkpoint_interval or 10**9,
-            initial_load_in_hf=True,
-            last_save_in_hf=True,
-            keep_latest_k=2,
-        ).build(
-            dataloader=None,
-            model_parts=[self.model],
+        self.checkpoints = TrainerCheckpoints(
+            model=self.model,
             optimizers=self.optimizers,
             lr_schedulers=self.lr_schedulers,
-            states={},
-            sd_adapter=adapter,
-            base_folder=run_dir,
+            adapter=adapter,
+            hub_folder=Path(model.hf_assets_path),
+            run_dir=Path(run_dir),
+            start=start,
         )
-        self.checkpointer.load()
+        self.steps_taken: int | None = start.step if start is not None else 0
+        """Optimizer steps behind the weights; None while one is taken, and for good if it failed in its middle."""
 
     def forward_backward(
         self, microbatches: list[TrainingBatch], policy_version: int, *, on_microbatch: Callable[[], None] = lambda: None
@@ -136,13 +129,15 @@ class Learner:
         Raises:
             RunError: the gradient is not finite; the step is not taken.
         """
-        self.checkpointer.maybe_wait_for_staging()
+        self.checkpoints.wait_for_staging()
         norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_norm, foreach=True).item()
         check_finite("gradient norm", norm, self.config.loss)
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        taken, self.steps_taken = self.steps_taken, None
         self.optimizers.step()
         self.lr_schedulers.step()
         self.optimizers.zero_grad()
+        self.steps_taken = None if taken is None else taken + 1
         return {"train/grad_norm": norm, "train/lr": lr}
 
     def hub_tensors(self) -> HubTensors:
@@ -158,25 +153,12 @@ class Learner:
         logprobs, _ = self._policy(tokens, positions, temperatures, positions != 0)
         return logprobs[0].float().cpu().numpy()
 
-    def save(self, step: int) -> None:
-        """Checkpoint model, optimizer and schedule if ``step`` is due one. Collective."""
-        self.checkpointer.save(step)
-
     def save_final(self, step: int) -> Path | None:
         """Write the policy as a hub folder, and return it; None where the config says not to. Collective."""
-        if not self.config.save_final_model:
-            return None
-        self.checkpointer.save(step, last_step=True)
-        folder = self._checkpoint_dir / f"step-{step}"
-        if self.rank == 0:
-            shutil.rmtree(folder / "sharded", ignore_errors=True)  # the parts it was put together from
-            for file in self._hub_folder.iterdir():
-                if file.is_file() and ".safetensors" not in file.name:
-                    shutil.copy(file, folder)
-        return folder
+        return self.checkpoints.export(step, rank=self.rank) if self.config.save_final_model else None
 
     def close(self) -> None:
-        self.checkpointer.close()
+        self.checkpoints.close()
 
     def _parallelism(self) -> ParallelismConfig:
         return self.config.parallelism.for_torchtitan()

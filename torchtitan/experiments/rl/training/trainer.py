@@ -1,11 +1,12 @@
 """The PolicyTrainer actor: one rank of the trainer mesh. Endpoints hand work to one compute thread, so messages flow."""
 
 import asyncio
+import logging
 import math
 import socket
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +15,10 @@ import portpicker
 import torch
 from monarch.actor import current_rank, current_size
 
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.training.checkpoints import TrainerStart, write_error
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite
 from torchtitan.experiments.rl.training.process_group import init_process_group
@@ -23,6 +26,8 @@ from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
 from torchtitan.experiments.rl.user_code.endpoint import for_a_future, reported_endpoint
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
+
+logger = logging.getLogger(__name__)
 
 FIRST_STEPS = 3
 """They may compile, and so take long."""
@@ -34,10 +39,11 @@ class PolicyTrainer(WatchedActor):
     Knows no task, env or algorithm.
     """
 
-    # Made by setup, and by copy_out_weights.
+    # Made by setup, copy_out_weights and begin_checkpoint.
     _learner: Learner
     _publisher: SnapshotPublisher
     _canary: asyncio.Future[np.ndarray]
+    _saving: Future[Any]
 
     def __init__(
         self,
@@ -50,7 +56,9 @@ class PolicyTrainer(WatchedActor):
         total_steps: int,
         run_dir: str,
         generator_dtype: torch.dtype,
+        start: TrainerStart | None = None,
     ):
+        """``start``: a checkpoint to go on from; None: the weights of the model's hub folder."""
         super().__init__()
         self._rank, self._world_size = current_rank().rank, math.prod(current_size().values())
         self.part = f"trainer {self._rank}"
@@ -62,7 +70,14 @@ class PolicyTrainer(WatchedActor):
 
         def build() -> Learner:
             return Learner(
-                config, model=model, device=device, max_seq_len=max_seq_len, rows=rows, total_steps=total_steps, run_dir=run_dir
+                config,
+                model=model,
+                device=device,
+                max_seq_len=max_seq_len,
+                rows=rows,
+                total_steps=total_steps,
+                run_dir=run_dir,
+                start=start,
             )
 
         self._build = build
@@ -112,21 +127,43 @@ class PolicyTrainer(WatchedActor):
         return await self._submit(accumulate, quick=True)
 
     @reported_endpoint
-    async def optim_step(self, step: int) -> dict[str, float]:
-        """Clip and apply the gradient; checkpoint if ``step`` is due one. Collective.
+    async def optim_step(self) -> dict[str, float]:
+        """Clip and apply the gradient. Collective.
 
         Raises:
             RunError: the gradient is not finite; the step is not taken.
         """
-
-        def take() -> dict[str, float]:
-            metrics = self._learner.optim_step()
-            self._learner.save(step)
-            return metrics
-
-        metrics = await self._submit(take)
+        metrics = await self._submit(self._learner.optim_step)
         self._steps_taken += 1
         return metrics
+
+    @reported_endpoint
+    async def begin_checkpoint(self, folder: Path, step: int) -> None:
+        """Copy model, optimizer and schedule as they are after ``step``; write the copy beside what follows. Collective.
+
+        Raises:
+            RunError: the trainer's state is not that after ``step``.
+        """
+
+        def begin() -> Future[Any]:
+            if self._learner.steps_taken != step:
+                taken = "an unknown number of" if self._learner.steps_taken is None else self._learner.steps_taken
+                raise RunError(f"trainer rank {self._rank} has taken {taken} steps, and can't save the state after {step}")
+            return self._learner.checkpoints.begin(folder, step)
+
+        self._saving = await self._submit(begin)
+
+    @reported_endpoint
+    async def finish_checkpoint(self) -> None:
+        """Wait until this rank's files of the checkpoint that was begun last are written.
+
+        Raises:
+            RunError: they can't be: the disk is full, or failed.
+        """
+        error = await asyncio.to_thread(self._saving.exception)
+        if error is not None:  # torch's is no Exception, and can't always be sent to another process
+            logger.error("trainer rank %d: a checkpoint can't be written", self._rank, exc_info=error)
+            raise RunError(f"trainer rank {self._rank} can't write its part of the checkpoint: {write_error(error)}")
 
     @reported_endpoint
     async def copy_out_weights(self, version: int, canary_token_ids: np.ndarray) -> None:

@@ -59,6 +59,8 @@ class WeightSync:
         self.canary_token_ids = np.random.default_rng(0).integers(0, vocab_size, CANARY_TOKENS).astype(np.int32)
         self._version = 0
         """The last that the generators were told to load."""
+        self._published = False
+        """Whether replicas load it; a new one holds the weights of the model's hub folder."""
         self._canary: np.ndarray | None = None
         """The trainer's, of that version."""
         self._lock = asyncio.Lock()
@@ -68,13 +70,13 @@ class WeightSync:
         """Have a new replica load the current version and prove it, and then call ``take_requests``. No update comes between.
 
         Args:
-            actor: holds the checkpoint's weights, which are version 0.
+            actor: holds the weights of the model's hub folder.
 
         Raises:
             RunError: it loaded something else than the trainer has, or computes something else with it.
         """
         async with self._lock:
-            if self._version == 0:
+            if not self._published:
                 if self._canary is None:
                     self._canary = next(iter((await self._trainer.score.call(self.canary_token_ids)).values()))
                 logprobs = await actor.canary.call_one(self.canary_token_ids)
@@ -83,6 +85,17 @@ class WeightSync:
                 logprobs = receipt.canary_logprobs
             self._compare(self._version, self._canary, {replica: logprobs})
             await take_requests()
+
+    async def publish_start(self, version: int) -> None:
+        """Have replicas load what the trainer holds, as ``version``: it starts from other weights than the model's hub folder.
+
+        Call it before ``admit``.
+        """
+        rank0 = self._trainer.slice(procs=0)
+        await self.copy_out(version)
+        async with self._lock:
+            await rank0.publish_weights.call_one(version, self._remote_readers)
+            self._canary, self._version, self._published = await rank0.canary.call_one(), version, True
 
     async def copy_out(self, version: int) -> CopiedOut:
         """Copy the trainer's weights out as ``version``; training may go on when this returns."""
@@ -106,7 +119,7 @@ class WeightSync:
                 prints = [receipt.fingerprint for receipt in receipts.values()]
                 raise RunError(f"generators disagree on the bytes of version {version}: {prints}")
             loaded = time.perf_counter()
-            self._canary, self._version = await rank0.canary.call_one(), version
+            self._canary, self._version, self._published = await rank0.canary.call_one(), version, True
         canaries = {replica: receipt.canary_logprobs for replica, receipt in receipts.items()}
         return SyncReport(
             version=version,

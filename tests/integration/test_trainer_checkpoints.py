@@ -1,0 +1,117 @@
+"""What the trainer saves and loads: the next step is the same, bit for bit, and on another number of ranks but for rounding."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from tests.integration.test_learner import LAYOUTS, accumulate, assert_same, free_port, learner_of, parameters, samples_of
+from torchtitan.experiments.rl.process.setup import set_up_process
+from torchtitan.experiments.rl.training.checkpoints import TrainerStart
+from torchtitan.experiments.rl.training.learner import Learner
+from torchtitan.experiments.rl.training.process_group import init_process_group
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    init_process_group(device="cpu", rank=0, world_size=1, url=f"tcp://127.0.0.1:{free_port()}")
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+def step(learner: Learner, number: int) -> dict[str, float]:
+    """Metrics of one step on samples of its own."""
+    loss = accumulate(learner, LAYOUTS["long rows"], samples_of(seed=number))
+    return {"loss": loss["loss/total"]} | learner.optim_step()
+
+
+def saved(learner: Learner, folder: Path, number: int) -> TrainerStart:
+    learner.checkpoints.begin(folder, number).result()
+    return TrainerStart(folder=folder, step=number)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(one_rank, tmp_path_factory) -> dict:
+    """Three steps, saved after the second while the third is taken."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    learner = learner_of(folder)
+    first, second = step(learner, 1), step(learner, 2)
+    weights = parameters(learner)
+    writing = learner.checkpoints.begin(folder / "trainer", 2)
+    third = step(learner, 3)
+    writing.result()
+    learner.close()
+    start = TrainerStart(folder=folder / "trainer", step=2)
+    return dict(start=start, weights=weights, metrics=[first, second, third], final=parameters(learner))
+
+
+def test_the_step_after_a_checkpoint_is_the_uninterrupted_runs_bit_for_bit(uninterrupted, one_rank, tmp_path):
+    learner = learner_of(tmp_path, start=uninterrupted["start"])
+    assert learner.steps_taken == 2
+    assert_same(parameters(learner), uninterrupted["weights"], rtol=0, atol=0)
+    assert step(learner, 3) == uninterrupted["metrics"][2]
+    assert_same(parameters(learner), uninterrupted["final"], rtol=0, atol=0)
+    assert learner.steps_taken == 3
+    learner.close()
+
+
+def test_a_new_learning_rate_holds_from_the_first_step_after_a_checkpoint(uninterrupted, one_rank, tmp_path):
+    learner = learner_of(tmp_path, start=uninterrupted["start"], lr=5e-4)
+    # The schedule decays linearly to 0 over the 10 steps: half the rate of the uninterrupted run, at the same place in it.
+    assert step(learner, 3)["train/lr"] == pytest.approx(uninterrupted["metrics"][2]["train/lr"] / 2)
+    learner.close()
+
+
+def test_a_run_that_starts_from_weights_only_has_a_new_optimizer_and_schedule(uninterrupted, one_rank, tmp_path):
+    start = TrainerStart(folder=uninterrupted["start"].folder, step=0, weights_only=True)
+    learner = learner_of(tmp_path, start=start)
+    assert_same(parameters(learner), uninterrupted["weights"], rtol=0, atol=0)
+    assert learner.steps_taken == 0
+    assert step(learner, 3)["train/lr"] == uninterrupted["metrics"][0]["train/lr"]
+    learner.close()
+
+
+def test_a_step_that_fails_in_its_middle_leaves_a_state_that_is_not_saved(one_rank, tmp_path, monkeypatch):
+    learner = learner_of(tmp_path)
+    accumulate(learner, LAYOUTS["long rows"], samples_of())
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(learner.lr_schedulers, "step", fail)
+    with pytest.raises(RuntimeError):
+        learner.optim_step()
+    assert learner.steps_taken is None
+    learner.close()
+
+
+# ---- another number of ranks
+
+
+def work_of_a_rank(rank: int, port: int, folder: str, start: TrainerStart) -> None:
+    torch.set_num_threads(1)
+    set_up_process()
+    init_process_group(device="cpu", rank=rank, world_size=2, url=f"tcp://127.0.0.1:{port}")
+    learner = learner_of(folder, start=start)
+    result = {"weights": parameters(learner), "third": step(learner, 3)}
+    saved(learner, Path(folder) / "trainer", 3)
+    learner.close()
+    torch.save(result, f"{folder}/result-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_ranks_go_on_from_one_and_one_from_two(uninterrupted, one_rank, tmp_path):
+    multiprocessing.spawn(work_of_a_rank, args=(free_port(), str(tmp_path), uninterrupted["start"]), nprocs=2)
+    wide = torch.load(tmp_path / "result-0.pt", weights_only=False)
+    assert_same(wide["weights"], uninterrupted["weights"], rtol=0, atol=0)
+    assert wide["third"] == pytest.approx(uninterrupted["metrics"][2], rel=1e-4)
+    learner = learner_of(tmp_path / "narrow", start=TrainerStart(folder=tmp_path / "trainer", step=3))
+    # Rounding of a gradient near 0 may turn Adam's step around: by at most the learning rate of 1e-3.
+    assert_same(parameters(learner), uninterrupted["final"], rtol=0, atol=1e-4)
+    learner.close()

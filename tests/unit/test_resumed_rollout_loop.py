@@ -1,0 +1,244 @@
+"""The rollout loop across a checkpoint: no example is skipped or served twice, every rollout is in one column."""
+
+import asyncio
+from collections import Counter
+from random import Random
+
+import pytest
+
+from tests.unit.test_rollout_loop import Loop, StubTask, ids, settle
+from tests.unit.test_saved_state import through_json
+from tests.unit.waiting import iterations
+from torchtitan.experiments.rl.controller.saved_groups import read_finished_groups, write_groups
+from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
+from torchtitan.experiments.rl.controller.stillness import Stillness
+from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
+
+
+class DatasetTask(StubTask):
+    """With a sampler over ``size`` examples. ``examples`` has the example of each group that was run."""
+
+    def __init__(self, size: int, outcome=lambda number: [0.0, 1.0], **options):
+        super().__init__(outcome, **options)
+        self.dataset = [DataSample(sample_id=f"example {index}", env_input=(index,)) for index in range(size)]
+        self.sampler = ShuffledCursor(SampleStrategy.Config(), dataset=self.dataset, seed=3)
+        self.examples: dict[int, str] = {}
+
+    async def run_group(self, sample, policy, *, group_id, seed):
+        self.examples[int(group_id.rsplit("-", 1)[1])] = sample.sample_id
+        group = await super().run_group(sample, policy, group_id=group_id, seed=seed)
+        for rollout in group.rollouts:
+            rollout.data_sample = sample
+        return group
+
+
+async def saved(loop: Loop, folder) -> tuple[RolloutLoopState, dict]:
+    """What a checkpoint of the loop holds, read again."""
+    state, groups, _ = await loop.capture(lambda: None)
+    write_groups(folder, groups)
+    return through_json(state, RolloutLoopState), read_finished_groups(folder)
+
+
+async def resumed(task: DatasetTask, state, groups, version: int, *, steps: int, **options) -> Loop:
+    loop = Loop(task, steps=steps - version, **options)
+    loop.version = loop.policy.version = version
+    await loop.restore(state, groups, version)
+    loop.fill()
+    return loop
+
+
+async def test_finished_groups_are_trained_and_running_ones_run_again_with_their_ids(tmp_path):
+    task = DatasetTask(100, held=True)
+    loop = Loop(task, groups_per_step=2, max_offpolicy_steps=1, steps=3)
+    loop.fill()
+    await settle()
+    task.released |= {0, 1, 3}
+    await settle()
+    batch = await loop.batch()
+    assert ids(batch) == [0, 1]
+    loop.trained(batch)
+    loop.version = 1
+    state, groups = await saved(loop, tmp_path)
+    assert list(groups) == ["stub-3"]
+    before = dict(task.examples)
+    await loop.close()
+
+    again = DatasetTask(100)
+    loop = await resumed(again, state, groups, 1, steps=3)
+    assert ids(await loop.batch()) == [2, 3]
+    # Group 3 had finished. 2 ran, 4 and 5 take the slots that the trained groups leave.
+    assert again.started == [2, 4, 5]
+    assert again.examples[2] == before[2] and not {again.examples[4], again.examples[5]} & set(before.values())
+    await loop.close()
+    counts = loop.ledger.counts()
+    assert counts["stub/dispatched"] == 12 and counts["stub/trained"] == 4 and counts["stub/open"] == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_two_epochs_with_five_crashes_serve_each_example_twice(tmp_path, seed):
+    random, size, steps = Random(seed), 12, 12  # 12 steps of 2 groups are two epochs of 12 examples
+    served: dict[int, str] = {}
+    trained: list[int] = []
+    outcome = {}
+    state = groups = None
+    version = 0
+    crashes = sorted(random.sample(range(1, steps), 5))
+    for crash in [*crashes, steps]:
+        task = DatasetTask(size, held=True)
+        if state is None:
+            loop = Loop(task, groups_per_step=2, max_offpolicy_steps=2, steps=steps)
+            loop.fill()
+        else:
+            loop = await resumed(task, state, groups, version, steps=steps, groups_per_step=2, max_offpolicy_steps=2)
+        while loop.version < crash:
+            await settle()
+            ready = [number for number in task.started if number not in task.released]
+            task.released |= set(random.sample(ready, min(len(ready), random.randint(1, 3))))
+            waiting = asyncio.ensure_future(loop.next_groups(loop.version))
+            await iterations(40)
+            if not waiting.done():
+                waiting.cancel()
+                await asyncio.wait([waiting])
+                continue
+            batch = waiting.result()
+            loop.step_taken(batch)
+            trained += ids(batch)
+            if loop.version == crash:
+                break
+        for number, example in task.examples.items():
+            assert served.setdefault(number, example) == example, "a group that is run again has its example"
+        version = loop.version
+        state, groups = await saved(loop, tmp_path)
+        if crash < steps:  # what happens between the checkpoint and the crash is forgotten
+            loop.fill()
+            task.released |= set(range(99))
+            await settle()
+            loop.step_taken(await loop.batch())
+        await loop.close()
+        outcome = loop.ledger.counts()
+    assert sorted(trained) == sorted(set(trained)) and len(trained) == 2 * steps
+    assert set(Counter(served[number] for number in trained).values()) == {2}
+    assert outcome["stub/trained"] == 4 * steps
+    assert outcome["stub/dispatched"] == sum(n for key, n in outcome.items() if not key.endswith("/dispatched"))
+
+
+async def test_rollouts_of_a_finished_group_that_ended_stay_where_they_ended(tmp_path):
+    task = DatasetTask(100, lambda number: [RolloutStatus.ERROR, 0.0, 1.0], group_size=3)
+    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=2)
+    loop.fill()
+    await settle()
+    state, groups = await saved(loop, tmp_path)
+    await loop.close()
+    again = DatasetTask(100, lambda number: [RolloutStatus.ERROR, 0.0, 1.0], group_size=3)
+    loop = await resumed(again, state, groups, 0, steps=2, groups_per_step=1, max_offpolicy_steps=0)
+    batch = await loop.batch()
+    assert again.started == [] and [rollout.rollout_id for rollout in batch.groups[0].rollouts] == ["stub-0/1", "stub-0/2"]
+    assert batch.groups[0].data_sample is again.dataset[int(batch.groups[0].data_sample.sample_id.split()[1])]
+    loop.trained(batch)
+    assert loop.ledger.counts()["stub/failed/error"] == 1 and loop.ledger.counts()["stub/trained"] == 2
+    await loop.close()
+
+
+async def test_groups_that_are_too_old_for_the_resumed_runs_bound_end_as_lost(tmp_path):
+    task = DatasetTask(100)
+    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=3, steps=9)
+    loop.fill()
+    await settle()
+    loop.step_taken(await loop.batch())
+    await settle()
+    state, groups = await saved(loop, tmp_path)
+    await loop.close()
+    again = DatasetTask(100)
+    loop = await resumed(again, state, groups, 1, steps=9, groups_per_step=1, max_offpolicy_steps=0)
+    # Three groups were sampled at version 0, and one at version 1.
+    assert loop.ledger.counts()["stub/lost"] == 6 and ids(await loop.batch()) == [4]
+    await loop.close()
+    counts = loop.ledger.counts()
+    assert sum(n for key, n in counts.items() if key != "stub/dispatched") == counts["stub/dispatched"]
+
+
+async def test_a_group_without_an_example_yet_draws_it_after_the_checkpoint(tmp_path):
+    task = DatasetTask(100, held=True)
+    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=1, steps=3)
+    loop.fill()  # the groups are dispatched, and no coroutine has run yet
+    state, groups = await saved(loop, tmp_path)
+    assert [group.example for group in state.groups] == [None, None] and state.samplers["stub"]["cursor"] == 0
+    await settle()
+    first = [task.examples[0], task.examples[1]]
+    await loop.close()
+    again = DatasetTask(100)
+    loop = await resumed(again, state, groups, 0, steps=3, groups_per_step=1, max_offpolicy_steps=1)
+    await loop.batch()
+    assert [again.examples[0], again.examples[1]] == first
+    await loop.close()
+
+
+async def test_a_failure_of_what_rollouts_depend_on_leaves_their_groups_open(tmp_path):
+    task = DatasetTask(100, lambda number: [RolloutStatus.ERROR, RolloutStatus.ERROR], held=True)
+    loop = Loop(task, groups_per_step=1, max_offpolicy_steps=0, steps=3)
+    loop.fill()
+    await settle()
+    loop.fail(RunError("a generator stopped"))
+    task.released |= {0}
+    await settle()
+    state, groups = await saved(loop, tmp_path)
+    assert [group.group_id for group in state.groups] == ["stub-0"] and not groups
+    await loop.close()
+    assert loop.ledger.counts()["stub/untrained"] == 2
+
+
+async def test_a_group_that_a_filter_failed_on_is_no_state_to_resume(tmp_path):
+    class Broken(Filter):
+        def matches(self, group):
+            raise ValueError("no")
+
+    loop = Loop(DatasetTask(100), filters=[Broken.Config()])
+    loop.fill()
+    await settle()
+    with pytest.raises(RunError, match="half filtered"):
+        await saved(loop, tmp_path)
+    await loop.close()
+
+
+# ---- stillness
+
+
+async def test_a_reader_waits_for_changes_and_later_changes_wait_for_it():
+    stillness, events, release = Stillness(), [], asyncio.Event()
+
+    async def change(name: str) -> None:
+        async with stillness.change():
+            events.append(f"{name} begins")
+            await release.wait()
+            events.append(f"{name} ends")
+
+    async def read() -> None:
+        async with stillness.still():
+            events.append("reads")
+            await asyncio.sleep(0)
+            events.append("has read")
+
+    work = [asyncio.ensure_future(part) for part in (change("first"), change("second"))]
+    await iterations(3)
+    work += [asyncio.ensure_future(part) for part in (read(), change("third"), read())]
+    await iterations(10)
+    assert events == ["first begins", "second begins"]
+    release.set()
+    await asyncio.wait_for(asyncio.gather(*work), 20)
+    assert events[2:4] == ["first ends", "second ends"]
+    assert events[4:6] == ["reads", "has read"]
+    rest = events[6:]
+    third = rest.index("third begins")
+    assert rest[third : third + 2] == ["third begins", "third ends"]
+    assert rest[rest.index("reads") : rest.index("reads") + 2] == ["reads", "has read"] and len(rest) == 4
+
+
+async def test_a_change_begins_at_once_where_nobody_reads():
+    stillness = Stillness()
+    change = stillness.change()
+    with pytest.raises(StopIteration):
+        change.__aenter__().send(None)  # it does not give way once
+    await change.__aexit__(None, None, None)

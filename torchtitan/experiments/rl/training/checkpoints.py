@@ -1,0 +1,132 @@
+"""Saves and loads what the trainer's ranks hold: model, optimizer, schedule. torchtitan's CheckpointManager does the work.
+
+``<checkpoint>/trainer/step-N`` is a distributed checkpoint: any number of ranks writes it, and any other number reads it.
+"""
+
+import shutil
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.experiments.rl.models.hub import HubConfig
+
+EXPORT_FOLDER = "checkpoint"
+"""In the run folder: the policy as hub folders."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainerStart:
+    """A checkpoint that training goes on from."""
+
+    folder: Path
+    """Holds the ``step-N`` of one checkpoint."""
+    step: int
+    """Optimizer steps behind the trainer's weights then: N, or 0 where only the weights are taken."""
+    weights_only: bool = False
+    """A new run begins with the weights; optimizer and schedule start anew."""
+
+
+class TrainerCheckpoints:
+    """Each method but ``wait_for_staging`` is collective."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizers: OptimizersContainer,
+        lr_schedulers: LRSchedulersContainer,
+        adapter: Any,
+        hub_folder: Path,
+        run_dir: Path,
+        start: TrainerStart | None,
+    ):
+        """Loads ``start``, or the weights of ``hub_folder``."""
+        self._hub_folder, self._export_folder = hub_folder, run_dir / EXPORT_FOLDER
+        weights_only = start is not None and start.weights_only
+        self._manager = CheckpointManager.Config(
+            enable=True,
+            async_mode="async",
+            export_dtype=HubConfig.read(str(hub_folder)).dtype,
+            interval=1,  # when is decided elsewhere
+            initial_load_in_hf=not weights_only,
+            initial_load_path=str(_step_folder(start.folder)) if start is not None and weights_only else None,
+            last_save_in_hf=True,
+            keep_latest_k=0,
+        ).build(
+            dataloader=None,
+            model_parts=[model],
+            optimizers=optimizers,
+            lr_schedulers=lr_schedulers,
+            states={},
+            sd_adapter=adapter,
+            base_folder=str(run_dir),
+        )
+        if start is None or weights_only:
+            self._manager.folder = str(run_dir / "no-checkpoint-yet")  # else one in it would be loaded
+            self._manager.load()
+            return
+        settings = [_settings(group) for optimizer in optimizers for group in optimizer.param_groups]
+        self._manager.folder = str(start.folder)
+        self._manager.load(start.step)
+        # The checkpoint has those of the config it was written with. This run's may differ.
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        for group, own in zip(groups, settings, strict=True):
+            group.update(own)
+        rates = [rate for scheduler in lr_schedulers.schedulers for rate in scheduler.get_last_lr()]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+
+    def begin(self, folder: Path, step: int) -> Future[Any]:
+        """Copy the state, and write it to ``folder/step-N`` beside what follows. Returns when the copy is made.
+
+        Returns:
+            Completed when this rank's files are written; has the error if they can't be.
+        """
+        self._manager.folder = str(folder)
+        self._manager.save(step)
+        future = self._manager.save_future
+        assert future is not None, "an asynchronous save has a future"
+        return future
+
+    def wait_for_staging(self) -> None:
+        """Until the copy of the state that is being saved is complete: the optimizer may change the state then."""
+        self._manager.maybe_wait_for_staging()
+
+    def export(self, step: int, *, rank: int) -> Path:
+        """Write the weights as a hub folder, with the tokenizer, and return it."""
+        folder = self._export_folder / f"step-{step}"
+        self._manager.folder = str(self._export_folder)
+        self._manager.save(step, last_step=True)
+        if rank == 0:
+            shutil.rmtree(folder / "sharded", ignore_errors=True)  # the parts it was put together from
+            for file in self._hub_folder.iterdir():
+                if file.is_file() and ".safetensors" not in file.name:
+                    shutil.copy(file, folder)
+        return folder
+
+    def close(self) -> None:
+        """Finish what is being written."""
+        self._manager.maybe_wait_for_saving()
+        self._manager.close()
+
+
+def write_error(error: BaseException) -> str:
+    """The cause of a failed save in one line: torch wraps what each rank raised."""
+    failures = list(getattr(error, "failures", {}).values())
+    first = failures[0][0] if failures else error
+    return f"{type(first).__name__}: {' '.join(str(first).split())}"
+
+
+def _step_folder(folder: Path) -> Path:
+    (found,) = folder.glob("step-*")
+    return found.resolve()
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of an optimizer's group."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
