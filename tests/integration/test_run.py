@@ -1,5 +1,6 @@
 """The command itself, in processes of its own: what it leaves behind, how it ends, and that it repeats itself."""
 
+import getpass
 import gzip
 import json
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.conftest import process_stat
+from torchtitan.experiments.rl.checkpointing.folder import step_of, verify
 from torchtitan.experiments.rl.observability.metrics import read_metrics, without_timing
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +28,8 @@ SMALL = "--rollouts-per-step 32 --validation.examples 8".split()
 PATIENCE_S = 240
 """How long to wait for what must come; nothing is claimed about how long it takes."""
 SHARED_MEMORY = Path("/dev/shm")
+COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+"""Kept from run to run, where torch keeps it."""
 
 
 class Run:
@@ -33,6 +38,8 @@ class Run:
     def __init__(self, folder: Path, *words: str, config: str = "rl_grpo_qwen3_debug", resume: Path | None = None):
         """``resume``: the run folder of an earlier run, which goes on."""
         self.folder = resume or folder / "run"
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
         self._out, self._err = folder / "stdout", folder / "stderr"
         command = [sys.executable, "-m", MODULE, *words]
         if resume is None:
@@ -42,7 +49,12 @@ class Run:
         self.shared_memory_before = set(os.listdir(SHARED_MEMORY))
         with self._out.open("w") as out, self._err.open("w") as err:
             self._process = subprocess.Popen(
-                command, cwd=ROOT, env=environment(), stdout=out, stderr=err, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=environment() | {"TMPDIR": str(self.temporary)},
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
             )
 
     @property
@@ -95,6 +107,7 @@ class Run:
     def assert_nothing_left(self) -> None:
         wait_for(lambda: not self.alive(), "processes left alive")
         wait_for(lambda: not self._shared_memory_left(), "shared memory left behind")
+        wait_for(lambda: not list(self.temporary.iterdir()), "temporary files left behind")
 
     def _shared_memory_left(self) -> set[str]:
         """Files in shared memory that are new and that nobody maps; other runs on this machine map theirs."""
@@ -111,7 +124,7 @@ class Run:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"WANDB_SILENT": "true"}
+    return os.environ | {"WANDB_SILENT": "true", "TORCHINDUCTOR_CACHE_DIR": COMPILED}
 
 
 def wait_for(condition: Callable[[], object], what: str = "nothing happened") -> None:
@@ -331,6 +344,19 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(st
     assert "stopped by SIGINT" in run.out and "stopping after this step" in run.err and "Traceback" not in run.err
     for record in run.steps:
         assert_ledger_balances(record)
+    run.assert_nothing_left()
+
+
+def test_a_signal_to_every_process_of_the_job_ends_the_run_with_a_checkpoint_and_leaves_nothing(start):
+    run = start(*ENDLESS, "--checkpoint.interval", "0", "--checkpoint.grace-s", str(PATIENCE_S))
+    run.until_step(2)
+    assert [path.name[:14] for path in run.temporary.iterdir()] == ["torchtitan-rl-"]
+    run.send(signal.SIGTERM)
+    assert run.wait() == 143, run.err
+    (checkpoint,) = (run.folder / "checkpoints").iterdir()
+    verify(checkpoint)
+    assert step_of(checkpoint) == run.steps[-1]["step"]
+    assert run.out.endswith(f"go on with  python -m {MODULE} --resume {run.folder}\n")
     run.assert_nothing_left()
 
 

@@ -69,6 +69,8 @@ def test_error_lines_of_the_command_are_safe(capsys, monkeypatch):
         raise ConfigError("tasks", ATTACK, "x\x1b[0m")
 
     monkeypatch.setattr(grpo, "load_config", refuse)
-    monkeypatch.setattr(grpo, "parse_command", lambda arguments: SimpleNamespace(list_configs=False, dry_run=False))
+    monkeypatch.setattr(
+        grpo, "parse_command", lambda arguments: SimpleNamespace(list_configs=False, dry_run=False, resume=None)
+    )
     assert grpo.main([]) == 2
     assert not ACTS.search(capsys.readouterr().err)

@@ -1,6 +1,7 @@
 """Waiting for what a test expects, not for a time."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 LIMIT_S = 30.0
@@ -21,3 +22,15 @@ async def iterations(count: int = 200) -> None:
     """Let everything that is ready on the event loop run, ``count`` times over: what has not happened then won't."""
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Return when ``condition`` holds, where no event loop runs.
+
+    Raises:
+        AssertionError: it does not hold within ten times LIMIT_S.
+    """
+    deadline = time.monotonic() + 10 * LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)

@@ -1,22 +1,17 @@
 """The command: ``python -m torchtitan.experiments.rl.grpo --config NAME [--module MODULE] [field overrides]``, or
 ``--resume FOLDER [field overrides]``.
 
-Exit codes: 0 done; 1 the run failed; 2 the config can't run, and nothing was spawned; 130 stopped by Ctrl-C,
-143 by SIGTERM.
+Exit codes: 0 done; 1 the run failed; 2 the config can't run, and nothing was spawned; 129, 130 and 143 stopped by
+SIGHUP, Ctrl-C and SIGTERM. docs/operations.md explains each.
 """
 
-import os
-import signal
 import sys
-import traceback
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from torchtitan.experiments.rl.compat.monarch import original
 from torchtitan.experiments.rl.config.command_line import Command, config_functions, load_config, parse_command
 from torchtitan.experiments.rl.config.user_faults import fault_of
-from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.setup import (
     escape_unencodable_output,
@@ -24,21 +19,7 @@ from torchtitan.experiments.rl.process.setup import (
     restart_with_utf8,
     set_up_process,
 )
-
-SIGNAL_POLL_S = 0.2
-
-
-@dataclass(slots=True)
-class Start:
-    """What a run starts from, all of it checked."""
-
-    run_dir: str = ""
-    resume_from: Path | None = None
-    """A checkpoint of the run in ``run_dir``."""
-    init_from: Path | None = None
-    """A checkpoint of another run, whose weights this one begins with."""
-    lock: BinaryIO | None = None
-    """Open while the run folder is this process's."""
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -97,7 +78,7 @@ def _newest(config: Any, command: Command) -> Any:
     return resumed
 
 
-def _check(config: Any, command: Command, resumed: Any) -> Start | None:
+def _check(config: Any, command: Command, resumed: Any) -> Any:
     """Check everything that can be known before a process is spawned, and make the run's folder, or take that of ``resumed``.
 
     A dry run prints the plan and leaves no folder. It notes what this machine lacks: GPUs, keys, files and, where the config
@@ -107,7 +88,8 @@ def _check(config: Any, command: Command, resumed: Any) -> Start | None:
         None: the resumed run has nothing left to do.
     """
     from torchtitan.experiments.rl.config import checks, trial_build
-    from torchtitan.experiments.rl.config.resume import files_of_models, find_initial
+    from torchtitan.experiments.rl.config.machine import machine_lacks, raise_descriptor_limit
+    from torchtitan.experiments.rl.config.resume import Start, files_of_models, find_initial
     from torchtitan.experiments.rl.config.run_folder import check_run_folder, make_run_folder
     from torchtitan.experiments.rl.config.saved_command import SavedCommand, lock_run_folder, save_command
 
@@ -128,6 +110,13 @@ def _check(config: Any, command: Command, resumed: Any) -> Start | None:
         raise next(iter(lacking.values()))
     if not notes:
         trial_build.build_tasks(config, left_out=lacking)
+    raise_descriptor_limit()
+    field, folder = ("output_dir", config.output_dir) if command.run_dir is None else ("--run-dir", command.run_dir)
+    if resumed is not None:
+        field, folder = "--resume", str(resumed.run_dir)
+    here = machine_lacks(plan, folder, field=field, checkpoints=resumed.checkpoints if resumed is not None else 0)
+    if here and not command.dry_run:
+        raise here[0]
     name, lines = str(command.config_name), []
     start = Start()
     if resumed is not None:
@@ -140,7 +129,7 @@ def _check(config: Any, command: Command, resumed: Any) -> Start | None:
             resumed.lines,
         )
         if resumed.has_ended(config):
-            print("\n".join(lines))
+            print("".join(printable_line(line) + "\n" for line in lines), end="")
             print(f"the run has taken its {config.steps} steps; a higher --steps goes on")
             return None
     else:
@@ -156,58 +145,19 @@ def _check(config: Any, command: Command, resumed: Any) -> Start | None:
         save_command(Path(start.run_dir), saved)
     if command.dry_run:
         print("\n".join(plan.lines()))
-        for note in [*notes, *lacking.values()]:
+        for note in [*notes, *lacking.values(), *here]:
             print(f"before a run   {printable_line(str(note))}")
     return start
 
 
-def _run(config: Any, start: Start, config_name: str) -> int:
-    from monarch.actor import shutdown_context, this_proc
+def _run(config: Any, start: Any, config_name: str) -> int:
+    from torchtitan.experiments.rl.controller.session import run_to_end
 
-    from torchtitan.experiments.rl.controller.actor import Controller
-
-    # The handler only records the signal: an exception raised between two bytecodes could cut a message between actors in two.
-    signals: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, frame: signals.append(received))
-    controller = this_proc().spawn(
-        "controller",
-        Controller,
-        config,
-        run_dir=start.run_dir,
-        config_name=config_name,
-        resume_from=start.resume_from,
-        init_from=start.init_from,
-    )
-    running = controller.run.call_one()
-    handled, code = 0, 0
-    while True:
-        try:
-            running.get(timeout=SIGNAL_POLL_S)
-            break
-        except TimeoutError:
-            if len(signals) == handled:
-                continue
-            handled = len(signals)
-            if handled > 1:
-                print("stopped at once: the last step is lost", file=sys.stderr)
-                os._exit(128 + signals[-1])
-            print("stopping after this step; once more stops at once", file=sys.stderr)
-            code = 128 + signals[0]
-            controller.request_stop.call_one(signal.Signals(signals[0]).name).get()
-        except Exception as error:
-            print(f"error: {printable_line(_cause(error))} (logs in {start.run_dir}/logs)", file=sys.stderr)
-            code = 1
-            break
-    shutdown_context().get()
-    return code
-
-
-def _cause(error: Exception) -> str:
-    raised = original(error)
-    if isinstance(raised, RunError):  # a sentence for the person who runs it; other errors need their type
-        return str(raised)
-    return " ".join("".join(traceback.format_exception_only(raised)).split())
+    temporary = TemporaryFolder()
+    try:
+        return run_to_end(config, start, config_name, temporary)
+    finally:
+        temporary.remove()
 
 
 if __name__ == "__main__":

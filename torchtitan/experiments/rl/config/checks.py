@@ -12,7 +12,7 @@ from torchtitan.experiments.rl.config.balance import Balance, balance
 from torchtitan.experiments.rl.config.engine_fit import check_cores, check_engine_fits
 from torchtitan.experiments.rl.config.memory import ModelSizes, trainer_memory
 from torchtitan.experiments.rl.config.placement import plan_placement
-from torchtitan.experiments.rl.config.plan import RunPlan
+from torchtitan.experiments.rl.config.plan import RunPlan, checkpoint_gib
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.user_faults import user_code
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
@@ -283,6 +283,8 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
         ),
         balance=_balance(config, sizes, rollouts) if device == "cuda" else None,
         generator_gib=engine.process_memory(parameters=parameters, device=device),
+        checkpoint_gib=checkpoint_gib(parameters=parameters, dtype=config.trainer.dtype),
+        checkpoints_kept=config.checkpoint.keep,
     )
 
 

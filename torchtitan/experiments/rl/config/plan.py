@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from torchtitan.experiments.rl.config.balance import Balance
 from torchtitan.experiments.rl.config.memory import TrainerMemory
 
@@ -42,6 +44,10 @@ class RunPlan:
     generator_gib: float
     """Per process: weights and KV cache (CPU), or the share of the GPU it will claim (CUDA, as a part of one)."""
 
+    checkpoint_gib: float
+    """Weights and two Adam moments."""
+    checkpoints_kept: int
+
     @property
     def trainer_gib(self) -> float:
         """Per rank."""
@@ -51,6 +57,11 @@ class RunPlan:
     def processes(self) -> int:
         """Without the one that the command runs in."""
         return self.trainer_ranks + self.generator_replicas * max(1, self.tensor_parallel_degree) + self.hosted_processes
+
+    @property
+    def disk_gib(self) -> float:
+        """At most at once: the checkpoints that stay, the one that is written before the oldest goes, and the final policy."""
+        return (self.checkpoints_kept + 1) * self.checkpoint_gib + self.checkpoint_gib / 3
 
     def lines(self) -> list[str]:
         generators = f"{self.generator_replicas} generator(s) of {self.tensor_parallel_degree}"
@@ -77,8 +88,15 @@ class RunPlan:
             f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",
             f"processes      {self.processes} on {on}: {degrees}, {generators}",
             f"memory         about {self.trainer_gib:.2f} GiB a trainer rank ({held}), {share} a generator process",
+            f"disk           about {self.disk_gib:.2f} GiB: {self.checkpoints_kept} checkpoints of {self.checkpoint_gib:.2f} "
+            "GiB are kept, another while it is written, and the policy",
         ]
         if self.row_shapes:
             shapes = ", ".join(f"{rows} x {length}" for rows, length in self.row_shapes)
             lines.append(f"shapes         {len(self.row_shapes)} of rows x tokens: {shapes}")
         return lines + ([self.balance.line()] if self.balance is not None else [])
+
+
+def checkpoint_gib(*, parameters: int, dtype: str) -> float:
+    """On disk: weights and two Adam moments."""
+    return 3 * parameters * getattr(torch, dtype).itemsize / GIB

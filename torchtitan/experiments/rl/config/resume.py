@@ -33,6 +33,19 @@ AUTO = "auto"
 
 
 @dataclass(slots=True)
+class Start:
+    """What a run starts from, all of it checked."""
+
+    run_dir: str = ""
+    resume_from: Path | None = None
+    """A checkpoint of the run in ``run_dir``."""
+    init_from: Path | None = None
+    """A checkpoint of another run, whose weights this one begins with."""
+    lock: BinaryIO | None = None
+    """Open while the run folder is this process's."""
+
+
+@dataclass(slots=True)
 class ResumedRun:
     """A run that this command goes on with. The run folder is locked for this process."""
 
@@ -48,6 +61,11 @@ class ResumedRun:
     @property
     def step(self) -> int:
         return step_of(self.checkpoint)
+
+    @property
+    def checkpoints(self) -> int:
+        """Complete ones in the run folder."""
+        return len(checkpoints(self.run_dir))
 
     def command(self, given: Command) -> Command:
         """``given``; without a --config, the run's own command and what ``given`` overrides."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any, Literal
 
@@ -27,13 +27,14 @@ async def start_trainer(procs: ProcMesh, trainer: Any) -> str:
     return host
 
 
-async def shut_down(actors: Iterable[Any], procs: Iterable[ProcMesh]) -> list[str]:
+async def shut_down(actors: Collection[Any], procs: Iterable[ProcMesh]) -> list[str]:
     """Shut the actors down, side by side, then stop the processes, whatever state they are in.
 
     Returns:
         What actors report to have gone wrong in the user's code, a line each.
     """
     reports = await asyncio.gather(*(_within_limit(f"shutdown of {actor}", actor.shutdown.call()) for actor in actors))
+    await asyncio.gather(*(_within_limit(f"end of {actor}", actor.may_be_stopped.call()) for actor in actors))
     await asyncio.gather(*(_within_limit(f"stopping {mesh}", mesh.stop()) for mesh in procs))
     return [fault for report in reports if report is not None for faults in report.values() for fault in faults or ()]
 

@@ -4,6 +4,7 @@ The `*_lines` functions turn records into text and print nothing; `Console` prin
 encoding is not ours to choose, and colours only on a terminal.
 """
 
+import logging
 import os
 import shlex
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import TextIO
 
 from torchtitan.experiments.rl.printable import printable_line
+
+logger = logging.getLogger(__name__)
 
 WIDTH = 100
 LABEL_WIDTH = 12
@@ -162,9 +165,23 @@ class Console:
         return f"{colour}{text}{RESET}" if self._colours else text
 
     def _print(self, *lines: str) -> None:
+        write_line(self._stream, "\n".join(lines))
+
+
+def write_line(stream: TextIO, text: str) -> None:
+    """Write ``text`` and a line end. A stream that can't be written (a closed pipe or terminal, a full disk) is sent to nowhere
+    from then on, with a line in the log: no run ends because nobody reads what it prints.
+    """
+    try:
         # One write and a flush: lines stay whole beside other processes' output, and appear when piped through tee.
-        self._stream.write("".join(line + "\n" for line in lines))
-        self._stream.flush()
+        stream.write(text + "\n")
+        stream.flush()
+    except (OSError, ValueError) as error:  # ValueError: it is closed
+        logger.warning("the console can't be written any more (%s); the run goes on", error)
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python fails at exit, on what is still buffered
+        except (OSError, ValueError):
+            pass
 
 
 def _labelled(label: str, text: str) -> str:

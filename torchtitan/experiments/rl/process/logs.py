@@ -6,7 +6,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from torchtitan.experiments.rl.printable import printable_json, printable_line
+from torchtitan.experiments.rl.printable import one_sentence, printable_json, printable_line
 
 OURS = "torchtitan.experiments.rl"
 
@@ -50,9 +50,9 @@ class TerminalLine(logging.Formatter):
         self._process_name, self._path = process_name, path
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{record.levelname} {self._process_name}: {_message(record)}"
+        line = f"{record.levelname} {self._process_name}: {one_sentence(_message(record))}"
         if record.exc_info and record.exc_info[0] is not None:
-            line += f" ({record.exc_info[0].__name__}: {_text(record.exc_info[1])}; traceback in {self._path})"
+            line += f" ({record.exc_info[0].__name__}: {one_sentence(_text(record.exc_info[1]))}; traceback in {self._path})"
         return printable_line(" ".join(line.split()))
 
 

@@ -7,11 +7,13 @@
 """
 
 import contextlib
+import ctypes
 import gc
 import io
 import locale
 import logging
 import os
+import signal
 import sys
 import threading
 import warnings
@@ -118,6 +120,7 @@ def set_up_spawned_process(shares: tuple[tuple[int, ...], ...], device: Literal[
     from torchtitan.experiments.rl.compat.torchstore import use_async_controller
     from torchtitan.experiments.rl.compat.torchtitan import use_cpu_without_accelerator
 
+    ignore_signals_of_the_command()
     if device == "cpu":
         share = shares[current_rank().rank]
         _stay_on(share)
@@ -193,6 +196,17 @@ def freeze_objects() -> None:
 def unfreeze_objects() -> None:
     """Let garbage collection see everything again: what is frozen at exit counts as leaked."""
     gc.unfreeze()
+
+
+def ignore_signals_of_the_command(ignored: bool = True) -> None:
+    """A terminal that closes and many schedulers signal every process of a job. The command ends the others, with a checkpoint.
+
+    By libc, because Python's own call works in the main thread alone, and Monarch calls this in another. ``ignored=False``
+    before Monarch stops the process: it sends SIGTERM, and SIGKILL only 20 s later.
+    """
+    libc = ctypes.CDLL(None)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        libc.signal(int(number), ctypes.c_void_p(signal.SIG_IGN if ignored else signal.SIG_DFL))
 
 
 def _stay_on(cores: tuple[int, ...]) -> None:

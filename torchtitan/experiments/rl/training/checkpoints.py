@@ -98,16 +98,21 @@ class TrainerCheckpoints:
         self._manager.maybe_wait_for_staging()
 
     def export(self, step: int, *, rank: int) -> Path:
-        """Write the weights as a hub folder, with the tokenizer, and return it."""
-        folder = self._export_folder / f"step-{step}"
-        self._manager.folder = str(self._export_folder)
+        """Write the weights as a hub folder, with the tokenizer, and return it. It is there when it is whole."""
+        target = self._export_folder / f"step-{step}"
+        being_written = self._export_folder / ".partial"
+        self._manager.folder = str(being_written)
         self._manager.save(step, last_step=True)
         if rank == 0:
+            folder = being_written / f"step-{step}"
             shutil.rmtree(folder / "sharded", ignore_errors=True)  # the parts it was put together from
             for file in self._hub_folder.iterdir():
                 if file.is_file() and ".safetensors" not in file.name:
                     shutil.copy(file, folder)
-        return folder
+            shutil.rmtree(target, ignore_errors=True)
+            folder.rename(target)
+            shutil.rmtree(being_written)
+        return target
 
     def close(self) -> None:
         """Finish what is being written."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from monarch.actor import Actor
 
 from torchtitan.experiments.rl.process.heartbeat import Heartbeat, Pulse
+from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_command
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -43,3 +44,8 @@ class WatchedActor(Actor):
     async def pulse(self) -> Pulse:
         """What its working thread is doing."""
         return self.heartbeat.pulse()
+
+    @reported_endpoint
+    async def may_be_stopped(self) -> None:
+        """Have SIGTERM end this process again: Monarch is about to send it."""
+        ignore_signals_of_the_command(False)

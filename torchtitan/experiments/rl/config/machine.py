@@ -1,0 +1,70 @@
+"""What this machine must have before a run's processes are spawned: file descriptors, room on the disk, shared memory."""
+
+import os
+import resource
+import shutil
+from pathlib import Path
+
+from torchtitan.experiments.rl.config.plan import GIB, RunPlan
+from torchtitan.experiments.rl.errors import MissingError
+
+DESCRIPTORS = 128
+DESCRIPTORS_PER_PROCESS = 64
+"""With 2 processes and a limit of 128 a run hung at its start, and with 256 it ran."""
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY_PER_ENGINE = 64 * 2**20
+"""Of an engine with several processes, which talk through shared memory. A write beyond its end kills the process."""
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's limit of file descriptors, which children inherit, as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):  # some systems refuse "unlimited"
+            pass
+
+
+def machine_lacks(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0) -> list[MissingError]:
+    """What a run of this plan would fail on here.
+
+    Args:
+        folder: the run's, or the one it will be made in; it need not exist yet.
+        field: names ``folder`` in an error.
+        checkpoints: complete ones that are in it already.
+    """
+    found = (_descriptors(plan), _shared_memory(plan), _disk(plan, folder, field, checkpoints))
+    return [problem for problem in found if problem is not None]
+
+
+def _descriptors(plan: RunPlan) -> MissingError | None:
+    needed, limit = DESCRIPTORS + DESCRIPTORS_PER_PROCESS * plan.processes, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY or limit >= needed:
+        return None
+    cure = f"the run's {plan.processes} processes need {needed}: raise the limit (ulimit -n {needed})"
+    return MissingError("file descriptors", limit, cure)
+
+
+def _shared_memory(plan: RunPlan) -> MissingError | None:
+    engines = plan.generator_replicas if plan.tensor_parallel_degree > 1 else 0
+    needed = engines * SHARED_MEMORY_PER_ENGINE
+    if not needed or not SHARED_MEMORY.is_dir() or (free := shutil.disk_usage(SHARED_MEMORY).free) >= needed:
+        return None
+    cure = f"{engines} engine(s) of several processes need {needed / 2**20:.0f} MiB there: enlarge it (docker: --shm-size)"
+    return MissingError("shared memory", f"{SHARED_MEMORY} with {free / 2**20:.0f} MiB free", cure)
+
+
+def _disk(plan: RunPlan, folder: str, field: str, checkpoints: int) -> MissingError | None:
+    path = os.path.abspath(folder)
+    try:
+        while not os.path.exists(path):
+            path = os.path.dirname(path)
+        free = shutil.disk_usage(path).free / GIB
+    except (OSError, ValueError):  # making the folder says what is wrong with it
+        return None
+    needed = plan.disk_gib - min(checkpoints, plan.checkpoints_kept) * plan.checkpoint_gib
+    if free >= needed:
+        return None
+    cure = f"its disk has {free:,.2f} GiB free, and the run's checkpoints and policy need {needed:,.2f}: free space, lower "
+    return MissingError(field, folder, cure + "checkpoint.keep, or name a folder on another disk")

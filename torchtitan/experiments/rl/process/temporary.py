@@ -1,0 +1,100 @@
+"""One temporary folder for a run: what its processes put into TMPDIR. It goes when the run ends, or when a later run starts."""
+
+import contextlib
+import fcntl
+import getpass
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+PREFIX = "torchtitan-rl-"
+LOCK_FILE = ".lock"
+SHARED_MEMORY_FILE = ".shared-memory"
+"""Names of what the run's processes made in SHARED_MEMORY, a line each."""
+SHARED_MEMORY = Path("/dev/shm")
+
+_LONGEST = 60
+"""Characters of a folder that sockets fit below: a socket's path has at most 107."""
+_BEING_MADE_S = 60.0
+"""A folder of this age without a lock may be one that its run is about to lock."""
+
+
+class TemporaryFolder:
+    """Made by the command before anything is spawned: children inherit TMPDIR."""
+
+    def __init__(self) -> None:
+        """
+        Raises:
+            OSError: no folder for temporary files can be written.
+        """
+        parent = _parent()
+        remove_left_over(parent)
+        # Compiled kernels are for later runs too: they stay where torch keeps them.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(parent / f"torchinductor_{_user()}"))
+        self._before = os.environ.get("TMPDIR")
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._lock: BinaryIO = (self.path / LOCK_FILE).open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self.path)
+
+    def note_shared_memory(self, pids: list[int]) -> None:
+        """Remember the POSIX shared memory that processes have open: nobody else removes that of a process that was killed."""
+        names = {name for pid in pids for name in _mapped_by(pid)}
+        with contextlib.suppress(OSError):
+            (self.path / SHARED_MEMORY_FILE).write_text("".join(f"{name}\n" for name in sorted(names)))
+
+    def remove(self) -> None:
+        """Call it when the run's processes have ended."""
+        if self._before is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = self._before
+        tempfile.tempdir = None
+        _remove(self.path)
+        self._lock.close()
+
+
+def remove_left_over(parent: Path) -> None:
+    """Remove the folders in ``parent`` of runs that were killed."""
+    for path in parent.glob(f"{PREFIX}*"):
+        try:
+            if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < _BEING_MADE_S:
+                continue
+            with (path / LOCK_FILE).open("ab") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(path)
+        except OSError:  # its run lives, or another command removes it
+            pass
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        return str(os.getuid())
+
+
+def _parent() -> Path:
+    """The folder for temporary files; /tmp where its path is too long for sockets."""
+    parent = Path(tempfile.gettempdir())
+    return Path("/tmp") if len(str(parent)) > _LONGEST and os.access("/tmp", os.W_OK) else parent
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        for name in (path / SHARED_MEMORY_FILE).read_text().split():
+            with contextlib.suppress(OSError):
+                (SHARED_MEMORY / Path(name).name).unlink()
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _mapped_by(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    paths = (line.split(maxsplit=5)[5] for line in lines if line.count(" ") >= 5 and f" {SHARED_MEMORY}/" in line)
+    return {Path(path.removesuffix(" (deleted)")).name for path in paths if not path.endswith(" (deleted)")}
