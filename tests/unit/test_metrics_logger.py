@@ -98,6 +98,9 @@ def test_offline_wandb_writes_its_run_into_the_run_folder(tmp_path, monkeypatch)
     metrics.close()
     (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert record.stat().st_size > 0
+    resumed = MetricsLogger.Config(tensorboard=False, wandb=True).build(run_dir=tmp_path, resume_step=1)
+    assert resumed._wandb.id == record.stem.removeprefix("run-")  # W&B goes on with the same run
+    resumed.close()
 
 
 def test_online_wandb_without_a_key_is_a_one_line_config_error(tmp_path, monkeypatch):

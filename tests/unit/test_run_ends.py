@@ -72,22 +72,20 @@ def ending(monkeypatch, tmp_path, capsys):
 
         def send():
             for index, number in enumerate(signals):
+                wait_until(lambda number=number: signal.getsignal(number) is not before[number])  # else it ends the tests
                 wait_until(lambda index=index: len(controller.asked) >= min(index, 1))
                 os.kill(os.getpid(), number)
 
         sender = threading.Thread(target=send)
         try:
-            first = threading.Timer(0.05, sender.start)
-            first.start()
+            sender.start()
             code = session.run_to_end(config, Start(run_dir=str(tmp_path)), "quick", temporary)
         except Exited as end:
             code = end.args[0]
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        first.join()
-        if signals:
-            sender.join()
+        sender.join()
         out, err = capsys.readouterr()
         return code, out, err, killed
 

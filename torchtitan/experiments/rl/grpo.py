@@ -12,6 +12,7 @@ from typing import Any
 from torchtitan.experiments.rl.config.command_line import Command, config_functions, load_config, parse_command
 from torchtitan.experiments.rl.config.user_faults import fault_of
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
+from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.setup import (
     escape_unencodable_output,
@@ -74,7 +75,7 @@ def _newest(config: Any, command: Command) -> Any:
 
     resumed = find_resumed("auto", config_name=command.config_name, output_dir=config.output_dir)
     if resumed is None:
-        print(f"no run of {command.config_name} in {config.output_dir} has a checkpoint: a new run starts")
+        write_line(sys.stdout, f"no run of {command.config_name} in {config.output_dir} has a checkpoint: a new run starts")
     return resumed
 
 
@@ -129,15 +130,16 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
             resumed.lines,
         )
         if resumed.has_ended(config):
-            print("".join(printable_line(line) + "\n" for line in lines), end="")
-            print(f"the run has taken its {config.steps} steps; a higher --steps goes on")
+            for line in [*lines, f"the run has taken its {config.steps} steps; a higher --steps goes on"]:
+                write_line(sys.stdout, printable_line(line))
             return None
     else:
         if command.init_from is not None:
             start.init_from, refused = find_initial(command.init_from, config)
             lines = [*(f"refused     {reason}" for reason in refused), f"weights     of {start.init_from}"]
         start.run_dir = make_run_folder(command.run_dir, config.output_dir, name, keep=not command.dry_run)
-    print("".join(printable_line(line) + "\n" for line in lines), end="")
+    for line in lines:
+        write_line(sys.stdout, printable_line(line))
     if not command.dry_run:
         start.lock = start.lock or lock_run_folder(Path(start.run_dir), field="--run-dir")
         files = {**(resumed.saved.model_files if resumed is not None else {}), **files_of_models(config)}

@@ -101,6 +101,8 @@ class TrainerCheckpoints:
         """Write the weights as a hub folder, with the tokenizer, and return it. It is there when it is whole."""
         target = self._export_folder / f"step-{step}"
         being_written = self._export_folder / ".partial"
+        if rank == 0:  # no rank writes before all have told the manager what they have
+            shutil.rmtree(being_written, ignore_errors=True)  # of a run that was killed
         self._manager.folder = str(being_written)
         self._manager.save(step, last_step=True)
         if rank == 0:
