@@ -94,3 +94,21 @@ def test_messages_that_cannot_be_formatted_or_encoded_are_still_logged(run):
     records, terminal = run("other.warning('%d groups', 'many'); other.warning('half a \\ud83d character')")
     assert [r["message"] for r in records] == ["%d groups ('many',)", "half a \ud83d character"]
     assert terminal == ""
+
+
+def test_a_log_that_can_not_be_written_is_one_line_on_the_terminal(run):
+    _, terminal = run("""
+handler = logging.getLogger().handlers[0]
+handler.stream = open("/dev/full", "w")
+for number in range(3):
+    ours.info("record %d", number)
+handler.stream = None
+""")
+    assert terminal.count("\n") == 1 and "WARNING the log " in terminal and "No space left on device" in terminal
+
+
+def test_a_traceback_from_another_process_is_one_sentence_on_the_terminal(run):
+    _, terminal = run(
+        "ours.warning('it failed: Traceback (most recent call last):\\n' + '  File x, line 1\\n' * 500 + 'KeyError: 3')"
+    )
+    assert terminal == "WARNING trainer-0: KeyError: 3\n"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.printable import one_sentence, printable_line
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
     lines += _wrapped("rollouts", [f"{count:,} {column}" for column, count in summary.ledger.items() if count])
     lines += [_labelled(name, str(path)) for name, path in summary.files.items()]
     if summary.not_saved is not None:
-        lines.append(_labelled("not saved", summary.not_saved))
+        lines.append(_labelled("not saved", one_sentence(summary.not_saved)))
     if summary.resumable:
         lines.append(_labelled("go on with", f"{COMMAND} --resume {shlex.quote(str(summary.run_dir))}"))
     return lines

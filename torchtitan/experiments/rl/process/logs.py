@@ -1,5 +1,6 @@
 """Handlers and formats of a process's log: every record to a file as JSON, few of them to the terminal."""
 
+import contextlib
 import json
 import logging
 import sys
@@ -13,6 +14,16 @@ OURS = "torchtitan.experiments.rl"
 
 class RunFileHandler(logging.FileHandler):
     """A class of its own: a second ``set_up_logging`` removes the handler that the first one made, and no other."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk costs one line on the terminal; Python's own handler would print a traceback for each record."""
+        if not self._failed:
+            self._failed = True
+            line = f"WARNING the log {self.baseFilename} can't be written: {_text(sys.exc_info()[1])}"
+            with contextlib.suppress(OSError, ValueError):
+                print(printable_line(one_sentence(line)), file=sys.stderr, flush=True)
 
 
 class TerminalHandler(logging.StreamHandler):
