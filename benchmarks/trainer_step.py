@@ -39,7 +39,8 @@ from torchtitan.experiments.rl.models.policy import ModelConfig  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # noqa: E402
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig  # noqa: E402
-from torchtitan.experiments.rl.training.learner import Learner, init_process_group  # noqa: E402
+from torchtitan.experiments.rl.training.learner import Learner  # noqa: E402
+from torchtitan.experiments.rl.training.process_group import init_process_group  # noqa: E402
 from torchtitan.experiments.rl.types import LossDenominators, TrainingSample  # noqa: E402
 
 VOCABULARY = 768
@@ -196,7 +197,7 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    init_process_group(device="cpu", rank=0, world_size=1, address=f"127.0.0.1:{port}")
+    init_process_group(device="cpu", rank=0, world_size=1, url=f"tcp://127.0.0.1:{port}")
     config = TrainerConfig(optimizer=OptimizerConfig(lr=LEARNING_RATE, weight_decay=0.0))
     short = dict(row_length=512, rows_per_microbatch=8, padded_rows=64)  # rows as in the demo
     long = dict(row_length=2048, rows_per_microbatch=2, padded_rows=8)
