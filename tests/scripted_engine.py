@@ -24,7 +24,15 @@ from torchtitan.experiments.rl.generation.messages import (
     ScoreResult,
 )
 from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout, SnapshotReader, fingerprint
+from torchtitan.experiments.rl.weights.snapshot import (
+    Manifest,
+    SharedBuffer,
+    SnapshotLayout,
+    SnapshotReader,
+    bytes_of,
+    digest,
+    fingerprint,
+)
 
 WEIGHTS = "model.safetensors"
 TABLE = "table"
@@ -49,12 +57,14 @@ def snapshot_of(version: int, table: torch.Tensor) -> Manifest:
     layout = SnapshotLayout.of({TABLE: table}, torch.float32)
     buffer = SharedBuffer.create(layout.nbytes)
     dict(buffer.views(layout))[TABLE].copy_(table)
+    digests = {TABLE: digest(bytes_of(table.float()))}
     return Manifest(
         version=version,
         layout=layout,
         path=buffer.path,
         host="here",
-        fingerprint=fingerprint(buffer.bytes),
+        fingerprint=fingerprint(digests),
+        digests=digests,
         payload_key=None,
     )
 
@@ -130,9 +140,10 @@ class ScriptedEngine:
         tensors = self._reader.tensors(manifest, path)
         assert all(each.token_ids for each in self._open.values()), "a request without a token was not withdrawn"
         self._table = tensors[TABLE].double().numpy()
+        digests = {TABLE: digest(bytes_of(torch.from_numpy(self._table).float()))}
         self._version = manifest.version
         self.recomputed += [self._version] if recompute else []
-        return LoadReport(fingerprint=manifest.fingerprint, verify_s=0.0, reload_s=0.0)
+        return LoadReport(fingerprint=fingerprint(digests), digests=digests, verify_s=0.0, reload_s=0.0)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         for request_id in request_ids:

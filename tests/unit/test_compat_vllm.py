@@ -148,3 +148,90 @@ def test_parameters_that_skip_their_clone_are_copied_shallowly():
     params = SamplingParams(max_tokens=3, seed=1, stop_token_ids=[1, 2], skip_clone=True)
     clone = params.clone()
     assert clone is not params and clone == params and clone.stop_token_ids is params.stop_token_ids
+
+
+# ---- where a model holds a checkpoint's tensors
+
+
+def test_linear_modules_are_packed_by_the_function_that_is_replaced(monkeypatch):
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+
+    assert list(inspect.signature(utils.dispatch_cpu_unquantized_gemm).parameters) == ["layer", "remove_weight"]
+    for method in (linear.UnquantizedLinearMethod, vocab_parallel_embedding.UnquantizedEmbeddingMethod):
+        source = inspect.getsource(method.process_weights_after_loading)
+        assert "from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm" in source, "packed in another way"
+
+
+def test_models_say_which_tensors_lie_below_each_other():
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    for model in (LlamaForCausalLM, Qwen3ForCausalLM):
+        assert model.packed_modules_mapping["qkv_proj"] == ["q_proj", "k_proj", "v_proj"]
+        assert model.packed_modules_mapping["gate_up_proj"] == ["gate_proj", "up_proj"]
+
+
+def test_a_packed_copy_has_the_note_of_what_it_was_made_of():
+    from vllm.model_executor.layers import utils
+
+    layer, pack = torch.nn.Linear(4, 4, bias=False), utils.dispatch_cpu_unquantized_gemm
+    seen = []
+
+    def note(module: torch.nn.Module) -> str:
+        seen.append(module.weight.numel())
+        return f"note {len(seen)}"
+
+    with compat.packing_noted(note):
+        pack_noted = utils.dispatch_cpu_unquantized_gemm
+        pack_noted(layer, remove_weight=False)
+        first = layer.cpu_linear
+        assert compat.packed_from(layer) == "note 1"
+        pack_noted(layer, remove_weight=True)
+        assert compat.packed_from(layer) == "note 2" and layer.weight.numel() == 0
+    layer.cpu_linear = first
+    assert compat.packed_from(layer) == "note 1", "an old copy has its old note"
+    assert seen == [16, 16] and utils.dispatch_cpu_unquantized_gemm is pack
+    other = torch.nn.Linear(4, 4, bias=False)
+    pack(other, remove_weight=False)
+    assert compat.packed_from(other) is None
+
+
+def held(rows: list[int], sources: int = 3, **attributes) -> compat.HeldWeight:
+    module = SimpleNamespace(output_partition_sizes=rows, **attributes)
+    names = tuple(f"source_{i}" for i in range(sources))
+    return compat.HeldWeight(module=module, parameter=torch.empty(0), sources=names, packed=False)
+
+
+@pytest.fixture
+def rank(monkeypatch):
+    """``rank(1, 2)``: this process is the second of two workers."""
+    import vllm.distributed
+
+    def set_rank(rank: int, world: int) -> None:
+        monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_rank", lambda: rank)
+        monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_world_size", lambda: world)
+
+    return set_rank
+
+
+def test_a_worker_alone_holds_whole_tensors(rank):
+    rank(0, 1)
+    qkv = held([8, 4, 4])
+    assert compat.rows_of_parts(qkv, 16) == [8, 4, 4] and compat.rows_of_parts(held([16], 1), 16) == [16]
+    assert compat.region(qkv, 4, (4, 10), torch.Size((16, 10))) == (slice(0, 4), slice(0, 10))
+    assert compat.region(qkv, 4, (4,), torch.Size((16,))) == (slice(0, 4),)
+
+
+def test_workers_divide_rows_or_columns_and_copy_few_heads(rank):
+    rank(3, 4)
+    assert compat.region(held([2, 1, 1]), 2, (8, 10), torch.Size((4, 10))) == (slice(6, 8), slice(0, 10))  # rows
+    assert compat.region(held([8], 1), 8, (8, 12), torch.Size((8, 3))) == (slice(0, 8), slice(9, 12))  # columns
+    # Two key-value heads of 2 rows over four workers: the last two have the second.
+    assert compat.region(held([2, 2, 2]), 2, (4, 10), torch.Size((6, 10))) == (slice(2, 4), slice(0, 10))
+
+
+def test_a_vocabulary_that_is_filled_up_is_read_where_it_has_tokens(rank):
+    rank(1, 2)
+    indices = SimpleNamespace(org_vocab_start_index=64, org_vocab_end_index=96)
+    embedding = held([64], 1, shard_indices=indices)
+    assert compat.region(embedding, 64, (96, 8), torch.Size((64, 8))) == (slice(64, 96), slice(0, 8))

@@ -1,6 +1,7 @@
 """The thread between a generator's messages and its engine: which requests wait for a weight update, and how an update ends."""
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting_table, snapshot_of
+from tests.scripted_engine import TABLE, ScriptedEngine, ScriptedEngineConfig, counting_table, snapshot_of
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import WeightUpdate
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
@@ -24,6 +25,7 @@ from torchtitan.experiments.rl.generation.messages import (
 )
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.weights.snapshot import fingerprint
 
 CANARY = np.array([1, 2, 3], np.int32)
 MODES = get_args(WeightUpdate)
@@ -225,8 +227,9 @@ async def test_a_canary_asked_for_while_draining_is_scored_with_the_new_weights(
     await harness.step()
     update = await harness.update(1, "drain")
     canary = asyncio.create_task(harness.thread.score_canary(CANARY))
-    await harness.step(4)
-    np.testing.assert_allclose(await asyncio.wait_for(canary, 10), canary_logprobs(1), rtol=1e-6)
+    while not canary.done():  # the engine may be idle for a moment, when the update's canary is scored and this one not asked
+        await harness.step()
+    np.testing.assert_allclose(canary.result(), canary_logprobs(1), rtol=1e-6)
     assert update.done()
 
 
@@ -320,3 +323,26 @@ def test_a_mode_that_is_none_is_refused_with_the_modes_there_are(capsys):
     assert main(["--config", "rl_grpo_qwen3_debug", "--generator.weight-update", "sometimes", "--dry-run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--generator.weight-update" in line and all(f"'{how}'" in line for how in MODES)
+
+
+@pytest.mark.parametrize("how", MODES)
+async def test_an_engine_that_holds_other_weights_than_it_was_given_answers_nothing_with_them(harness, how, monkeypatch):
+    load = harness.engine.load
+
+    def wrong(manifest, path, *, recompute):
+        report = load(manifest, path, recompute=recompute)
+        digests = {TABLE: "of the version before"}
+        return replace(report, digests=digests, fingerprint=fingerprint(digests))
+
+    monkeypatch.setattr(harness.engine, "load", wrong)
+    harness.submit(generate(1, 2), generate(2, 2))
+    await harness.step(2)
+    update = await harness.update(1, how)
+    harness.submit(generate(3, 2))
+    await harness.step(5)
+    expected = f"weights of version 1: the engine holds {TABLE} = of the version before, [0-9a-f]+ was published"
+    with pytest.raises(RunError, match=expected):
+        await asyncio.wait_for(update, 10)
+    (failed,) = [r for r in harness.delivered if isinstance(r, GeneratorFailed)]
+    assert re.fullmatch(expected, failed.cause)
+    assert {r.request_id for r in harness.delivered if isinstance(r, GenerateResult)} <= {1, 2}

@@ -1,6 +1,7 @@
 """What a client of the generators does when a replica is lost and when it is back, and what an update does meanwhile."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -156,8 +157,12 @@ class Trainer:
 
     def __init__(self):
         self.score = SimpleNamespace(call=self._score)
-        self.publish_weights = Endpoint(lambda version, remote: setattr(self, "published", version))
+        self.publish_weights = Endpoint(self._publish)
         self.canary = Endpoint(lambda: np.full(2, self.published / 10, np.float32))
+
+    def _publish(self, version: int, remote_readers: bool) -> str:
+        self.published = version
+        return "f"
 
     async def _score(self, token_ids):
         return {0: np.zeros(2, np.float32)}
@@ -250,3 +255,21 @@ async def test_a_replica_that_is_back_with_other_weights_than_the_trainer_takes_
     with pytest.raises(RunError, match="generator 1 and trainer disagree on version 2"):
         await sync.admit(1, wrong, take_requests)
     assert taken == []
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        (receipt(1, 0.2), "generator 1 answered version 2 with the weights of version 1"),
+        (replace(receipt(2, 0.2), fingerprint="g"), "generator 1 holds weights of fingerprint g as version 2; .* published f"),
+    ],
+)
+async def test_a_replica_that_is_back_without_the_published_version_takes_no_request(wrong, error):
+    sync = sync_of(Generators())
+    await sync.update(CopiedOut(version=2, seconds=0.0))
+
+    async def take_requests() -> None:
+        raise AssertionError("it takes requests")
+
+    with pytest.raises(RunError, match=error):
+        await sync.admit(1, SimpleNamespace(update_weights=Endpoint(lambda version, ids: wrong)), take_requests)

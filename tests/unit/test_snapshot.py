@@ -8,9 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, SnapshotLayout, fingerprint
+from torchtitan.experiments.rl.weights.snapshot import (
+    Manifest,
+    SharedBuffer,
+    SnapshotLayout,
+    SnapshotReader,
+    bytes_of,
+    digest,
+    fingerprint,
+    tensor_digests,
+)
 
 
 def tensors_of(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
@@ -57,7 +67,8 @@ def test_another_mapping_reads_what_one_wrote():
     assert list(read) == list(tensors)
     for name, tensor in tensors.items():
         assert read[name].shape == tensor.shape and torch.equal(read[name], tensor)
-    assert fingerprint(reader.bytes[: layout.nbytes]) == fingerprint(writer.bytes[: layout.nbytes])
+    assert digest(reader.bytes[: layout.nbytes]) == digest(writer.bytes[: layout.nbytes])
+    assert tensor_digests(reader.bytes, layout) == {name: digest(bytes_of(tensor)) for name, tensor in tensors.items()}
 
 
 def test_another_process_finds_it_by_its_path():
@@ -91,21 +102,21 @@ def test_buffer_of_a_process_that_is_gone_is_an_error():
         SharedBuffer.attach("/proc/self/fd/999999")
 
 
-# ---- fingerprint
+# ---- digests and fingerprint
 
 
 @settings(max_examples=50)
 @given(st.binary(min_size=1, max_size=300), st.data())
-def test_fingerprint_changes_with_any_byte(content, data):
+def test_digest_changes_with_any_byte(content, data):
     at = data.draw(st.integers(0, len(content) - 1))
     flip = data.draw(st.integers(1, 255))
     original = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     changed = original.clone()
     changed[at] ^= flip
-    assert fingerprint(original) == fingerprint(original.clone()) != fingerprint(changed)
+    assert digest(original) == digest(original.clone()) != digest(changed)
 
 
-def test_fingerprint_changes_with_the_order_of_bytes_and_of_chunks():
+def test_digest_changes_with_the_order_of_bytes_and_of_chunks():
     size = 40 * 2**20  # more than one chunk, the last one short
     content = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
     half = size // 2
@@ -116,7 +127,7 @@ def test_fingerprint_changes_with_the_order_of_bytes_and_of_chunks():
     last_byte = content.clone()
     last_byte[-1] ^= 1
     versions = (content, swapped, chunks_swapped, reversed_bytes, last_byte, content[:-1])
-    assert len({fingerprint(version) for version in versions}) == len(versions)
+    assert len({digest(version) for version in versions}) == len(versions)
 
 
 def test_swapped_tensors_of_equal_shape_have_another_fingerprint():
@@ -128,8 +139,33 @@ def test_swapped_tensors_of_equal_shape_have_another_fingerprint():
         views = dict(buffer.views(layout))
         views["a"].copy_(tensors[first])
         views["b"].copy_(tensors[second])
-        seen.add(fingerprint(buffer.bytes))
+        seen.add(fingerprint(tensor_digests(buffer.bytes, layout)))
     assert len(seen) == 2
+
+
+def test_fingerprint_changes_with_a_name_a_digest_and_the_order():
+    versions = ({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "2", "b": "1"}, {"a": "1", "c": "2"}, {"a": "1"}, {})
+    assert len({fingerprint(digests) for digests in versions}) == len(versions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_digest_of_a_tensor_is_of_its_values_wherever_they_lie(dtype):
+    whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert digest(bytes_of(whole[1:3])) == digest(bytes_of(whole[1:3].clone()))
+    assert digest(bytes_of(whole.t())) == digest(bytes_of(whole.t().contiguous())) != digest(bytes_of(whole))
+    assert bytes_of(whole[0, 0]).shape == (dtype.itemsize,)
+
+
+def test_a_snapshot_that_changed_after_its_digests_were_taken_is_refused():
+    layout = SnapshotLayout.of(tensors_of(), torch.float32)
+    buffer = SharedBuffer.create(layout.nbytes)
+    digests = tensor_digests(buffer.bytes, layout)
+    sizes = dict(version=3, layout=layout, path=buffer.path, host="here", payload_key=None)
+    manifest = Manifest(fingerprint=fingerprint(digests), digests=digests, **sizes)
+    assert list(SnapshotReader().tensors(manifest, buffer.path)) == ["embed", "norm", "head", "scalar"]
+    dict(buffer.views(layout))["norm"][0] = 1
+    with pytest.raises(RunError, match="weights of version 3: fingerprint .* mapped, .* published"):
+        SnapshotReader().tensors(manifest, buffer.path)
 
 
 # ---- publisher
@@ -162,7 +198,7 @@ async def test_version_before_can_still_be_read_while_the_next_is_written(publis
         publisher.write(version, tensors_of(version))
         if version > 1:  # being read meanwhile
             manifest = manifests(store)[version - 1]
-            assert fingerprint(readers[version - 1].bytes[: manifest.layout.nbytes]) == manifest.fingerprint
+            assert fingerprint(tensor_digests(readers[version - 1].bytes, manifest.layout)) == manifest.fingerprint
         await publisher.publish(version, remote_readers=False)
         manifest = manifests(store)[version]
         readers[version] = SharedBuffer.attach(manifest.path)
@@ -184,7 +220,8 @@ async def test_payload_for_other_hosts_is_the_fingerprinted_bytes(published):
     publisher.write(1, tensors_of())
     await publisher.publish(1, remote_readers=True)
     manifest = manifests(store)[1]
-    assert fingerprint(store[manifest.payload_key]) == manifest.fingerprint
+    digests = tensor_digests(store[manifest.payload_key], manifest.layout)
+    assert digests == manifest.digests and fingerprint(digests) == manifest.fingerprint
     publisher.write(2, tensors_of(1))
     await publisher.publish(2, remote_readers=False)
     assert manifests(store)[2].payload_key is None and manifests(store)[2].fingerprint != manifest.fingerprint

@@ -2,10 +2,16 @@
 
 ``tests/unit/test_compat_vllm.py`` names what an upgrade takes away. This module does not import vLLM: vLLM reads its
 environment when it is imported, so ``set_environment`` has to run first.
+
+A weight of the engine may be several tensors of the checkpoint, one below the other, or a share of one. On CPU vLLM packs the
+weight of a linear layer for its kernels and drops the weight itself: nothing can read the packed copy back. So what is packed
+is noted when it is packed, and the note hangs on the function that owns the copy.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,3 +89,93 @@ def repack_tied_head(model: Any) -> None:
     if head is None or not model.config.tie_word_embeddings or next(head.parameters()).device.type != "cpu":
         return
     head.quant_method.process_weights_after_loading(head)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HeldWeight:
+    """One weight of the engine."""
+
+    module: Any
+    parameter: torch.Tensor
+    sources: tuple[str, ...]
+    """The tensors of the checkpoint that it is made of, one below the other: their hub names."""
+    packed: bool
+    """Whether the model computes with a packed copy of it."""
+
+
+def held_weights(model: Any, names: set[str]) -> Iterator[HeldWeight]:
+    """Each weight of a worker's model that comes from a checkpoint whose tensors have the hub names ``names``.
+
+    A tied head has the embedding's source, and may have a packed copy of its own.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    parts: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    sources_of: dict[int, tuple[str, ...]] = {}
+    for module_name, module in model.named_modules():
+        parent, _, leaf = module_name.rpartition(".")
+        # An embedding is packed as if it were a head, and looked up in the weight itself.
+        looked_up = isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+        for name, parameter in module.named_parameters(recurse=False):
+            prefix = f"{parent}." if parent else ""
+            sources: tuple[str, ...] = (f"{module_name}.{name}",)
+            if sources[0] not in names:
+                sources = tuple(f"{prefix}{part}.{name}" for part in parts.get(leaf, ()))
+            if not sources or not names.issuperset(sources):
+                sources = sources_of.get(id(parameter), ())  # a tied head
+            if sources:
+                sources_of[id(parameter)] = sources
+                packed = name == "weight" and hasattr(module, "cpu_linear") and not looked_up
+                yield HeldWeight(module=module, parameter=parameter, sources=sources, packed=packed)
+
+
+def rows_of_parts(held: HeldWeight, rows: int) -> list[int]:
+    """How many of a weight's ``rows`` are of each source."""
+    return [rows] if len(held.sources) == 1 else list(held.module.output_partition_sizes)
+
+
+def region(held: HeldWeight, rows: int, shape: tuple[int, ...], held_shape: torch.Size) -> tuple[slice, ...]:
+    """Which part of a source of ``shape`` this worker holds in ``rows`` rows of a weight of ``held_shape``.
+
+    Tensor parallelism divides rows or columns. Key-value heads that are fewer than the workers lie in several of them.
+    """
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
+    if hasattr(held.module, "shard_indices"):  # of a vocabulary that is filled up and divided
+        indices = held.module.shard_indices
+        return (slice(indices.org_vocab_start_index, indices.org_vocab_end_index), *(slice(0, size) for size in shape[1:]))
+    rank, world = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+    found = []
+    for size, own in zip(shape, (rows, *held_shape[1:]), strict=True):
+        start = own * (rank * (size // own) // world) if own < size else 0
+        found.append(slice(start, start + min(own, size)))
+    return tuple(found)
+
+
+@contextmanager
+def packing_noted(note: Callable[[Any], Any]) -> Iterator[None]:
+    """While it lasts, ``note(module)`` is called before a module is packed for CPU, and ``packed_from`` returns its result.
+
+    The note is an attribute of ``cpu_linear``, the function that vLLM makes to compute with the packed copy: an old copy keeps
+    its old note.
+    """
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
+
+    def pack_noted(layer: Any, remove_weight: bool) -> None:
+        noted = note(layer)
+        pack(layer, remove_weight)
+        if noted is not None:
+            layer.cpu_linear.packed_from = noted
+
+    utils.dispatch_cpu_unquantized_gemm = pack_noted
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = pack
+
+
+def packed_from(module: Any) -> Any:
+    """What was noted when the packed copy was made that ``module`` computes with; None for one made without a note."""
+    return getattr(module.cpu_linear, "packed_from", None)

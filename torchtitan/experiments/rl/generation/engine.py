@@ -21,9 +21,12 @@ class LoadReport:
     """What an engine says of a version that it loaded."""
 
     fingerprint: str
-    """Of the bytes it read, as ``weights.snapshot.fingerprint`` computes it."""
+    """Of ``digests``, as ``weights.snapshot.fingerprint`` computes it."""
+    digests: dict[str, str]
+    """What the engine holds after loading: ``weights.snapshot.digest`` of each tensor, by hub name in the manifest's order.
+    They are taken from the engine's own copies, the packed ones that it computes with included, never from the snapshot."""
     verify_s: float
-    """Mapping the snapshot and taking its fingerprint, in seconds."""
+    """Mapping the snapshot and taking digests, in seconds."""
     reload_s: float
     """Copying it into the model, in seconds."""
 
@@ -75,6 +78,9 @@ class Engine(Protocol):
             path: of a SharedBuffer in this host's memory (``weights.snapshot.SnapshotReader`` maps and verifies it).
             recompute: compute the keys and values of open requests again, prompt and tokens so far, with the new weights.
                 Otherwise they go on with those they have.
+
+        Returns:
+            What it holds now. The caller compares it with the manifest, and uses the engine no more where they differ.
 
         Raises:
             RunError: the snapshot is not what was published. The engine goes on with the weights it had.

@@ -9,7 +9,6 @@ requests that have tokens. One update ends, canary included, before the next beg
 """
 
 import asyncio
-import dataclasses
 import logging
 import queue
 import threading
@@ -40,6 +39,10 @@ FIRST_STEPS = 20
 """They may compile, and so take long."""
 _CANARY_ID = -1
 """Clients' ids count up from 0."""
+
+
+class WrongWeights(RunError):
+    """The engine holds other weights than those it was given: it can't go on."""
 
 
 class EngineThread:
@@ -102,6 +105,8 @@ class EngineThread:
                 done.set_result(command())
             except BaseException as error:  # SystemExit too: it would end this thread, and the caller would wait for ever
                 done.set_exception(for_a_future(error))
+                if isinstance(error, WrongWeights):
+                    raise  # no request may be answered with these weights
 
         def start_drain() -> None:
             self._postpone()
@@ -125,7 +130,13 @@ class EngineThread:
         async with self._update_lock:
             report, canary = await self.call(load, drain=how == "drain")
             logprobs = await asyncio.wrap_future(canary)
-            return WeightReceipt(version=manifest.version, canary_logprobs=logprobs, **dataclasses.asdict(report))
+            return WeightReceipt(
+                version=manifest.version,
+                fingerprint=report.fingerprint,
+                canary_logprobs=logprobs,
+                verify_s=report.verify_s,
+                reload_s=report.reload_s,
+            )
 
     async def score_canary(self, token_ids: np.ndarray) -> np.ndarray:
         """float32 [L] log-probabilities under the current weights. Waits for an update that has begun."""
@@ -216,6 +227,7 @@ class EngineThread:
             self._postpone()
         try:
             report = self.engine.load(manifest, path, recompute=recompute)
+            check_held(report, manifest)
             return report, self._score_canary(canary_token_ids)
         finally:
             postponed, self._postponed = self._postponed, None
@@ -243,3 +255,20 @@ class EngineThread:
         for future in list(self._pending):
             if not future.done():
                 future.set_exception(failure)
+
+
+def check_held(report: LoadReport, manifest: Manifest) -> None:
+    """
+    Raises:
+        WrongWeights: the engine holds other tensors than were published; names the first.
+    """
+    held, published = report.digests, manifest.digests
+    if held == published and report.fingerprint == manifest.fingerprint:
+        return
+    names = [name for name in {**published, **held} if held.get(name) != published.get(name)]
+    first = names[0] if names else "fingerprint"
+    seen, wanted = (held.get(first), published.get(first)) if names else (report.fingerprint, manifest.fingerprint)
+    others = f" ({len(names)} of {len(published)} tensors differ)" if len(names) > 1 else ""
+    raise WrongWeights(
+        f"weights of version {manifest.version}: the engine holds {first} = {seen}, {wanted} was published{others}"
+    )

@@ -22,7 +22,7 @@ from torchtitan.experiments.rl.generation.messages import (
     ScoreResult,
 )
 from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.weights.snapshot import Manifest
+from torchtitan.experiments.rl.weights.snapshot import Manifest, fingerprint
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,8 +130,14 @@ class VLLMEngine:
         self._engine.set_weight_version(str(manifest.version))
         if recompute:
             compat.recompute_open_requests(self._engine, cache_salt=str(manifest.version))
+        # Workers agree on what is right: each has the published digest where its own share is what was published.
+        held = {
+            name: next((report.digests[name] for report in reports if report.digests[name] != published), published)
+            for name, published in manifest.digests.items()
+        }
         return LoadReport(
-            fingerprint=reports[0].fingerprint,
+            fingerprint=fingerprint(held),
+            digests=held,
             verify_s=max(report.verify_s for report in reports),
             reload_s=max(report.reload_s for report in reports),
         )

@@ -2,16 +2,17 @@
 
 import time
 
-from torchtitan.experiments.rl.compat.vllm import reload_weights
+from torchtitan.experiments.rl.compat.vllm import packing_noted, reload_weights
 from torchtitan.experiments.rl.generation.engine import LoadReport
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SnapshotReader
+from torchtitan.experiments.rl.generation.vllm_held import HeldWeights
+from torchtitan.experiments.rl.weights.snapshot import Manifest, SnapshotReader, fingerprint
 
 
 class SnapshotLoader:
     """Mixed into vLLM's worker (``worker_extension_cls``): ``collective_rpc("load_snapshot", ...)`` reaches every worker."""
 
     def load_snapshot(self, manifest: Manifest, path: str) -> LoadReport:
-        """Map the snapshot at ``path``, check its fingerprint and copy it into the running model.
+        """Map the snapshot at ``path``, check its fingerprint, copy it into the running model, and read back what that holds.
 
         Raises:
             RunError: the mapped bytes are not those the trainer published.
@@ -21,5 +22,18 @@ class SnapshotLoader:
         reader = self.__dict__.setdefault("_snapshot_reader", SnapshotReader())
         tensors = reader.tensors(manifest, path)
         mapped = time.perf_counter()
-        reload_weights(self, tensors.items())
-        return LoadReport(fingerprint=manifest.fingerprint, verify_s=mapped - started, reload_s=time.perf_counter() - mapped)
+        held = HeldWeights(self.get_model(), manifest, tensors)  # type: ignore[attr-defined]
+        with packing_noted(held.note):
+            reload_weights(self, tensors.items())
+        packed_s = held.seconds
+        reloaded = time.perf_counter()
+        digests = held.digests()
+        if held.has_shares:
+            reader.tensors(manifest, path)  # what shares were compared with is still what was published
+        read_back = time.perf_counter()
+        return LoadReport(
+            fingerprint=fingerprint(digests),
+            digests=digests,
+            verify_s=(mapped - started) + packed_s + (read_back - reloaded),
+            reload_s=reloaded - mapped - packed_s,
+        )

@@ -175,9 +175,13 @@ class PolicyTrainer(WatchedActor):
         self._canary = self._submit(lambda: self._learner.score(canary_token_ids))
 
     @reported_endpoint
-    async def publish_weights(self, version: int, remote_readers: bool) -> None:
-        """Rank 0: put the snapshot of ``version`` where the generators find it. Runs beside the compute thread."""
-        await self._publisher.publish(version, remote_readers=remote_readers)
+    async def publish_weights(self, version: int, remote_readers: bool) -> str:
+        """Rank 0: put the snapshot of ``version`` where the generators find it. Runs beside the compute thread.
+
+        Returns:
+            The fingerprint of the version's tensors.
+        """
+        return await self._publisher.publish(version, remote_readers=remote_readers)
 
     @reported_endpoint
     async def canary(self) -> np.ndarray:

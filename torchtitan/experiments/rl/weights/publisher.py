@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.weights.snapshot import (
     SharedBuffer,
     SnapshotLayout,
     fingerprint,
+    tensor_digests,
 )
 from torchtitan.experiments.rl.weights.store import manifest_key, payload_key
 
@@ -36,8 +37,8 @@ class SnapshotPublisher:
         self._page_locked = False
         self._targets: list[dict[str, torch.Tensor]] = []
         """By buffer and name: where this rank copies its part of a tensor. Found once: it takes a tenth of the copying."""
-        self._fingerprints = ["", ""]
-        """Of the buffers' bytes, taken by rank 0."""
+        self._digests: list[dict[str, str]] = [{}, {}]
+        """Of the buffers' tensors, taken by rank 0."""
         self._published: list[tuple[int, bool]] = []
 
     @torch.no_grad()
@@ -62,10 +63,11 @@ class SnapshotPublisher:
         wait_for_copies(device)
         _barrier()
         if self._rank == 0:
-            self._fingerprints[version % 2] = fingerprint(self._buffers[version % 2].bytes)
+            self._digests[version % 2] = tensor_digests(self._buffers[version % 2].bytes, self._layout)
 
-    async def publish(self, version: int, *, remote_readers: bool) -> None:
+    async def publish(self, version: int, *, remote_readers: bool) -> str:
         """Rank 0: put a written version into torchstore: its manifest, and its bytes when some generator can't map them.
+        Returns its fingerprint.
 
         Also deletes version ``v - 2`` from the store, which had the same buffer: every generator has answered for it.
         """
@@ -76,7 +78,8 @@ class SnapshotPublisher:
             layout=self._layout,
             path=buffer.path,
             host=socket.gethostname(),
-            fingerprint=self._fingerprints[version % 2],
+            fingerprint=fingerprint(self._digests[version % 2]),
+            digests=self._digests[version % 2],
             payload_key=payload_key(version) if remote_readers else None,
         )
         if remote_readers:
@@ -88,6 +91,7 @@ class SnapshotPublisher:
             await torchstore.delete(manifest_key(old))
             if had_payload:
                 await torchstore.delete(payload_key(old))
+        return manifest.fingerprint
 
     def _reach(self, device: torch.device) -> torch.device:
         """``device``, from which the buffers can be written at its own speed now."""

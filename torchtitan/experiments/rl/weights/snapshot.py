@@ -6,7 +6,7 @@ touching fresh shared-memory pages costs as much as the copy itself.
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ import xxhash
 from torchtitan.experiments.rl.errors import RunError
 
 _ALIGNMENT = 64
-_FINGERPRINT_CHUNK = 16 * 2**20
+_DIGEST_CHUNK = 16 * 2**20
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -61,7 +61,9 @@ class Manifest:
     host: str
     """Host it is on."""
     fingerprint: str
-    """Of the buffer's bytes, taken by the trainer after writing them."""
+    """Of ``digests``."""
+    digests: dict[str, str]
+    """Of each tensor, by hub name in the layout's order, taken by the trainer after writing them."""
     payload_key: str | None
     """torchstore key of the whole buffer, when some generator is on another host."""
 
@@ -72,6 +74,7 @@ class WeightReceipt:
 
     version: int
     fingerprint: str
+    """Of the weights that its engine holds, not of the bytes that were sent."""
     canary_logprobs: np.ndarray
     """float32 [L] of the canary tokens under the loaded weights."""
     verify_s: float
@@ -121,7 +124,7 @@ class SnapshotReader:
         if path not in self._buffers:
             self._buffers[path] = SharedBuffer.attach(path)
         buffer = self._buffers[path]
-        seen = fingerprint(buffer.bytes[: manifest.layout.nbytes])
+        seen = fingerprint(tensor_digests(buffer.bytes, manifest.layout))
         if seen != manifest.fingerprint:
             raise RunError(
                 f"weights of version {manifest.version}: fingerprint {seen} mapped, {manifest.fingerprint} published; "
@@ -130,10 +133,35 @@ class SnapshotReader:
         return dict(buffer.views(manifest.layout))
 
 
-def fingerprint(buffer: torch.Tensor) -> str:
-    """XXH3-128 of a flat uint8 tensor. Chunks are hashed in parallel: xxhash releases the GIL, and reads at memory speed."""
-    view = buffer.numpy().data
-    chunks = [view[i : i + _FINGERPRINT_CHUNK] for i in range(0, len(view), _FINGERPRINT_CHUNK)]
-    with ThreadPoolExecutor(max_workers=max(1, len(os.sched_getaffinity(0)))) as pool:
-        digests = list(pool.map(xxhash.xxh3_128_digest, chunks))
-    return xxhash.xxh3_128_hexdigest(b"".join(digests))
+def tensor_digests(buffer: torch.Tensor, layout: SnapshotLayout) -> dict[str, str]:
+    """``digest`` of each tensor in a snapshot's flat uint8 buffer, by name in the layout's order."""
+    found = _digests([buffer[entry.offset : entry.offset + entry.nbytes] for entry in layout.entries])
+    return {entry.name: value for entry, value in zip(layout.entries, found, strict=True)}
+
+
+def fingerprint(digests: Mapping[str, str]) -> str:
+    """Of a version: of its tensors' names and digests, in their order."""
+    return xxhash.xxh3_128_hexdigest("\n".join(f"{name} {value}" for name, value in digests.items()).encode())
+
+
+def digest(flat: torch.Tensor) -> str:
+    """XXH3-128 of a flat uint8 tensor."""
+    return _digests([flat])[0]
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's values as a flat uint8 tensor on the CPU; its own memory where they lie there one after the other."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def _digests(buffers: Sequence[torch.Tensor]) -> list[str]:
+    """Chunks are hashed in parallel, where there are cores: xxhash releases the GIL, and reads at memory speed."""
+    views = [buffer.numpy().data for buffer in buffers]
+    chunks = [[view[i : i + _DIGEST_CHUNK] for i in range(0, len(view), _DIGEST_CHUNK)] for view in views]
+    workers = min(len(os.sched_getaffinity(0)), sum(map(len, chunks)))
+    if workers > 1:
+        with ThreadPoolExecutor(max_workers=workers) as pool:
+            hashed = [list(pool.map(xxhash.xxh3_128_digest, own)) for own in chunks]
+    else:
+        hashed = [[xxhash.xxh3_128_digest(chunk) for chunk in own] for own in chunks]
+    return [xxhash.xxh3_128_hexdigest(b"".join(own)) for own in hashed]

@@ -49,8 +49,8 @@ class Generators(Protocol):
 class WeightSync:
     """Publishes versions and has the generators load them, those that were there before and those that come later.
 
-    The canary is a fixed sequence of tokens that trainer and generators both score after every update: a fingerprint says that
-    the bytes arrived, the canary that the engine computes with them.
+    The canary is a fixed sequence of tokens that trainer and generators both score after every update: a fingerprint says
+    which weights the engine holds, the canary that it computes with them.
     """
 
     def __init__(self, trainer: Any, generators: Generators, *, vocab_size: int, remote_readers: bool, tolerance: float):
@@ -63,6 +63,8 @@ class WeightSync:
         """Whether replicas load it; a new one holds the weights of the model's hub folder."""
         self._canary: np.ndarray | None = None
         """The trainer's, of that version."""
+        self._fingerprint = ""
+        """Of the version that was published last."""
         self._lock = asyncio.Lock()
         """Held while replicas load. The trainer writes over a buffer two versions later, and so after the update between."""
 
@@ -82,6 +84,7 @@ class WeightSync:
                 logprobs = await actor.canary.call_one(self.canary_token_ids)
             else:
                 receipt = await actor.update_weights.call_one(self._version, self.canary_token_ids)
+                self._check_receipt(replica, self._version, receipt)
                 logprobs = receipt.canary_logprobs
             self._compare(self._version, self._canary, {replica: logprobs})
             await take_requests()
@@ -112,12 +115,11 @@ class WeightSync:
         version, rank0 = copied.version, self._trainer.slice(procs=0)
         async with self._lock:
             started = time.perf_counter()
-            await rank0.publish_weights.call_one(version, self._remote_readers)
+            self._fingerprint = await rank0.publish_weights.call_one(version, self._remote_readers)
             published = time.perf_counter()
             receipts = await self._generators.update_weights(version, self.canary_token_ids)
-            if len({receipt.fingerprint for receipt in receipts.values()}) > 1:
-                prints = [receipt.fingerprint for receipt in receipts.values()]
-                raise RunError(f"generators disagree on the bytes of version {version}: {prints}")
+            for replica, receipt in receipts.items():
+                self._check_receipt(replica, version, receipt)
             loaded = time.perf_counter()
             self._canary, self._version, self._published = await rank0.canary.call_one(), version, True
         canaries = {replica: receipt.canary_logprobs for replica, receipt in receipts.items()}
@@ -130,6 +132,15 @@ class WeightSync:
             verify_s=max((receipt.verify_s for receipt in receipts.values()), default=0.0),
             reload_s=max((receipt.reload_s for receipt in receipts.values()), default=0.0),
         )
+
+    def _check_receipt(self, replica: int, version: int, receipt: WeightReceipt) -> None:
+        if receipt.version != version:
+            raise RunError(f"generator {replica} answered version {version} with the weights of version {receipt.version}")
+        if receipt.fingerprint != self._fingerprint:
+            raise RunError(
+                f"generator {replica} holds weights of fingerprint {receipt.fingerprint} as version {version}; the trainer "
+                f"published {self._fingerprint}"
+            )
 
     def _compare(self, version: int, trainer: np.ndarray | None, generators: Mapping[int, np.ndarray]) -> float:
         worst = 0.0

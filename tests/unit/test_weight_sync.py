@@ -1,0 +1,56 @@
+"""The controller believes no generator: a receipt has to be of the version asked for, and of the fingerprint published."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
+from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CopiedOut, WeightSync
+
+
+def receipt(version: int = 5, fingerprint: str = "aa", canary: float = -1.0) -> WeightReceipt:
+    logprobs = np.full(CANARY_TOKENS, canary, np.float32)
+    return WeightReceipt(version=version, fingerprint=fingerprint, canary_logprobs=logprobs, verify_s=0.1, reload_s=0.2)
+
+
+async def update(*receipts: WeightReceipt):
+    """Version 5 of fingerprint "aa", which the trainer's canary says is worth -1 a token."""
+
+    async def answer(value):
+        return value
+
+    rank0 = SimpleNamespace(
+        publish_weights=SimpleNamespace(call_one=lambda version, remote: answer("aa")),
+        canary=SimpleNamespace(call_one=lambda: answer(np.full(CANARY_TOKENS, -1.0, np.float32))),
+    )
+    trainer = SimpleNamespace(slice=lambda procs: rank0)
+    generators = SimpleNamespace(update_weights=lambda version, canary: answer(dict(enumerate(receipts))))
+    sync = WeightSync(trainer, generators, vocab_size=96, remote_readers=False, tolerance=1e-3)
+    return await sync.update(CopiedOut(version=5, seconds=1.0))
+
+
+async def test_receipts_of_the_published_version_pass():
+    report = await update(receipt(), receipt(canary=-1.0005))
+    assert report.version == 5 and report.canary_max_diff == pytest.approx(0.0005, rel=1e-3) and report.reload_s == 0.2
+
+
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        (receipt(version=4), "generator 1 answered version 5 with the weights of version 4"),
+        (receipt(fingerprint="bb"), "generator 1 holds weights of fingerprint bb as version 5; the trainer published aa"),
+        (receipt(canary=-1.1), "generator 1 and trainer disagree on version 5"),
+        (receipt(canary=np.nan), "generator 1 and trainer disagree on version 5"),
+    ],
+)
+async def test_a_receipt_of_anything_else_ends_the_run_by_replica_version_and_values(wrong, error):
+    with pytest.raises(RunError) as caught:
+        await update(receipt(), wrong)
+    assert str(caught.value).startswith(error)
+
+
+async def test_replicas_that_hold_the_same_wrong_weights_do_not_pass_for_agreeing():
+    with pytest.raises(RunError, match="generator 0 holds weights of fingerprint bb"):
+        await update(receipt(fingerprint="bb"), receipt(fingerprint="bb"))

@@ -1,0 +1,67 @@
+"""What a vLLM worker holds after a reload, as digests that compare with the trainer's."""
+
+import time
+from typing import Any
+
+import torch
+
+from torchtitan.experiments.rl.compat import vllm as compat
+from torchtitan.experiments.rl.weights.snapshot import Manifest, bytes_of, digest
+
+UNKNOWN = "packed before this version"
+"""In place of a digest: nobody has seen what the copy was made of."""
+
+
+class HeldWeights:
+    """Of one version: load it within ``compat.packing_noted(held.note)``, then read ``digests``.
+
+    A worker that holds a share of a tensor compares it with the same share of the snapshot, and gives the whole tensor's
+    published digest where they are equal.
+    """
+
+    def __init__(self, model: Any, manifest: Manifest, snapshot: dict[str, torch.Tensor]):
+        self._published, self._snapshot = manifest.digests, snapshot
+        self._weights = list(compat.held_weights(model, set(snapshot)))
+        self._packed = {id(held.module): held for held in self._weights if held.packed}
+        self.seconds = 0.0
+        """Spent on digests so far."""
+        self.has_shares = False
+        """Whether something was compared with the snapshot, as it is now."""
+
+    def note(self, module: Any) -> dict[str, str] | None:
+        """Digests of what is about to be packed."""
+        held = self._packed.get(id(module))
+        return None if held is None else self._digests_of(held, module.weight)
+
+    def digests(self) -> dict[str, str]:
+        """By hub name, in the snapshot's order. A tensor that the model holds more than once, as a tied head, has the digest of
+        a copy that differs from what was published, if one does."""
+        found: dict[str, list[str]] = {name: [] for name in self._snapshot}
+        for held in self._weights:
+            copies = [self._digests_of(held, held.parameter)] if held.parameter.numel() else []
+            if held.packed:
+                copies.append(compat.packed_from(held.module) or dict.fromkeys(held.sources, UNKNOWN))
+            for copy in copies:
+                for name, value in copy.items():
+                    found[name].append(value)
+        return {name: self._reported(name, values) for name, values in found.items()}
+
+    def _reported(self, name: str, values: list[str]) -> str:
+        differing = [value for value in values if value != self._published[name]]
+        return differing[0] if differing else self._published[name] if values else "not held"
+
+    def _digests_of(self, held: compat.HeldWeight, weight: torch.Tensor) -> dict[str, str]:
+        started = time.perf_counter()
+        found, start = {}, 0
+        for name, rows in zip(held.sources, compat.rows_of_parts(held, len(weight)), strict=True):
+            whole = self._snapshot[name]
+            region = compat.region(held, rows, tuple(whole.shape), weight.shape)
+            own = weight[start : start + region[0].stop - region[0].start].detach().to(whole.dtype)
+            found[name] = digest(bytes_of(own))
+            if own.shape != whole.shape:
+                self.has_shares = True
+                if found[name] == digest(bytes_of(whole[region])):
+                    found[name] = self._published[name]
+            start += rows
+        self.seconds += time.perf_counter() - started
+        return found
