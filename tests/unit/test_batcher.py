@@ -13,7 +13,7 @@ from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch, Tra
 torch.set_num_threads(1)
 
 STREAMS = [
-    "token_ids", "loss_mask", "generator_logprobs", "policy_versions", "role_ids", "advantages",
+    "token_ids", "loss_mask", "generator_logprobs", "policy_versions", "replicas", "role_ids", "advantages",
     "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs",
 ]  # fmt: skip
 
@@ -34,6 +34,7 @@ def sample(length: int, seed: int = 0, **fields) -> TrainingSample:
         loss_mask=mask,
         generator_logprobs=np.where(mask, rng.uniform(-3, -0.1, length), 0).astype(np.float32),
         policy_versions=np.where(mask, 3, -1).astype(np.int32),
+        replicas=np.where(mask, seed % 2, -1).astype(np.int16),
         role_ids=np.where(mask, 3, np.arange(length) % 4 - 1).astype(np.int8),
         advantages=rng.normal(size=length).astype(np.float32),
         rl_weights=weights(),
@@ -113,16 +114,17 @@ def test_streams_have_the_dtypes_of_the_contract():
     ints = ("token_ids", "positions", "policy_versions", "task_ids")
     assert all(dtypes.pop(name) == torch.int32 for name in ints)
     assert dtypes.pop("loss_mask") == torch.bool and dtypes.pop("role_ids") == torch.int8
+    assert dtypes.pop("replicas") == torch.int16
     assert set(dtypes.values()) == {torch.float32}
 
 
 def test_absent_streams_read_as_the_contract_says():
-    bare = sample(4, loss_mask=np.array([False, True, False, True]), **dict.fromkeys(STREAMS[6:]))
+    bare = sample(4, loss_mask=np.array([False, True, False, True]), **dict.fromkeys(STREAMS[7:]))
     batch = plan_of([bare]).microbatches[0][0]
     assert batch.rl_weights[0, :4].tolist() == [0, 1, 0, 1]
     for name in ("ce_weights", "ref_kl_weights", "ref_logprobs"):
         assert not getattr(batch, name).any()
-    silent = sample(4, loss_mask=np.zeros(4, bool), **dict.fromkeys(STREAMS[5:]))
+    silent = sample(4, loss_mask=np.zeros(4, bool), **dict.fromkeys(STREAMS[6:]))
     assert not plan_of([silent]).microbatches[0][0].advantages.any()
 
 

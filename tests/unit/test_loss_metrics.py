@@ -199,6 +199,21 @@ def test_mismatch_is_reported_by_task_and_by_the_age_of_the_weights_that_sampled
     )
 
 
+def test_distances_are_reported_by_the_replica_and_the_age_that_sampled():
+    batch = batch_of(
+        (2, 3),
+        loss_mask=[[1, 1, 1], [1, 1, 0]],
+        policy_versions=[[7, 7, 6], [7, 7, -1]],
+        replicas=[[0, 0, 0], [1, -1, -1]],
+    )
+    lr = torch.tensor([[0.1, -0.2, 0.3], [-0.4, 9.0, 9.0]])
+    found = mismatch_metrics(batch.generator_logprobs + lr, batch, policy_version=7).compute()
+    expected = {"replica/0/age/0": 0.15, "replica/0/age/1": 0.3, "replica/1/age/0": 0.4}
+    assert {name: value for name, value in found.items() if name.startswith("mismatch/")} == pytest.approx(
+        {f"mismatch/{name}": value for name, value in expected.items()}, abs=1e-7
+    )
+
+
 def test_mismatch_estimates_the_kl_from_generator_to_trainer_without_bias():
     generator, trainer = torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.35, 0.25]], dtype=torch.float64)
     kl = (generator * (generator / trainer).log()).sum().item()

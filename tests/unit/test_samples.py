@@ -60,6 +60,13 @@ def test_prompt_that_drops_history_starts_a_new_sample_and_repeats_it_as_context
     assert samples[1].loss_mask.tolist() == [False] * 4 + [True, False, True]
 
 
+def test_each_sampled_token_knows_its_replica_and_no_other_token_has_one():
+    first, second = turn_of([1, 2], [3]), turn_of([1, 2, 3, 9, 8], [6, 7])
+    second.completion.replica = 4  # the first's is not known
+    (sample,) = samples_of([first, second])
+    assert sample.replicas.tolist() == [-1, -1, -1, -1, -1, 4, 4] and sample.replicas.dtype == np.int16
+
+
 def test_turn_that_sampled_nothing_trains_nothing():
     turns = [turn_of([1, 2], [3]), turn_of([1, 2, 3, 9], [])]
     assert [sample.token_ids.tolist() for sample in samples_of(turns)] == [[1, 2, 3]]

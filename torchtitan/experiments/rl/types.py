@@ -59,6 +59,8 @@ class TokenStreams(Generic[Array, OptionalArray]):
     """Log-probability under the generator's weights and temperature; 0 where nothing was sampled."""
     policy_versions: Annotated[Array, Stream(dtype=np.int32, fill=-1, in_loss=False)]
     """Policy version the token was sampled with; -1 where nothing was sampled."""
+    replicas: Annotated[OptionalArray, Stream(dtype=np.int16, fill=-1, in_loss=False)] = NONE
+    """Generator replica that sampled the token; -1 where nothing was sampled. None: not known."""
     role_ids: Annotated[OptionalArray, Stream(dtype=np.int8, fill=-1, in_loss=False)] = NONE
     """Whose message the token belongs to, an index into ROLES; -1 on template outside any message. Sampled tokens are the
     assistant's. None: not known."""

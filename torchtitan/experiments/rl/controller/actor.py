@@ -18,6 +18,7 @@ from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.closing import PART_TIMEOUT_S, Closing
 from torchtitan.experiments.rl.controller.ledger import Ledger
+from torchtitan.experiments.rl.controller.mismatch_alarm import mismatch_alarm
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.run_checkpoints import RunCheckpoints
@@ -236,6 +237,7 @@ class Controller(Actor):
             validator=validator,
             runner=runner,
             generated_tokens=lambda: self._actors.policy.generated_tokens,
+            alarm=mismatch_alarm(config),
             on_start=functools.partial(self._start_report, metrics),
             on_step=functools.partial(self._step_report, metrics),
             on_early_end=functools.partial(self._early_end_report, metrics),

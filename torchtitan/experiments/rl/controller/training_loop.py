@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
+from torchtitan.experiments.rl.controller.mismatch_alarm import MismatchAlarm
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
 from torchtitan.experiments.rl.controller.stall import NothingLeftToLearn
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
@@ -49,6 +50,7 @@ class TrainingLoop:
         validator: Validator,
         runner: GroupRunner,
         generated_tokens: Callable[[], int],
+        alarm: MismatchAlarm | None = None,
         on_start: Callable[[ValidationReport], None] = lambda report: None,
         on_step: Callable[[StepRecord], None] = lambda record: None,
         on_early_end: Callable[[str, Sequence[ValidationReport]], None] = lambda why, reports: None,
@@ -61,6 +63,7 @@ class TrainingLoop:
             data_parallel_size: data-parallel ranks of the trainer; each gets its own rows.
             synchronous: rollouts of a version start only when the generators hold it and its evaluation has ended.
             generated_tokens: returns the number of tokens sampled since the run began.
+            alarm: checks that trainer and generators agree on the tokens of each step.
             on_start: called once, with the validation result of step 0 (reward None if there is no validation).
             on_step: called with every finished step.
             on_early_end: called when there is nothing left to learn before the last step, with that in words and the
@@ -74,6 +77,7 @@ class TrainingLoop:
         self._validator, self._runner, self._generated_tokens = validator, runner, generated_tokens
         self._on_start, self._on_step, self._on_early_end = on_start, on_step, on_early_end
         self._on_step_end = on_step_end
+        self._alarm = alarm
         self._watch, self._lag = Stopwatch(), LoopLag()
         self._sync: asyncio.Task[SyncReport] | None = None
         self._last_sync: SyncReport | None = None
@@ -132,6 +136,8 @@ class TrainingLoop:
             trained = await self._trainer.step(packed, step)
         self._rollouts.trained(taken)
         try:
+            if self._alarm is not None:
+                trained |= self._alarm.check(step - 1, trained)
             with self._watch.span("sync"):
                 await self._publish(step)
             if step == self._steps:

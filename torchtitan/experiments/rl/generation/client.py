@@ -326,7 +326,7 @@ class GeneratorSession:
         self._turn += 1
         tokens = len(request.prompt_token_ids) + sampling.max_tokens
         result, self._last_replica = await self._client.send(request, tokens=tokens, last_replica=self._last_replica)
-        return result.completion
+        return replace(result.completion, replica=self._last_replica)
 
     def close(self) -> None:
         if not self._closed:

@@ -103,7 +103,7 @@ class HostedSession:
 
     async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
         completion = await self._session.generate(prompt_token_ids, max_tokens=max_tokens)
-        return dataclasses.replace(completion, policy_versions=np.full(len(completion.token_ids), -1, np.int32))
+        return dataclasses.replace(completion, policy_versions=np.full(len(completion.token_ids), -1, np.int32), replica=-1)
 
     def close(self) -> None:
         self._session.close()

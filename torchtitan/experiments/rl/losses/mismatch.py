@@ -17,7 +17,8 @@ def mismatch_kl(lr: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def mismatch_metrics(policy_logprobs: torch.Tensor, batch: TrainingBatch, policy_version: int) -> MetricSums:
-    """Mismatch KL of a microbatch: ``mismatch_kl/all``, ``mismatch_kl/task/<name>`` and ``mismatch_kl/age/<n>``.
+    """Mismatch KL of a microbatch: ``mismatch_kl/all``, ``mismatch_kl/task/<name>`` and ``mismatch_kl/age/<n>``; and where the
+    replicas are known, the mean distance by replica and age.
 
     Counts every token the policy sampled, whatever component it feeds. Waits for the device once, to learn which ages occur.
 
@@ -34,4 +35,17 @@ def mismatch_metrics(policy_logprobs: torch.Tensor, batch: TrainingBatch, policy
         metrics.add_mean(f"mismatch_kl/task/{name}", kl, sampled & (batch.task_ids == task_id))
     for version in batch.policy_versions[sampled].unique().tolist():
         metrics.add_mean(f"mismatch_kl/age/{policy_version - version}", kl, sampled & (batch.policy_versions == version))
+    if bool((batch.replicas[sampled] >= 0).any()):
+        metrics.merge(_by_replica(lr.abs(), sampled, batch, policy_version))
+    return metrics
+
+
+def _by_replica(distances: torch.Tensor, sampled: torch.Tensor, batch: TrainingBatch, policy_version: int) -> MetricSums:
+    """``mismatch/replica/<r>/age/<n>``: mean distance of the two log-probabilities, in nats."""
+    metrics = MetricSums()
+    known = sampled & (batch.replicas >= 0)
+    pairs = torch.stack([batch.replicas[known].int(), batch.policy_versions[known]], dim=1).unique(dim=0)
+    for replica, version in pairs.tolist():
+        own = known & (batch.replicas == replica) & (batch.policy_versions == version)
+        metrics.add_mean(f"mismatch/replica/{replica}/age/{policy_version - version}", distances, own)
     return metrics

@@ -128,6 +128,7 @@ def samples_from_turns(
     samples = []
     for run in runs.values():
         last, last_span = run[-1]
+        replicas = np.full(last_span.end, -1, np.int16)
         role_ids = np.full(last_span.end, ROLE_IDS["assistant"], np.int8)
         role_ids[: last_span.completion] = last.prompt_role_ids
         sample = TrainingSample(
@@ -135,6 +136,7 @@ def samples_from_turns(
             loss_mask=np.zeros(last_span.end, bool),
             generator_logprobs=np.zeros(last_span.end, np.float32),
             policy_versions=np.full(last_span.end, -1, np.int32),
+            replicas=replicas,
             role_ids=role_ids,
             temperature=temperature,
             task_name=task_name,
@@ -145,6 +147,7 @@ def samples_from_turns(
             sample.loss_mask[sampled] = True
             sample.generator_logprobs[sampled] = turn.completion.logprobs
             sample.policy_versions[sampled] = turn.completion.policy_versions
+            replicas[sampled] = turn.completion.replica
             role_ids[sampled] = ROLE_IDS["assistant"]
         samples.append(sample)
     return samples

@@ -67,6 +67,8 @@ class Completion:
     """int32 [T]. Version of the weights each token was sampled with; -1 where a frozen model sampled it."""
     finish_reason: str
     """"stop", "length" or "abort"."""
+    replica: int = -1
+    """Generator replica that sampled it; -1 where that is not known, and where a frozen model sampled it."""
 
 
 @dataclass(kw_only=True, slots=True)
