@@ -140,15 +140,16 @@ async def test_the_function_that_made_the_change_is_named_alone_unless_another_r
     assert "one of the reward functions 'slow' or 'vandal' changed turns" in await task.score_group(group)
 
 
-async def test_group_level_function_that_changes_one_rollout_fails_that_one(build, tokenizer):  # noqa: F811
+async def test_group_level_function_that_changes_one_rollout_fails_all_that_it_saw(build, tokenizer):  # noqa: F811
     def vandal(rollouts, env_input):
         rollouts[2].status = RolloutStatus.ABORTED
         return [1.0] * len(rollouts)
 
     task, group = await finished_group(build, tokenizer, rubric=Rubric.Config(reward_fns=[RewardFn(vandal, group_level=True)]))
-    assert await task.score_group(group) is None
-    assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0, None]
-    assert "reward function 'vandal' changed status" in group.rollouts[2].error
+    assert "reward function 'vandal' changed status" in await task.score_group(group)
+    assert [rollout.reward for rollout in group.rollouts] == [None] * 3
+    assert all("reward function 'vandal' changed status of a rollout that has ended" in r.error for r in group.rollouts)
+    assert group.rollouts[2].status is not RolloutStatus.ABORTED
 
 
 async def test_threads_of_reward_functions_do_not_disturb_each_others_look(build, tokenizer):  # noqa: F811

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DEADLINE_S = 8.0
-"""A case takes a tenth of a second, one that hangs some seconds."""
+DEADLINE_S = 60.0
+"""A case takes a tenth of a second and one that meets limits some seconds, on a busy machine ten times that."""
 
 
 @dataclass

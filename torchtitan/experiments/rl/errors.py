@@ -2,6 +2,8 @@
 
 from typing import Any
 
+_PLAIN = (str, int, float, bool, type(None))
+
 _SHOWN = 500
 """Characters of a value that an error shows."""
 
@@ -12,6 +14,11 @@ class ConfigError(ValueError):
     def __init__(self, field: str, value: Any, cure: str):
         self.field, self.value, self.cure = field, value, cure
         super().__init__(f"{field} = {_shown(value)}: {cure}")
+
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, Any, str]]:
+        # Between processes: the value may be of a class that can't be pickled, or whose pickle runs code.
+        value = self.value if type(self.value) in _PLAIN else _Text(_shown(self.value))
+        return type(self), (self.field, value, self.cure)
 
 
 class MissingError(ConfigError):
@@ -25,6 +32,16 @@ class RunError(RuntimeError):
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception:  # of a user's class
+    except BaseException:  # of a user's class
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+class _Text:
+    """A value of an error from another process: what was shown of it."""
+
+    def __init__(self, text: str):
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text

@@ -1,6 +1,7 @@
 """Makes text of models, envs and servers safe to print."""
 
 import re
+from typing import Any
 
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f"  # C0 controls but tab and newline: ESC begins a terminal's commands
@@ -34,3 +35,16 @@ def one_sentence(text: str, most: int = 300) -> str:
 def printable_json(text: str) -> str:
     """JSON text with the same characters as JSON escapes: what it decodes to does not change."""
     return _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def text_of(value: Any) -> str:
+    """The beginning of a value's text. The value may be of a user's class, whose methods raise or exit."""
+    try:
+        return printable_line(str(value)[:60])
+    except BaseException:
+        return "?"
+
+
+def shown(value: Any) -> str:
+    """The type of a value, and the beginning of its text."""
+    return f"{type(value).__name__} '{text_of(value)}'"

@@ -109,7 +109,8 @@ class Algorithm(UserConfigurable):
     async def score_rollout(self, rollout: Rollout) -> None:
         """When one rollout has arrived, with its samples and before it has a reward: rollout-local credit, calls to models.
 
-        Rollouts are scored side by side. What is raised here ends this rollout as an error with its cause.
+        Rollouts are scored side by side. What is raised here ends this rollout as an error with its cause. Weights that are set
+        here are checked here: a ref_kl weight needs its ref_logprobs at once.
         """
 
     def score_group(self, group: RolloutGroup) -> None:

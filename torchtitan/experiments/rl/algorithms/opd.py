@@ -11,6 +11,7 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel, LivePolicy
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout
+from torchtitan.experiments.rl.user_code.calls import contained
 
 
 class OPD(Algorithm):
@@ -51,6 +52,6 @@ class OPD(Algorithm):
         self._teacher = await connect(policy, self.config.teacher)
 
     async def score_rollout(self, rollout: Rollout) -> None:
-        references = await asyncio.gather(*(self._teacher.score(sample.token_ids) for sample in rollout.samples))
+        references = await asyncio.gather(*(contained(self._teacher.score(sample.token_ids)) for sample in rollout.samples))
         for sample, ref_logprobs in zip(rollout.samples, references, strict=True):
             set_ref_kl_streams(sample, ref_logprobs)

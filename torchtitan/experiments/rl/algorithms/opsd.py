@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutTurn
 from torchtitan.experiments.rl.types import TrainingSample
+from torchtitan.experiments.rl.user_code.calls import contained
 
 TEMPLATE = "\n\nA right answer: {demonstration}"
 """What is added to the question by default; assets/tiny_qwen3_reader was taught to read it."""
@@ -76,7 +77,7 @@ class OPSD(Algorithm):
         token_ids = np.concatenate([np.asarray(prompt, np.int32), rest])
         try:
             async with self._places:
-                logprobs = await self._policy.score(token_ids)
+                logprobs = await contained(self._policy.score(token_ids))
         except RunError as error:
             added = len(prompt) - len(turn.prompt_token_ids)
             raise RunError(f"{len(token_ids)} tokens, {added} of them for the demonstration: {error}") from error

@@ -4,6 +4,8 @@ import numpy as np
 
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
 
+NO_REFERENCE = "has tokens with a ref_kl weight and no ref_logprobs: its algorithm must set them"
+
 
 def check_sample(sample: TrainingSample) -> None:
     """Refuse a sample whose streams do not fit each other.
@@ -20,6 +22,18 @@ def check_sample(sample: TrainingSample) -> None:
             raise ValueError(f"{name} has {length} token_ids and {len(values)} {stream}: they must be aligned")
     if missing := missing_credit(sample):
         raise ValueError(f"{name} {missing}")
+    check_weights(sample)
+
+
+def check_weights(sample: TrainingSample) -> None:
+    """Refuse weights on tokens that no loss is computed of, and a ref_kl weight without a reference.
+
+    Raises:
+        ValueError: names the rollout.
+    """
+    name = f"a sample of rollout {sample.rollout_id!r}"
+    if sample.ref_kl_weights is not None and sample.ref_logprobs is None and np.any(sample.ref_kl_weights):
+        raise ValueError(f"{name} {NO_REFERENCE}")
     first_rl = sample.loss_mask[0] and (sample.rl_weights is None or sample.rl_weights[0] != 0)
     others = (sample.ce_weights, sample.ref_kl_weights)
     if first_rl or any(weights is not None and weights[0] != 0 for weights in others):
@@ -38,5 +52,5 @@ def missing_credit(sample: TrainingSample) -> str | None:
         if np.any(sample.loss_mask & (np.asarray(weights) != 0)):
             return "has tokens with an rl weight and no advantages: its algorithm must assign them"
     if sample.ref_kl_weights is not None and sample.ref_logprobs is None and np.any(sample.ref_kl_weights):
-        return "has tokens with a ref_kl weight and no ref_logprobs: its algorithm must set them"
+        return NO_REFERENCE
     return None

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.user_faults import user_code
-from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.dataset import Dataset, fault_of_example
 from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import ConfigError
@@ -156,3 +156,5 @@ def _check_first_example(dataset: Dataset, field: str) -> None:
 def _check_example(example: Any, field: str, owner: Any, call: str) -> None:
     if not isinstance(example, DataSample):
         raise ConfigError(field, type(owner).__name__, f"its {call} returned a {type(example).__name__}, want a DataSample")
+    if fault := fault_of_example(example):
+        raise ConfigError(field, type(owner).__name__, f"its {call} returned an example whose {fault}")

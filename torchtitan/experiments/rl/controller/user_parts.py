@@ -3,27 +3,39 @@
 Each call goes through the gate (`user_code/gate.py`). Each answer is checked here, so that a fault is named where it arises.
 """
 
+import functools
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torchtitan.experiments.rl.controller.saved_state import OpenGroupState
-from torchtitan.experiments.rl.data.dataset import find_examples
+from torchtitan.experiments.rl.data.dataset import fault_of_example, find_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult, combine, matches_of
+from torchtitan.experiments.rl.rollouts.finished import leaving_unchanged
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.gate import Call, Gate, name_of
 
+LIBRARY = f"{SampleStrategy.__module__.rpartition('.')[0]}."
+"""Package of the library's own samplers and mixes."""
+
 
 class FilterSlot:
-    """The filters of one place on the path: "pre" or "post" the taking of a batch. Each is counted as ``<slot>/<name>``."""
+    """The filters of one place on the path: "pre" or "post" the taking of a batch. Each is counted as ``<slot>/<name>``, and
+    the second of one class as ``<slot>/<name>_2``."""
 
     def __init__(self, slot: str, filters: Sequence[Filter]):
-        self.filters = [(entry, f"{slot}/{entry.name}") for entry in filters]
+        seen: Counter[str] = Counter()
+        self.filters: list[tuple[Filter, str]] = []
+        for entry in filters:
+            seen[entry.name] += 1
+            number = f"_{seen[entry.name]}" if seen[entry.name] > 1 else ""
+            self.filters.append((entry, f"{slot}/{entry.name}{number}"))
 
 
 class UserParts:
@@ -57,6 +69,8 @@ class UserParts:
         example = await self._gate.call(task.sampler.next, owner=owner)
         if not isinstance(example, DataSample):
             raise RunError(f"{owner} returned {type(example).__name__}, want an example (DataSample) of its dataset")
+        if fault := fault_of_example(example):
+            raise RunError(f"{owner} returned an example whose {fault}")
         return example
 
     async def states(self) -> tuple[dict[str, Any], Any]:
@@ -113,10 +127,10 @@ class UserParts:
         """
         if getattr(type(task.sampler), "observe", None) is not SampleStrategy.observe:
             owner = f"task {task.name!r}: sampler {name_of(task.sampler, 'observe')} of group {group.group_id}"
-            await self._gate.call(task.sampler.observe, _copy(group), owner=owner)
+            await self._gate.call(_observe, task.sampler, group, owner=owner)
         if type(self._mix).observe is not TaskMix.observe:
             owner = f"task mix {name_of(self._mix, 'observe')} of group {group.group_id}"
-            await self._gate.call(self._mix.observe, _copy(group), owner=owner)
+            await self._gate.call(_observe, self._mix, group, owner=owner)
 
     async def filter(self, slot: FilterSlot, group: RolloutGroup) -> FilterResult:
         """Run every filter of a slot on every scored rollout, so that no filter hides another's matches.
@@ -152,6 +166,8 @@ def _plain(state_dict: Callable[[], Any]) -> Any:
     return json.loads(json.dumps(state_dict()))
 
 
-def _copy(group: RolloutGroup) -> RolloutGroup:
-    """With a list of its own: what a sampler or a mix does to the list changes nothing for others."""
-    return replace(group, rollouts=list(group.rollouts))
+def _observe(part: SampleStrategy | TaskMix, group: RolloutGroup) -> Any:
+    """Show the group to a sampler or a mix, with a list of its own: what happens to the list changes nothing for others."""
+    call = functools.partial(part.observe, replace(group, rollouts=list(group.rollouts)))
+    own = type(part).__module__.startswith(LIBRARY)  # they change nothing
+    return call() if own else leaving_unchanged(group, call)

@@ -79,9 +79,8 @@ def read_example(dataset: Examples, index: int) -> DataSample:
         raise UserCodeError(f"dataset {type(dataset).__name__}: item {index}: {cause_of(error)}") from error
     if not isinstance(item, DataSample):
         raise UserCodeError(f"dataset {type(dataset).__name__}: item {index} is a {type(item).__name__}, want a DataSample")
-    if not isinstance(item.sample_id, str):
-        kind = type(item.sample_id).__name__
-        raise UserCodeError(f"dataset {type(dataset).__name__}: item {index}: its sample_id is a {kind}, want a text")
+    if fault := fault_of_example(item):
+        raise UserCodeError(f"dataset {type(dataset).__name__}: item {index}: its {fault}")
     return item
 
 
@@ -105,3 +104,12 @@ def find_examples(dataset: Examples, sample_ids: Collection[str]) -> dict[str, D
             missing.remove(sample.sample_id)
             found[sample.sample_id] = sample
     return found
+
+
+def fault_of_example(example: DataSample) -> str | None:
+    """Which of its fields is of a wrong type, and which is wanted; None: none."""
+    if not isinstance(example.sample_id, str):
+        return f"sample_id is a {type(example.sample_id).__name__}, want a text"
+    if not isinstance(example.info, dict):
+        return f"info is a {type(example.info).__name__}, want a dict"
+    return None

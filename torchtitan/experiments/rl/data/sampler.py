@@ -39,7 +39,7 @@ class SampleStrategy(UserConfigurable, abc.ABC):
 
     def __init__(self, config: Config, *, dataset: Examples, seed: int):
         if count_examples(dataset) == 0:
-            raise ConfigError("dataset", type(dataset).__name__, "has no examples to sample from")
+            raise ConfigError("dataset", type(dataset).__name__, "has no examples to sample from: its __len__ gives 0")
         self.config = config
         self.dataset = dataset
         self.seed = seed

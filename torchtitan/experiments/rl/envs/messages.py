@@ -3,12 +3,12 @@
 import copy
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from renderers import Message, ParsedResponse, RenderedTokens, ToolCallParseStatus, ToolSpec
 
-from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.rollouts.streams import fits_float32
+from torchtitan.experiments.rl.printable import printable_line, shown
+from torchtitan.experiments.rl.rollouts.streams import finite_float
 from torchtitan.experiments.rl.types import ROLES
 
 IMMUTABLE = (str, int, float, bool, type(None))
@@ -71,37 +71,58 @@ def checked_messages(messages: Any, field: str) -> list[Message]:
         ValueError: a text that is not valid Unicode.
     """
     if not isinstance(messages, list | tuple):
-        raise TypeError(f"{field} is {_shown(messages)}, want a list of messages")
+        raise TypeError(f"{field} is {shown(messages)}, want a list of messages")
     return [_checked_message(message, f"{field}[{index}]") for index, message in enumerate(messages)]
 
 
 def _checked_message(message: Any, field: str) -> Message:
     if not isinstance(message, Mapping):
-        raise TypeError(f"{field} is {_shown(message)}, want a dict with role and content")
+        raise TypeError(f"{field} is {shown(message)}, want a dict with role and content")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in ROLES:
-        raise TypeError(f"{field} has role {_shown(role)}, want one of {', '.join(ROLES)}")
+        raise TypeError(f"{field} has role {shown(role)}, want one of {', '.join(ROLES)}")
     copied = dict(message)
     if isinstance(content, list):
         copied["content"] = [_checked_part(part, f"{field}.content[{index}]") for index, part in enumerate(content)]
     elif not isinstance(content, str):
-        raise TypeError(f"{field} has content {_shown(content)}, want a string or a list of parts")
+        raise TypeError(f"{field} has content {shown(content)}, want a string or a list of parts")
+    if "tool_calls" in copied:
+        _check_tool_calls(copied["tool_calls"], f"{field}.tool_calls")
+    if not isinstance(copied.get("reasoning_content"), str | None):
+        raise TypeError(f"{field} has reasoning_content {shown(copied['reasoning_content'])}, want a string")
     if not all(type(value) is str and value.isascii() for value in copied.values()):
         check_unicode(copied, field)
     return copied
 
 
+def _check_tool_calls(calls: Any, field: str) -> None:
+    """Renderers read them as they are."""
+    if calls is None:
+        return
+    if not isinstance(calls, list | tuple):
+        raise TypeError(f"{field} is {shown(calls)}, want a list of tool calls")
+    for index, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            cure = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+            raise TypeError(f"{field}[{index}] is {shown(call)}, want {cure}")
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise TypeError(f"{field}[{index}] has the name {shown(function.get('name'))}, want a string that is not empty")
+        if not isinstance(function.get("arguments"), str | Mapping | None):
+            raise TypeError(f"{field}[{index}] has arguments {shown(function['arguments'])}, want JSON or a dict")
+
+
 def _checked_part(part: Any, field: str) -> dict[str, Any]:
     """Templates skip parts that they do not know, so the model would never see them."""
     if not isinstance(part, Mapping):
-        raise TypeError(f'{field} is {_shown(part)}, want {{"type": "text", "text": ...}}')
+        raise TypeError(f'{field} is {shown(part)}, want {{"type": "text", "text": ...}}')
     if part.get("type") != "text":
         cure = (
             "put it into the message's reasoning_content" if part.get("type") == "thinking" else "only text reaches the model"
         )
         raise TypeError(f"{field} is a part of type {_quoted(part.get('type'))}: {cure}")
     if not isinstance(part.get("text"), str):
-        raise TypeError(f"{field}.text is {_shown(part.get('text'))}, want a string")
+        raise TypeError(f"{field}.text is {shown(part.get('text'))}, want a string")
     return dict(part)
 
 
@@ -114,19 +135,19 @@ def checked_tools(tools: Any, field: str) -> list[ToolSpec] | None:
         ValueError: a text that is not valid Unicode.
     """
     if not isinstance(tools, list | tuple):
-        raise TypeError(f"{field} is {_shown(tools)}, want a list of tools")
+        raise TypeError(f"{field} is {shown(tools)}, want a list of tools")
     return [_checked_tool(tool, f"{field}[{index}]") for index, tool in enumerate(tools)] or None
 
 
 def _checked_tool(tool: Any, field: str) -> ToolSpec:
     if not isinstance(tool, Mapping):
-        raise TypeError(f'{field} is {_shown(tool)}, want {{"type": "function", "function": {{"name": ...}}}}')
+        raise TypeError(f'{field} is {shown(tool)}, want {{"type": "function", "function": {{"name": ...}}}}')
     function = tool.get("function", tool)
     if not isinstance(function, Mapping):
-        raise TypeError(f"{field}.function is {_shown(function)}, want a dict with name, description and parameters")
+        raise TypeError(f"{field}.function is {shown(function)}, want a dict with name, description and parameters")
     name = function.get("name")
     if not isinstance(name, str) or not name:
-        raise TypeError(f"{field} has the name {_shown(name)}, want a string that is not empty")
+        raise TypeError(f"{field} has the name {shown(name)}, want a string that is not empty")
     try:
         text = json.dumps(dict(tool), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -169,11 +190,13 @@ def checked_rewards(components: Any, field: str) -> dict[str, float]:
         TypeError: not a dict of finite numbers, within float32, by name.
     """
     if not isinstance(components, Mapping):
-        raise TypeError(f"{field} is {_shown(components)}, want a dict of numbers by name")
-    for name, value in components.items():
-        if not isinstance(name, str) or not fits_float32(value):
-            raise TypeError(f"{field}[{name!r}] is {_shown(value)}, want a finite number that float32 holds")
-    return {name: float(value) for name, value in components.items()}
+        raise TypeError(f"{field} is {shown(components)}, want a dict of numbers by name")
+    floats = {name: finite_float(value) for name, value in components.items()}
+    for name, number in floats.items():
+        if not isinstance(name, str) or number is None:
+            value = components[name]
+            raise TypeError(f"{field}[{name!r}] is {shown(value)}, want a finite number that float32 holds")
+    return cast(dict[str, float], floats)
 
 
 def check_all_rendered(rendered: RenderedTokens, messages: Iterable[Message], *, start: int = 0) -> None:
@@ -193,15 +216,6 @@ def check_all_rendered(rendered: RenderedTokens, messages: Iterable[Message], *,
     for index, message in enumerate(messages):
         if message["content"] and message["role"] != "assistant" and index not in present:
             raise ValueError(f"the renderer dropped message {index}: this model's template has no role {message['role']!r}")
-
-
-def _shown(value: Any) -> str:
-    """Its type, and the beginning of its text. The value may be of a user's class, whose methods may raise."""
-    try:
-        text = str(value)[:60]
-    except Exception:
-        return type(value).__name__
-    return f"{type(value).__name__} {_quoted(text)}"
 
 
 def _quoted(text: Any) -> str:

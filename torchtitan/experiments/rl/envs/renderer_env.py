@@ -30,6 +30,7 @@ from torchtitan.experiments.rl.envs.prompt import (
     next_prompt,
     off_the_loop_if,
 )
+from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.samples import check_completion
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_user, cause_of
@@ -204,6 +205,8 @@ class RendererEnv:
             self.finish(RolloutStatus.TIMEOUT, str(error))
         except Exception as error:
             self.finish(RolloutStatus.ERROR, cause_of(error))
+        except BaseException as error:  # of a value of the env's
+            self.finish(RolloutStatus.ERROR, f"{self._name}: {cause_of(error)}")
         if self._status.is_terminal():
             await self.close()
 
@@ -255,7 +258,7 @@ class RendererEnv:
             turn.env_s = time.perf_counter() - started + (self._reset_s if len(self._turns) == 1 else 0.0)
         field = f"{self._name}.step_message: StepOutput"
         if not isinstance(step.done, bool | np.bool_):
-            raise TypeError(f"{field}.done is {step.done!r}, want True or False")
+            raise TypeError(f"{field}.done is '{text_of(step.done)}', want True or False")
         turn.reward_components = checked_rewards(step.reward_components, f"{field}.reward_components")
         turn.env_messages = checked_messages(step.env_messages, f"{field}.env_messages")
         self._messages.extend(turn.env_messages)

@@ -18,7 +18,10 @@ class ProcessLost(RunError):
 
     def __init__(self, name: str, cause: str):
         super().__init__(f"{name} died: {cause}")
-        self.cause = cause
+        self.name, self.cause = name, cause
+
+    def __reduce__(self) -> tuple[type["ProcessLost"], tuple[str, str]]:
+        return type(self), (self.name, self.cause)
 
 
 class Lifetime:

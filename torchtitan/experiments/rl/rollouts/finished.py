@@ -6,16 +6,19 @@ content of its messages.
 """
 
 import marshal
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutTurn
+from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutGroup, RolloutTurn
 from torchtitan.experiments.rl.types import CREDIT_STREAMS, STREAMS, TrainingSample
 
+T = TypeVar("T")
+
+GROUP_FIELDS = tuple(field.name for field in fields(RolloutGroup))
 OWN_FIELDS = tuple(field.name for field in fields(Rollout))
 TURN_FIELDS = (
     *(field.name for field in fields(RolloutTurn)),
@@ -33,6 +36,8 @@ _turn_arrays = attrgetter(
     "completion.policy_versions",
 )
 _sample_arrays = attrgetter(*(name for name in STREAMS if name not in CREDIT_STREAMS))
+
+_credit_of = attrgetter(*CREDIT_STREAMS)
 
 MAX_DEPTH = 20
 """Levels of a message whose content is remembered where `marshal` does not take it."""
@@ -110,6 +115,89 @@ class FinishedRollout:
         if entries is self.rollout.turns:
             return "turns"
         return "samples" if entries is self.rollout.samples else "the messages or tools of a turn"
+
+
+class FinishedGroup:
+    """The state of a group whose rollouts have ended: finds, names and undoes changes, as `FinishedRollout` does."""
+
+    def __init__(self, group: RolloutGroup):
+        self._group = group
+        self._values = attrgetter(*GROUP_FIELDS)(group)
+        self._rollouts = [FinishedRollout(rollout) for rollout in group.rollouts]
+        self._credit = [(sample, _credit_of(sample)) for rollout in group.rollouts for sample in rollout.samples]
+        self.statuses = [rollout.status for rollout in group.rollouts]
+        self.errors = [rollout.error for rollout in group.rollouts]
+
+    def change(self, *, allowed: tuple[str, ...] = (), credit_too: bool = False) -> str | None:
+        """What was changed, and of which rollout; None: nothing.
+
+        Args:
+            allowed: fields of the rollouts that may change.
+            credit_too: credit may not change either.
+        """
+        for name, value in zip(GROUP_FIELDS, self._values, strict=True):
+            if getattr(self._group, name, None) is not value:
+                return f"{name} of its group"
+        now, before = self._group.rollouts, [finished.rollout for finished in self._rollouts]
+        if len(now) != len(before) or any(rollout is not known for rollout, known in zip(now, before, strict=True)):
+            return "the list of rollouts of its group"
+        for finished in self._rollouts:
+            if change := finished.change(allowed=allowed):
+                return f"{change} of rollout {finished.rollout.rollout_id}, which has ended"
+        for sample, credit in self._credit if credit_too else ():
+            if not all(map(is_, credit, _credit_of(sample))):
+                return f"the credit of rollout {sample.rollout_id}"
+        return None
+
+    def restore(self, *, credit_too: bool = False) -> None:
+        """Undo every change."""
+        for sample, credit in self._credit if credit_too else ():
+            for name, values in zip(CREDIT_STREAMS, credit, strict=True):
+                setattr(sample, name, values)
+        for name, value in zip(GROUP_FIELDS, self._values, strict=True):
+            setattr(self._group, name, value)
+        self._group.rollouts[:] = [finished.rollout for finished in self._rollouts]
+        for finished in self._rollouts:
+            finished.restore()
+
+
+class ExampleContent:
+    """What reward functions are given of an example, each the same objects: finds changes, and undoes what JSON can hold."""
+
+    def __init__(self, env_input: Any, info: Any):
+        self._parts = {"env_input": env_input, "info": info}
+        self._before = {name: _contents([part]) for name, part in self._parts.items()}
+
+    def change(self) -> str | None:
+        """Which part was changed; None: neither. What can be undone is."""
+        changed = [name for name, part in self._parts.items() if _contents([part]) != self._before[name]]
+        for name in changed:
+            part, before = self._parts[name], self._before[name]
+            if isinstance(before, bytes) and isinstance(part, dict | list):
+                part.clear()
+                (content,) = marshal.loads(before)
+                part.update(content) if isinstance(part, dict) else part.extend(content)
+            else:
+                self._before[name] = _contents([part])
+        return changed[0] if changed else None
+
+
+def leaving_unchanged(group: RolloutGroup, call: Callable[[], T]) -> T:
+    """``call()``, which is given a group that was scored, and may change nothing of it.
+
+    Raises:
+        ValueError: it changed something, which is undone; says what.
+        BaseException: whatever it raised.
+    """
+    finished = FinishedGroup(group)
+    try:
+        value = call()
+    finally:
+        if change := finished.change(credit_too=True):
+            finished.restore(credit_too=True)
+    if change:
+        raise ValueError(f"it changed {change}")
+    return value
 
 
 def make_read_only(rollout: Rollout) -> list[np.ndarray]:

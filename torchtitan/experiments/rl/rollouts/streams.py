@@ -15,9 +15,13 @@ from torchtitan.experiments.rl.user_code.calls import is_finite_number
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
-def fits_float32(value: Any) -> bool:
-    """Whether a value is a finite number that float32, the type of advantages, holds."""
-    return is_finite_number(value) and abs(float(value)) <= FLOAT32_MAX
+def finite_float(value: Any) -> float | None:
+    """The value as a float; None where it is no finite number that float32, the type of advantages, holds."""
+    try:
+        number = float(value) if is_finite_number(value) else None
+    except BaseException:  # the value is the user's, and so is its __float__
+        return None
+    return number if number is not None and abs(number) <= FLOAT32_MAX else None
 
 
 def first_non_finite(values: np.ndarray) -> int | None:
@@ -40,7 +44,7 @@ def checked_stream(name: str, values: Any, length: int) -> np.ndarray:
     wanted = f"want {length} numbers, one for each token"
     try:
         array = np.asarray(values)
-    except Exception:  # lists of unequal lengths; a user's class may raise anything
+    except BaseException:  # lists of unequal lengths; a user's class may raise anything
         raise ValueError(f"{name} is a {type(values).__name__} that is no array: {wanted}") from None
     if array.dtype.kind not in "biuf":
         raise ValueError(f"{name} has a {type(values).__name__} of dtype {array.dtype}: {wanted}")
@@ -64,6 +68,16 @@ def check_streams(sample: TrainingSample) -> None:
         _check_finite(sample, name, None)
     _check_finite(sample, "advantages", sample.rl_weights, sample.loss_mask)
     _check_finite(sample, "ref_logprobs", sample.ref_kl_weights)
+
+
+def drop_unfit_credit(sample: TrainingSample) -> None:
+    """Take the streams that an algorithm has set and that are not one number for each token: no record could hold them."""
+    for name in CREDIT_STREAMS:
+        try:
+            if (values := getattr(sample, name)) is not None:
+                setattr(sample, name, checked_stream(name, values, len(sample)))
+        except ValueError:
+            setattr(sample, name, None)
 
 
 def check_trainable(sample: TrainingSample) -> None:

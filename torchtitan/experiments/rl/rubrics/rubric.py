@@ -25,8 +25,9 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import Cure, PositiveFloat, PositiveInt, check_fields
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
-from torchtitan.experiments.rl.rollouts.streams import fits_float32
+from torchtitan.experiments.rl.rollouts.streams import finite_float
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.completion_reward import CompletionReward, last_assistant_text
 from torchtitan.experiments.rl.rubrics.watch import RolloutWatch
@@ -131,7 +132,7 @@ class Rubric(UserConfigurable):
         rewards = [Reward(self._fixed_reward(rollout), {}) for rollout in rollouts]
         pending = [index for index, rollout in enumerate(rollouts) if self._needs_scoring(rollout)]
         scored = [rollouts[index] for index in pending]
-        watch = RolloutWatch(scored)
+        watch = RolloutWatch(scored, env_input)
         calls = [self._column(name, entry, scored, env_input, watch) for name, entry in self._fns.items()] if scored else []
         columns = await asyncio.gather(*calls)
         for position, index in enumerate(pending):
@@ -171,10 +172,14 @@ class Rubric(UserConfigurable):
         except UserCodeError as error:
             return [str(error)] * len(rollouts)
         sequence = isinstance(values, list | tuple) or (isinstance(values, np.ndarray) and values.ndim == 1)
-        if not sequence or len(values) != len(rollouts):
-            size = f" of {len(values)}" if sequence else ""
+        try:
+            answers = list(values) if sequence else None
+        except BaseException as error:  # a list of the user's own class
+            return [f"returned a {type(values).__name__} that can't be read: {cause_of(error)}"] * len(rollouts)
+        if answers is None or len(answers) != len(rollouts):
+            size = f" of {len(answers)}" if answers is not None else ""
             return [f"returned a {type(values).__name__}{size}, want a list of {len(rollouts)} numbers"] * len(rollouts)
-        return [_number(value) for value in values]
+        return [_number(value) for value in answers]
 
     async def _value(self, name: str, entry: RewardFn, rollout: Rollout, env_input: Any, watch: RolloutWatch) -> float | str:
         # This file's own functions change nothing: the look would cost as much as they do.
@@ -249,9 +254,12 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 def _number(value: Any) -> float | str:
     """The value as a float, or what is wrong with it."""
-    if fits_float32(value):
-        return float(value)
-    return f"returned {str(value)[:60]} ({type(value).__name__}), want a finite number that float32 holds"
+    number = finite_float(value)
+    return (
+        f"returned {text_of(value)} ({type(value).__name__}), want a finite number that float32 holds"
+        if number is None
+        else number
+    )
 
 
 def _check(named: list[tuple[str, RewardFn]]) -> None:

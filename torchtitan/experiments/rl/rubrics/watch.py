@@ -5,7 +5,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from torchtitan.experiments.rl.rollouts.finished import FinishedRollout
+from torchtitan.experiments.rl.rollouts.finished import ExampleContent, FinishedRollout
 from torchtitan.experiments.rl.rollouts.types import Rollout
 
 
@@ -15,11 +15,13 @@ class RolloutWatch:
     Functions run side by side, some in threads. Where several ran on a rollout when it changed, all of them are named.
     """
 
-    def __init__(self, rollouts: Sequence[Rollout]):
+    def __init__(self, rollouts: Sequence[Rollout], env_input: Any = None):
         self._finished: dict[int, FinishedRollout] = {}
         self._running: dict[int, list[str]] = {id(rollout): [] for rollout in rollouts}
         self._changes: dict[int, list[str]] = {id(rollout): [] for rollout in rollouts}
         self._lock = threading.Lock()
+        info = next((rollout.data_sample.info for rollout in rollouts if rollout.data_sample is not None), None)
+        self._example = ExampleContent(env_input, info)
 
     def changes(self, rollout: Rollout) -> list[str]:
         """What was changed of it, and by which function, one line each."""
@@ -61,10 +63,18 @@ class RolloutWatch:
 
     def _end(self, name: str, keys: list[int]) -> None:
         with self._lock:
+            changes = {}
             for key in keys:
                 if change := self._finished[key].change():
                     self._finished[key].restore()
-                    self._changes[key].append(f"{_names(self._running[key])} changed {change} of a rollout that has ended")
+                    changes[key] = f"{change} of a rollout that has ended"
+            if change := self._example.change():
+                changes = dict.fromkeys(keys, f"the {change} of the example")
+            # A function that saw all rollouts of a group gave none of them a value that can be relied on.
+            first = next(iter(changes.values()), None)
+            for key in keys:
+                if first is not None:
+                    self._changes[key].append(f"{_names(self._running[key])} changed {changes.get(key, first)}")
                 self._running[key].remove(name)
 
 

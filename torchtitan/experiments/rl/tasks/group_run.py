@@ -8,13 +8,14 @@ from typing import Any, Protocol
 from renderers import Renderer
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.batching.sample_checks import check_weights
 from torchtitan.experiments.rl.envs.group_prompts import GroupPrompts
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
 from torchtitan.experiments.rl.rollouts.finished import FinishedRollout
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
-from torchtitan.experiments.rl.rollouts.streams import check_streams
+from torchtitan.experiments.rl.rollouts.streams import check_streams, drop_unfit_credit
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.tasks.checked_session import CheckedSession
 from torchtitan.experiments.rl.tasks.used_envs import first_use
@@ -135,8 +136,11 @@ class GroupRun:
                 raise ValueError(f"changed {change} of a rollout that has ended")
             for sample in rollout.samples:
                 check_streams(sample)
+                check_weights(sample)
         except (UserCodeError, ValueError) as error:
             finished.restore()
+            for sample in rollout.samples:
+                drop_unfit_credit(sample)
             rollout.status = RolloutStatus.ERROR
             rollout.error = f"task {rollout.task_name}: {name}: {error}"
 

@@ -1,16 +1,16 @@
 """Gives the rollouts of a group their rewards, then their credit; checks what the rubric and the algorithm made of them."""
 
+import asyncio
 import functools
 from collections.abc import Sequence
-from dataclasses import fields
-from operator import attrgetter
 from typing import Any
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.batching.sample_checks import missing_credit
 from torchtitan.experiments.rl.envs.messages import checked_rewards
-from torchtitan.experiments.rl.rollouts.finished import FinishedRollout, make_read_only
-from torchtitan.experiments.rl.rollouts.streams import check_trainable, fits_float32
+from torchtitan.experiments.rl.printable import shown
+from torchtitan.experiments.rl.rollouts.finished import FinishedGroup, make_read_only
+from torchtitan.experiments.rl.rollouts.streams import check_trainable, drop_unfit_credit, finite_float
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
 from torchtitan.experiments.rl.types import CREDIT_STREAMS
@@ -18,8 +18,6 @@ from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounde
 
 LIBRARY = Algorithm.__module__.rpartition(".")[0]
 """Package of the library's own algorithms."""
-
-GROUP_FIELDS = tuple(field.name for field in fields(RolloutGroup))
 
 
 async def score_rewards(rubric: Rubric, group: RolloutGroup, *, timeout_s: float) -> None:
@@ -40,7 +38,9 @@ async def score_rewards(rubric: Rubric, group: RolloutGroup, *, timeout_s: float
         if finished is not None and (change := finished.change(allowed=("status", "error"))):
             raise UserCodeError(f"changed {change}")
         checked = _checked(rewards, group.rollouts)
-    except Exception as error:
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # what a rubric returned may be of its own classes
         if finished is not None:
             finished.restore()
         return fail(group.rollouts, f"{name}: {cause_of(error)}")
@@ -48,11 +48,13 @@ async def score_rewards(rubric: Rubric, group: RolloutGroup, *, timeout_s: float
     for rollout, status, (reward, components) in zip(group.rollouts, statuses, checked, strict=True):
         rollout.reward, rollout.reward_components = reward, components
         if rollout.status is status:
+            if finished is not None:  # an error belongs to a status that says so
+                rollout.error = finished.errors[rollout.index_in_group]
             continue
         # The status that is recorded has to agree with training: a rubric may fail a rollout, and nothing else.
         given, rollout.status, rollout.reward = rollout.status, RolloutStatus.ERROR, None
         if not (isinstance(given, RolloutStatus) and given.is_error()):
-            rollout.error = f"{name} set the status of a rollout that has ended to {given!r}"
+            rollout.error = f"{name} set the status of a rollout that has ended to {shown(given)}"
 
 
 def give_credit(algorithm: Algorithm, group: RolloutGroup, *, timeout_s: float) -> str | None:
@@ -77,6 +79,8 @@ def give_credit(algorithm: Algorithm, group: RolloutGroup, *, timeout_s: float) 
         cause = f"task {group.task_name}: {kind.__name__}.score_group: {cause_of(error)}"
         if finished is not None:
             finished.restore()
+        for sample in (sample for rollout in group.rollouts for sample in rollout.samples):
+            drop_unfit_credit(sample)
         fail(group.rollouts, cause)
         return cause
     return None
@@ -88,41 +92,6 @@ def fail(rollouts: Sequence[Rollout], cause: str) -> None:
         rollout.reward = None
         if not rollout.status.is_error():
             rollout.status, rollout.error = RolloutStatus.ERROR, cause
-
-
-class FinishedGroup:
-    """The state of a group whose rollouts have ended: finds, names and undoes changes, as `FinishedRollout` does."""
-
-    def __init__(self, group: RolloutGroup):
-        self._group = group
-        self._values = attrgetter(*GROUP_FIELDS)(group)
-        self._rollouts = [FinishedRollout(rollout) for rollout in group.rollouts]
-        self.statuses = [rollout.status for rollout in group.rollouts]
-
-    def change(self, *, allowed: tuple[str, ...] = ()) -> str | None:
-        """What was changed, and of which rollout; None: nothing.
-
-        Args:
-            allowed: fields of the rollouts that may change.
-        """
-        for name, value in zip(GROUP_FIELDS, self._values, strict=True):
-            if getattr(self._group, name, None) is not value:
-                return f"{name} of its group"
-        now, before = self._group.rollouts, [finished.rollout for finished in self._rollouts]
-        if len(now) != len(before) or any(rollout is not known for rollout, known in zip(now, before, strict=True)):
-            return "the list of rollouts of its group"
-        for finished in self._rollouts:
-            if change := finished.change(allowed=allowed):
-                return f"{change} of rollout {finished.rollout.rollout_id}, which has ended"
-        return None
-
-    def restore(self) -> None:
-        """Undo every change."""
-        for name, value in zip(GROUP_FIELDS, self._values, strict=True):
-            setattr(self._group, name, value)
-        self._group.rollouts[:] = [finished.rollout for finished in self._rollouts]
-        for finished in self._rollouts:
-            finished.restore()
 
 
 def _checked(rewards: Any, rollouts: Sequence[Rollout]) -> list[tuple[float | None, dict[str, float]]]:
@@ -140,9 +109,10 @@ def _checked(rewards: Any, rollouts: Sequence[Rollout]) -> list[tuple[float | No
         if not isinstance(reward, Reward):
             raise TypeError(f"the reward {of} is a {type(reward).__name__}, want a Reward")
         value = reward.reward
-        if value is not None and not fits_float32(value):
-            raise ValueError(f"the reward {of} is {value!r}, want None or a finite number that float32 holds")
-        checked.append((None if value is None else float(value), checked_rewards(reward.components, f"the components {of}")))
+        number = finite_float(value)
+        if value is not None and number is None:
+            raise ValueError(f"the reward {of} is {shown(value)}, want None or a finite number that float32 holds")
+        checked.append((number, checked_rewards(reward.components, f"the components {of}")))
     return checked
 
 
