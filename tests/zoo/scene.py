@@ -7,6 +7,7 @@ import inspect
 import io
 import json
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -163,6 +164,7 @@ def run(install: Callable[[Stage], None]) -> Sight:
             sight.loop_stopped = error
     sight.stdout = output.getvalue()
     _look(sight, folder, controller[0] if controller else None)
+    shutil.rmtree(folder, ignore_errors=True)
     return sight
 
 
