@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests.zoo.misbehaviour import FEW_RAISES, HANGS, RAISES, Kind, blocks
-from tests.zoo.own_kinds import OWN
+from tests.zoo.own import OWN
 from tests.zoo.places import PLACES, Place
 
 Ends = Literal["refused", "refused again", "harmless", "noted", "overflows"]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from tests.zoo import children, scene
 from tests.zoo.cases import Case, cases
 from tests.zoo.checks import Streams, problems
-from tests.zoo.known_failures import known_reason
 from tests.zoo.misbehaviour import Kind
 
 
@@ -19,22 +18,17 @@ class Result:
     seconds: float
 
 
-def run_cases(*, pattern: str = "", every: int = 1, known: bool = True, at_once: int = 2) -> Iterator[Result]:
+def run_cases(*, pattern: str = "", every: int = 1, at_once: int = 2) -> Iterator[Result]:
     """
     Args:
         pattern: only cases whose name holds it.
         every: only each so manieth case.
-        known: run those that are known to fail too.
     """
     scene.warm_up()
     gc.collect()
     gc.freeze()  # a child that collects would otherwise copy every page of its parent
     try:
-        chosen = {
-            case.name: case
-            for case in list(cases())[::every]
-            if pattern in case.name and (known or known_reason(case.name) is None)
-        }
+        chosen = {case.name: case for case in list(cases())[::every] if pattern in case.name}
         variants = {case.place.variant: case for case in chosen.values()}
         honest = {}
         for name, value, _ in children.run_forked(

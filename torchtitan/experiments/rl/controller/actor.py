@@ -30,6 +30,7 @@ from torchtitan.experiments.rl.controller.validation import ValidationReport, Va
 from torchtitan.experiments.rl.controller.wiring import RunActors
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary
 from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
 from torchtitan.experiments.rl.process.setup import set_up_logging
@@ -182,7 +183,7 @@ class Controller(Actor):
         if resumed is not None:
             self._console.note(f"resumed from step {step}: {resumed.checkpoint}")
         renderer = build_renderer(config.renderer, config.model.hf_assets_path)
-        await self._tasks.build(renderer)
+        await self._tasks.build(renderer, vocab_size=HubConfig.read(config.model.hf_assets_path).size("vocab_size"))
         tasks = self._tasks.tasks
         mix = await self._built(config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()})
         filters = {

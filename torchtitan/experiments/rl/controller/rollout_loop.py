@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.controller.stall import NothingLeftToLearn, StallDetectors, has_signal
 from torchtitan.experiments.rl.controller.stillness import Stillness
-from torchtitan.experiments.rl.controller.user_parts import FilterSlot, UserParts, check_whole
+from torchtitan.experiments.rl.controller.user_parts import FilterSlot, UserParts, check_whole, refuse_future_versions
 from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter
@@ -279,6 +279,7 @@ class RolloutLoop:
                     entry.example = await self._parts.next_example(task)
             group = await self._runner.run(task, entry.example, group_id=group_id)
             check_whole(group, entry.rollout_ids, task)
+            refuse_future_versions(group, self._policy.version)
             if self._rollouts_failing:  # what their envs and rewards did not cause says nothing about them
                 return
             async with self._stillness.change():

@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
+from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, unfreeze_objects
@@ -61,6 +62,7 @@ class RolloutWorker(WatchedActor):
         self._clients = {"": self._policy} | self._frozen.generators
         self._runner = LocalRunner(self._policy, seed=seed)
         self._renderer = build_renderer(renderer, tokenizer_path)
+        self._vocab_size = HubConfig.read(tokenizer_path).size("vocab_size")
         gate = Gate(timeout_s=limits.call_timeout_s)
         self._task_set = TaskSet(tasks, gate=gate, limits=limits, seed=seed)
         self._running: set[asyncio.Task] = set()
@@ -84,7 +86,7 @@ class RolloutWorker(WatchedActor):
         Raises:
             RunError: a task failed; names it.
         """
-        await self._task_set.build(self._renderer)
+        await self._task_set.build(self._renderer, vocab_size=self._vocab_size)
         await self._task_set.setup(self._policy)
         freeze_objects()
         self._lag.start()

@@ -21,8 +21,11 @@ class TaskSet:
         self._configs, self._gate, self._limits, self._seed = configs, gate, limits, seed
         self._to_close: list[Task] = []
 
-    async def build(self, renderer: Renderer) -> None:
+    async def build(self, renderer: Renderer, *, vocab_size: int | None = None) -> None:
         """Build every task: in the thread that calls samplers and datasets, since some work only where they were made.
+
+        Args:
+            vocab_size: token ids that the policy's model has.
 
         Raises:
             RunError: a task, its dataset or another part of it failed, or took longer than its limit; names the task.
@@ -30,7 +33,8 @@ class TaskSet:
         for name, config in self._configs.items():
             build = functools.partial(config.build, name=name, renderer=renderer, seed=self._seed)
             owner = f"task {name!r} can't be built"
-            self.tasks[name] = await self._gate.call(build, owner=owner, timeout_s=self._limits.setup_timeout_s)
+            task = self.tasks[name] = await self._gate.call(build, owner=owner, timeout_s=self._limits.setup_timeout_s)
+            task.vocab_size = vocab_size
 
     async def setup(self, policy: PolicyClient) -> None:
         """Set up every task.

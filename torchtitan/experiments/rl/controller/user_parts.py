@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from torchtitan.experiments.rl.controller.saved_state import OpenGroupState
 from torchtitan.experiments.rl.data.dataset import fault_of_example, find_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
@@ -17,7 +19,7 @@ from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult, combine, matches_of
 from torchtitan.experiments.rl.rollouts.finished import leaving_unchanged
-from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.gate import Call, Gate, name_of
 
@@ -160,6 +162,19 @@ def check_whole(group: RolloutGroup, dispatched: Collection[str], task: Task) ->
             f"task {task.name!r}: group {group.group_id} came back with {len(found)} rollouts, not the {len(dispatched)} that "
             f"were dispatched: {changers} changed group.rollouts"
         )
+
+
+def refuse_future_versions(group: RolloutGroup, newest: int) -> None:
+    """Fail each rollout with tokens of a policy version that no generator can hold: the engine gave a wrong one.
+
+    Args:
+        newest: version that all generators hold; a replica may hold the next one already.
+    """
+    for rollout in group.rollouts:
+        last = max((int(np.max(turn.completion.policy_versions, initial=-1)) for turn in rollout.turns), default=-1)
+        if last > newest + 1:
+            rollout.status, rollout.reward = RolloutStatus.ERROR, None
+            rollout.error = f"generator: gave tokens of version {last}, and the newest is {newest + 1}"
 
 
 def _plain(state_dict: Callable[[], Any]) -> Any:

@@ -99,7 +99,7 @@ class GroupRun:
     async def _attempt(self, rollout: Rollout, env: RendererEnv | UserCodeError, session: PolicySession) -> None:
         limit_s = self._task.config.env.rollout_timeout_s
         name = f"{type(self._task).__name__}.run_rollout"
-        checked = CheckedSession(session)
+        checked = CheckedSession(session, vocab_size=self._task.vocab_size)
         try:
             if isinstance(env, UserCodeError):
                 raise env

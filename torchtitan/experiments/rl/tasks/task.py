@@ -121,6 +121,8 @@ class Task(UserConfigurable):
             raise ConfigError(f"algorithm.{needs_roles}", getattr(config.algorithm, needs_roles, None), cure)
         self.config = config
         self.name = name
+        self.vocab_size: int | None = None
+        """Token ids that the policy's model has; the run sets it. None: prompts and completions may hold any."""
         self.renderer = renderer
         self.dataset: Dataset = config.dataset.build()
         self.validation: Dataset | None = config.validation.build() if config.validation else None
