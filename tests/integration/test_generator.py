@@ -183,8 +183,8 @@ async def close_all(meshes: list[tuple[ProcMesh, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def generator_of_two(pairs, tmp_path_factory) -> Iterator[Any]:
-    """The tied model once more, in an engine whose two processes share each layer and the vocabulary."""
+def generator_of_two(pairs, meshes, tmp_path_factory) -> Any:
+    """The tied model once more, in an engine whose two processes share each layer and the vocabulary. Closed with the pairs."""
     config = GeneratorConfig()
     config.engine.max_model_len, config.engine.max_num_seqs, config.engine.tensor_parallel_degree = MAX_LEN, AT_ONCE, 2
     procs = provision.spawn(None, "generator_of_two", (tuple(sorted(os.sched_getaffinity(0))),), "cpu")
@@ -192,16 +192,13 @@ def generator_of_two(pairs, tmp_path_factory) -> Iterator[Any]:
     path = pairs["tied"].path
     generator = procs.spawn("generator_of_two", Generator, config, model_path=path, device="cpu", run_dir=run_dir)
 
+    meshes.append((procs, generator))
+
     async def start() -> None:
         await generator.setup.call_one()
 
-    async def stop() -> None:
-        await generator.shutdown.call_one()
-        await procs.stop()
-
     asyncio.run(start())
-    yield generator
-    asyncio.run(stop())
+    return generator
 
 
 @pytest.fixture
