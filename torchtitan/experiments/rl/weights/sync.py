@@ -97,7 +97,7 @@ class WeightSync:
         rank0 = self._trainer.slice(procs=0)
         await self.copy_out(version)
         async with self._lock:
-            await rank0.publish_weights.call_one(version, self._remote_readers)
+            self._fingerprint = await rank0.publish_weights.call_one(version, self._remote_readers)
             self._canary, self._version, self._published = await rank0.canary.call_one(), version, True
 
     async def copy_out(self, version: int) -> CopiedOut:
