@@ -42,6 +42,7 @@ class RolloutTask(Protocol):
     algorithm: Algorithm
     config: Any
     renderer: Renderer
+    vocab_size: int | None
 
     async def make_envs(self, sample: DataSample, n: int) -> list[MessageEnv]: ...
 
