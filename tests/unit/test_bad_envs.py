@@ -143,6 +143,7 @@ def loop(renderer, tokenizer, tmp_path):
     task.sampler.next = iter(task.dataset[index] for index in range(len(KINDS))).__next__
     policy = ScriptedPolicy(tokenizer)
     policy.version = 0
+    recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
     loop = RolloutLoop(
         tasks={"bad": task},
         mix=WeightedRoundRobin.Config().build(weights={"bad": 1.0}),
@@ -155,9 +156,9 @@ def loop(renderer, tokenizer, tmp_path):
         total_groups=len(KINDS) - len(ALL_FAIL),
         max_drops_in_a_row=100,
         ledger=Ledger(),
-        recorder=RolloutRecorder.Config().build(run_dir=tmp_path),
+        recorder=recorder,
     )
-    loop.task, loop.session_policy = task, policy
+    loop.task, loop.session_policy, loop.recorder = task, policy, recorder
     return loop
 
 
@@ -167,7 +168,7 @@ async def test_each_is_counted_under_its_cause_closed_once_and_never_trained_on(
     loop.trained(batch)
     counts = loop.ledger.counts()
     await loop.close()
-    loop._recorder.close()
+    loop.recorder.close()
 
     columns = Counter(column for kind, (_, column, _) in KINDS.items() for _ in range(4 if kind in ALL_FAIL else 2))
     columns["trained"] += 2 * (len(KINDS) - len(ALL_FAIL))
@@ -218,8 +219,8 @@ async def test_env_that_hangs_holds_up_no_other(loop):
     loop.task.sampler.next = iter([DataSample(sample_id=kind, env_input=kind) for kind in [*hanging, *others]]).__next__
     loop.fill()
     async with asyncio.timeout(20):
-        while len([entry for entry in loop._open.values() if entry.group is None]) > len(hanging):
+        while len([group_id for group_id in loop._open if loop._open[group_id].group is None]) > len(hanging):
             await asyncio.sleep(0.01)
     await loop.close()
-    loop._recorder.close()
+    loop.recorder.close()
     assert all(env.closed == 1 for env in loop.task.made)

@@ -60,7 +60,8 @@ def _disk(plan: RunPlan, folder: str, field: str, checkpoints: int) -> MissingEr
     try:
         while not os.path.exists(path):
             path = os.path.dirname(path)
-        free = shutil.disk_usage(path).free / GIB
+        usage = shutil.disk_usage(path)
+        free = usage.free / GIB if usage.total else float("inf")  # /proc and /sys have no space; no folder can be made there
     except (OSError, ValueError):  # making the folder says what is wrong with it
         return None
     needed = plan.disk_gib - min(checkpoints, plan.checkpoints_kept) * plan.checkpoint_gib
