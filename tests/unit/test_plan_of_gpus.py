@@ -74,10 +74,10 @@ def test_a_step_of_the_8b_by_hand_and_the_side_that_takes_longer():
 def test_the_plan_prints_degrees_shapes_and_the_bottleneck():
     lines = plan_of("rl_grpo_qwen3_14b").lines()
     assert "4 trainer rank(s) (2 data-parallel x 2 tensor-parallel), 2 generator(s) of 2" in lines[4]
-    assert lines[6] == "shapes         4 of rows x tokens: 1 x 128, 1 x 2048, 1 x 4096, 1 x 8192"
-    assert lines[7].startswith("bottleneck ")
+    assert lines[-2] == "shapes         4 of rows x tokens: 1 x 128, 1 x 2048, 1 x 4096, 1 x 8192"
+    assert lines[-1].startswith("bottleneck ")
     debug = plan_run(config_registry.rl_grpo_qwen3_debug()).lines()
-    assert len(debug) == 6 and debug[5].startswith("memory"), "the cost model has no numbers for CPU cores"
+    assert [line.split()[0] for line in debug[-2:]] == ["memory", "disk"], "the cost model has no numbers for CPU cores"
 
 
 def test_shapes_are_a_quarter_a_half_and_all_of_a_row_in_whole_blocks():
