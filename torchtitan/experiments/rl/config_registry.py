@@ -24,6 +24,7 @@ from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortDatas
 from torchtitan.experiments.rl.tasks.calculator.task import CalculatorDataset, CalculatorTask
 from torchtitan.experiments.rl.tasks.guess_number.task import GuessNumberDataset, GuessNumberTask
 from torchtitan.experiments.rl.tasks.math.task import MathDataset, MathTask
+from torchtitan.experiments.rl.tasks.questions.task import QuestionTask
 from torchtitan.experiments.rl.tasks.reasoning_gym.task import PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsTask
@@ -222,6 +223,19 @@ def rl_grpo_qwen3_32b_64() -> RunConfig:
     """Qwen3-32B on 64 GPUs of 80 GB: 32 train, in fours that share each layer; sixteen generators of two. To plan with until a
     run spans several hosts."""
     return _qwen3("32B", trainer_ranks=32, trainer_tensor_parallel_degree=4, replicas=16, tensor_parallel_degree=2)
+
+
+def rl_questions_qwen3() -> RunConfig:
+    """Your own questions and reward function with Qwen3-0.6B on 2 GPUs: name both (README, "Your own data")."""
+    config = rl_grpo_qwen3_0_6b()
+    config.tasks = {"questions": QuestionTask.Config(group_size=16, sampling=SamplingConfig(max_tokens=512))}
+    return config
+
+
+def rl_questions_qwen3_debug() -> RunConfig:
+    """Your own questions and reward function with the 1M-parameter model, to try them out on two CPU cores."""
+    env = RendererEnvConfig(max_turns=1, max_rollout_tokens=256)
+    return _debug(20, questions=QuestionTask.Config(env=env, sampling=SamplingConfig(max_tokens=16)))
 
 
 def rl_math_qwen3_1_7b() -> RunConfig:
