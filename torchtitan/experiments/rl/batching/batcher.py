@@ -15,6 +15,8 @@ from torchtitan.experiments.rl.batching.sharing import prefix_order, shared_in_r
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.types import TrainingBatch, TrainingSample
 
+_LEAST_SHARED = 0.01
+"""Share of a step's tokens below which trees are not worth planning: samples then keep the order in which they came."""
 _TREE_SIZES = 5
 """Sizes of trees that are tried: rows of full length, and halves of it."""
 
@@ -96,9 +98,9 @@ class Batcher(Configurable):
         order, shared = list(range(len(samples))), np.zeros(len(samples), np.int64)
         if self.config.share_prefixes:
             tree_order, tree_shared = prefix_order([(sample.temperature, sample.token_ids) for sample in samples])
-            if tree_shared.any():  # otherwise samples keep the order in which they came
+            if tree_shared.sum() >= _LEAST_SHARED * sum(map(len, samples)) > 0:
                 order, shared = tree_order, tree_shared
-        lengths = np.array([len(samples[index]) for index in order], np.int64)
+        lengths, sharing = np.array([len(samples[index]) for index in order], np.int64), bool(shared.any())
         for halvings in range(_TREE_SIZES):
             units = tree_units(lengths, shared, self.config.row_length >> halvings)
             starts = np.array([unit.start for unit in units], np.int64)
@@ -106,7 +108,7 @@ class Batcher(Configurable):
             rows = []
             for packed in self._rows(sizes, ranks):
                 places = [place for unit in packed for place in units[unit]]
-                own = shared_in_row(places, lengths, shared).tolist()
+                own = shared_in_row(places, lengths, shared).tolist() if sharing else [0] * len(places)
                 rows.append(Row(samples=[samples[order[place]] for place in places], shared=own))
             yield [[rows[row] for row in share] for share in balance_rows([row.cost for row in rows], ranks)]
             if len(units) == len(samples):

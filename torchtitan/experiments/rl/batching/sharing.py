@@ -7,6 +7,8 @@ import numpy as np
 LEAST_SHARE = 1 / 32
 """A prefix is shared where it is at least this part of a sample. Attention to a branch has a cost of its own, on CPU."""
 
+_FIRST_TOKENS = 32
+
 
 def prefix_order(samples: Sequence[tuple[float, np.ndarray]]) -> tuple[list[int], np.ndarray]:
     """Order samples so that those that begin alike are side by side.
@@ -27,8 +29,7 @@ def prefix_order(samples: Sequence[tuple[float, np.ndarray]]) -> tuple[list[int]
     shared = np.zeros(len(samples), np.int64)
     for alike in begins.values():
         if len(alike) > 1:
-            # Any order of the ids will do, so their bytes are compared as they are.
-            alike = sorted(alike, key=lambda index: samples[index][1].astype(np.int32, copy=False).tobytes())
+            alike = _sorted(alike, [samples[index][1].astype(np.int32, copy=False) for index in alike])
             pairs = zip(alike, alike[1:], strict=False)
             shared[len(order) + 1 : len(order) + len(alike)] = [_common(samples[i][1], samples[j][1]) for i, j in pairs]
         order += alike
@@ -74,9 +75,26 @@ def tree_units(lengths: np.ndarray, shared: np.ndarray, most: int) -> list[range
     return units
 
 
+def _sorted(indices: list[int], token_ids: list[np.ndarray]) -> list[int]:
+    """The indices by their token ids. Any order of the ids will do, so their bytes are compared as they are.
+
+    Most samples part within their first tokens: only the others' are compared as a whole.
+    """
+    begins: dict[bytes, list[int]] = {}
+    for place, ids in enumerate(token_ids):
+        begins.setdefault(ids[:_FIRST_TOKENS].tobytes(), []).append(place)
+    places: list[int] = []
+    for begin in sorted(begins):
+        alike = begins[begin]
+        places += sorted(alike, key=lambda place: token_ids[place].tobytes()) if len(alike) > 1 else alike
+    return [indices[place] for place in places]
+
+
 def _common(left: np.ndarray, right: np.ndarray) -> int:
     """Tokens that two samples begin with alike."""
     length = min(len(left), len(right))
+    if length > _FIRST_TOKENS and left[:_FIRST_TOKENS].tobytes() != right[:_FIRST_TOKENS].tobytes():
+        length = _FIRST_TOKENS
     parted = left[:length] != right[:length]
     first = int(parted.argmax())
     return first if parted[first] else length
