@@ -1,10 +1,16 @@
 """What makes a training sample one that can be trained on, but for its numbers being finite (`rollouts/streams.py`)."""
 
+import operator
+
 import numpy as np
 
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
 
 NO_REFERENCE = "has tokens with a ref_kl weight and no ref_logprobs: its algorithm must set them"
+
+STREAM_NAMES = tuple(STREAMS)
+_streams_of = operator.attrgetter(*STREAM_NAMES)
+"""All at once: a step has tens of thousands of samples."""
 
 
 def check_sample(sample: TrainingSample) -> None:
@@ -13,15 +19,14 @@ def check_sample(sample: TrainingSample) -> None:
     Raises:
         ValueError: no tokens, streams that are not aligned, credit that is missing or on the wrong tokens; names the rollout.
     """
-    length, name = len(sample), f"a sample of rollout {sample.rollout_id!r}"
+    length = len(sample.token_ids)
     if not length:
-        raise ValueError(f"{name} has no tokens")
-    for stream in STREAMS:
-        values = getattr(sample, stream)
+        raise ValueError(f"{_named(sample)} has no tokens")
+    for stream, values in zip(STREAM_NAMES, _streams_of(sample), strict=True):
         if values is not None and len(values) != length:
-            raise ValueError(f"{name} has {length} token_ids and {len(values)} {stream}: they must be aligned")
+            raise ValueError(f"{_named(sample)} has {length} token_ids and {len(values)} {stream}: they must be aligned")
     if missing := missing_credit(sample):
-        raise ValueError(f"{name} {missing}")
+        raise ValueError(f"{_named(sample)} {missing}")
     check_weights(sample)
 
 
@@ -31,18 +36,21 @@ def check_weights(sample: TrainingSample) -> None:
     Raises:
         ValueError: names the rollout.
     """
-    name = f"a sample of rollout {sample.rollout_id!r}"
     if sample.ref_kl_weights is not None and sample.ref_logprobs is None and np.any(sample.ref_kl_weights):
-        raise ValueError(f"{name} {NO_REFERENCE}")
+        raise ValueError(f"{_named(sample)} {NO_REFERENCE}")
     first_rl = sample.loss_mask[0] and (sample.rl_weights is None or sample.rl_weights[0] != 0)
     others = (sample.ce_weights, sample.ref_kl_weights)
     if first_rl or any(weights is not None and weights[0] != 0 for weights in others):
-        raise ValueError(f"{name} trains its first token, which has no log-probability: nothing comes before it")
+        raise ValueError(f"{_named(sample)} trains its first token, which has no log-probability: nothing comes before it")
     if sample.ref_kl_weights is not None and np.any((sample.ref_kl_weights != 0) & ~sample.loss_mask):
         raise ValueError(
-            f"{name} has a ref_kl weight on a token the policy did not sample, which has no importance ratio: weigh only "
-            "sampled tokens (loss_mask)"
+            f"{_named(sample)} has a ref_kl weight on a token the policy did not sample, which has no importance ratio: "
+            "weigh only sampled tokens (loss_mask)"
         )
+
+
+def _named(sample: TrainingSample) -> str:
+    return f"a sample of rollout {sample.rollout_id!r}"
 
 
 def missing_credit(sample: TrainingSample) -> str | None:
