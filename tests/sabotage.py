@@ -102,7 +102,7 @@ class World:
 
     def __init__(self, folder: str, dtype: str, seed: int):
         tensors = make_model(folder)
-        config = VLLMEngineConfig(max_model_len=64, max_num_seqs=2, dtype=dtype)  # type: ignore[arg-type]
+        config = VLLMEngineConfig(max_model_len=64, max_num_seqs=2, dtype=dtype)
         self.engine = config.build(model_path=folder, device="cpu")
         self._random = torch.Generator().manual_seed(seed)
         self._master = {name: value.float().clone() for name, value in tensors.items()}
@@ -201,20 +201,26 @@ def _honest() -> Iterator[None]:
     yield None
 
 
+@contextmanager
+def reloading_by(reload: Callable[[Any, Any], None]) -> Iterator[None]:
+    """The worker's ``reload_weights(worker, tensors)`` is ``reload``."""
+    vllm_worker.reload_weights = reload
+    try:
+        yield
+    finally:
+        vllm_worker.reload_weights = compat.reload_weights
+
+
 def _reloading(change: Callable[[Tensors], Tensors | None]) -> Iterator[None]:
     """The engine is given other tensors than those that were mapped and verified."""
-    reload = compat.reload_weights
 
     def changed(worker: Any, tensors: Any) -> None:
         given = change(dict(tensors))
         if given is not None:
-            reload(worker, given.items())
+            compat.reload_weights(worker, given.items())
 
-    vllm_worker.reload_weights = changed
-    try:
+    with reloading_by(changed):
         yield None
-    finally:
-        vllm_worker.reload_weights = reload
 
 
 def change(name: str, lr: float = 1e-4) -> Callable:
@@ -294,11 +300,8 @@ def byte_flipped_in_the_engine(delivery: Delivery) -> Iterator[None]:
         compat.reload_weights(worker, tensors)
         delivery.model.model.embed_tokens.weight.data.view(torch.uint8)[3, 3] ^= 1
 
-    vllm_worker.reload_weights = reload
-    try:
+    with reloading_by(reload):
         yield None
-    finally:
-        vllm_worker.reload_weights = compat.reload_weights
 
 
 @sabotage()
@@ -310,11 +313,8 @@ def old_packed_copy_put_back(delivery: Delivery) -> Iterator[None]:
         compat.reload_weights(worker, tensors)
         layer.cpu_linear = old
 
-    vllm_worker.reload_weights = reload
-    try:
+    with reloading_by(reload):
         yield None
-    finally:
-        vllm_worker.reload_weights = compat.reload_weights
 
 
 @sabotage()

@@ -12,6 +12,8 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO, MaxRL
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config.resolved import resolved_config
+from torchtitan.experiments.rl.config.trial_build import build_tasks
+from torchtitan.experiments.rl.config_registry import rl_questions_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.tasks import MemoryRows, RewardFn, RowDataset, Rubric, question_task
@@ -109,9 +111,12 @@ def test_each_mistake_is_one_line_before_a_run(changes, message, folder):
     config = question_task("mine.jsonl", exact)
     for name, value in changes.items():
         setattr(config, name, value)
+    run = rl_questions_qwen3_debug()
+    run.tasks = {"mine": config}
     with pytest.raises(ConfigError, match="^" + re.escape(message)):
         config.validate(field="tasks.mine")
         config.check_present(field="tasks.mine")
+        build_tasks(run)
 
 
 def test_data_of_another_kind_is_refused():

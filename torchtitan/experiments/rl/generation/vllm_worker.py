@@ -1,6 +1,7 @@
 """What runs inside each vLLM worker process to load a new policy version."""
 
 import time
+from typing import Any
 
 from torchtitan.experiments.rl.compat.vllm import packing_noted, reload_weights
 from torchtitan.experiments.rl.generation.engine import LoadReport
@@ -18,13 +19,13 @@ class SnapshotLoader:
             RunError: the mapped bytes are not those the trainer published.
         """
         started = time.perf_counter()
-        # vLLM makes the worker, so there is no __init__ for this.
-        reader = self.__dict__.setdefault("_snapshot_reader", SnapshotReader())
+        worker: Any = self  # vLLM mixes this class into its own, and makes it: there is no __init__ for the reader
+        reader = worker.__dict__.setdefault("_snapshot_reader", SnapshotReader())
         tensors = reader.tensors(manifest, path)
         mapped = time.perf_counter()
-        held = HeldWeights(self.get_model(), manifest, tensors)  # type: ignore[attr-defined]
+        held = HeldWeights(worker.get_model(), manifest, tensors)
         with packing_noted(held.note):
-            reload_weights(self, tensors.items())
+            reload_weights(worker, tensors.items())
         packed_s = held.seconds
         reloaded = time.perf_counter()
         digests = held.digests()

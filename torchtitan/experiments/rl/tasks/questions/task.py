@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from renderers import Renderer
+
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset
@@ -49,12 +51,14 @@ class QuestionTask(Task):
             if type(self.rubric) is Rubric.Config and not self.rubric.reward_fns:
                 option = f"--{field.replace('_', '-')}.rubric my_rewards.py:exact"
                 raise MissingError(f"{field}.rubric", None, f"names no reward function: give one, such as {option}")
-            for name in ("dataset", "validation"):
-                rows = getattr(self, name)
-                if isinstance(rows, RowDataset.Config) and (rows.file is not None or rows.rows is not None):
-                    _check_template(self.template, rows.build().rows[0], field=f"{field}.template")
 
     config: Config
+
+    def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
+        super().__init__(config, name=name, renderer=renderer, seed=seed)
+        for rows in (self.dataset, self.validation):
+            if isinstance(rows, RowDataset):
+                _check_template(config.template, rows.rows[0], field=f"{name}.template")
 
     def make_env(self, sample: DataSample) -> QuestionEnv:
         return QuestionEnv(fill(self.config.template, sample.env_input), system_prompt=self.config.system_prompt)
