@@ -20,7 +20,7 @@ def plan():
 
 
 def room(monkeypatch, gib: float) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=gib * GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1000 * GIB, free=gib * GIB))
 
 
 def test_a_checkpoint_is_three_values_a_parameter_and_the_disk_holds_one_more_than_are_kept(plan):
