@@ -18,11 +18,11 @@ SHUTDOWN_TIMEOUT_S = 20.0
 
 
 async def start_trainer(procs: ProcMesh, trainer: Any) -> str:
-    """Set up the store and the trainer's process group. Returns the host of the trainer's first process."""
+    """Set up the store and the trainer's process group. Returns the identity of its first process's host."""
     await start_store(procs.slice(procs=0))
     points = list((await trainer.meeting_points.call()).values())
     host, port, file = points[0]
-    one_host = len({name for name, _, _ in points}) == 1
+    one_host = len({identity for identity, _, _ in points}) == 1
     await trainer.setup.call(file if one_host else port, one_host)
     return host
 

@@ -6,7 +6,6 @@ elsewhere at once, and the part is made again. A part of which more processes en
 
 import asyncio
 import logging
-import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -17,6 +16,7 @@ from torchtitan.experiments.rl.config.supervision_config import SupervisionConfi
 from torchtitan.experiments.rl.controller.hang_watch import HangWatch
 from torchtitan.experiments.rl.controller.part import Part, PartProcess
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.user_code.watched import ProcessIdentity
 
@@ -141,7 +141,7 @@ class Supervisor:
     async def _watch(self, actor: Any, life: Lifetime, *, blocks: bool = False) -> None:
         """Have ``life`` end when the actor's process does, at once where it is on this host, or when it hangs."""
         identity: ProcessIdentity = await life.call(actor.identity.call_one())
-        if identity.host == socket.gethostname():
+        if identity.host == host_identity():
             life.watch(identity.pid)
         self._run_beside(self._hangs.watch(actor, life, stacks=identity.stacks, blocks=blocks))
 

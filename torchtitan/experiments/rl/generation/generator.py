@@ -4,7 +4,6 @@ The results of one engine step leave in one message.
 """
 
 import logging
-import socket
 from collections.abc import Sequence
 from typing import Literal
 
@@ -15,6 +14,7 @@ from monarch.actor import Port, current_rank
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
 from torchtitan.experiments.rl.generation.messages import CLIENT_BITS, GeneratorFailed, GeneratorMessage, Request
+from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
@@ -53,9 +53,9 @@ class Generator(WatchedActor):
 
     @reported_endpoint
     async def setup(self) -> str:
-        """Build the engine on the checkpoint's weights, which are version 0. Returns this process's host name."""
+        """Build the engine on the checkpoint's weights, which are version 0. Returns its host's identity."""
         await self._thread.start(lambda: self.config.engine.build(model_path=self._model_path, device=self._device))
-        return socket.gethostname()
+        return host_identity()
 
     @reported_endpoint
     async def attach(self, client_id: int, port: Port[list[GeneratorMessage]]) -> None:

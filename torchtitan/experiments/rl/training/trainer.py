@@ -17,6 +17,7 @@ from monarch.actor import current_rank, current_size
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart, write_error
 from torchtitan.experiments.rl.training.config import TrainerConfig
@@ -84,10 +85,9 @@ class PolicyTrainer(WatchedActor):
 
     @reported_endpoint
     async def meeting_points(self) -> tuple[str, str, str]:
-        """This process's host name, and URLs where ranks may meet it: of a free port, and of a file, on this host."""
-        host = socket.gethostname()
+        """Its host's identity, and URLs where ranks may meet it: of a free port, and of a file on this host."""
         folder = tempfile.mkdtemp(prefix="rendezvous-")
-        return host, f"tcp://{host}:{portpicker.pick_unused_port()}", f"file://{folder}/store"
+        return host_identity(), f"tcp://{socket.gethostname()}:{portpicker.pick_unused_port()}", f"file://{folder}/store"
 
     @reported_endpoint
     async def setup(self, rendezvous: str, one_host: bool) -> None:

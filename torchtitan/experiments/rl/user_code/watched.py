@@ -3,12 +3,12 @@
 import faulthandler
 import os
 import signal
-import socket
 from dataclasses import dataclass
 
 from monarch.actor import Actor
 
 from torchtitan.experiments.rl.process.heartbeat import Heartbeat, Pulse
+from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_command
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
@@ -19,6 +19,7 @@ STACK_SIGNAL = signal.SIGUSR2
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessIdentity:
     host: str
+    """From ``host_identity``."""
     pid: int
     stacks: str
     """Where processes of the same host read what STACK_SIGNAL has it write."""
@@ -38,7 +39,7 @@ class WatchedActor(Actor):
     async def identity(self) -> ProcessIdentity:
         """Where its process is."""
         pid = os.getpid()
-        return ProcessIdentity(host=socket.gethostname(), pid=pid, stacks=f"/proc/{pid}/fd/{self._stacks}")
+        return ProcessIdentity(host=host_identity(), pid=pid, stacks=f"/proc/{pid}/fd/{self._stacks}")
 
     @reported_endpoint
     async def pulse(self) -> Pulse:

@@ -1,6 +1,5 @@
 """The trainer's side of weight synchronisation: sharded parameters to one shared snapshot per version."""
 
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torchstore
 from torch.distributed.tensor import DTensor
 
 from torchtitan.experiments.rl.compat.torch import local_shard
+from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.weights.device_copy import copy_to_host, page_lock, wait_for_copies
 from torchtitan.experiments.rl.weights.snapshot import (
     Manifest,
@@ -77,7 +77,7 @@ class SnapshotPublisher:
             version=version,
             layout=self._layout,
             path=buffer.path,
-            host=socket.gethostname(),
+            host=host_identity(),
             fingerprint=fingerprint(self._digests[version % 2]),
             digests=self._digests[version % 2],
             payload_key=payload_key(version) if remote_readers else None,

@@ -59,7 +59,7 @@ class Manifest:
     path: str
     """Of the trainer's SharedBuffer."""
     host: str
-    """Host it is on."""
+    """Identity of the host it is on."""
     fingerprint: str
     """Of ``digests``."""
     digests: dict[str, str]

@@ -1,11 +1,10 @@
 """torchstore as this library uses it: where a version's manifest, and for other hosts its bytes, are kept."""
 
-import socket
-
 import torchstore
 from monarch.actor import ProcMesh
 
 from torchtitan.experiments.rl.compat.torchstore import use_async_controller
+from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer
 
 
@@ -29,7 +28,7 @@ _fetched: dict[str, SharedBuffer] = {}
 
 async def local_copy(manifest: Manifest) -> str:
     """Path of the snapshot in this host's memory: the trainer's own buffer, or one filled through torchstore."""
-    if manifest.host == socket.gethostname():
+    if manifest.host == host_identity():
         return manifest.path
     if manifest.path not in _fetched:
         _fetched[manifest.path] = SharedBuffer.create(manifest.layout.nbytes)
