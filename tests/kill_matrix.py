@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tests.integration.conftest import process_stat  # noqa: E402
+from tests.integration.processes import process_stat  # noqa: E402
 
 STEPS = 40
 WORDS = f"""--config rl_grpo_qwen3_debug --rollouts-per-step 32 --validation.examples 32 --validation.every 10 --steps {STEPS}

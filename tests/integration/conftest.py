@@ -1,16 +1,21 @@
-"""What the integration tests share: models on disk, a reference for log-probabilities, and this process's children."""
+"""What the integration tests share: models on disk, a reference for log-probabilities, learners, and runs of the command."""
 
-import os
-import shutil
-from pathlib import Path
+import json
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+import torch.distributed as dist
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny_qwen3"
-"""Tied head, as Qwen3 0.6B to 4B have it."""
+from tests.integration.command_runs import Run
+from tests.integration.learners import compute_in_float64, free_port, fused_config, learner_of
+from tests.integration.models import MODEL, llama_folder
+from torchtitan.experiments.rl.models.policy import policy_spec
+from torchtitan.experiments.rl.training.learner import Learner
+from torchtitan.experiments.rl.training.process_group import init_process_group
 
 
 @pytest.fixture(scope="session")
@@ -39,29 +44,6 @@ def untied_model(tmp_path_factory) -> str:
     return str(path)
 
 
-def llama_folder(folder: Path, *, num_key_value_heads: int = 1, **changes) -> str:
-    """A random Llama with large weights, saved by transformers, and the tiny model's tokenizer. Heads are twice as wide as
-    ``hidden_size`` shared out over them."""
-    config = LlamaConfig(
-        vocab_size=768,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=num_key_value_heads,
-        head_dim=32,
-        max_position_embeddings=1024,
-        initializer_range=0.15,
-        rms_norm_eps=1e-5,
-        **changes,
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).float().save_pretrained(folder)
-    for file in (*MODEL.glob("tokenizer*"), MODEL / "chat_template.jinja"):
-        shutil.copy(file, folder)
-    return str(folder)
-
-
 @pytest.fixture(scope="session")
 def llama_model(tmp_path_factory) -> str:
     """As Llama 3.2: tied head, rotary frequencies scaled; so much, and from so few positions on, that it shows in a test."""
@@ -87,22 +69,55 @@ def reference():
     return logprobs
 
 
-def descendants(pid: int) -> set[int]:
-    """Live processes below ``pid``, zombies not counted."""
-    parents = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := process_stat(int(entry))) and stat[0] != "Z":
-            parents[int(entry)] = stat[1]
-    found: set[int] = set()
-    while more := {child for child, parent in parents.items() if (parent == pid or parent in found) and child not in found}:
-        found |= more
-    return found
+@pytest.fixture(scope="module")
+def fused_model(tmp_path_factory) -> str:
+    """A torchtitan flavor with fused q, k and v, saved to a hub folder by torchtitan's adapter."""
+    folder = tmp_path_factory.mktemp("debugmodel")
+    spec = policy_spec(fused_config(str(folder)), device="cpu", max_seq_len=512)
+    model = spec.model.build()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    tensors = spec.state_dict_adapter(spec.model, None).to_hf(model.state_dict())
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "dtype": "float32"}))
+    return str(folder)
 
 
-def process_stat(pid: int) -> tuple[str, int, int] | None:
-    """State, parent and session of a process; None where there is none."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], int(fields[1]), int(fields[3])
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """This process is the only rank. Threads are one, for the same bits each time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    init_process_group(device="cpu", rank=0, world_size=1, url=f"tcp://127.0.0.1:{free_port()}")
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def exact(one_rank, tmp_path, monkeypatch) -> Callable[..., Learner]:
+    """Makes learners that compute in float64."""
+    compute_in_float64(monkeypatch.setattr)
+
+    def build(**config) -> Learner:
+        learner = learner_of(tmp_path, dtype=torch.float64, **config)
+        assert {parameter.dtype for parameter in learner.model.parameters()} == {torch.float64}
+        return learner
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory) -> Iterator[Callable[..., Run]]:
+    """Starts runs of the command, each in a folder of its own; kills what is left of them."""
+    runs = []
+
+    def start(*words: str, **options) -> Run:
+        runs.append(Run(tmp_path_factory.mktemp("command"), *words, **options))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.conftest import process_stat
-from tests.integration.test_learner import compute_in_float64, free_port, full, learner_of, one_rank  # noqa: F401  a fixture
+from tests.integration.learners import compute_in_float64, free_port, full, learner_of
+from tests.integration.processes import process_stat
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config_registry import TINY_TEACHER
 from torchtitan.experiments.rl.observability.metrics import read_metrics
@@ -240,7 +240,7 @@ def samples_of(task: str, seed: int, count: int = 6) -> list[TrainingSample]:
 
 
 @pytest.fixture
-def learner(one_rank, tmp_path, monkeypatch) -> Learner:  # noqa: F811
+def learner(one_rank, tmp_path, monkeypatch) -> Learner:
     compute_in_float64(monkeypatch.setattr)
     learner = learner_of(tmp_path, dtype=torch.float64)
     monkeypatch.setattr(learner, "_denominators", lambda microbatches: DENOMINATORS)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.integration.conftest import MODEL
-from tests.integration.test_learner import learner_of, one_rank  # noqa: F401  a fixture
+from tests.integration.learners import learner_of
+from tests.integration.models import MODEL
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.provision import spawn
@@ -55,7 +55,7 @@ def generator(tmp_path_factory) -> Iterator:
 
 
 @pytest.fixture(scope="module")
-def learner(one_rank, tmp_path_factory) -> Iterator[Learner]:  # noqa: F811
+def learner(one_rank, tmp_path_factory) -> Iterator[Learner]:
     learner = learner_of(tmp_path_factory.mktemp("learner"))
     yield learner
     learner.close()

@@ -15,7 +15,7 @@ import torch
 import torchstore
 from monarch.actor import Channel
 
-from tests.integration.test_learner import learner_of, one_rank, samples_of  # noqa: F401  a fixture
+from tests.integration.learners import learner_of, samples_of
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.provision import spawn
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
@@ -58,7 +58,7 @@ def random_tokens(count: int, seed: int = 0) -> np.ndarray:
 
 async def test_engine_trainer_and_transformers_agree_before_and_after_a_published_step(
     generator,
-    one_rank,  # noqa: F811
+    one_rank,
     llama_model,
     reference,
     tmp_path,

@@ -9,8 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file
 
-from tests.integration.conftest import MODEL, llama_folder
-from tests.integration.test_learner import (
+from tests.integration.learners import (
     LAYOUTS,
     REFERENCE_LAYOUT,
     TOKENS,
@@ -19,13 +18,12 @@ from tests.integration.test_learner import (
     compute_in_float64,
     free_port,
     fused_config,
-    fused_model,  # noqa: F401  # a fixture
     learner_of,
     loss_and_gradient,
-    one_rank,  # noqa: F401  # a fixture
     one_step,
     snapshot,
 )
+from tests.integration.models import MODEL, llama_folder
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.parallelism import Parallelism
@@ -80,7 +78,7 @@ def llama_of_two_key_heads(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def ranks(fused_model, llama_of_two_key_heads, tmp_path_factory) -> list[dict]:  # noqa: F811
+def ranks(fused_model, llama_of_two_key_heads, tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("four_ranks")
     ports = {world_size: free_port() for world_size in (2, 4)}
     multiprocessing.spawn(work_of_a_rank, args=(ports, str(folder), fused_model, llama_of_two_key_heads), nprocs=4)
@@ -88,7 +86,7 @@ def ranks(fused_model, llama_of_two_key_heads, tmp_path_factory) -> list[dict]: 
 
 
 @pytest.fixture(scope="module")
-def alone(one_rank, tmp_path_factory) -> dict:  # noqa: F811
+def alone(one_rank, tmp_path_factory) -> dict:
     learner = learner_of(tmp_path_factory.mktemp("alone"), lr=LR)
     result = one_step(learner)
     learner.close()
@@ -108,7 +106,7 @@ def test_loss_gradient_norm_and_published_parameters_are_those_of_one_rank(alone
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_in_float64_nothing_but_rounding_depends_on_the_mesh(one_rank, ranks, mesh, tmp_path, monkeypatch):  # noqa: F811
+def test_in_float64_nothing_but_rounding_depends_on_the_mesh(one_rank, ranks, mesh, tmp_path, monkeypatch):
     compute_in_float64(monkeypatch.setattr)
     learner = learner_of(tmp_path, dtype=torch.float64)
     expected = loss_and_gradient(learner, REFERENCE_LAYOUT)
@@ -128,9 +126,9 @@ def test_tensor_parallel_ranks_have_one_data_parallel_coordinate(ranks):
 def test_fused_and_reordered_weights_of_tensor_parallel_ranks_are_published_as_they_were_loaded(
     ranks,
     name,
-    fused_model,  # noqa: F811
+    fused_model,
     llama_of_two_key_heads,
-    one_rank,  # noqa: F811
+    one_rank,
     tmp_path,
     reference,
 ):

@@ -4,7 +4,7 @@ import json
 
 import reasoning_gym
 
-from tests.integration.test_run import ROOT, Run
+from tests.integration.command_runs import ROOT, Run
 
 MODULE = '''
 import json

@@ -1,6 +1,5 @@
 """What the trainer saves and loads: the next step is the same, bit for bit, and on another number of ranks but for rounding."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,21 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from tests.integration.test_learner import LAYOUTS, accumulate, assert_same, free_port, learner_of, parameters, samples_of
+from tests.integration.learners import LAYOUTS, accumulate, assert_same, free_port, learner_of, parameters, samples_of
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.process_group import init_process_group
-
-
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    init_process_group(device="cpu", rank=0, world_size=1, url=f"tcp://127.0.0.1:{free_port()}")
-    yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
 
 
 def step(learner: Learner, number: int) -> dict[str, float]:

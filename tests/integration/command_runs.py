@@ -1,0 +1,154 @@
+"""Starts the command in processes of its own, and looks at what it does and leaves behind."""
+
+import getpass
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.integration.processes import process_stat
+from torchtitan.experiments.rl.observability.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = "torchtitan.experiments.rl.grpo"
+SMALL = "--rollouts-per-step 32 --validation.examples 8".split()
+ENDLESS = ["--steps", "100000", "--validation.every", "0"]
+PATIENCE_S = 240
+"""How long to wait for what must come; nothing is claimed about how long it takes."""
+SHARED_MEMORY = Path("/dev/shm")
+COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+"""Kept from run to run, where torch keeps it."""
+
+
+class Run:
+    """One run of the command, in a session of its own so that whatever it leaves alive can be found."""
+
+    def __init__(self, folder: Path, *words: str, config: str = "rl_grpo_qwen3_debug", resume: Path | None = None):
+        """``resume``: the run folder of an earlier run, which goes on."""
+        self.folder = resume or folder / "run"
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir()
+        self._out, self._err = folder / "stdout", folder / "stderr"
+        command = [sys.executable, "-m", MODULE, *words]
+        if resume is None:
+            command += ["--config", config, "--run-dir", str(self.folder), *SMALL]
+        else:
+            command += ["--resume", str(resume)]
+        self.shared_memory_before = set(os.listdir(SHARED_MEMORY))
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment() | {"TMPDIR": str(self.temporary)},
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    @property
+    def metrics(self) -> list[dict]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    @property
+    def steps(self) -> list[dict]:
+        return self.metrics[1:]
+
+    def wait(self) -> int:
+        return self._process.wait(PATIENCE_S)
+
+    def ended_well(self) -> "Run":
+        assert self.wait() == 0, self.err + self.out
+        return self
+
+    def until_step(self, step: int) -> None:
+        def ended_or_there() -> bool:
+            path = self.folder / "metrics.jsonl"
+            return self._process.poll() is not None or (path.exists() and len(read_metrics(path)) > step)
+
+        wait_for(ended_or_there, f"step {step} did not come")
+        assert self._process.poll() is None, self.err + self.out
+
+    def send(self, number: int) -> None:
+        """As a terminal does: to every process of the group."""
+        os.killpg(self._process.pid, number)
+
+    def alive(self) -> set[int]:
+        """Processes of the run's session, itself included; zombies are not alive."""
+        pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
+        stats = {pid: process_stat(pid) for pid in pids}
+        return {pid for pid, stat in stats.items() if stat and stat[2] == self._process.pid and stat[0] != "Z"}
+
+    def worker(self, name: str, index: int = 0) -> int:
+        """The process that holds the log file of this rank of the role."""
+        log = str(self.folder / "logs" / f"{name}-{index}.jsonl")
+        (pid,) = {pid for pid in self.alive() if log in map(os.path.realpath, Path(f"/proc/{pid}/fd").glob("*"))}
+        return pid
+
+    def assert_nothing_left(self) -> None:
+        wait_for(lambda: not self.alive(), "processes left alive")
+        wait_for(lambda: not self._shared_memory_left(), "shared memory left behind")
+        wait_for(lambda: not list(self.temporary.iterdir()), "temporary files left behind")
+
+    def _shared_memory_left(self) -> set[str]:
+        """Files in shared memory that are new and that nobody maps; other runs on this machine map theirs."""
+        new = set(os.listdir(SHARED_MEMORY)) - self.shared_memory_before
+        return {name for name in new if not mapped_by_anyone(name)}
+
+    def kill(self) -> None:
+        for pid in self.alive():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self._process.wait()
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"WANDB_SILENT": "true", "TORCHINDUCTOR_CACHE_DIR": COMPILED}
+
+
+def wait_for(condition: Callable[[], object], what: str = "nothing happened") -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+def mapped_by_anyone(name: str) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if f"{SHARED_MEMORY}/{name}" in maps.read_text():
+                return True
+        except OSError:
+            pass
+    return False
+
+
+def assert_ledger_balances(record: dict) -> None:
+    columns = {key: count for key, count in record.items() if key.startswith("ledger/sum_digits/")}
+    dispatched = columns.pop("ledger/sum_digits/dispatched")
+    assert sum(columns.values()) == dispatched and columns["ledger/sum_digits/trained"] == 32 * record["step"]
+
+
+def command(words: list[str], *, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", MODULE, *words],
+        cwd=cwd,
+        env=env or environment(),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        start_new_session=True,
+    )

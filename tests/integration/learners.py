@@ -1,0 +1,142 @@
+"""Learners on fixed samples: how tests make them, what they ask of them, and how they compare it."""
+
+import socket
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.models import MODEL
+from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.training.checkpoints import TrainerStart
+from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
+from torchtitan.experiments.rl.training.learner import Learner
+from torchtitan.experiments.rl.types import TrainingSample
+from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
+
+LAYOUTS = {
+    "short rows": dict(row_length=64, rows_per_microbatch=1),
+    "long rows": dict(row_length=512, rows_per_microbatch=8),
+    "rows of another length, three at a time": dict(row_length=150, rows_per_microbatch=3),
+}
+TOKENS = np.arange(3, 40, dtype=np.int32)
+REFERENCE_LAYOUT = dict(row_length=512, rows_per_microbatch=1)
+
+
+def samples_of(count: int = 24, *, vocabulary: int = 768, seed: int = 0) -> list[TrainingSample]:
+    """Samples of 8 to 60 tokens with every kind of weight, sampled near the policy at several temperatures."""
+    random = np.random.default_rng(seed)
+    samples = []
+    for index in range(count):
+        length = int(random.integers(8, 60))
+        sampled = np.arange(length) >= length // 2
+        samples.append(
+            TrainingSample(
+                token_ids=random.integers(0, vocabulary, length).astype(np.int32),
+                loss_mask=sampled,
+                generator_logprobs=np.where(sampled, random.normal(-8, 1, length), 0).astype(np.float32),
+                policy_versions=np.where(sampled, 0, -1).astype(np.int32),
+                advantages=np.where(sampled, random.normal(), 0).astype(np.float32),
+                ce_weights=np.where(~sampled & (np.arange(length) > 1), 0.1, 0).astype(np.float32),
+                temperature=float(random.choice([0.7, 1.0, 1.3])),
+                task_name="test",
+                rollout_id=str(index),
+            )
+        )
+    return samples
+
+
+def learner_of(
+    run_dir,
+    *,
+    model: str | ModelConfig = str(MODEL),
+    dtype=None,
+    lr: float = 1e-3,
+    kind: type[Learner] = Learner,
+    start: TrainerStart | None = None,
+    **config,
+) -> Learner:
+    model = model if isinstance(model, ModelConfig) else ModelConfig(hf_assets_path=model)
+    config = TrainerConfig(optimizer=OptimizerConfig(lr=lr), **config)
+    config.lr_scheduler.warmup_steps = 0
+    sizes = dict(max_seq_len=512, total_steps=10)
+    return kind(config, model=model, device="cpu", **sizes, run_dir=str(run_dir), start=start, dtype=dtype)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def parameters(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: full(tensor) for name, tensor in learner.hub_tensors().items()}
+
+
+def accumulate(learner: Learner, layout: dict, samples: list[TrainingSample]) -> dict[str, float]:
+    plan = Batcher.Config(**layout).build().plan(samples, learner.data_parallel.size)
+    return learner.forward_backward(plan.microbatches[learner.data_parallel.rank], 0).compute()
+
+
+def loss_and_gradient(learner: Learner, layout: dict) -> tuple[float, dict[str, torch.Tensor]]:
+    """Of one step on the fixed samples; the learner's own gradient is cleared."""
+    loss = accumulate(learner, layout, samples_of())["loss/total"]
+    gradient = {name: full(parameter.grad) for name, parameter in learner.model.named_parameters()}
+    learner.optimizers.zero_grad()
+    return loss, {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in gradient.items()}
+
+
+def step(learner: Learner) -> dict[str, torch.Tensor]:
+    """Parameters after one optimizer step on the fixed samples."""
+    accumulate(learner, LAYOUTS["long rows"], samples_of())
+    learner.optim_step()
+    return parameters(learner)
+
+
+def assert_same(left, right, *, rtol: float, atol: float) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(left[name], right[name], rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def fused_config(path: str) -> ModelConfig:
+    return ModelConfig(hf_assets_path=path, flavor="qwen3/debugmodel")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def compute_in_float64(monkeypatch_setattr) -> None:
+    """FSDP casts parameters to the configured compute dtype, which names no float64: let float32 mean that."""
+    from torchtitan.models.qwen3 import parallelize
+
+    monkeypatch_setattr(parallelize, "TORCH_DTYPE_MAP", parallelize.TORCH_DTYPE_MAP | {"float32": torch.float64})
+
+
+def one_step(learner: Learner) -> dict:
+    """Everything that one step on the fixed samples makes, and what it was made from."""
+    plan = Batcher.Config(**LAYOUTS["long rows"]).build().plan(samples_of(), learner.data_parallel.size)
+    microbatches = plan.microbatches[learner.data_parallel.rank]
+    metrics = learner.forward_backward(microbatches, 0).compute()
+    denominators = learner._denominators(microbatches)
+    metrics |= learner.optim_step()
+    coordinate = learner.data_parallel
+    return dict(metrics=metrics, denominators=denominators, parameters=parameters(learner), coordinate=coordinate)
+
+
+def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
+    """What this rank wrote into shared memory; on the first rank, what the ranks wrote together."""
+    publisher = SnapshotPublisher(rank=learner.rank, one_host=True, dtype=torch.float32)
+    publisher.write(1, learner.hub_tensors())
+    if learner.rank:
+        return {name: view.clone() for name, view in publisher._targets[1].items()}
+    return {name: view.clone() for name, view in publisher._buffers[1].views(publisher._layout)}
+
+
+def assert_same_step(result, expected) -> None:
+    assert result[0] == pytest.approx(expected[0], rel=1e-6)
+    scale = max(gradient.abs().max() for gradient in expected[1].values())
+    assert scale > 1e-3
+    assert_same(result[1], expected[1], rtol=1e-6, atol=1e-6 * float(scale) * 1e-3)

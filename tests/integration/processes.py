@@ -1,0 +1,25 @@
+"""What processes there are, as /proc says."""
+
+import os
+from pathlib import Path
+
+
+def descendants(pid: int) -> set[int]:
+    """Live processes below ``pid``, zombies not counted."""
+    parents = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (stat := process_stat(int(entry))) and stat[0] != "Z":
+            parents[int(entry)] = stat[1]
+    found: set[int] = set()
+    while more := {child for child, parent in parents.items() if (parent == pid or parent in found) and child not in found}:
+        found |= more
+    return found
+
+
+def process_stat(pid: int) -> tuple[str, int, int] | None:
+    """State, parent and session of a process; None where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[1]), int(fields[3])

@@ -1,0 +1,186 @@
+"""Runs of the command that end because of a user's code, and those that never begin."""
+
+import re
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+from tests.integration.command_runs import ENDLESS, ROOT, command, environment
+
+HOPELESS = """
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
+
+
+async def constant(rollout, env_input):
+    return 0.5
+
+
+class Nothing(Filter):
+    def matches(self, group):
+        return [True] * len(group.scored)
+
+
+def ties():
+    "Every reward is the same."
+    config = rl_grpo_qwen3_debug()
+    config.tasks["sum_digits"].rubric = Rubric.Config(reward_fns=[RewardFn(constant)])
+    return config
+
+
+def rejects():
+    "A filter rejects everything."
+    config = rl_grpo_qwen3_debug()
+    config.pre_batch_filters = [Nothing.Config()]
+    return config
+"""
+
+
+def test_runs_that_can_not_learn_end_with_an_error_that_says_why(start, tmp_path, monkeypatch):
+    (tmp_path / "hopeless.py").write_text(HOPELESS)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    words = ["--module", "hopeless", *ENDLESS, "--max-drops-in-a-row", "12"]
+    runs = {name: start(*words, config=name) for name in ("ties", "rejects")}
+    said = {name: (run.wait(), run.err.splitlines()[-1]) for name, run in runs.items()}
+    assert {code for code, _ in said.values()} == {1}
+    wanted = "error: none of the first 12 groups teaches anything: .* same reward .0.5 in 100%."
+    assert re.match(wanted, said["ties"][1])
+    wanted = "error: 12 groups in a row gave nothing to train on .rollouts: 96 filtered/pre/nothing; rewards"
+    assert re.match(wanted, said["rejects"][1])
+    for run in runs.values():
+        assert "Traceback" not in run.err
+        run.assert_nothing_left()
+
+
+HOSTILE = """
+import dataclasses
+import sys
+
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.data.sampler import ShuffledCursor
+from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
+from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsTask
+
+
+class SetUpBadly(SumDigitsTask):
+    async def setup(self, policy):
+        raise ValueError("no pool")
+
+    async def close(self):
+        print("closed", flush=True)
+        self.pool.close()
+
+
+class Exits(ShuffledCursor):
+    "Not at once: the check of the config asks for one example."
+    handed_out = 0
+
+    def next(self):
+        self.handed_out += 1
+        return super().next() if self.handed_out < 20 else sys.exit(3)
+
+
+SCORED = []
+
+
+async def mastered_after_512(rollout, env_input):
+    SCORED.append(rollout)
+    return 1.0 if len(SCORED) > 512 else float(rollout.index_in_group % 2)
+
+
+def with_task(cls):
+    config = rl_grpo_qwen3_debug()
+    old = config.tasks["sum_digits"]
+    config.tasks["sum_digits"] = cls.Config(**{field.name: getattr(old, field.name) for field in dataclasses.fields(old)})
+    return config
+
+
+def set_up_badly():
+    "A task whose setup raises."
+    return with_task(SetUpBadly)
+
+
+def exits():
+    "A sampler that exits."
+    config = rl_grpo_qwen3_debug()
+    config.tasks["sum_digits"].sampler = Exits.Config()
+    return config
+
+
+def mastered():
+    "A policy that has soon mastered its task, and a filter that drops what teaches nothing."
+    config = rl_grpo_qwen3_debug()
+    config.tasks["sum_digits"].rubric = Rubric.Config(reward_fns=[RewardFn(mastered_after_512)])
+    config.pre_batch_filters = [ZeroAdvantage.Config()]
+    return config
+"""
+
+
+def test_user_code_that_fails_outside_rollouts_ends_the_run_with_its_name_and_a_summary(start, tmp_path, monkeypatch):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    runs = {name: start("--module", "hostile", *ENDLESS, config=name) for name in ("set_up_badly", "exits")}
+    wanted = {
+        "set_up_badly": "error: task 'sum_digits': SetUpBadly.setup: ValueError: no pool",
+        "exits": "error: task 'sum_digits': sampler Exits.next: SystemExit: 3",
+    }
+    for name, run in runs.items():
+        assert run.wait() == 1
+        assert run.err.splitlines()[-1].startswith(wanted[name])
+        assert "stopped by an error (RunError)" in run.out and "closed" not in run.out and "Traceback" not in run.err
+        run.assert_nothing_left()
+
+
+def test_run_whose_task_is_mastered_ends_as_complete(start, tmp_path, monkeypatch):
+    (tmp_path / "hostile.py").write_text(HOSTILE)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    run = start("--module", "hostile", *ENDLESS, "--max-drops-in-a-row", "40", config="mastered").ended_well()
+    assert "stopped by nothing left to learn: in the last 40 groups of each task all rewards tie" in run.out
+    assert (run.folder / "checkpoint").is_dir()
+    run.assert_nothing_left()
+
+
+MISTAKES = {
+    "unknown config": ["--config", "rl_grpo_qwen3_debugg"],
+    "unknown field": ["--stepz", "3"],
+    "wrong type": ["--steps", "three"],
+    "missing folder": ["--model.hf-assets-path", "/nowhere"],
+    "group size that does not divide": ["--tasks.sum-digits.group-size", "7"],
+    "sequence longer than the model": ["--batcher.row-length", "5000"],
+}
+
+
+def test_mistakes_are_one_line_and_exit_code_2_and_start_nothing(tmp_path):
+    def attempt(words: list[str]) -> subprocess.CompletedProcess:
+        return command(["--config", "rl_grpo_qwen3_debug", "--output-dir", str(tmp_path / "outputs"), *words])
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(attempt, MISTAKES.values()))
+    for name, result in zip(MISTAKES, results, strict=True):
+        assert result.returncode == 2, name
+        assert re.fullmatch(r"error: [^\n]+\n", result.stderr), (name, result.stderr)
+        assert result.stdout == "", name
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_config_of_a_package_elsewhere_runs_from_anywhere(tmp_path):
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "configs.py").write_text(
+        "from torchtitan.components.optimizer import LRSchedulersContainer\n"
+        "from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug\n\n\n"
+        "def my_run():\n"
+        '    "Mine."\n'
+        "    config = rl_grpo_qwen3_debug()\n"
+        "    config.steps = 17\n"
+        "    return config\n"
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    env = environment() | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    result = command(["--module", "my_package.configs", "--config", "my_run", "--dry-run"], cwd=elsewhere, env=env)
+    assert result.returncode == 0 and result.stderr == ""
+    assert "steps          17, each on 32 groups" in result.stdout
+    assert list(elsewhere.iterdir()) == []

@@ -1,0 +1,86 @@
+"""Synchronous runs of the command repeat themselves: side by side, resumed, and on more ranks and replicas."""
+
+import gzip
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.integration.command_runs import Run, assert_ledger_balances
+from torchtitan.experiments.rl.observability.metrics import without_timing
+
+
+def same_but_for_the_clock(left: Run, right: Run) -> None:
+    assert len(left.metrics) == len(right.metrics)
+    for ours, theirs in zip(left.metrics, right.metrics, strict=True):
+        ours, theirs = without_timing(ours), without_timing(theirs)
+        keys = ours.keys() | theirs.keys()
+        assert {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)} == {}
+
+
+@pytest.fixture(scope="module")
+def sync_runs(start) -> list[Run]:
+    """Side by side, so that their timing differs."""
+    words = "--max-offpolicy-steps 0 --seed 7 --steps 4 --validation.every 2 --trainer.no-save-final-model"
+    words += " --checkpoint.interval 1 --checkpoint.keep 9"
+    return [run.ended_well() for run in [start(*words.split()) for _ in range(2)]]
+
+
+@pytest.fixture(scope="module")
+def wide_runs(start) -> list[Run]:
+    words = "--max-offpolicy-steps 0 --seed 7 --steps 3 --trainer.ranks 2 --generator.replicas 2 --trainer.no-save-final-model"
+    return [run.ended_well() for run in [start(*words.split()) for _ in range(2)]]
+
+
+def test_synchronous_runs_of_one_seed_have_the_same_metrics(sync_runs):
+    same_but_for_the_clock(*sync_runs)
+    assert any(record["train/grad_norm"] > 0 for record in sync_runs[0].steps)
+
+
+def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(sync_runs, tmp_path_factory, start):
+    # Files and checkpoints as if killed while the third checkpoint was written, after a weight update and an evaluation.
+    folder = tmp_path_factory.mktemp("copied") / "run"
+    shutil.copytree(sync_runs[0].folder, folder)
+    for step in (3, 4):
+        shutil.rmtree(folder / "checkpoints" / f"step-00000{step}")
+    run = start(resume=folder).ended_well()
+    assert "resumed from step 2" in run.out
+    same_but_for_the_clock(run, sync_runs[0])
+    for name in ("ledger.jsonl", "rollouts.jsonl.gz"):
+        assert lines_of(folder / name) == lines_of(sync_runs[0].folder / name)
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [f"step-00000{step}" for step in (1, 2, 3, 4)]
+
+
+def lines_of(path: Path) -> list:
+    """The records of a file, in any order, without their seconds."""
+    text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+    return sorted(re.sub(r'"(generate|env)_s":[^,}]*', "", line) for line in text.splitlines())
+
+
+def test_two_ranks_and_two_generators_repeat_themselves_too(wide_runs):
+    same_but_for_the_clock(*wide_runs)
+    assert {path.name for path in (wide_runs[0].folder / "logs").iterdir()} >= {
+        "trainer-0.jsonl",
+        "trainer-1.jsonl",
+        "generator-0.jsonl",
+        "generator-1.jsonl",
+    }
+
+
+@pytest.mark.parametrize("runs", ["sync_runs", "wide_runs"])
+def test_synchronous_runs_are_on_policy_at_every_step(runs, request):
+    (run, _) = request.getfixturevalue(runs)
+    for record in run.steps:
+        assert record["policy/age_max"] == 0 and record["rl/logprob_diff_max"] <= 1e-4
+        assert record["rl/ratio_max"] == pytest.approx(1, abs=1e-3)
+        assert_ledger_balances(record)
+    run.assert_nothing_left()
+
+
+def test_ranks_and_replicas_change_nothing_but_rounding(sync_runs, wide_runs):
+    """The first step has the same rollouts, whoever samples them, and the same loss, however it is shared out."""
+    one, two = sync_runs[0].steps[0], wide_runs[0].steps[0]
+    assert one["rollout/reward_mean"] == two["rollout/reward_mean"] and one["batch/tokens"] == two["batch/tokens"]
+    for key in ("loss/total", "train/grad_norm", "policy/entropy"):
+        assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6)

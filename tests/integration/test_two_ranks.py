@@ -1,0 +1,210 @@
+"""Two ranks, in processes of their own: every number is that of one rank, whatever each of them holds."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from safetensors.torch import load_file
+from torchtitan.config import ParallelismConfig
+
+from tests.integration.learners import (
+    LAYOUTS,
+    REFERENCE_LAYOUT,
+    TOKENS,
+    accumulate,
+    assert_same,
+    assert_same_step,
+    compute_in_float64,
+    free_port,
+    full,
+    fused_config,
+    learner_of,
+    loss_and_gradient,
+    one_step,
+    samples_of,
+    snapshot,
+    step,
+)
+from tests.integration.models import MODEL
+from tests.unit.tree_samples import random_tree, tree_sample
+from torchtitan.experiments.rl.process.setup import set_up_process
+from torchtitan.experiments.rl.training.learner import Learner
+from torchtitan.experiments.rl.training.parallelism import Parallelism
+from torchtitan.experiments.rl.training.process_group import init_process_group
+from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingSample
+
+
+def forks_of_forks(count: int = 30) -> list[TrainingSample]:
+    """Samples of up to 60 tokens whose prefixes make a few trees, with every kind of weight."""
+    return [tree_sample(tokens, seed) for seed, tokens in enumerate(random_tree(3, count, 60))]
+
+
+class RepeatedLearner(Learner):
+    """All ranks have one data-parallel coordinate: they lie in the mesh's pipeline dimension, each with the whole model."""
+
+    def _parallelism(self) -> ParallelismConfig:
+        parallelism = super()._parallelism()
+        parallelism.pipeline_parallel_degree = dist.get_world_size()
+        return parallelism
+
+
+def shared_and_apart(learner: Learner) -> dict[bool, tuple[dict[str, float], dict[str, torch.Tensor]]]:
+    """Metrics and gradient of one step on forks of forks, with and without shared prefixes."""
+    results = {}
+    for share in (True, False):
+        layout = dict(row_length=90, rows_per_microbatch=3, share_prefixes=share)
+        metrics = accumulate(learner, layout, forks_of_forks())
+        results[share] = metrics, {name: full(parameter.grad) for name, parameter in learner.model.named_parameters()}
+        learner.optimizers.zero_grad()
+    return results
+
+
+def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_model: str) -> None:
+    torch.set_num_threads(1)
+    set_up_process()
+    init_process_group(device="cpu", rank=rank, world_size=2, url=f"tcp://127.0.0.1:{port}")
+    results = {}
+    for name, copies in (("sharded", 1), ("copied", 2)):
+        learner = learner_of(f"{folder}/{name}", parallelism=Parallelism(data_parallel_replicate_degree=copies))
+        results[f"gradients {name}"] = gradients_before_each_microbatch(learner)
+        results[f"parameters {name}"] = step(learner)
+        results[f"snapshot {name}"] = snapshot(learner)
+        results[f"score {name}"] = learner.score(TOKENS)
+        learner.close()
+        learner = learner_of(
+            f"{folder}/fused {name}",
+            model=fused_config(fused_model),
+            parallelism=Parallelism(data_parallel_replicate_degree=copies),
+        )
+        results[f"snapshot fused {name}"] = snapshot(learner)
+        learner.close()
+    learner = learner_of(f"{folder}/repeated", kind=RepeatedLearner)
+    results["repeated"] = one_step(learner)
+    results["repeated"]["snapshot"] = snapshot(learner)
+    learner.close()
+    learner = learner_of(f"{folder}/llama", model=llama_model)
+    results["snapshot llama"], results["score llama"] = snapshot(learner), learner.score(TOKENS)
+    learner.close()
+    compute_in_float64(setattr)
+    learner = learner_of(f"{folder}/float64", dtype=torch.float64)
+    results["float64"] = {name: loss_and_gradient(learner, layout) for name, layout in LAYOUTS.items()}
+    learner.close()
+    torch.Tensor.float = torch.Tensor.double
+    learner = learner_of(f"{folder}/shared", dtype=torch.float64)
+    results["shared"] = shared_and_apart(learner)
+    learner.close()
+    torch.save(results, f"{folder}/results-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def gradients_before_each_microbatch(learner: Learner) -> list[int]:
+    """How many parameters have a sharded gradient; the others' is whole on each rank, or there is none yet."""
+    counts: list[int] = []
+
+    def count(*_) -> None:
+        counts.append(sum(parameter.grad is not None for parameter in learner.model.parameters()))
+
+    with learner.model.register_forward_pre_hook(count):
+        accumulate(learner, LAYOUTS["short rows"], samples_of())
+    learner.optimizers.zero_grad()
+    return counts
+
+
+@pytest.fixture(scope="module")
+def both_ranks(fused_model, llama_model, tmp_path_factory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("two_ranks")
+    multiprocessing.spawn(work_of_a_rank, args=(free_port(), str(folder), fused_model, llama_model), nprocs=2)
+    return [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(both_ranks) -> dict:
+    """What the first rank has to say."""
+    return both_ranks[0]
+
+
+@pytest.fixture(scope="module")
+def stepped(one_rank, tmp_path_factory) -> dict[str, torch.Tensor]:
+    return step(learner_of(tmp_path_factory.mktemp("stepped")))
+
+
+@pytest.mark.parametrize("mesh", ["sharded", "copied"])
+def test_one_step_gives_the_same_parameters_on_one_rank_and_on_two(stepped, two_ranks, mesh):
+    before = load_file(MODEL / "model.safetensors")
+    assert max((stepped[name] - before[name]).abs().max() for name in stepped) > 5e-4, "the step changed nothing"
+    assert_same(two_ranks[f"parameters {mesh}"], stepped, rtol=0, atol=1e-5)
+
+
+def test_shards_keep_no_whole_gradient_between_microbatches_and_copies_add_theirs_up_once(two_ranks, stepped):
+    first, *others = two_ranks["gradients sharded"]
+    assert first == 0 and len(others) > 2 and set(others) == {len(stepped)}
+    assert set(two_ranks["gradients copied"]) == {0}
+
+
+@pytest.mark.parametrize("mesh", ["sharded", "copied"])
+def test_ranks_that_write_their_shards_write_the_whole_snapshot(two_ranks, mesh):
+    assert_same(two_ranks[f"snapshot {mesh}"], two_ranks[f"parameters {mesh}"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mesh", ["sharded", "copied"])
+def test_fused_weights_of_a_sharded_model_are_published_apart(two_ranks, fused_model, mesh):
+    assert_same(two_ranks[f"snapshot fused {mesh}"], load_file(f"{fused_model}/model.safetensors"), rtol=0, atol=0)
+
+
+def test_more_ranks_than_key_heads_keep_every_row_in_its_place(two_ranks, llama_model, reference):
+    # transformers and torchtitan order the rows of each head's queries and keys differently, and a rank holds half a head.
+    assert_same(two_ranks["snapshot llama"], load_file(f"{llama_model}/model.safetensors"), rtol=0, atol=0)
+    np.testing.assert_allclose(two_ranks["score llama"], reference(llama_model, TOKENS), rtol=1e-5, atol=2e-5)
+
+
+def test_every_mesh_scores_alike(stepped, two_ranks, one_rank, tmp_path):
+    learner = learner_of(tmp_path)
+    step(learner)
+    for mesh in ("sharded", "copied"):
+        np.testing.assert_allclose(two_ranks[f"score {mesh}"], learner.score(TOKENS), rtol=0, atol=1e-4)
+
+
+def test_ranks_of_one_data_parallel_coordinate_step_as_one_rank_alone(both_ranks, one_rank, tmp_path):
+    learner = learner_of(tmp_path)
+    alone = one_step(learner)
+    learner.close()
+    # Member tokens of the fixed samples, counted here: sampled ones, and those with a cross-entropy weight.
+    samples = samples_of()
+    rl = sum(int(sample.loss_mask.sum()) for sample in samples)
+    ce = sum(int((sample.ce_weights > 0).sum()) for sample in samples)
+    assert alone["denominators"] == LossDenominators(rl=rl, ce=ce, ref_kl=1)
+    for rank in both_ranks:
+        repeated = rank["repeated"]
+        assert repeated["coordinate"] == alone["coordinate"] == DataParallel(rank=0, size=1)
+        assert repeated["denominators"] == alone["denominators"]
+        assert repeated["metrics"].keys() == alone["metrics"].keys() and len(alone["metrics"]) > 10
+        assert repeated["metrics"] == pytest.approx(alone["metrics"], rel=1e-6, abs=1e-9)
+        assert_same(repeated["parameters"], alone["parameters"], rtol=0, atol=1e-6)
+
+
+def test_what_several_ranks_hold_is_written_by_one(both_ranks):
+    first, second = both_ranks
+    assert_same(first["repeated"]["snapshot"], first["repeated"]["parameters"], rtol=0, atol=0)
+    assert second["repeated"]["snapshot"] == second["snapshot copied"] == {}
+    assert second["snapshot sharded"].keys() == first["snapshot sharded"].keys()
+
+
+def test_loss_and_gradient_do_not_depend_on_rows_microbatches_or_ranks(exact, two_ranks):
+    learner = exact()
+    expected = loss_and_gradient(learner, REFERENCE_LAYOUT)
+    for layout in LAYOUTS.values():
+        assert_same_step(loss_and_gradient(learner, layout), expected)
+    for result in two_ranks["float64"].values():
+        assert_same_step(result, expected)
+
+
+def test_shared_prefixes_change_nothing_on_one_rank_or_on_two(exact, two_ranks, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)  # torchtitan turns queries and keys in float32
+    alone = shared_and_apart(exact())
+    metrics, gradient = alone[False]
+    scale = max(float(tensor.abs().max()) for tensor in gradient.values())
+    assert scale > 1e-3 and len(metrics) > 20
+    for result in (alone[True], two_ranks["shared"][True], two_ranks["shared"][False]):
+        assert result[0] == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+        assert_same(result[1], gradient, rtol=0, atol=1e-9 * scale)
