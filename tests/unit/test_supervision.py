@@ -192,7 +192,7 @@ async def test_the_death_of_a_guarded_process_ends_the_run_by_its_name():
     made, watching = Generator(), Watching()
     _, actor = made.spawn("trainer")
     await watching.supervisor.guard("trainer rank 0", actor)
-    watching.supervisor._guarded[0].end(KILLED)
+    watching.supervisor.processes()[0][0].end(KILLED)
     await until(lambda: len(watching.failures) == 1)
     assert str(watching.failures[0]) == f"trainer rank 0 died: {KILLED}"
     await watching.supervisor.close()
@@ -206,7 +206,7 @@ async def test_work_that_waits_for_a_process_that_is_not_made_again_ends_with_it
     waiting = asyncio.create_task(watching.supervisor.unless_failed(never.wait()))
     await iterations(5)
     assert not waiting.done()
-    watching.supervisor._guarded[0].end("hung: a computation of the trainer for 121 s")
+    watching.supervisor.processes()[0][0].end("hung: a computation of the trainer for 121 s")
     with pytest.raises(RunError, match="^trainer rank 0 died: hung: a computation of the trainer for 121 s$"):
         await asyncio.wait_for(waiting, 30)
     await watching.supervisor.close()

@@ -20,6 +20,7 @@ from torchtitan.experiments.rl.controller.closing import PART_TIMEOUT_S, Closing
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.mismatch_alarm import mismatch_alarm
 from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.profile import StepProfile
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.run_checkpoints import RunCheckpoints
 from torchtitan.experiments.rl.controller.run_start import resume, trainer_start
@@ -227,6 +228,7 @@ class Controller(Actor):
             await rollouts.restore(resumed.state.rollouts, resumed.groups, step)
             validator.restore(resumed.state.validator, step)
             checkpoints.resumed(resumed.checkpoint, step)
+        self._profile = StepProfile(config.profile_steps, run_dir=self._run_dir, processes=self._actors.supervisor.processes)
         self._training = TrainingLoop(
             steps=config.steps,
             data_parallel_size=self._actors.trainer.data_parallel_size,
@@ -243,6 +245,7 @@ class Controller(Actor):
             on_step=functools.partial(self._step_report, metrics),
             on_early_end=functools.partial(self._early_end_report, metrics),
             on_step_end=checkpoints.step_ended,
+            profile=self._profile,
             first_step=step + 1,
         )
         return self._training
@@ -298,6 +301,7 @@ class Controller(Actor):
         if self._checkpoints is not None:
             await closing.close("the checkpoints", self._checkpoints.close)
         if self._training is not None:
+            await closing.close("the profile", self._profile.close)
             await closing.close("the training loop", self._training.close)
         if self._rollouts is not None:
             await closing.close("the rollout loop", self._rollouts.close)
@@ -320,6 +324,8 @@ class Controller(Actor):
     def _summary(self, wall_time_s: float) -> RunSummary:
         if self._training is not None and self._actors.trainer.failed_batch is not None:
             self._files["batch"] = self._actors.trainer.failed_batch
+        if self._training is not None and self._profile.file is not None:
+            self._files["profile"] = self._profile.file
         checkpoint = self._checkpoints.newest if self._checkpoints is not None else self._resume_from
         if checkpoint is not None:
             self._files["checkpoint"] = checkpoint

@@ -51,7 +51,7 @@ class Supervisor:
         self._deaths: dict[str, list[tuple[float, str]]] = {}
         """When and why, by the name of the part; of the last ``window_s``."""
         self._beside: set[asyncio.Task[None]] = set()
-        self._guarded: list[Lifetime] = []
+        self._guarded: list[tuple[Lifetime, Any]] = []
         self._failed = asyncio.Event()
         self.failure: RunError | None = None
         """Why the run has to end."""
@@ -84,7 +84,7 @@ class Supervisor:
         """End the run when the process of ``actor`` ends: nothing makes it again. Returns when it is watched."""
         life = Lifetime(name)
         await self._watch(actor, life)
-        self._guarded.append(life)
+        self._guarded.append((life, actor))
 
         async def wait() -> None:
             cause = await life.ended()
@@ -92,6 +92,11 @@ class Supervisor:
             self._fail(RunError(f"{name} died: {cause}"))
 
         self._run_beside(wait())
+
+    def processes(self) -> list[tuple[Lifetime, Any]]:
+        """Every process of a part or under guard, and its actor."""
+        parts = [(part.process.life, part.process.actor) for part in self.parts if part.process is not None]
+        return [*self._guarded, *parts]
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """What ``work`` returns or raises. It is cancelled when the run has to end: it may wait for a process that has ended.
@@ -124,7 +129,7 @@ class Supervisor:
             task.cancel()
         if beside:
             await asyncio.wait(beside)
-        for life in [*self._guarded, *(part.process.life for part in self.parts if part.process is not None)]:
+        for life, _ in self.processes():
             life.close()
 
     @staticmethod
