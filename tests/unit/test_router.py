@@ -14,7 +14,7 @@ from torchtitan.experiments.rl.generation.messages import (
     GeneratorFailed,
     RequestFailed,
 )
-from torchtitan.experiments.rl.generation.router import Router
+from torchtitan.experiments.rl.generation.router import AHEAD, Router
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.yield_queue import yield_queue
 
@@ -121,6 +121,49 @@ def test_a_conversation_stays_with_its_replica_however_loaded():
     router = Router(2)
     router.add(1, 1000)
     assert router.choose(1) == 1
+
+
+def test_a_group_stays_where_its_prompt_is_until_that_replica_is_too_far_ahead():
+    router = Router(2)
+    for request in range(AHEAD + 1):  # 0 tokens ahead before the first, 10 x AHEAD before the last
+        assert router.choose(None, group="a", tokens=10) == 0, request
+        router.add(0, 10)
+    assert router.choose(None, group="a", tokens=10) == 1
+    router.add(1, 10)
+    router.remove(0, 10 * AHEAD)
+    assert router.choose(None, group="a", tokens=10) == 1, "its prompt is there now"
+    assert router.choose(None, group="b", tokens=10) == 0 and router.choose(None) == 0
+
+
+def test_a_group_moves_when_its_replica_closes_and_is_forgotten_with_its_last_session():
+    router = Router(2)
+    assert router.choose(None, group="a", tokens=1) == 0
+    router.close(0)
+    assert router.choose(None, group="a", tokens=1) == 1
+    router.open(0)
+    assert router.choose(None, group="a", tokens=1) == 1
+    router.forget("a")
+    router.forget("a")
+    assert router.choose(None, group="a", tokens=1) == 0
+
+
+async def test_the_rollouts_of_a_group_go_to_one_replica_and_groups_spread(connect):
+    client, mesh = await connect(2)
+    sessions = [
+        client.session(rollout_id=f"{group}/{i}", seed=i, sampling=SamplingConfig(max_tokens=10), stop_token_ids=[STOP])
+        for group in ("a", "b")
+        for i in range(8)
+    ]
+    tasks = [generate(session, np.array([session.group == "a", 5], np.int32)) for session in sessions]
+    await settle()
+    first_tokens = [[int(request.prompt_token_ids[0]) for request in replica.requests] for replica in mesh]
+    assert first_tokens == [[1] * 8, [0] * 8]
+    for replica in mesh:
+        await replica.answer()
+    await asyncio.gather(*tasks)
+    for session in sessions:
+        session.close()
+    assert client._router._replica_of == {} and client._sessions.total() == 0
 
 
 async def test_load_is_prompt_and_the_most_that_may_be_sampled(connect):

@@ -8,9 +8,10 @@ rendering the prompts of a whole step takes as long as an engine step.
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,9 @@ from torchtitan.experiments.rl.generation.messages import (
 )
 from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.generation.router import Router
+from torchtitan.experiments.rl.generation.session import GeneratorSession
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.rollouts.yield_queue import yield_queue
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 
@@ -49,6 +50,8 @@ class _OpenRequest:
     request: Request
     last_replica: int | None
     """The replica of the conversation's last turn; None at its first."""
+    group: str
+    """See ``Router.choose``."""
     answer: asyncio.Future
     replica: int = -1
     """-1 until it is sent."""
@@ -95,7 +98,8 @@ class GeneratorClient:
         self._find_frozen = frozen
         self.version = 0
         self.lockstep = lockstep
-        self._sessions = 0
+        self._sessions: Counter[str] = Counter()
+        """Open ones, by group."""
         self._ids = itertools.count(client_id << CLIENT_BITS)
         self._outbox: list[_OpenRequest] = []
         self._open: dict[int, _OpenRequest] = {}
@@ -148,9 +152,10 @@ class GeneratorClient:
                 self._outbox.append(waiting)
         self._schedule_flush()
 
-    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "GeneratorSession":
-        self._sessions += 1
-        return GeneratorSession(self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> GeneratorSession:
+        session = GeneratorSession(self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+        self._sessions[session.group] += 1
+        return session
 
     def frozen(self, model: ModelReference) -> ModelClient:
         """See PolicyClient.frozen."""
@@ -159,7 +164,7 @@ class GeneratorClient:
         return self._find_frozen(model)
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        request = ScoreRequest(request_id=next(self._ids), token_ids=token_ids)
+        request = ScoreRequest(request_id=self.next_id(), token_ids=token_ids)
         answer, _ = await self.send(request, tokens=len(token_ids), last_replica=None)
         return answer.logprobs
 
@@ -179,7 +184,7 @@ class GeneratorClient:
         self.version = version
         return dict(sorted(receipts.items()))
 
-    async def send(self, request: Request, *, tokens: int, last_replica: int | None) -> tuple[Any, int]:
+    async def send(self, request: Request, *, tokens: int, last_replica: int | None, group: str = "") -> tuple[Any, int]:
         """Queue a request and wait. Returns its result and its replica.
 
         Raises:
@@ -188,7 +193,7 @@ class GeneratorClient:
         if self._failure is not None:
             raise self._failure
         answer = asyncio.get_running_loop().create_future()
-        waiting = _OpenRequest(request=request, last_replica=last_replica, answer=answer, tokens=tokens)
+        waiting = _OpenRequest(request=request, last_replica=last_replica, group=group, answer=answer, tokens=tokens)
         self._open[request.request_id] = waiting
         self._outbox.append(waiting)
         if not self.lockstep and len(self._outbox) >= self._full_outbox:
@@ -200,8 +205,15 @@ class GeneratorClient:
             self._cancel(waiting)
             raise
 
-    def session_closed(self) -> None:
-        self._sessions -= 1
+    def next_id(self) -> int:
+        """Of a request; distinct among all clients of the replicas."""
+        return next(self._ids)
+
+    def session_closed(self, group: str) -> None:
+        self._sessions[group] -= 1
+        if not self._sessions[group]:
+            del self._sessions[group]
+            self._router.forget(group)
         # With lockstep, the others' requests may have waited for this session's.
         self._schedule_flush()
 
@@ -232,7 +244,7 @@ class GeneratorClient:
             return  # the next that is admitted gets them
         messages: dict[int, list[Request]] = {}
         for waiting in self._outbox:
-            waiting.replica = self._router.choose(waiting.last_replica)
+            waiting.replica = self._router.choose(waiting.last_replica, group=waiting.group, tokens=waiting.tokens)
             self._router.add(waiting.replica, waiting.tokens)
             messages.setdefault(waiting.replica, []).append(waiting.request)
         self._outbox.clear()
@@ -247,7 +259,7 @@ class GeneratorClient:
         in_flight = len(self._open) - len(self._outbox)
         # Scores belong to no session, and so don't count for one that has no request yet.
         waiting = sum(isinstance(entry.request, GenerateRequest) for entry in self._outbox)
-        return in_flight > 0 or waiting < self._sessions
+        return in_flight > 0 or waiting < self._sessions.total()
 
     async def _read(self, index: int, receiver: Any) -> None:
         while True:
@@ -293,45 +305,6 @@ class GeneratorClient:
                 waiting.answer.set_exception(failure)
         self._open.clear()
         self._outbox.clear()
-
-
-class GeneratorSession:
-    """Implements rollouts.policy.PolicySession."""
-
-    def __init__(
-        self, client: GeneratorClient, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]
-    ):
-        self._client = client
-        self._rollout_id, self._seed = rollout_id, seed
-        self._sampling, self._stop_token_ids = sampling, stop_token_ids
-        self._turn = 0
-        self._last_replica: int | None = None
-        self._closed = False
-
-    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
-        sampling = self._sampling
-        if max_tokens < sampling.max_tokens:
-            sampling = replace(sampling, max_tokens=max_tokens)
-        request = GenerateRequest(
-            request_id=next(self._client._ids),
-            prompt_token_ids=np.asarray(prompt_token_ids, np.int32),
-            sampling=sampling,
-            # Each turn has its own stream of random numbers. vLLM takes 63 bits.
-            seed=(self._seed + self._turn * 0x9E3779B97F4A7C15) % 2**63,
-            stop_token_ids=self._stop_token_ids,
-            # Whether a prefix is read from the cache or computed changes the last bits. What is cached must not depend on what
-            # ran before, in this process or in one that the run was resumed from.
-            cache_scope=self._rollout_id.rpartition("/")[0] if self._client.lockstep else "",
-        )
-        self._turn += 1
-        tokens = len(request.prompt_token_ids) + sampling.max_tokens
-        result, self._last_replica = await self._client.send(request, tokens=tokens, last_replica=self._last_replica)
-        return replace(result.completion, replica=self._last_replica)
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._client.session_closed()
 
 
 def _canonical_order(waiting: _OpenRequest) -> tuple:

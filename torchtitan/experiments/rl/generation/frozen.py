@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.generation.client import GeneratorClient, GeneratorSession
+from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, ModelReference
+from torchtitan.experiments.rl.generation.session import GeneratorSession
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 

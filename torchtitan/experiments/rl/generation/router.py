@@ -1,20 +1,43 @@
 """Which replica gets a request."""
 
+AHEAD = 16
+"""Requests of its own size by which a group's replica may be ahead of the least loaded one before the group moves. The rollouts
+of a group begin with one prompt, which a replica computes once."""
+
 
 class Router:
-    """Chooses a replica: the one that has the conversation's prefix cached, else the least loaded (lowest index on a tie)."""
+    """Chooses a replica: the one that has the conversation cached; else the one that has the prompt of the group, unless it is
+    too far ahead; else the least loaded (lowest index on a tie)."""
 
     def __init__(self, replicas: int):
         """``replicas`` are open from the start."""
         self.load = [0] * replicas
         """Tokens in flight by replica: the prompts, and the most that may be sampled."""
         self._open = set(range(replicas))
+        self._replica_of: dict[str, int] = {}
+        """By group."""
 
-    def choose(self, last_replica: int | None) -> int:
-        """At least one replica is open."""
+    def choose(self, last_replica: int | None, *, group: str = "", tokens: int = 0) -> int:
+        """At least one replica is open.
+
+        Args:
+            last_replica: of the conversation's last turn; None at its first.
+            group: of the rollout; "" for a request that belongs to none.
+            tokens: what the request will add to the load.
+        """
         if last_replica in self._open:
             return last_replica
-        return min(sorted(self._open), key=self.load.__getitem__)
+        least = min(sorted(self._open), key=self.load.__getitem__)
+        if not group:
+            return least
+        replica = self._replica_of.get(group)
+        if replica not in self._open or self.load[replica] > self.load[least] + AHEAD * tokens:
+            replica = self._replica_of[group] = least
+        return replica
+
+    def forget(self, group: str) -> None:
+        """No more requests of this group will come."""
+        self._replica_of.pop(group, None)
 
     def add(self, replica: int, tokens: int) -> None:
         self.load[replica] += tokens
