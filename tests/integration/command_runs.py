@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULE = "torchtitan.experiments.rl.grpo"
 SMALL = "--rollouts-per-step 32 --validation.examples 8".split()
 ENDLESS = ["--steps", "100000", "--validation.every", "0"]
-PATIENCE_S = 600
+PATIENCE_S = 240
 """How long to wait for what must come; nothing is claimed about how long it takes."""
 SHARED_MEMORY = Path("/dev/shm")
 COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
@@ -92,9 +92,16 @@ class Run:
 
     def worker(self, name: str, index: int = 0) -> int:
         """The process that holds the log file of this rank of the role."""
-        log = str(self.folder / "logs" / f"{name}-{index}.jsonl")
-        (pid,) = {pid for pid in self.alive() if log in map(os.path.realpath, Path(f"/proc/{pid}/fd").glob("*"))}
+        (pid,) = self._workers(name, index)
         return pid
+
+    def has(self, name: str, index: int = 0) -> bool:
+        """Whether that process is there."""
+        return bool(self._workers(name, index))
+
+    def _workers(self, name: str, index: int) -> set[int]:
+        log = str(self.folder / "logs" / f"{name}-{index}.jsonl")
+        return {pid for pid in self.alive() if log in map(os.path.realpath, Path(f"/proc/{pid}/fd").glob("*"))}
 
     def assert_nothing_left(self) -> None:
         wait_for(lambda: not self.alive(), "processes left alive")

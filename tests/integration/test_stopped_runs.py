@@ -1,11 +1,17 @@
 """Runs of the command that a signal or the death of a process meets: how they end, or go on."""
 
+import json
 import os
 import re
 import signal
+from collections import Counter
 
 from tests.integration.command_runs import ENDLESS, MODULE, PATIENCE_S, assert_ledger_balances, wait_for
 from torchtitan.experiments.rl.checkpointing.folder import step_of, verify
+from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
+
+ENDED = "(?:killed by SIGKILL|its process ended)"
+"""Monarch waits for its children too, and who is second learns no signal."""
 
 
 def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(start):
@@ -32,37 +38,49 @@ def test_a_signal_to_every_process_of_the_job_ends_the_run_with_a_checkpoint_and
     run.assert_nothing_left()
 
 
-def test_killed_trainer_ends_the_run_with_one_error_line_that_names_it(start):
-    run = start(*ENDLESS)
-    run.until_step(2)
-    for record in run.steps:
-        assert_ledger_balances(record)
-    os.kill(run.worker("trainer"), signal.SIGKILL)
+def test_run_whose_trainer_may_not_be_made_again_ends_with_one_error_line_that_names_it(start):
+    run = start(*ENDLESS, "--supervision.max-restarts", "0")
+    wait_for(lambda: run.has("trainer"), "the trainer was not spawned")
+    os.kill(run.worker("trainer"), signal.SIGKILL)  # while the run is being built
     assert run.wait() == 1, run.err
     (error,) = [line for line in run.err.splitlines() if line.startswith("error:")]
-    assert "trainer rank 0 died: " in error and str(run.folder / "logs") in error
+    assert re.match(r"error: trainer rank 0 died: .+ \(supervision.max_restarts = 0\) \(logs in ", error)
     assert "Traceback" not in run.err
     assert "stopped by an error" in run.out
     run.assert_nothing_left()
 
 
-def test_run_goes_on_when_generators_and_a_rollout_worker_are_killed(start):
-    """Both generators at once, so that requests have to wait, and the worker while they do."""
-    run = start(*ENDLESS, "--rollout-workers", "1", "--generator.replicas", "2")
+def test_run_goes_on_when_any_of_its_parts_is_killed(start):
+    """Both generators at once, so that requests have to wait, and the worker while they do. Then the trainer."""
+    run = start(*ENDLESS, "--rollout-workers", "1", "--generator.replicas", "2", "--checkpoint.interval", "2")
     run.until_step(2)
     killed = {("generator", 0): "generator 0", ("generator", 1): "generator 1", ("rollout_worker", 0): "rollout worker 0"}
     for name, index in killed:
         os.kill(run.worker(name, index), signal.SIGKILL)
     wait_for(lambda: all(f"{part} is back" in run.out for part in killed.values()), "a part did not come back")
     run.until_step(len(run.steps) + 3)
+    os.kill(run.worker("trainer"), signal.SIGKILL)
+    went_on = re.compile(rf"^trainer rank 0 died: {ENDED}; the run goes on from step (\d+); (\d+) steps? lost .1 of 3.$", re.M)
+    wait_for(lambda: went_on.search(run.out), "the run did not go on")
+    step, lost = map(int, went_on.search(run.out).groups())
+    printed = [int(line.split("/")[0]) for line in run.out.splitlines() if "/100000 " in line]
+    assert step % 2 == 0 and step + lost == max(printed), "steps lost are those after the checkpoint"
+    run.until_step(step + lost + 2)
     run.send(signal.SIGINT)
     assert run.wait() == 130, run.err
+    assert run.out.count("config      rl_grpo") == 1
     for part in killed.values():
-        # Monarch waits for its children too, and who is second learns no signal.
-        assert re.search(f"^{part} died: (killed by SIGKILL|its process ended); made again .1 of 3.$", run.out, re.MULTILINE)
+        assert re.search(f"^{part} died: {ENDED}; made again .1 of 3.$", run.out, re.MULTILINE)
         assert run.steps[-1][f"restarts/{part.replace(' ', '_')}"] == 1
+    assert run.steps[-1]["restarts/trainer"] == 1
+    assert [record["step"] for record in run.metrics] == list(range(len(run.metrics)))
     for record in run.steps:
         assert_ledger_balances(record)
         assert record["policy/age_max"] <= 1
+    ends = [json.loads(line) for line in (run.folder / "ledger.jsonl").read_text().splitlines()]
+    assert len({end["rollout_id"] for end in ends}) == len(ends)
+    columns = Counter(end["column"] for end in ends)
+    assert columns["lost"] == 0 and columns["trained"] == 32 * run.steps[-1]["step"]
+    assert sum(record.outcome == "trained" for record in read_rollouts(run.folder)) == columns["trained"]
     assert "Traceback" not in run.err
     run.assert_nothing_left()

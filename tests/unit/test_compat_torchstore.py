@@ -40,3 +40,14 @@ def test_torchstore_spawns_the_controller_its_api_module_names(monkeypatch):
     use_async_controller()
     assert torchstore.api.Controller is AsyncController
     assert "Controller" in torchstore.api._controller.__code__.co_names, "torchstore.api no longer looks Controller up by name"
+
+
+async def test_a_store_is_given_up_without_asking_its_volume():
+    class Gone:
+        def __getattr__(self, name):
+            raise AssertionError("its process has ended, and a call to it would wait for Monarch to notice")
+
+    controller = AsyncController()
+    controller.storage_volumes, controller.is_initialized = Gone(), True
+    await AsyncController.teardown._method(controller)
+    assert not controller.is_initialized and controller.storage_volumes is None

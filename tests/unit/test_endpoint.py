@@ -14,7 +14,7 @@ from monarch.actor import Actor, this_host
 
 import torchtitan.experiments.rl as library
 from torchtitan.experiments.rl.compat.monarch import original
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.errors import ConfigError, PeerGone, RunError
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import cause_in, for_a_future, reported, reported_endpoint
 
@@ -144,12 +144,22 @@ class Local:
     async def wait(self) -> None:
         await asyncio.Event().wait()
 
+    async def lack(self) -> None:
+        raise PeerGone("the weights are gone")
+
 
 async def test_the_error_that_arrives_keeps_nothing_of_the_one_that_was_raised():
     with pytest.raises(RunError) as caught:
         await reported(Local.fail)(Local())
     assert caught.value.__context__ is None and caught.value.__cause__ is None
     assert str(pickle.loads(pickle.dumps(caught.value))) == "worker 0: KeyError: 'the second'"
+
+
+async def test_an_error_that_may_follow_from_a_death_arrives_as_that():
+    with pytest.raises(PeerGone) as caught:
+        await reported(Local.lack)(Local())
+    arrived = pickle.loads(pickle.dumps(caught.value))
+    assert type(arrived) is PeerGone and str(arrived) == "worker 0: the weights are gone"
 
 
 async def test_a_call_that_this_process_cancels_is_cancelled():

@@ -1,6 +1,8 @@
 """How long a process can be called: real processes that end, and calls to them."""
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 
@@ -33,6 +35,16 @@ async def test_the_end_of_a_watched_process_is_noticed_with_its_exit_code():
     process.stdin.close()
     assert await asyncio.wait_for(life.ended(), 30) == "its process ended with exit code 3"
     process.wait()
+
+
+async def test_a_process_that_is_being_taken_down_is_known_before_its_end_is(sleeper):
+    life = Lifetime("trainer rank 0")
+    life.pid = sleeper.pid  # its end is not watched
+    assert not life.ending
+    os.kill(sleeper.pid, signal.SIGKILL)
+    await until(lambda: life.ending)  # nobody has waited for it: it is still there
+    sleeper.wait()
+    assert not life.ending and life.cause is None
 
 
 async def test_a_process_that_is_gone_when_it_is_to_be_watched_has_ended(sleeper):

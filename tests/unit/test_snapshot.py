@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import (
@@ -97,11 +97,6 @@ def test_buffers_are_apart_and_start_empty():
     assert first.path != second.path and set(second.bytes.tolist()) == {0}
 
 
-def test_buffer_of_a_process_that_is_gone_is_an_error():
-    with pytest.raises(FileNotFoundError):
-        SharedBuffer.attach("/proc/self/fd/999999")
-
-
 # ---- digests and fingerprint
 
 
@@ -166,6 +161,17 @@ def test_a_snapshot_that_changed_after_its_digests_were_taken_is_refused():
     dict(buffer.views(layout))["norm"][0] = 1
     with pytest.raises(RunError, match="weights of version 3: fingerprint .* mapped, .* published"):
         SnapshotReader().tensors(manifest, buffer.path)
+
+
+def test_a_buffer_that_its_process_has_closed_is_gone_with_its_publisher():
+    publisher = subprocess.Popen(["sleep", "600"])
+    path = f"/proc/{publisher.pid}/fd/57"
+    with pytest.raises(PeerGone, match=f"^the weights at {path} are gone .*: the process that published them has ended$"):
+        SharedBuffer.attach(path)  # being taken down: its files are closed first
+    publisher.kill()
+    publisher.wait()
+    with pytest.raises(PeerGone):
+        SharedBuffer.attach(path)
 
 
 # ---- publisher

@@ -9,9 +9,11 @@ from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath
 from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
 from torchtitan.experiments.rl.controller.part import Part
+from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.controller.supervision import Supervisor
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.process.heartbeat import Pulse
+from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.user_code.watched import ProcessIdentity
 
 KILLED = "killed by SIGKILL"
@@ -83,7 +85,7 @@ async def test_a_part_that_dies_is_disconnected_and_made_again_and_the_run_hears
     assert made.done == ["spawn", "set up", "connect", "disconnect", "spawn", "set up", "connect"]
     await until(lambda: len(watching.lines) == 2)
     assert watching.lines == [f"generator 1 died: {KILLED}; made again (1 of 2)", "generator 1 is back"]
-    assert watching.supervisor.restarts == {"generator_1": 1} and watching.failures == []
+    assert watching.supervisor.restarts.counts == {"generator_1": 1} and watching.failures == []
     assert len(set(made.spawned_as)) == 2, "Monarch reports a death long after: by a name that the next one has not"
     await watching.supervisor.close()
 
@@ -105,7 +107,7 @@ async def test_a_part_that_dies_more_often_than_allowed_ends_the_run_with_every_
 
 async def test_deaths_before_the_window_do_not_count(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("torchtitan.experiments.rl.controller.supervision.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("torchtitan.experiments.rl.controller.restarts.time.monotonic", lambda: now[0])
     made, watching = Generator(), Watching(max_restarts=1, window_s=60.0)
     await watching.supervisor.start(made.part)
     await watching.supervisor.connect(made.part)
@@ -113,7 +115,7 @@ async def test_deaths_before_the_window_do_not_count(monkeypatch):
         made.die()
         await until(lambda: made.done.count("connect") == count)  # noqa: B023
         now[0] += 61
-    assert watching.failures == [] and watching.supervisor.restarts["generator_1"] == 5
+    assert watching.failures == [] and watching.supervisor.restarts.counts["generator_1"] == 5
     await watching.supervisor.close()
 
 
@@ -131,7 +133,9 @@ async def test_a_part_that_dies_while_it_is_made_is_made_again(stage):
     made.hold = None
     made.die()
     await asyncio.wait_for(making, 30)
-    assert made.done.count(stage) == 2 and made.done[-1] == "connect" and watching.supervisor.restarts["generator_1"] == 1
+    assert (
+        made.done.count(stage) == 2 and made.done[-1] == "connect" and watching.supervisor.restarts.counts["generator_1"] == 1
+    )
     await watching.supervisor.close()
 
 
@@ -188,25 +192,109 @@ async def test_monarchs_report_ends_the_process_it_names_and_not_the_one_after()
     await watching.supervisor.close()
 
 
+async def guarded(watching: Watching, ranks: int = 1) -> Lifetime:
+    mesh = Lifetime("trainer")
+    for rank in range(ranks):
+        await watching.supervisor.guard(f"trainer rank {rank}", Generator().spawn("trainer")[1], mesh)
+    return mesh
+
+
 async def test_the_death_of_a_guarded_process_ends_the_run_by_its_name():
-    made, watching = Generator(), Watching()
-    _, actor = made.spawn("trainer")
-    await watching.supervisor.guard("trainer rank 0", actor)
-    watching.supervisor.processes()[0][0].end(KILLED)
+    watching = Watching()
+    mesh = await guarded(watching)
+    watching.supervisor._guarded[0].end(KILLED)
     await until(lambda: len(watching.failures) == 1)
-    assert str(watching.failures[0]) == f"trainer rank 0 died: {KILLED}"
+    assert str(watching.failures[0]) == f"trainer rank 0 died: {KILLED}" and watching.failures[0] is watching.supervisor.lost
+    assert mesh.cause == f"trainer rank 0: {KILLED}"
     await watching.supervisor.close()
 
 
-async def test_work_that_waits_for_a_process_that_is_not_made_again_ends_with_its_death():
+async def test_ranks_end_with_the_first_that_does_and_the_first_is_to_blame():
+    watching = Watching()
+    mesh = await guarded(watching, ranks=3)
+    ranks = watching.supervisor._guarded
+    ranks[1].end(KILLED)
+    await until(lambda: all(rank.cause is not None for rank in ranks))
+    assert mesh.cause == f"trainer rank 1: {KILLED}"
+    assert str(watching.supervisor.failure) == f"trainer rank 1 died: {KILLED}"
+    assert ranks[2].cause == f"ended with trainer rank 1: {KILLED}"
+    await watching.supervisor.close()
+
+
+async def test_an_error_that_follows_from_a_death_is_explained_by_it_when_it_is_seen():
+    watching = Watching()
+    await guarded(watching)
+    # As a generator says it that maps the weights of a trainer of which the files are closed and the end is not seen yet.
+    consequence = PeerGone("generator 0: the weights at /proc/7/fd/57 are gone")
+    explaining = asyncio.create_task(watching.supervisor.explained(consequence))
+    await iterations(5)
+    assert not explaining.done()
+    watching.supervisor._guarded[0].end(KILLED)
+    assert str(await asyncio.wait_for(explaining, 30)) == f"trainer rank 0 died: {KILLED}"
+    await watching.supervisor.close()
+
+
+async def test_an_error_while_a_guarded_process_is_taken_down_is_explained_by_that(monkeypatch):
+    """A rank whose collective ends because the other's sockets are closed raises what the library under it raises."""
+    watching = Watching()
+    await guarded(watching, ranks=2)
+    monkeypatch.setattr(Lifetime, "ending", property(lambda life: life.name == "trainer rank 0"))
+    explaining = asyncio.create_task(watching.supervisor.explained(RunError("trainer 1: RuntimeError: closed by peer")))
+    await iterations(5)
+    watching.supervisor._guarded[0].end(KILLED)
+    assert str(await asyncio.wait_for(explaining, 30)) == f"trainer rank 0 died: {KILLED}"
+    await watching.supervisor.close()
+
+
+async def test_an_error_that_no_death_explains_stands(monkeypatch):
+    watching = Watching()
+    await guarded(watching)
+    unrelated, alone = RunError("task 'sums' failed"), PeerGone("generator 0: the weights are gone")
+    assert await watching.supervisor.explained(unrelated) is unrelated
+    monkeypatch.setattr("torchtitan.experiments.rl.controller.supervision.DEATH_REPORTS_S", 0.0)
+    assert await watching.supervisor.explained(alone) is alone
+    await watching.supervisor.close()
+
+
+async def test_a_part_that_can_not_come_back_because_the_trainer_is_gone_is_not_to_blame():
     made, watching = Generator(), Watching()
-    _, actor = made.spawn("trainer")
-    await watching.supervisor.guard("trainer rank 0", actor)
+    await guarded(watching)
+    await watching.supervisor.start(made.part)
+    await watching.supervisor.connect(made.part)
+    made.fault = PeerGone("generator 1: the weights at /proc/7/fd/57 are gone")
+    made.part.set_up = lambda process: asyncio.sleep(0)
+    made.die()
+    await until(lambda: made.done.count("connect") == 2)
+    watching.supervisor._guarded[0].end(KILLED)
+    await until(lambda: len(watching.failures) == 2)
+    assert {str(failure) for failure in watching.failures} == {f"trainer rank 0 died: {KILLED}"}
+    await watching.supervisor.close()
+
+
+async def test_a_run_that_is_built_again_goes_on_counting_and_gives_no_name_twice():
+    restarts = Restarts(SupervisionConfig(max_restarts=1))
+    first, second = Generator(), Generator()
+    for made in (first, second):
+        lines = []
+        supervisor = Supervisor(SupervisionConfig(), restarts=restarts, on_death=lines.append, on_failure=lines.append)
+        await supervisor.start(made.part)
+        await supervisor.connect(made.part)
+        made.die()
+        await until(lambda: len(lines) == 2 or supervisor.failure is not None)  # noqa: B023
+        await supervisor.close()
+    assert restarts.counts == {"generator_1": 1}
+    assert "generator 1 died 2 times" in str(supervisor.failure)
+    assert len({*first.spawned_as, *second.spawned_as}) == 3
+
+
+async def test_work_that_waits_for_a_process_that_is_not_made_again_ends_with_its_death():
+    watching = Watching()
+    await guarded(watching)
     never = asyncio.Event()
     waiting = asyncio.create_task(watching.supervisor.unless_failed(never.wait()))
     await iterations(5)
     assert not waiting.done()
-    watching.supervisor.processes()[0][0].end("hung: a computation of the trainer for 121 s")
+    watching.supervisor._guarded[0].end("hung: a computation of the trainer for 121 s")
     with pytest.raises(RunError, match="^trainer rank 0 died: hung: a computation of the trainer for 121 s$"):
         await asyncio.wait_for(waiting, 30)
     await watching.supervisor.close()

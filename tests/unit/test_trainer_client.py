@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
+from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.types import DataParallel
 
@@ -38,7 +39,7 @@ def plan_of(*microbatches) -> BatchPlan:
 
 
 async def connected(mesh: Mesh, folder) -> TrainerClient:
-    client = TrainerClient(mesh, run_dir=folder)
+    client = TrainerClient(mesh, run_dir=folder, life=Lifetime("trainer"))
     await client.connect()
     return client
 

@@ -7,7 +7,6 @@ import time
 import pytest
 
 from tests.unit.test_rollout_loop import Loop, StubTask, ids
-from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.data.task_mix import TaskMix
@@ -134,7 +133,7 @@ async def test_fault_ends_the_run_by_name_and_the_event_loop_goes_on(place, what
         assert "dataset BadRows: item " in str(caught.value)
     if what is hangs:
         assert ticks, "the event loop ran meanwhile"
-    await asyncio.wait_for(loop.close(), LIMIT_S)
+    await asyncio.wait_for(loop.close(), 5)
     assert loop.ledger.counts().get("stub/open", 0) == 0
 
 

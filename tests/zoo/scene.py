@@ -26,7 +26,7 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.placement import ProvisionConfig
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.controller import actor
+from torchtitan.experiments.rl.controller import actor, run_parts
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
@@ -190,11 +190,11 @@ def _look(sight: Sight, folder: Path, controller: actor.Controller | None) -> No
         for sample in trainer.stepped:
             sight.trained.setdefault(_key_of(sample), []).append(sample)
         sight.losses, sight.steps, sight.actors_closed = trainer.losses, len(trainer.losses), actors.closed
-    if controller is not None and controller._rollouts is not None:
-        sight.ledger = controller._rollouts.ledger.counts()
-        if controller._recorder is not None and controller._recorder._thread is not None:
+    if controller is not None and (parts := controller._parts)._rollouts is not None:
+        sight.ledger = parts._rollouts.ledger.counts()
+        if parts._recorder is not None and parts._recorder._thread is not None:
             sight.left_open.append("the recorder")
-        if controller._metrics is not None and controller._metrics._file is not None:
+        if parts._metrics is not None and parts._metrics._file is not None:
             sight.left_open.append("the metrics")
     if (ledger := folder / "ledger.jsonl").exists():
         sight.ledger_lines = len(ledger.read_text().splitlines())
@@ -215,8 +215,8 @@ def _in_this_process(stage: Stage) -> Iterator[None]:
     """Give the Controller stand-ins for what it spawns, and the renderer that was built before the fork."""
     StandInActors.policy_of = staticmethod(lambda: stage.policy_class(TOKENIZER))
     stage.policy_class.session_class = stage.session_class
-    actor.RunActors = StandInActors
-    actor.build_renderer = lambda *args, **kwargs: stage.renderer
+    run_parts.RunActors = StandInActors
+    run_parts.build_renderer = lambda *args, **kwargs: stage.renderer
     yield
 
 

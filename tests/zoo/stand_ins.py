@@ -9,6 +9,7 @@ import torch
 from tests.zoo.world import HonestPolicy
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.controller.supervision import Supervisor
 from torchtitan.experiments.rl.controller.wiring import RunActors
 from torchtitan.experiments.rl.errors import RunError
@@ -81,11 +82,12 @@ class StandInActors(RunActors):
         plan: Any,
         *,
         run_dir: Path,
+        restarts: Restarts | None = None,
         on_failure: Callable[[Exception], None],
-        on_death: Callable[[str], None],
+        on_death: Callable[[str], None] = lambda line: None,
     ):
         self._config, self._plan, self._run_dir = config, plan, run_dir
-        self.supervisor = Supervisor(config.supervision, on_death=on_death, on_failure=self.fail)
+        self.supervisor = Supervisor(config.supervision, restarts=restarts, on_death=on_death, on_failure=self.fail)
         policy: Any = type(self).policy_of()
         trainer: Any = StandInTrainer(config.trainer.loss)
         weights: Any = StandInWeights(policy)

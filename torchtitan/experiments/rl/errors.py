@@ -29,6 +29,10 @@ class RunError(RuntimeError):
     """A run that can't go on, in one line."""
 
 
+class PeerGone(RunError):
+    """A process of the run lacks another one, which has probably ended: that it has may be seen a little later."""
+
+
 def _shown(value: Any) -> str:
     try:
         text = repr(value)

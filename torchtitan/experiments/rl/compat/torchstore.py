@@ -27,6 +27,11 @@ class AsyncController(Controller):
         Controller.notify_put._method(self, key, request, storage_volume_id)
 
     @endpoint
+    async def teardown(self) -> None:
+        self.storage_volumes = None  # torchstore's own would wait for a volume whose process may have ended
+        await Controller.teardown._method(self)
+
+    @endpoint
     async def keys(self, prefix: str | None = None) -> list[str]:
         return Controller.keys._method(self, prefix)
 

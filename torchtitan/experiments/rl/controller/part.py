@@ -35,7 +35,8 @@ class Part:
     """User code may hold up its event loop."""
     process: PartProcess | None = None
     """The incarnation that lives or lived last."""
-    incarnations: int = 0
+    incarnation: int = 0
+    """Its number: 1 is the first since the command began."""
 
     @property
     def label(self) -> str:

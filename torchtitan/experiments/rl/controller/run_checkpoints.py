@@ -27,6 +27,7 @@ from torchtitan.experiments.rl.controller.saved_state import FORMAT, RunState, V
 from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.user_code.calls import cause_of
@@ -132,6 +133,15 @@ class RunCheckpoints:
                 self._failed(self._step, error)
         await self._written()
 
+    def trainer_lost(self, lost: RunError) -> None:
+        """Nothing can be saved any more: the trainer's state is gone."""
+        if self._step > self.saved_step:
+            self.failure = f"the state after step {self._step} is not saved: {lost}"
+
+    @property
+    def writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
     async def close(self) -> None:
         """Return when nothing is being written."""
         await self._written()
@@ -182,7 +192,11 @@ class RunCheckpoints:
     async def _write(self, captured: _Captured, folder: Path) -> None:
         step = captured.state.step
         try:
-            await asyncio.gather(self._trainer.finish_checkpoint(), asyncio.to_thread(self._write_files, captured, folder))
+            # Both end before the folder is committed or removed, also where one fails.
+            parts = (self._trainer.finish_checkpoint(), asyncio.to_thread(self._write_files, captured, folder))
+            for error in await asyncio.gather(*parts, return_exceptions=True):
+                if error is not None:
+                    raise error
             self.newest = await asyncio.to_thread(self._folder.commit, step)
             self.failure = None
         except BaseException as error:
@@ -201,10 +215,12 @@ class RunCheckpoints:
 
     async def _written(self) -> None:
         if self._writing is not None:
-            await self._writing
+            await asyncio.shield(self._writing)  # who stops waiting for it does not stop it: a thread may be at work
 
     def _failed(self, step: int, error: Exception) -> None:
         """The run goes on: the checkpoints before are intact, and the next is tried again."""
         self.failure = f"the state after step {step} is not saved: {error if isinstance(error, RunError) else cause_of(error)}"
         self.saved_step = min(self.saved_step, step - 1)
-        logger.warning("%s", self.failure, exc_info=error)
+        # A trainer that died is said by others: the run goes on without it, or ends with that.
+        level = logging.INFO if isinstance(error, ProcessLost) else logging.WARNING
+        logger.log(level, "%s", self.failure, exc_info=error)

@@ -43,6 +43,15 @@ def resume(checkpoint: Path, *, run_dir: Path, config: RunConfig) -> Resumed:
     return Resumed(checkpoint=checkpoint, state=state, groups=groups)
 
 
+def begin_again(run_dir: Path) -> None:
+    """Delete what the run has written so far: it begins at step 0 again.
+
+    Raises:
+        CheckpointError: a file can't be deleted.
+    """
+    cut_back(run_dir, {})
+
+
 def trainer_start(resumed: Resumed | None, init_from: Path | None) -> TrainerStart | None:
     """What the trainer loads; None: the model's hub folder."""
     if resumed is not None:

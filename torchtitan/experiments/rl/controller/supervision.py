@@ -5,17 +5,17 @@ elsewhere at once, and the part is made again. A part of which more processes en
 """
 
 import asyncio
+import contextlib
 import logging
-import time
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from torchtitan.experiments.rl.compat.monarch import ProcessDeath
+from torchtitan.experiments.rl.compat.monarch import ProcessDeath, original, process_death_behind
 from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
 from torchtitan.experiments.rl.controller.hang_watch import HangWatch
 from torchtitan.experiments.rl.controller.part import Part, PartProcess
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.controller.restarts import Restarts
+from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.user_code.watched import ProcessIdentity
@@ -25,6 +25,8 @@ T = TypeVar("T")
 
 STOP_TIMEOUT_S = 60.0
 """For Monarch to clear away what is left of a process that has ended."""
+DEATH_REPORTS_S = 15.0
+"""Monarch reports a death on another host after some ten seconds, and its own actors of that process first, in any order."""
 
 
 class Supervisor:
@@ -34,27 +36,28 @@ class Supervisor:
         self,
         config: SupervisionConfig,
         *,
+        restarts: Restarts | None = None,
         on_death: Callable[[str], None] = lambda line: None,
         on_failure: Callable[[RunError], None],
     ):
         """
         Args:
+            restarts: counts the deaths; a run that is built again goes on with the same.
             on_death: called with a line for people when a process hangs, when a part has died and is made again, and when it is
                 back.
             on_failure: called with the error of a part that is not made again.
         """
-        self._config, self._on_death, self._on_failure = config, on_death, on_failure
+        self.restarts = restarts or Restarts(config)
+        self._on_death, self._on_failure = on_death, on_failure
         self._hangs = HangWatch(config, on_hang=on_death)
         self.parts: list[Part] = []
-        self.restarts: Counter[str] = Counter()
-        """By the label of the part."""
-        self._deaths: dict[str, list[tuple[float, str]]] = {}
-        """When and why, by the name of the part; of the last ``window_s``."""
         self._beside: set[asyncio.Task[None]] = set()
-        self._guarded: list[tuple[Lifetime, Any]] = []
+        self._guarded: list[Lifetime] = []
         self._failed = asyncio.Event()
         self.failure: RunError | None = None
         """Why the run has to end."""
+        self.lost: ProcessLost | None = None
+        """The guarded process that ended first."""
 
     async def start(self, part: Part) -> Any:
         """Spawn a part and set it up; again if its process ends meanwhile. Returns what ``set_up`` returns.
@@ -80,23 +83,33 @@ class Supervisor:
         await self._connect(part)
         self._run_beside(self._keep(part))
 
-    async def guard(self, name: str, actor: Any) -> None:
-        """End the run when the process of ``actor`` ends: nothing makes it again. Returns when it is watched."""
+    async def guard(self, name: str, actor: Any, mesh: Lifetime) -> None:
+        """End the run, and ``mesh``, when the process of ``actor`` ends: without it the run is built again, or not at all.
+
+        Returns when it is watched. With ``mesh`` every process of it that is guarded ends.
+
+        Raises:
+            ProcessLost: it has ended already.
+        """
         life = Lifetime(name)
-        await self._watch(actor, life)
-        self._guarded.append((life, actor))
+        self._guarded.append(life)
 
         async def wait() -> None:
             cause = await life.ended()
-            logger.error("%s died: %s", name, cause)
-            self._fail(RunError(f"{name} died: {cause}"))
+            logger.info("%s died: %s", name, cause)
+            self._lose(ProcessLost(name, cause))
+            mesh.end(f"{name}: {cause}")
+
+        async def end_with_mesh() -> None:
+            life.kill(f"ended with {await mesh.ended()}")  # a rank alone waits for the others, and may write files meanwhile
 
         self._run_beside(wait())
-
-    def processes(self) -> list[tuple[Lifetime, Any]]:
-        """Every process of a part or under guard, and its actor."""
-        parts = [(part.process.life, part.process.actor) for part in self.parts if part.process is not None]
-        return [*self._guarded, *parts]
+        self._run_beside(end_with_mesh())
+        try:
+            await self._watch(actor, life)
+        except ProcessLost as lost:
+            self._lose(lost)
+            raise
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """What ``work`` returns or raises. It is cancelled when the run has to end: it may wait for a process that has ended.
@@ -107,7 +120,7 @@ class Supervisor:
         working, failed = asyncio.create_task(work), asyncio.create_task(self._failed.wait())
         try:
             await asyncio.wait({working, failed}, return_when=asyncio.FIRST_COMPLETED)
-            if self.failure is not None:
+            if self.failure is not None and not _succeeded(working):
                 raise self.failure
             return working.result()
         finally:
@@ -122,6 +135,19 @@ class Supervisor:
             if part.process is not None and death.actor == self._spawn_name(part):
                 part.process.life.end(death.cause)
 
+    async def explained(self, error: Exception) -> Exception:
+        """``error``, or what names the process that has died if ``error`` may follow from that.
+
+        A process is gone for its peers before it is seen to have ended: its files are closed first.
+        """
+        death = process_death_behind(error)
+        if death is not None or isinstance(original(error), PeerGone) or any(life.ending for life in self._guarded):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), DEATH_REPORTS_S)
+        if self.failure is not None:
+            return self.failure
+        return error if death is None else RunError(f"a process of the run died: {death}")
+
     async def close(self) -> None:
         """Make nothing again from now on. What lives goes on living."""
         beside = list(self._beside)
@@ -129,15 +155,15 @@ class Supervisor:
             task.cancel()
         if beside:
             await asyncio.wait(beside)
-        for life, _ in self.processes():
+        for life in [*self._guarded, *(part.process.life for part in self.parts if part.process is not None)]:
             life.close()
 
     @staticmethod
     def _spawn_name(part: Part) -> str:
-        return f"{part.label}_{part.incarnations}"
+        return f"{part.label}_{part.incarnation}"
 
     async def _make(self, part: Part) -> Any:
-        part.incarnations += 1
+        part.incarnation = self.restarts.incarnation(part.label)
         procs, actor = part.spawn(self._spawn_name(part))
         process = part.process = PartProcess(procs=procs, actor=actor, life=Lifetime(part.name))
         await self._watch(actor, process.life, blocks=part.blocks)
@@ -171,11 +197,12 @@ class Supervisor:
                 await self._remake(part)
                 await self._connect(part)
                 self._on_death(f"{part.name} is back")
-        except RunError as error:
-            self._fail(error)
         except Exception as error:
-            logger.exception("making %s again", part.name)
-            self._fail(RunError(f"{part.name} can't be made again: {type(error).__name__}: {error}"))
+            explained = await self.explained(error)
+            if not isinstance(explained, RunError):
+                logger.exception("making %s again", part.name)
+                explained = RunError(f"{part.name} can't be made again: {type(error).__name__}: {error}")
+            self._fail(explained)
 
     async def _remake(self, part: Part) -> None:
         """Spawn and set up the part again until it succeeds."""
@@ -193,6 +220,10 @@ class Supervisor:
                     part.process.life.kill(cause)
                 self._count(part, cause)
 
+    def _lose(self, lost: ProcessLost) -> None:
+        self.lost = self.lost or lost
+        self._fail(self.lost)
+
     def _fail(self, error: RunError) -> None:
         self.failure = self.failure or error
         self._failed.set()
@@ -204,16 +235,8 @@ class Supervisor:
         Raises:
             RunError: it may not be made again.
         """
-        now = time.monotonic()
-        logger.info("%s died: %s", part.name, cause)
-        deaths = [death for death in self._deaths.get(part.name, []) if death[0] > now - self._config.window_s] + [(now, cause)]
-        self._deaths[part.name] = deaths
-        if len(deaths) > self._config.max_restarts:
-            causes = "; ".join(cause for _, cause in deaths)
-            more = f" {len(deaths)} times in {now - deaths[0][0]:.0f} s" if len(deaths) > 1 else ""
-            raise RunError(f"{part.name} died{more}: {causes} (supervision.max_restarts = {self._config.max_restarts})")
-        self.restarts[part.label] += 1
-        self._on_death(f"{part.name} died: {cause}; made again ({len(deaths)} of {self._config.max_restarts})")
+        which = self.restarts.count(part.label, part.name, cause)
+        self._on_death(f"{part.name} died: {cause}; made again ({which})")
 
     def _clear_away(self, part: Part) -> None:
         """Have Monarch forget a process that has ended."""
@@ -236,3 +259,7 @@ class Supervisor:
 
 async def _stopped(process: PartProcess) -> None:
     await process.procs.stop()
+
+
+def _succeeded(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

@@ -17,6 +17,7 @@ from torchtitan.experiments.rl.controller.group_runner import GroupRunner, Local
 from torchtitan.experiments.rl.controller.part import Part, PartProcess
 from torchtitan.experiments.rl.controller.provision import shut_down, spawn, start_trainer
 from torchtitan.experiments.rl.controller.replicas import Replicas
+from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.controller.rollout_worker import RolloutWorker
 from torchtitan.experiments.rl.controller.supervision import Supervisor
 from torchtitan.experiments.rl.controller.task_set import TaskSet
@@ -27,6 +28,7 @@ from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
+from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
@@ -47,17 +49,19 @@ class RunActors:
         plan: RunPlan,
         *,
         run_dir: Path,
+        restarts: Restarts | None = None,
         on_failure: Callable[[Exception], None],
         on_death: Callable[[str], None] = lambda line: None,
     ):
         """
         Args:
+            restarts: as Supervisor's.
             on_failure: called with the error of a part that can't go on.
             on_death: called with a line for people about each part that died and is made again.
         """
         self._config, self._plan, self._run_dir = config, plan, run_dir
         self._hosted = hosted_models(config.tasks)
-        self.supervisor = Supervisor(config.supervision, on_death=on_death, on_failure=self.fail)
+        self.supervisor = Supervisor(config.supervision, restarts=restarts, on_death=on_death, on_failure=self.fail)
         lockstep = config.max_offpolicy_steps == 0
         self._frozen = FrozenClients(self._hosted, lockstep=lockstep, on_failure=on_failure, on_stopped=self._stopped)
         self.policy = GeneratorClient(
@@ -114,9 +118,11 @@ class RunActors:
                 name = f"hosted model {model.path!r}" + (f" replica {index}" if len(shares) > 1 else "")
                 self._add_generator(model.path, index, name, own, model.path, f"hosted_{number}", cores)
 
+        trainer_life = Lifetime("trainer")
+
         async def start_guarded_trainer() -> str:
             for rank in range(plan.trainer_ranks):
-                await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank))
+                await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank), trainer_life)
             return await start_trainer(procs, trainers)
 
         # The generators of the policy come first.
@@ -126,7 +132,7 @@ class RunActors:
         remote_readers = set(hosts[: plan.generator_replicas]) - {trainer_host}
         logger.info("actors set up")
         decoder = decoder_config(policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length))
-        self.trainer = TrainerClient(trainers, run_dir=self._run_dir)
+        self.trainer = TrainerClient(trainers, run_dir=self._run_dir, life=trainer_life)
         await self.trainer.connect()
         self.weights = WeightSync(
             trainers,
@@ -178,8 +184,12 @@ class RunActors:
         # The workers' tasks close before the generators that they may ask.
         parts = [*self._workers, *self._generating.values()]
         processes = [part.process for part in parts if part.process is not None]
-        meshes = [(process.procs, process.actor) for process in processes] + ([self._trainer] if self._trainer else [])
-        return await shut_down([actor for _, actor in meshes], [procs for procs, _ in meshes])
+        actors, meshes = [process.actor for process in processes], [process.procs for process in processes]
+        if self._trainer is not None:
+            meshes.append(self._trainer[0])
+            if self.supervisor.lost is None:  # else every rank of it was killed
+                actors.append(self._trainer[1])
+        return await shut_down(actors, meshes)
 
     def _add_generator(
         self, model: str, index: int, name: str, config: GeneratorConfig, path: str, role: str, share: tuple[int, ...]

@@ -4,8 +4,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchtitan.experiments.rl.process import trace
-
 
 class Stopwatch:
     """Adds up the seconds spent under each name, until the lap is read.
@@ -20,8 +18,7 @@ class Stopwatch:
     def span(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            with trace.span(name):
-                yield
+            yield
         finally:  # a span that raised took its time too
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 

@@ -7,10 +7,14 @@ import select
 import signal
 import threading
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.compat.monarch import process_death_behind
 from torchtitan.experiments.rl.errors import RunError
+
+_PF_EXITING = 0x4
+"""Linux's flag of a process that is being taken down (proc(5), "flags" of /proc/PID/stat)."""
 
 
 class ProcessLost(RunError):
@@ -43,6 +47,15 @@ class Lifetime:
     def cause(self) -> str | None:
         """Why the process ended; None while it lives."""
         return self._ended.result() if self._ended.done() else None
+
+    @property
+    def ending(self) -> bool:
+        """Whether the system is taking this host's process down: its files are closed by then, and its end is seen soon."""
+        try:
+            flags = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[6])
+        except (OSError, IndexError, ValueError):  # there is no such process, or its end was seen
+            return False
+        return bool(flags & _PF_EXITING)
 
     async def ended(self) -> str:
         """Wait for the end. Returns the cause."""

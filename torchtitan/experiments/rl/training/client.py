@@ -7,14 +7,16 @@ from typing import Any
 import torch
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.types import DataParallel
 
 
 class TrainerClient:
-    """``connect``, then steps."""
+    """``connect``, then steps. Every call raises ProcessLost as soon as a rank of the mesh has ended."""
 
-    def __init__(self, mesh: Any, *, run_dir: Path):
-        self._mesh, self._run_dir = mesh, run_dir
+    def __init__(self, mesh: Any, *, run_dir: Path, life: Lifetime):
+        """``life`` ends with the first rank that does."""
+        self._mesh, self._run_dir, self._life = mesh, run_dir, life
         self.failed_batch: Path | None = None
         """Where a batch was written on which a step failed."""
         self._coordinates: list[DataParallel] = []
@@ -22,7 +24,7 @@ class TrainerClient:
 
     async def connect(self) -> None:
         """Ask every rank, once it is set up, for its data-parallel coordinate."""
-        self._coordinates = list((await self._mesh.data_parallel.call()).values())
+        self._coordinates = list((await self._life.call(self._mesh.data_parallel.call())).values())
 
     @property
     def data_parallel_size(self) -> int:
@@ -46,8 +48,10 @@ class TrainerClient:
             for rank, coordinate in enumerate(self._coordinates)
         ]
         try:
-            metrics = (await asyncio.gather(*calls))[0]
-            return metrics | next(iter((await self._mesh.optim_step.call()).values()))
+            metrics = (await self._life.call(asyncio.gather(*calls)))[0]
+            return metrics | next(iter((await self._life.call(self._mesh.optim_step.call())).values()))
+        except ProcessLost:  # the batch need not be to blame
+            raise
         except Exception:
             self.failed_batch = self._run_dir / f"failed-batch-{step}.pt"
             torch.save(packed.microbatches, self.failed_batch)
@@ -59,7 +63,7 @@ class TrainerClient:
         Raises:
             RunError: the trainer's state is another.
         """
-        await self._mesh.begin_checkpoint.call(folder, step)
+        await self._life.call(self._mesh.begin_checkpoint.call(folder, step))
 
     async def finish_checkpoint(self) -> None:
         """Return when every rank has written its part.
@@ -67,8 +71,8 @@ class TrainerClient:
         Raises:
             RunError: a rank could not; the disk is full, or failed.
         """
-        await self._mesh.finish_checkpoint.call()
+        await self._life.call(self._mesh.finish_checkpoint.call())
 
     async def save_final(self, step: int) -> Path | None:
         """Write the policy as a hub folder; None where the config says not to."""
-        return next(iter((await self._mesh.save_final.call(step)).values()))
+        return next(iter((await self._life.call(self._mesh.save_final.call(step))).values()))

@@ -14,7 +14,7 @@ from typing import Any
 from monarch.actor import concurrent_endpoint
 
 from torchtitan.experiments.rl.compat.monarch import original, process_death_behind
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.errors import ConfigError, PeerGone, RunError
 from torchtitan.experiments.rl.user_code.bounded import CAUSE_LENGTH, UserCodeError
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ def reported_endpoint(method: Callable[..., Awaitable[Any]]) -> Any:
 
 
 def reported(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """``method``, which raises a RunError, or Monarch's SupervisionError where it called an actor whose process died, or
-    CancelledError where this process cancelled the call."""
+    """``method``, which raises a RunError (PeerGone where it met one), or Monarch's SupervisionError where it called an actor
+    whose process died, or CancelledError where this process cancelled the call."""
 
     @functools.wraps(method)
     async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -41,9 +41,9 @@ def reported(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
                 raise
             if self.part:
                 logger.error("%s: %s failed", self.part, method.__name__, exc_info=error)
-            cause = cause_in(error)
+            cause, kind = cause_in(error), PeerGone if isinstance(original(error), PeerGone) else RunError
         # Outside of the handler: raised there, the error would hold the one that can't be pickled as its context.
-        raise RunError(cause if cause.startswith(self.part) else f"{self.part}: {cause}")
+        raise kind(cause if cause.startswith(self.part) else f"{self.part}: {cause}")
 
     return call
 

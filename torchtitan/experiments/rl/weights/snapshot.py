@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import PeerGone, RunError
 
 _ALIGNMENT = 64
 _DIGEST_CHUNK = 16 * 2**20
@@ -99,8 +99,17 @@ class SharedBuffer:
 
     @classmethod
     def attach(cls, path: str) -> "SharedBuffer":
-        """Map the buffer another process created."""
-        return cls(os.open(path, os.O_RDWR), path)
+        """Map the buffer another process created.
+
+        Raises:
+            PeerGone: that process has closed it, as it does when it ends.
+        """
+        try:
+            return cls(os.open(path, os.O_RDWR), path)
+        except (FileNotFoundError, ProcessLookupError) as error:
+            raise PeerGone(
+                f"the weights at {path} are gone ({error.strerror}): the process that published them has ended"
+            ) from error
 
     def views(self, layout: SnapshotLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of each entry, sharing the buffer's memory."""

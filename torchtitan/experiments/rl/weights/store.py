@@ -9,8 +9,12 @@ from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer
 
 
 async def start_store(mesh: ProcMesh) -> None:
-    """Start the run's store, its one volume on ``mesh`` (the trainer's first process: what is published stays where it is)."""
+    """Start the run's store, its one volume on ``mesh`` (the trainer's first process: what is published stays where it is).
+
+    A store that this process has started before is given up; the process of its volume may have ended.
+    """
     use_async_controller()
+    await torchstore.shutdown()
     await torchstore.initialize(mesh=mesh)
 
 

@@ -9,7 +9,6 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 
 CANARY_TOKENS = 8
@@ -116,11 +115,9 @@ class WeightSync:
         version, rank0 = copied.version, self._trainer.slice(procs=0)
         async with self._lock:
             started = time.perf_counter()
-            with trace.span("publish"):
-                self._fingerprint = await rank0.publish_weights.call_one(version, self._remote_readers)
+            self._fingerprint = await rank0.publish_weights.call_one(version, self._remote_readers)
             published = time.perf_counter()
-            with trace.span("generators load"):
-                receipts = await self._generators.update_weights(version, self.canary_token_ids)
+            receipts = await self._generators.update_weights(version, self.canary_token_ids)
             for replica, receipt in receipts.items():
                 self._check_receipt(replica, version, receipt)
             loaded = time.perf_counter()

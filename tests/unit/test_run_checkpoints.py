@@ -1,0 +1,98 @@
+"""When a checkpoint counts as written, and what becomes of one whose trainer dies, or that nobody waits for any more."""
+
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.test_saved_state import run_state
+from tests.unit.waiting import iterations, until
+from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
+from torchtitan.experiments.rl.checkpointing.folder import checkpoints, newest_valid, verify
+from torchtitan.experiments.rl.controller.run_checkpoints import RunCheckpoints
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
+
+
+class Trainer:
+    """Writes its part until ``written`` is set, or its process ends."""
+
+    def __init__(self):
+        self.life, self.written = Lifetime("trainer"), asyncio.Event()
+
+    async def begin_checkpoint(self, folder, step):
+        if self.life.cause is not None:
+            raise ProcessLost("trainer", self.life.cause)
+        folder.mkdir()
+
+    async def finish_checkpoint(self):
+        await self.life.call(self.written.wait())
+
+
+class Saved:
+    def __init__(self, folder, *, recorded: Future | None = None):
+        state, self.trainer = run_state(), Trainer()
+
+        async def capture(moment):
+            return state.rollouts, [], moment()
+
+        self.checkpoints = RunCheckpoints(
+            CheckpointConfig(interval=2),
+            run_dir=folder,
+            seed=7,
+            synchronous=False,
+            rollouts=SimpleNamespace(capture=capture),
+            validator=SimpleNamespace(state=lambda: state.validator),
+            trainer=self.trainer,
+            metrics=SimpleNamespace(flush=lambda: None),
+            recorder=SimpleNamespace(size_by_now=lambda: recorded),
+            validations=lambda: (None, None),
+        )
+
+
+async def test_a_trainer_that_dies_leaves_no_part_of_the_checkpoint_it_was_writing(tmp_path):
+    recorded: Future = Future()
+    saved = Saved(tmp_path, recorded=recorded)
+    saved.trainer.written.set()
+    recorded.set_result(0)
+    await saved.checkpoints.step_ended(2)
+    await saved.checkpoints.close()
+    recorded = Future()
+    saved.checkpoints._recorder.size_by_now = lambda: recorded
+    saved.trainer.written.clear()
+    await saved.checkpoints.step_ended(4)
+    saved.checkpoints.step_taken(5)
+    saved.trainer.life.end("rank 0: killed by SIGKILL")
+    closing = asyncio.create_task(saved.checkpoints.close())
+    await iterations()
+    assert saved.checkpoints.writing and not closing.done(), "a thread may still write into the folder"
+    recorded.set_result(0)
+    await asyncio.wait_for(closing, 60)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+    saved.checkpoints.trainer_lost(ProcessLost("trainer rank 0", "killed by SIGKILL"))
+    assert saved.checkpoints.failure == "the state after step 5 is not saved: trainer rank 0 died: killed by SIGKILL"
+    assert newest_valid(tmp_path)[0] == saved.checkpoints.newest
+
+
+async def test_a_checkpoint_that_nobody_waits_for_any_more_is_written_to_its_end(tmp_path):
+    saved = Saved(tmp_path)
+    saved.checkpoints.step_taken(3)
+    ending = asyncio.create_task(saved.checkpoints.finish())
+    await until(lambda: saved.checkpoints.writing)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert saved.checkpoints.writing
+    saved.trainer.written.set()
+    await saved.checkpoints.close()
+    (checkpoint,) = checkpoints(tmp_path)
+    verify(checkpoint)
+
+
+async def test_nothing_is_lost_where_the_last_step_is_saved(tmp_path):
+    saved = Saved(tmp_path)
+    saved.trainer.written.set()
+    await saved.checkpoints.step_ended(2)
+    await saved.checkpoints.close()
+    saved.checkpoints.trainer_lost(ProcessLost("trainer rank 0", "killed by SIGKILL"))
+    assert saved.checkpoints.failure is None

@@ -1,0 +1,313 @@
+"""Every part of a run, built from its start or from a checkpoint: trains, saves and closes what was built.
+
+A run whose trainer died is built again, as other RunParts (`actor.py`).
+"""
+
+import asyncio
+import functools
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan.experiments.rl.checkpointing.run_files import LEDGER_FILE
+from torchtitan.experiments.rl.config.plan import RunPlan
+from torchtitan.experiments.rl.config.resolved import resolved_config
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.controller.closing import PART_TIMEOUT_S, Closing
+from torchtitan.experiments.rl.controller.ledger import Ledger
+from torchtitan.experiments.rl.controller.mismatch_alarm import mismatch_alarm
+from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.restarts import Restarts
+from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.run_checkpoints import RunCheckpoints
+from torchtitan.experiments.rl.controller.run_start import Resumed, trainer_start
+from torchtitan.experiments.rl.controller.step_metrics import StepRecord
+from torchtitan.experiments.rl.controller.supervision import Supervisor
+from torchtitan.experiments.rl.controller.task_set import TaskSet
+from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
+from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
+from torchtitan.experiments.rl.controller.wiring import RunActors
+from torchtitan.experiments.rl.envs.renderer import build_renderer
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.observability.console import Console, RunSummary
+from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
+from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, contained
+from torchtitan.experiments.rl.user_code.gate import Gate, sentence
+
+logger = logging.getLogger(__name__)
+
+
+class RunParts:
+    """``run``, then ``close``."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        plan: RunPlan,
+        *,
+        run_dir: Path,
+        console: Console,
+        restarts: Restarts,
+        gate: Gate,
+        resumed: Resumed | None,
+        init_from: Path | None,
+    ):
+        """
+        Args:
+            gate: runs the user code that one thread runs.
+            resumed: the run's own checkpoint that it goes on from.
+            init_from: a checkpoint of another run, with whose weights this one begins.
+        """
+        self.config, self._plan, self._run_dir, self._console = config, plan, run_dir, console
+        self._failure: Exception | None = None
+        self._actors = RunActors(config, plan, run_dir=run_dir, restarts=restarts, on_failure=self._fail, on_death=console.note)
+        self._gate = gate
+        self._tasks = TaskSet(config.tasks, gate=gate, limits=config.user_code, seed=config.seed)
+        self._resumed, self._init_from = resumed, init_from
+        self._metrics: MetricsLogger | None = None
+        self._rollouts: RolloutLoop | None = None
+        self._training: TrainingLoop | None = None
+        self._recorder: RolloutRecorder | None = None
+        self._checkpoints: RunCheckpoints | None = None
+        self._building: asyncio.Task[TrainingLoop] | None = None
+        self._validations: list[float] = []
+        self.ended_early: str | None = None
+        """Why there is nothing left to learn."""
+        self._files = {
+            "metrics": run_dir / METRICS_FILE,
+            "records": run_dir / ROLLOUTS_FILE,
+            "ledger": run_dir / LEDGER_FILE,
+            "logs": run_dir / "logs",
+        }
+
+    @property
+    def supervisor(self) -> Supervisor:
+        return self._actors.supervisor
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps since the run began."""
+        if self._training is not None:
+            return self._training.steps_done
+        return self._resumed.state.step if self._resumed is not None else 0
+
+    @property
+    def writes_checkpoint(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._checkpoints is not None and self._checkpoints.writing
+
+    async def run(self) -> None:
+        """Build everything, and train.
+
+        Raises:
+            ProcessLost: the trainer died.
+            Exception: whatever else ended the run early. What could be saved is saved.
+            CancelledError: it was stopped while it was built.
+        """
+        unless_failed = self.supervisor.unless_failed
+        try:
+            self._building = asyncio.create_task(contained(unless_failed(self._build())))
+            await contained(unless_failed(self._train(await self._building)))
+        except Exception as error:
+            explained = await self.supervisor.explained(error)
+            if explained is self.supervisor.lost:
+                if self._checkpoints is not None:
+                    self._checkpoints.trainer_lost(explained)
+                raise explained from None
+            logger.exception("the run failed")
+            await self._save_before_end()
+            raise (RunError(str(explained)) if isinstance(explained, UserCodeError) else explained) from None
+
+    def stop(self) -> None:
+        """End after the step that is being taken, or at once while it is being built."""
+        if self._building is not None:
+            self._building.cancel()
+        if self._training is not None:
+            self._training.stop()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        if self._rollouts is not None:
+            self._rollouts.fail(error)
+
+    async def _build(self) -> TrainingLoop:
+        config, plan, resumed = self.config, self._plan, self._resumed
+        resolved = resolved_config(config)
+        (self._run_dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+        if resumed is not None:
+            first, last = resumed.state.first_validation, resumed.state.last_validation
+            self._validations = [reward for reward in (first, last) if reward is not None]
+        step = 0 if resumed is None else resumed.state.step
+        metrics = self._metrics = config.metrics.build(
+            run_dir=self._run_dir, run_config=resolved, resume_step=None if resumed is None else step
+        )
+        renderer = build_renderer(config.renderer, config.model.hf_assets_path)
+        await self._tasks.build(renderer, vocab_size=HubConfig.read(config.model.hf_assets_path).size("vocab_size"))
+        tasks = self._tasks.tasks
+        mix = await self._built(config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()})
+        filters = {
+            slot: [await self._built(entry, f"{slot}[{i}]") for i, entry in enumerate(getattr(config, slot))]
+            for slot in ("pre_batch_filters", "post_batch_filters")
+        }
+        batcher = config.batcher.build()
+        await self._actors.start(trainer_start(resumed, self._init_from))
+        runner = await self._actors.start_runner(self._tasks)
+        recorder = self._recorder = config.recorder.build(run_dir=self._run_dir)
+        rollouts = self._rollouts = RolloutLoop(
+            tasks=tasks,
+            mix=mix,
+            runner=runner,
+            policy=self._actors.policy,
+            pacer=Pacer(groups_per_step=plan.groups_per_step, max_offpolicy_steps=config.max_offpolicy_steps),
+            batcher=batcher,
+            **filters,
+            total_groups=plan.groups_per_step * max(0, config.steps - step),
+            max_drops_in_a_row=config.max_drops_in_a_row,
+            ledger=Ledger(self._files["ledger"]),
+            recorder=recorder,
+            gate=self._gate,
+        )
+        if self._failure is not None:  # while this was built
+            self._rollouts.fail(self._failure)
+        validator = Validator(tasks, runner, config.validation, on_failure=self._fail, gate=self._gate)
+        checkpoints = self._checkpoints = RunCheckpoints(
+            config.checkpoint,
+            run_dir=self._run_dir,
+            seed=config.seed,
+            synchronous=config.max_offpolicy_steps == 0,
+            rollouts=rollouts,
+            validator=validator,
+            trainer=self._actors.trainer,
+            metrics=metrics,
+            recorder=recorder,
+            validations=self._first_and_last_validation,
+        )
+        if resumed is not None:
+            await rollouts.restore(resumed.state.rollouts, resumed.groups, step)
+            validator.restore(resumed.state.validator, step)
+            checkpoints.resumed(resumed.checkpoint, step)
+        self._training = TrainingLoop(
+            steps=config.steps,
+            data_parallel_size=self._actors.trainer.data_parallel_size,
+            synchronous=config.max_offpolicy_steps == 0,
+            rollouts=rollouts,
+            batcher=batcher,
+            trainer=self._actors.trainer,
+            weights=self._actors.weights,
+            validator=validator,
+            runner=runner,
+            generated_tokens=lambda: self._actors.policy.generated_tokens,
+            alarm=mismatch_alarm(config),
+            on_start=functools.partial(self._start_report, metrics),
+            on_step=functools.partial(self._step_report, metrics),
+            on_early_end=functools.partial(self._early_end_report, metrics),
+            on_step_end=checkpoints.step_ended,
+            first_step=step + 1,
+        )
+        return self._training
+
+    async def _save_before_end(self) -> None:
+        """Save what was trained since the last checkpoint, as far as the trainer still answers."""
+        if self._checkpoints is not None:
+            try:
+                await call_bounded(self._checkpoints.finish, timeout_s=PART_TIMEOUT_S)
+            except UserCodeError as error:
+                logger.warning("the state before the error is not saved: %s", sentence(error))
+
+    async def _built(self, part: Any, field: str, **arguments: Any) -> Any:
+        """What a config that users may have written builds; the error of one that fails names its field."""
+        build = functools.partial(part.build, **arguments)
+        return await self._gate.call(build, owner=f"{field} can't be built", timeout_s=self.config.user_code.setup_timeout_s)
+
+    async def _train(self, training: TrainingLoop) -> None:
+        await training.run()
+        assert self._checkpoints is not None, "the build made it"
+        await self._checkpoints.finish()
+        if training.steps_done:
+            folder = await self._actors.trainer.save_final(training.steps_done)
+            if folder is not None:
+                self._files["policy"] = folder
+
+    def _start_report(self, metrics: MetricsLogger, report: ValidationReport) -> None:
+        metrics.log(0, report.metrics)
+        if report.reward is not None:
+            self._validations.append(report.reward)
+            self._console.note(f"validation before the first step: reward {report.reward:.3f}")
+
+    def _step_report(self, metrics: MetricsLogger, record: StepRecord) -> None:
+        restarts = {f"restarts/{part}": count for part, count in self.supervisor.restarts.counts.items()}
+        metrics.log(record.step, record.metrics | restarts)
+        if self._checkpoints is not None:
+            self._checkpoints.step_taken(record.step)
+        if record.validation is not None and record.validation.reward is not None:
+            self._validations.append(record.validation.reward)
+        self._console.step(record.report())
+
+    def _early_end_report(self, metrics: MetricsLogger, why: str, reports: Sequence[ValidationReport]) -> None:
+        self.ended_early = why
+        for report in reports:
+            metrics.log(report.step, report.metrics)
+            if report.reward is not None:
+                self._validations.append(report.reward)
+                self._console.note(f"validation after step {report.step}: reward {report.reward:.3f}")
+
+    async def close(self) -> list[RunError]:
+        """Close whatever was built, users of a part before the part itself. Returns what went wrong, in order."""
+        closing = Closing()
+        if self._checkpoints is not None:
+            # One that is being written must not appear when the run is built again from the one before.
+            limit_s = self.config.supervision.slow_work_s if self.supervisor.lost is not None else PART_TIMEOUT_S
+            await closing.close("the checkpoints", self._checkpoints.close, timeout_s=limit_s)
+        if self._training is not None:
+            await closing.close("the training loop", self._training.close)
+        if self._rollouts is not None:
+            await closing.close("the rollout loop", self._rollouts.close)
+        if self._recorder is not None:
+            recorder = self._recorder
+            await closing.close("the recorder", lambda: asyncio.to_thread(recorder.close))
+            if recorder.not_recorded:
+                logger.warning("%d rollouts are not in %s", recorder.not_recorded, self._files["records"])
+
+        async def close_user_code(close: Callable[[], Awaitable[list[str]]]) -> None:
+            for fault in await close():
+                closing.add(fault)
+
+        await closing.close("the tasks", lambda: close_user_code(self._tasks.close))
+        await closing.close("the actors", lambda: close_user_code(self._actors.close))
+        if self._metrics is not None:
+            await closing.close("the metrics", functools.partial(asyncio.to_thread, self._metrics.close))
+        return closing.faults
+
+    def summary(self, *, wall_time_s: float, stopped_by: str | None, checkpoint: Path | None) -> RunSummary:
+        """
+        Args:
+            checkpoint: what the run can go on from, unless it has taken another since.
+        """
+        if self._training is not None and self._actors.trainer.failed_batch is not None:
+            self._files["batch"] = self._actors.trainer.failed_batch
+        if self._checkpoints is not None:
+            checkpoint = self._checkpoints.newest
+        if checkpoint is not None:
+            self._files["checkpoint"] = checkpoint
+        first, last = self._first_and_last_validation()
+        return RunSummary(
+            steps=self.steps_done,
+            total_steps=self.config.steps,
+            wall_time_s=wall_time_s,
+            start_val_reward=first,
+            final_val_reward=last,
+            ledger=self._rollouts.ledger.counts() if self._rollouts else {},
+            files=self._files,
+            stopped_by=stopped_by,
+            not_saved=self._checkpoints.failure if self._checkpoints is not None else None,
+            resumable=checkpoint is not None and stopped_by is not None,
+            run_dir=self._run_dir,
+        )
+
+    def _first_and_last_validation(self) -> tuple[float | None, float | None]:
+        rewards = self._validations
+        return rewards[0] if rewards else None, rewards[-1] if len(rewards) > 1 else None
