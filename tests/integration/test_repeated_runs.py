@@ -45,7 +45,7 @@ def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(sync_r
     for step in (3, 4):
         shutil.rmtree(folder / "checkpoints" / f"step-00000{step}")
     run = start(resume=folder).ended_well()
-    assert "resumed from step 2" in run.out
+    assert run.out.count("resumed ") == 1 and "resumed     step 2, from " in run.out
     same_but_for_the_clock(run, sync_runs[0])
     for name in ("ledger.jsonl", "rollouts.jsonl.gz"):
         assert lines_of(folder / name) == lines_of(sync_runs[0].folder / name)

@@ -1,10 +1,14 @@
 """The alarm on what trainer and generators say of the same tokens: silent while they differ by rounding and learning."""
 
+import json
+
+import msgspec
 import numpy as np
 import pytest
 
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.controller.mismatch_alarm import FIRST_VERSIONS, MismatchAlarm, mismatch_alarm
+from torchtitan.experiments.rl.controller.saved_state import MismatchState
 from torchtitan.experiments.rl.errors import RunError
 
 
@@ -45,6 +49,19 @@ def test_bounds_follow_what_the_first_versions_show_and_nothing_later():
     assert alarm.bound(0) == pytest.approx(0.04)
     with pytest.raises(RunError):
         alarm.check(6, step(0.041))
+
+
+def test_a_resumed_run_goes_on_with_the_bounds_it_had():
+    before = seen(seen(MismatchAlarm("float32", exact=True), 0.004), 0.3, age=1, versions=2)
+    kept = MismatchAlarm("float32", exact=True)
+    kept.restore(msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(before.state()))), list[MismatchState]))
+    assert kept.bound(0) == pytest.approx(0.04), "10 times 0.004"
+    assert kept.bound(1) == 2.0, "two versions of five: not derived yet"
+    # A generator that went wrong while the run was away does not become the measure.
+    with pytest.raises(RunError, match="differ by 0.5 nats on average .* more than 0.04"):
+        kept.check(9, step(0.5))
+    seen(kept, 0.5, age=1, versions=3)
+    assert kept.bound(1) == pytest.approx(5.0) and len(before.state()[1].distances) == 2
 
 
 def test_keys_and_values_of_older_weights_are_allowed_for():

@@ -43,6 +43,7 @@ class Saved:
             synchronous=False,
             rollouts=SimpleNamespace(capture=capture),
             validator=SimpleNamespace(state=lambda: state.validator),
+            alarm=SimpleNamespace(state=lambda: state.mismatch),
             trainer=self.trainer,
             metrics=SimpleNamespace(flush=lambda: None),
             recorder=SimpleNamespace(size_by_now=lambda: recorded),

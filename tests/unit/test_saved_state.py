@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.controller.saved_groups import GROUPS_FILE, examp
 from torchtitan.experiments.rl.controller.saved_state import (
     FORMAT,
     LedgerState,
+    MismatchState,
     RolloutLoopState,
     RunState,
     SlotState,
@@ -278,6 +279,7 @@ def run_state() -> RunState:
         seed=7,
         rollouts=rollouts,
         validator=validator,
+        mismatch=[MismatchState(age=1, distances=[0.25])],
         first_validation=0.1,
         last_validation=None,
         offsets={"metrics.jsonl": 10},

@@ -3,13 +3,16 @@
 import asyncio
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.test_rollout_loop import Loop, StubTask, ids
+from torchtitan.experiments.rl.controller.user_parts import parts_without_state
 from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
-from torchtitan.experiments.rl.data.task_mix import TaskMix
+from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.types import DataSample
@@ -212,3 +215,23 @@ async def test_filter_that_empties_the_list_it_is_given_changes_nothing():
     assert [len(group.rollouts) for group in batch.groups] == [2, 2]
     loop.step_taken(batch)
     await loop.close()
+
+
+def test_a_sampler_or_mix_that_a_resumed_run_can_not_go_on_with_is_named_with_what_it_lacks():
+    class Forgetful(BadSampler):
+        def state_dict(self):
+            return {"cursor": 1}
+
+    def task(sampler):
+        return SimpleNamespace(sampler=object.__new__(sampler))
+
+    tasks = {"kept": task(ShuffledCursor), "new": task(BadSampler), "half": task(Forgetful)}
+    assert parts_without_state(object.__new__(BadMix), tasks) == [
+        "task 'new': sampler BadSampler has no state_dict and load_state_dict: after a resume it begins anew; write state_dict "
+        "and load_state_dict if it should not",
+        "task 'half': sampler Forgetful has no load_state_dict: after a resume it begins anew; write load_state_dict if it "
+        "should not",
+        "task mix BadMix has no state_dict and load_state_dict: after a resume it begins anew; write state_dict and "
+        "load_state_dict if it should not",
+    ]
+    assert parts_without_state(object.__new__(WeightedRoundRobin), {"kept": task(DifficultyPool)}) == []

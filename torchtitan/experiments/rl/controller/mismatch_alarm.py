@@ -6,10 +6,11 @@ policy has learned since where it is older.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.controller.saved_state import MismatchState
 from torchtitan.experiments.rl.errors import RunError
 
 _METRIC = re.compile(r"mismatch/replica/(\d+)/age/(\d+)")
@@ -38,6 +39,14 @@ class MismatchAlarm:
         """Of age 0."""
         self._first: dict[int, list[float]] = {}
         """By age: the largest distance over the replicas, of each of the first versions."""
+
+    def state(self) -> list[MismatchState]:
+        """What a resumed run needs to go on with the same bounds."""
+        return [MismatchState(age=age, distances=list(first)) for age, first in sorted(self._first.items())]
+
+    def restore(self, state: Sequence[MismatchState]) -> None:
+        """Go on from a ``state``."""
+        self._first = {entry.age: list(entry.distances) for entry in state}
 
     def bound(self, age: int) -> float:
         """Nats."""

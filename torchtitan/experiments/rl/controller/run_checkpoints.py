@@ -20,10 +20,11 @@ from typing import Protocol
 from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointError, CheckpointFolder
 from torchtitan.experiments.rl.checkpointing.run_files import sizes, sync
+from torchtitan.experiments.rl.controller.mismatch_alarm import MismatchAlarm
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.run_start import TRAINER_FOLDER
 from torchtitan.experiments.rl.controller.saved_groups import write_groups
-from torchtitan.experiments.rl.controller.saved_state import FORMAT, RunState, ValidatorState, write_state
+from torchtitan.experiments.rl.controller.saved_state import FORMAT, MismatchState, RunState, ValidatorState, write_state
 from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
@@ -51,6 +52,7 @@ class _Moment:
     """What is captured at the same moment as the rollout loop."""
 
     validator: ValidatorState
+    mismatch: list[MismatchState]
     offsets: dict[str, int]
     recorded: Future[int] | None
     """Size of the file of recorded rollouts, once all that were recorded by then are in it."""
@@ -76,6 +78,7 @@ class RunCheckpoints:
         synchronous: bool,
         rollouts: RolloutLoop,
         validator: Validator,
+        alarm: MismatchAlarm,
         trainer: TrainerPart,
         metrics: MetricsLogger,
         recorder: RolloutRecorder,
@@ -84,7 +87,7 @@ class RunCheckpoints:
         """``validations`` returns the rewards of the first and the last evaluation."""
         self._folder, self._run_dir = CheckpointFolder(run_dir, config.keep), run_dir
         self._interval, self._seed, self._synchronous = config.interval, seed, synchronous
-        self._rollouts, self._validator, self._trainer = rollouts, validator, trainer
+        self._rollouts, self._validator, self._alarm, self._trainer = rollouts, validator, alarm, trainer
         self._metrics, self._recorder, self._validations = metrics, recorder, validations
         self._captured: _Captured | None = None
         self._writing: asyncio.Task[None] | None = None
@@ -154,6 +157,7 @@ class RunCheckpoints:
             seed=self._seed,
             rollouts=rollouts,
             validator=moment.validator,
+            mismatch=moment.mismatch,
             first_validation=moment.first_validation,
             last_validation=moment.last_validation,
             offsets=moment.offsets,
@@ -165,6 +169,7 @@ class RunCheckpoints:
         first, last = self._validations()
         return _Moment(
             validator=self._validator.state(),
+            mismatch=self._alarm.state(),
             offsets=sizes(self._run_dir),
             recorded=self._recorder.size_by_now(),
             first_validation=first,

@@ -27,6 +27,7 @@ from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.controller.supervision import Supervisor
 from torchtitan.experiments.rl.controller.task_set import TaskSet
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
+from torchtitan.experiments.rl.controller.user_parts import parts_without_state
 from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
 from torchtitan.experiments.rl.controller.wiring import RunActors
 from torchtitan.experiments.rl.envs.renderer import build_renderer
@@ -149,6 +150,8 @@ class RunParts:
         await self._tasks.build(renderer, vocab_size=HubConfig.read(config.model.hf_assets_path).size("vocab_size"))
         tasks = self._tasks.tasks
         mix = await self._built(config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()})
+        for line in parts_without_state(mix, tasks):
+            self._console.note(line)
         filters = {
             slot: [await self._built(entry, f"{slot}[{i}]") for i, entry in enumerate(getattr(config, slot))]
             for slot in ("pre_batch_filters", "post_batch_filters")
@@ -174,6 +177,7 @@ class RunParts:
         if self._failure is not None:  # while this was built
             self._rollouts.fail(self._failure)
         validator = Validator(tasks, runner, config.validation, on_failure=self._fail, gate=self._gate)
+        alarm = mismatch_alarm(config)
         checkpoints = self._checkpoints = RunCheckpoints(
             config.checkpoint,
             run_dir=self._run_dir,
@@ -181,6 +185,7 @@ class RunParts:
             synchronous=config.max_offpolicy_steps == 0,
             rollouts=rollouts,
             validator=validator,
+            alarm=alarm,
             trainer=self._actors.trainer,
             metrics=metrics,
             recorder=recorder,
@@ -189,6 +194,7 @@ class RunParts:
         if resumed is not None:
             await rollouts.restore(resumed.state.rollouts, resumed.groups, step)
             validator.restore(resumed.state.validator, step)
+            alarm.restore(resumed.state.mismatch)
             checkpoints.resumed(resumed.checkpoint, step)
         self._training = TrainingLoop(
             steps=config.steps,
@@ -201,7 +207,7 @@ class RunParts:
             validator=validator,
             runner=runner,
             generated_tokens=lambda: self._actors.policy.generated_tokens,
-            alarm=mismatch_alarm(config),
+            alarm=alarm,
             on_start=functools.partial(self._start_report, metrics),
             on_step=functools.partial(self._step_report, metrics),
             on_early_end=functools.partial(self._early_end_report, metrics),

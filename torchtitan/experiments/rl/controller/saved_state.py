@@ -13,7 +13,7 @@ import msgspec
 from torchtitan.experiments.rl.errors import RunError
 
 CONTROLLER_FILE = "controller.json"
-FORMAT = 1
+FORMAT = 2
 """Of the records below. A change that an older file does not meet takes the next number."""
 
 
@@ -120,6 +120,14 @@ class ValidatorState(Record):
     reports: list[ReportState]
 
 
+class MismatchState(Record):
+    """What the first versions have shown at one age, from which its bound is derived."""
+
+    age: int
+    distances: list[float]
+    """Nats: the largest over the replicas, of each version."""
+
+
 class RunState(Record):
     format: int
     """FORMAT of the library that wrote it."""
@@ -128,6 +136,7 @@ class RunState(Record):
     seed: int
     rollouts: RolloutLoopState
     validator: ValidatorState
+    mismatch: list[MismatchState]
     first_validation: float | None
     last_validation: float | None
     offsets: dict[str, int]

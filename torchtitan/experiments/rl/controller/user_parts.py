@@ -149,6 +149,24 @@ class UserParts:
         return combine(slot.filters, group, matches)
 
 
+def parts_without_state(mix: TaskMix, tasks: Mapping[str, Task]) -> list[str]:
+    """A line for people about each sampler, and the mix, that a resumed run can't have go on where it was."""
+    parts: list[tuple[str, SampleStrategy | TaskMix, type[SampleStrategy] | type[TaskMix]]] = [
+        *((f"task {name!r}: sampler", task.sampler, SampleStrategy) for name, task in tasks.items()),
+        ("task mix", mix, TaskMix),
+    ]
+    lines = []
+    for what, part, base in parts:
+        both = ("state_dict", "load_state_dict")
+        lacking = [name for name in both if getattr(type(part), name, None) in (None, getattr(base, name))]
+        if lacking:
+            methods = " and ".join(lacking)
+            lines.append(
+                f"{what} {name_of(part)} has no {methods}: after a resume it begins anew; write {methods} if it should not"
+            )
+    return lines
+
+
 def check_whole(group: RolloutGroup, dispatched: Collection[str], task: Task) -> None:
     """
     Raises:
