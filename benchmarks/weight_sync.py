@@ -123,7 +123,7 @@ async def measure(model: str, versions: int, warmup: int) -> dict[str, list[floa
         await generator.setup.call()
         await client.connect([generator])
         await generator.keep.call()
-        sync = WeightSync(trainer, client, vocab_size=VOCABULARY, remote_readers=False, tolerance=1e-3)
+        sync = WeightSync(trainer, client, vocab_size=VOCABULARY, tolerance=1e-3)
         seconds: dict[str, list[float]] = {}
         for version in range(1, versions + warmup + 1):
             for name, value in (await synchronise(version, sync, generator)).items():

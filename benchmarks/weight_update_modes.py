@@ -35,6 +35,7 @@ from torchtitan.experiments.rl.generation.config import (
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult  # noqa: E402
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig  # noqa: E402
+from torchtitan.experiments.rl.process.host_identity import host_identity  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher  # noqa: E402
@@ -95,7 +96,7 @@ class Updates:
     def __init__(self, generator, every: float):
         self._generator, self._every = generator, every
         self._weights = load_file(f"{MODEL}/model.safetensors")
-        self._publisher = SnapshotPublisher(rank=0, one_host=True, dtype=torch.float32)
+        self._publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
         self._version = 0
         self.seconds: list[float] = []
 

@@ -123,16 +123,14 @@ class World:
         manifest = Manifest(
             version=self.version,
             layout=self._layout,
-            path=buffer.path,
-            host="here",
+            paths={"here": buffer.path},
             fingerprint=fingerprint(digests),
             digests=digests,
-            payload_key=None,
         )
         self._manifests = [*self._manifests[-1:], manifest]
 
     def _load(self, manifest: Manifest):
-        return self.engine.load(manifest, manifest.path, recompute=False)
+        return self.engine.load(manifest, manifest.paths["here"], recompute=False)
 
     def deliver(self, sabotage: "Sabotage | None", lr: float) -> str:
         """Deliver the next version to two replicas. Returns the error that ends the run, "" if there is none."""
@@ -167,13 +165,12 @@ class World:
             second = replica(sabotage)  # first, so that the engine holds the version before
             return {0: replica(None), 1: second}
 
-        rank0 = SimpleNamespace(
-            publish_weights=SimpleNamespace(call_one=lambda version, remote: answer(manifest.fingerprint)),
-            canary=SimpleNamespace(call_one=lambda: answer(np.zeros(8, np.float32))),
+        trainer = SimpleNamespace(
+            publish_weights=SimpleNamespace(call=lambda version, remote: answer({0: manifest.fingerprint})),
+            slice=lambda procs: SimpleNamespace(canary=SimpleNamespace(call_one=lambda: answer(np.zeros(8, np.float32)))),
         )
-        trainer = SimpleNamespace(slice=lambda procs: rank0)
         generators = cast(Any, SimpleNamespace(update_weights=receipts))
-        sync = WeightSync(trainer, generators, vocab_size=96, remote_readers=False, tolerance=1.0)
+        sync = WeightSync(trainer, generators, vocab_size=96, tolerance=1.0)
         try:
             asyncio.run(sync.update(CopiedOut(version=manifest.version, seconds=0.0)))
         except RunError as error:

@@ -52,20 +52,23 @@ def save_table(table: torch.Tensor, folder: Path) -> str:
     return str(folder)
 
 
+_PUBLISHED: list[SharedBuffer] = []
+"""A path is good while its buffer lives."""
+
+
 def snapshot_of(version: int, table: torch.Tensor) -> Manifest:
     """The table in shared memory of this process, as a trainer publishes it."""
     layout = SnapshotLayout.of({TABLE: table}, torch.float32)
     buffer = SharedBuffer.create(layout.nbytes)
+    _PUBLISHED.append(buffer)
     dict(buffer.views(layout))[TABLE].copy_(table)
     digests = {TABLE: digest(bytes_of(table.float()))}
     return Manifest(
         version=version,
         layout=layout,
-        path=buffer.path,
-        host="here",
+        paths={"here": buffer.path},
         fingerprint=fingerprint(digests),
         digests=digests,
-        payload_key=None,
     )
 
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from torchtitan.experiments.rl.generation.config import WeightUpdate
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Result, ScoreResult
+from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
@@ -57,7 +58,7 @@ class Fleet:
         """The replica that tests speak to where one is enough."""
         self.version = 0
         self.models: dict[int, Qwen3ForCausalLM] = {0: Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()}
-        self._publisher = SnapshotPublisher(rank=0, one_host=True, dtype=torch.float32)
+        self._publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
         self._config = Qwen3Config.from_pretrained(path)
         self._ids = itertools.count()
 

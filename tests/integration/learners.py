@@ -128,7 +128,7 @@ def one_step(learner: Learner) -> dict:
 
 def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
     """What this rank wrote into shared memory; on the first rank, what the ranks wrote together."""
-    publisher = SnapshotPublisher(rank=learner.rank, one_host=True, dtype=torch.float32)
+    publisher = SnapshotPublisher(rank=learner.rank, host="here", dtype=torch.float32)
     publisher.write(1, learner.hub_tensors())
     if learner.rank:
         return {name: view.clone() for name, view in publisher._targets[1].items()}

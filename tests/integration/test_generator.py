@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import RequestFailed, ScoreRequest
 from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
 from torchtitan.experiments.rl.weights.snapshot import SharedBuffer
@@ -304,7 +305,7 @@ async def test_a_corrupted_snapshot_is_refused_and_the_old_weights_stay(tied):
     await tied.train()
     trainer = await tied.publish()
     manifest = await torchstore.get(manifest_key(tied.version))
-    snapshot = SharedBuffer.attach(manifest.path)
+    snapshot = SharedBuffer.attach(manifest.paths[host_identity()])
     snapshot.bytes[manifest.layout.nbytes // 2] ^= 1
     with pytest.raises(Exception, match=f"weights of version {tied.version}: fingerprint .* mapped, .* published"):
         await tied.update()

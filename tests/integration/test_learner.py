@@ -91,11 +91,11 @@ def published(learner: Learner, monkeypatch) -> dict[str, torch.Tensor]:
         store[key] = value
 
     monkeypatch.setattr(publisher_module.torchstore, "put", put)
-    publisher = SnapshotPublisher(rank=0, one_host=True, dtype=torch.float32)
+    publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.float32)
     publisher.write(1, learner.hub_tensors())
     asyncio.run(publisher.publish(1, remote_readers=False))
     (manifest,) = store.values()
-    return {name: view.clone() for name, view in SharedBuffer.attach(manifest.path).views(manifest.layout)}
+    return {name: view.clone() for name, view in SharedBuffer.attach(manifest.paths["here"]).views(manifest.layout)}
 
 
 # ---- steps that must not be taken

@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.controller.provision import spawn
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GenerateRequest
+from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.store import start_store
@@ -95,7 +96,7 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     learner.optim_step()
     trained = learner.score(tokens)[LENGTH:]
     assert np.abs(trained - expected).max() > 0.1, "the step changed nothing"
-    publisher = SnapshotPublisher(rank=0, one_host=True, dtype=torch.float32)
+    publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
     publisher.write(1, learner.hub_tensors())
     await publisher.publish(1, remote_readers=False)
     canary = random_tokens(8)

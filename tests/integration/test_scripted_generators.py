@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.generator import Generator
+from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
@@ -156,7 +157,7 @@ class Load:
 async def test_weight_updates_under_load_lose_no_request_and_label_every_token(how, meshes):
     # The modes share a store: each has versions of its own.
     versions = range(MODES.index(how) * VERSIONS + 1, (MODES.index(how) + 1) * VERSIONS + 1)
-    publisher = SnapshotPublisher(rank=0, one_host=True, dtype=torch.float32)
+    publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
     async with asyncio.timeout(120), connected(meshes[how]) as client:
         load = Load(client)
         async with asyncio.TaskGroup() as tasks:

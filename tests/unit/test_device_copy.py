@@ -64,12 +64,12 @@ def test_a_publisher_locks_its_buffers_once_and_waits_for_the_gpu_before_it_take
     monkeypatch.setattr(f"{module}.wait_for_copies", lambda device: events.append(f"wait for {device.type}"))
     real = device_copy.copy_to_host
     monkeypatch.setattr(f"{module}.copy_to_host", lambda target, source: (events.append("copy"), real(target, source)))
-    monkeypatch.setattr(f"{module}.tensor_digests", lambda buffer, layout: events.append("digests") or {})
-    publisher = SnapshotPublisher(rank=0, one_host=True, dtype=torch.bfloat16)
+    monkeypatch.setattr(f"{module}.digests", lambda buffers: [events.append("digest") or "d" for _ in buffers])
+    publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.bfloat16)
     reach = publisher._reach
     monkeypatch.setattr(publisher, "_reach", lambda device: reach(torch.device("cuda")))
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7)}
     publisher.write(1, tensors)
     publisher.write(2, tensors)
-    one_write = ["copy", "copy", "wait for cuda", "digests"]
+    one_write = ["copy", "copy", "wait for cuda", "digest", "digest"]
     assert events == ["lock", "lock", *one_write, *one_write]

@@ -199,7 +199,7 @@ def test_a_version_loaded_in_mid_completion_samples_the_rest_and_scores_what_com
     engine.add(request(2, tokens=4, temperature=0.0))
     assert [withdrawn.request_id for withdrawn in engine.withdraw()] == [2]
     manifest = snapshot_of(3, counting_table(0.9))
-    engine.load(manifest, manifest.path, recompute=False)
+    engine.load(manifest, manifest.paths["here"], recompute=False)
     engine.add(ScoreRequest(request_id=-1, token_ids=np.array([4, 5, 5], np.int32)))
     results = finish(engine)
     completion = results[1].completion
@@ -212,7 +212,7 @@ def test_other_bytes_than_those_published_are_refused_and_the_old_table_stays():
     engine = engine_of(counting_table(0.5))
     manifest = snapshot_of(1, counting_table(0.9))
     with pytest.raises(RunError, match="weights of version 1: fingerprint .* mapped, x published"):
-        engine.load(replace(manifest, fingerprint="x"), manifest.path, recompute=False)
+        engine.load(replace(manifest, fingerprint="x"), manifest.paths["here"], recompute=False)
     engine.add(request(1, tokens=1, temperature=0.0))
     completion = finish(engine)[1].completion
     assert completion.policy_versions.tolist() == [0] and completion.logprobs[0] == pytest.approx(np.log(0.5))

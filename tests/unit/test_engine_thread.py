@@ -122,7 +122,7 @@ class Harness:
         manifest = snapshot_of(version, table(version))
         if corrupted:
             manifest = replace(manifest, fingerprint="of other bytes")
-        task = asyncio.create_task(self.thread.update_weights(manifest, manifest.path, CANARY, how))
+        task = asyncio.create_task(self.thread.update_weights(manifest, manifest.paths["here"], CANARY, how))
         await asyncio.sleep(0)
         return task
 

@@ -157,12 +157,12 @@ class Trainer:
 
     def __init__(self):
         self.score = SimpleNamespace(call=self._score)
-        self.publish_weights = Endpoint(self._publish)
+        self.publish_weights = SimpleNamespace(call=self._publish)
         self.canary = Endpoint(lambda: np.full(2, self.published / 10, np.float32))
 
-    def _publish(self, version: int, remote_readers: bool) -> str:
+    async def _publish(self, version: int, remote_readers: bool) -> dict[int, str]:
         self.published = version
-        return "f"
+        return {0: "f"}
 
     async def _score(self, token_ids):
         return {0: np.zeros(2, np.float32)}
@@ -186,7 +186,7 @@ class Generators:
 
 
 def sync_of(generators: Generators) -> WeightSync:
-    return WeightSync(Trainer(), generators, vocab_size=16, remote_readers=False, tolerance=1e-3)
+    return WeightSync(Trainer(), generators, vocab_size=16, tolerance=1e-3)
 
 
 async def test_a_replica_that_is_back_loads_the_version_of_the_others_before_it_takes_requests():

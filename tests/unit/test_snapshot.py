@@ -155,7 +155,7 @@ def test_a_snapshot_that_changed_after_its_digests_were_taken_is_refused():
     layout = SnapshotLayout.of(tensors_of(), torch.float32)
     buffer = SharedBuffer.create(layout.nbytes)
     digests = tensor_digests(buffer.bytes, layout)
-    sizes = dict(version=3, layout=layout, path=buffer.path, host="here", payload_key=None)
+    sizes = dict(version=3, layout=layout, paths={"here": buffer.path})
     manifest = Manifest(fingerprint=fingerprint(digests), digests=digests, **sizes)
     assert list(SnapshotReader().tensors(manifest, buffer.path)) == ["embed", "norm", "head", "scalar"]
     dict(buffer.views(layout))["norm"][0] = 1
@@ -190,7 +190,7 @@ def published(monkeypatch):
 
     monkeypatch.setattr(publisher_module.torchstore, "put", put)
     monkeypatch.setattr(publisher_module.torchstore, "delete", delete)
-    return store, SnapshotPublisher(rank=0, one_host=True, dtype=torch.float32)
+    return store, SnapshotPublisher(rank=0, host="here", dtype=torch.float32)
 
 
 def manifests(store) -> dict:
@@ -207,27 +207,15 @@ async def test_version_before_can_still_be_read_while_the_next_is_written(publis
             assert fingerprint(tensor_digests(readers[version - 1].bytes, manifest.layout)) == manifest.fingerprint
         await publisher.publish(version, remote_readers=False)
         manifest = manifests(store)[version]
-        readers[version] = SharedBuffer.attach(manifest.path)
+        readers[version] = SharedBuffer.attach(manifest.paths["here"])
         for name, view in readers[version].views(manifest.layout):
             assert torch.equal(view, tensors_of(version)[name])
-    assert len({manifest.path for manifest in manifests(store).values()}) == 2
+    assert len({manifest.paths["here"] for manifest in manifests(store).values()}) == 2
 
 
-async def test_store_keeps_the_two_newest_versions(published):
+async def test_store_keeps_the_two_newest_versions_and_no_bytes(published):
     store, publisher = published
     for version in (1, 2, 3, 4, 5):
         publisher.write(version, tensors_of(version))
-        await publisher.publish(version, remote_readers=version % 2 == 0)
-    assert sorted(manifests(store)) == [4, 5] and len(store) == 3, "two manifests, and the payload of version 4"
-
-
-async def test_payload_for_other_hosts_is_the_fingerprinted_bytes(published):
-    store, publisher = published
-    publisher.write(1, tensors_of())
-    await publisher.publish(1, remote_readers=True)
-    manifest = manifests(store)[1]
-    digests = tensor_digests(store[manifest.payload_key], manifest.layout)
-    assert digests == manifest.digests and fingerprint(digests) == manifest.fingerprint
-    publisher.write(2, tensors_of(1))
-    await publisher.publish(2, remote_readers=False)
-    assert manifests(store)[2].payload_key is None and manifests(store)[2].fingerprint != manifest.fingerprint
+        await publisher.publish(version, remote_readers=False)
+    assert sorted(manifests(store)) == [4, 5] and len(store) == 2

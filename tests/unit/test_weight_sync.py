@@ -21,13 +21,12 @@ async def update(*receipts: WeightReceipt):
     async def answer(value):
         return value
 
-    rank0 = SimpleNamespace(
-        publish_weights=SimpleNamespace(call_one=lambda version, remote: answer("aa")),
-        canary=SimpleNamespace(call_one=lambda: answer(np.full(CANARY_TOKENS, -1.0, np.float32))),
+    rank0 = SimpleNamespace(canary=SimpleNamespace(call_one=lambda: answer(np.full(CANARY_TOKENS, -1.0, np.float32))))
+    trainer = SimpleNamespace(
+        publish_weights=SimpleNamespace(call=lambda version, remote: answer({0: "aa", 1: ""})), slice=lambda procs: rank0
     )
-    trainer = SimpleNamespace(slice=lambda procs: rank0)
     generators = SimpleNamespace(update_weights=lambda version, canary: answer(dict(enumerate(receipts))))
-    sync = WeightSync(trainer, generators, vocab_size=96, remote_readers=False, tolerance=1e-3)
+    sync = WeightSync(trainer, generators, vocab_size=96, tolerance=1e-3)
     return await sync.update(CopiedOut(version=5, seconds=1.0))
 
 

@@ -23,7 +23,7 @@ async def start_trainer(procs: ProcMesh, trainer: Any) -> str:
     points = list((await trainer.meeting_points.call()).values())
     host, port, file = points[0]
     one_host = len({identity for identity, _, _ in points}) == 1
-    await trainer.setup.call(file if one_host else port, one_host)
+    await trainer.setup.call(file if one_host else port)
     return host
 
 

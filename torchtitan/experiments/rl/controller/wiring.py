@@ -126,10 +126,7 @@ class RunActors:
             return await start_trainer(procs, trainers)
 
         # The generators of the policy come first.
-        trainer_host, *hosts = await asyncio.gather(
-            start_guarded_trainer(), *(self.supervisor.start(part) for part in self._generating.values())
-        )
-        remote_readers = set(hosts[: plan.generator_replicas]) - {trainer_host}
+        await asyncio.gather(start_guarded_trainer(), *(self.supervisor.start(part) for part in self._generating.values()))
         logger.info("actors set up")
         decoder = decoder_config(policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length))
         self.trainer = TrainerClient(trainers, run_dir=self._run_dir, life=trainer_life)
@@ -138,7 +135,6 @@ class RunActors:
             trainers,
             self.policy,
             vocab_size=decoder.vocab_size,
-            remote_readers=bool(remote_readers),
             tolerance=canary_tolerance(config.generator.engine.dtype),
         )
         if trainer_start is not None:

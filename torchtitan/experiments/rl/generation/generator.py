@@ -18,8 +18,9 @@ from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
+from torchtitan.experiments.rl.weights.reader import local_snapshot
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
-from torchtitan.experiments.rl.weights.store import local_copy, manifest_key
+from torchtitan.experiments.rl.weights.store import manifest_key
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ class Generator(WatchedActor):
             RunError: what was mapped is not what was published, or the engine failed.
         """
         manifest: Manifest = await torchstore.get(manifest_key(version))
-        path = await local_copy(manifest)
+        path = await local_snapshot(manifest)
         return await self._thread.update_weights(manifest, path, canary_token_ids, self.config.weight_update)
 
     @reported_endpoint

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.weights.snapshot import Manifest, bytes_of, digest
+from torchtitan.experiments.rl.weights.snapshot import Manifest, bytes_of, digest, tensor_digest
 
 UNKNOWN = "packed before this version"
 """In place of a digest: nobody has seen what the copy was made of."""
@@ -21,6 +21,7 @@ class HeldWeights:
 
     def __init__(self, model: Any, manifest: Manifest, snapshot: dict[str, torch.Tensor]):
         self._published, self._snapshot = manifest.digests, snapshot
+        self._shards = {entry.name: entry.shards for entry in manifest.layout.entries}
         self._weights = list(compat.held_weights(model, set(snapshot)))
         self._packed = {id(held.module): held for held in self._weights if held.packed}
         self.seconds = 0.0
@@ -57,11 +58,12 @@ class HeldWeights:
             whole = self._snapshot[name]
             region = compat.region(held, rows, tuple(whole.shape), weight.shape)
             own = weight[start : start + region[0].stop - region[0].start].detach().to(whole.dtype)
-            found[name] = digest(bytes_of(own))
-            if own.shape != whole.shape:
+            if own.shape == whole.shape:
+                found[name] = tensor_digest(own, self._shards[name])
+            else:
                 self.has_shares = True
-                if found[name] == digest(bytes_of(whole[region])):
-                    found[name] = self._published[name]
+                seen = digest(bytes_of(own))
+                found[name] = self._published[name] if seen == digest(bytes_of(whole[region])) else seen
             start += rows
         self.seconds += time.perf_counter() - started
         return found

@@ -90,18 +90,17 @@ class PolicyTrainer(WatchedActor):
         return host_identity(), f"tcp://{socket.gethostname()}:{portpicker.pick_unused_port()}", f"file://{folder}/store"
 
     @reported_endpoint
-    async def setup(self, rendezvous: str, one_host: bool) -> None:
+    async def setup(self, rendezvous: str) -> None:
         """Join the process group and load the model. Collective.
 
         Args:
             rendezvous: URL of rank 0.
-            one_host: all ranks share this host's memory.
         """
 
         def build() -> None:
             init_process_group(device=self._device, rank=self._rank, world_size=self._world_size, url=rendezvous)
             self._learner = self._build()
-            self._publisher = SnapshotPublisher(rank=self._rank, one_host=one_host, dtype=self._generator_dtype)
+            self._publisher = SnapshotPublisher(rank=self._rank, host=host_identity(), dtype=self._generator_dtype)
 
         await self._submit(build)
 
@@ -176,10 +175,13 @@ class PolicyTrainer(WatchedActor):
 
     @reported_endpoint
     async def publish_weights(self, version: int, remote_readers: bool) -> str:
-        """Rank 0: put the snapshot of ``version`` where the generators find it. Runs beside the compute thread.
+        """Put the snapshot of ``version`` where the generators find it; every rank. Runs beside the compute thread.
+
+        Args:
+            remote_readers: some generator is on a host without trainer ranks.
 
         Returns:
-            The fingerprint of the version's tensors.
+            The fingerprint of the version's tensors; "" but on rank 0.
         """
         return await self._publisher.publish(version, remote_readers=remote_readers)
 

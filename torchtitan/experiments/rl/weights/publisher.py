@@ -1,7 +1,8 @@
 """The trainer's side of weight synchronisation: sharded parameters to one shared snapshot per version."""
 
+import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -9,88 +10,101 @@ import torchstore
 from torch.distributed.tensor import DTensor
 
 from torchtitan.experiments.rl.compat.torch import local_shard
-from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.weights.device_copy import copy_to_host, page_lock, wait_for_copies
+from torchtitan.experiments.rl.weights.host_shards import HostShards, divide, divided_tensors, written_by
+from torchtitan.experiments.rl.weights.remote import RemoteShards, offer
 from torchtitan.experiments.rl.weights.snapshot import (
     Manifest,
+    Shard,
     SharedBuffer,
     SnapshotLayout,
+    bytes_of,
+    combined,
+    digest,
+    digests,
     fingerprint,
-    tensor_digests,
 )
-from torchtitan.experiments.rl.weights.store import manifest_key, payload_key
+from torchtitan.experiments.rl.weights.store import manifest_key, shards_key
+
+T = TypeVar("T")
 
 
 class SnapshotPublisher:
     """Writes versions to two buffers alternately, so that generators may read one version while the next is written.
 
-    On one host every rank copies its own shards straight into the buffer: gathering is that copy. Of several ranks that hold
-    the same shard, the lowest writes it. Ranks on several hosts gather each tensor, and rank 0 writes.
+    Every rank copies its own shards straight into the buffers of its host: gathering is that copy. Of several ranks that hold
+    the same shard, the lowest writes it, and a host of which no rank writes anything has no buffers. The lowest rank of each
+    host owns its buffers, and takes the digests of what is in them.
     """
 
-    def __init__(self, *, rank: int, one_host: bool, dtype: torch.dtype):
+    def __init__(self, *, rank: int, host: str, dtype: torch.dtype):
+        """``host``: its identity. Ranks of one host share memory."""
         self._rank = rank
-        self._one_host = one_host
+        self._host = host
         self._dtype = dtype
         self._layout: SnapshotLayout | None = None
+        self._shards: dict[str, HostShards] = {}
+        """By host."""
+        self._owns_buffers = False
         self._buffers: list[SharedBuffer] = []
+        """Of this host."""
+        self._paths: list[dict[str, str]] = [{}, {}]
+        """Of the buffers, by host."""
         self._page_locked = False
-        self._targets: list[dict[str, torch.Tensor]] = []
+        self._targets: list[dict[str, torch.Tensor]] = [{}, {}]
         """By buffer and name: where this rank copies its part of a tensor. Found once: it takes a tenth of the copying."""
         self._digests: list[dict[str, str]] = [{}, {}]
-        """Of the buffers' tensors, taken by rank 0."""
-        self._published: list[tuple[int, bool]] = []
+        """Of the snapshot in each buffer."""
+        self._offered = False
+        """Whether readers of other hosts can read this host's buffers."""
+        self._published: list[int] = []
 
     @torch.no_grad()
     def write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy ``tensors`` (hub names; DTensor or plain) into this version's buffer. Collective: every rank calls it."""
         if self._layout is None:
-            self._layout = SnapshotLayout.of(tensors, self._dtype)
-            self._open_buffers(self._layout.nbytes)
-            shards = self._shards_to_write(tensors)
-            self._targets = [
-                {name: view[shards[name]] for name, view in buffer.views(self._layout) if name in shards}
-                for buffer in self._buffers
-            ] or [{}, {}]
+            self._lay_out(tensors)
         targets = self._targets[version % 2]
         device = torch.device("cpu")
         for name, tensor in tensors.items():
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to_local() if self._one_host else tensor.full_tensor()
             if name in targets:
-                device = self._reach(tensor.device)
-                copy_to_host(targets[name], tensor)
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                device = self._reach(local.device)
+                copy_to_host(targets[name], local)
         wait_for_copies(device)
         _barrier()
-        if self._rank == 0:
-            self._digests[version % 2] = tensor_digests(self._buffers[version % 2].bytes, self._layout)
+        self._digests[version % 2] = self._take_digests(version % 2)
 
     async def publish(self, version: int, *, remote_readers: bool) -> str:
-        """Rank 0: put a written version into torchstore: its manifest, and its bytes when some generator can't map them.
-        Returns its fingerprint.
+        """Put a written version into torchstore: every rank calls it, and generators may read when all have returned.
 
-        Also deletes version ``v - 2`` from the store, which had the same buffer: every generator has answered for it.
+        Rank 0 puts the manifest, and returns the version's fingerprint; the others return "". It also deletes the manifest of
+        version ``v - 2``, which had the same buffer: every generator has answered for it.
+
+        Args:
+            remote_readers: some generator is on a host without trainer ranks.
         """
-        buffer = self._buffers[version % 2]
         assert self._layout is not None, "publish comes after write"
+        if (remote_readers or len(self._shards) > 1) and self._owns_buffers and not self._offered:
+            buffers = [buffer.bytes for buffer in self._buffers]
+            # In a thread: it takes 0.3 ms for each 8 MB. The thread has the actor's context, which Monarch needs.
+            handles = await asyncio.to_thread(offer, self._shards[self._host], self._layout, buffers)
+            await torchstore.put(shards_key(self._host), RemoteShards(shards=self._shards[self._host], handles=handles))
+            self._offered = True
+        if self._rank:
+            return ""
+        found = self._digests[version % 2]
         manifest = Manifest(
             version=version,
             layout=self._layout,
-            path=buffer.path,
-            host=host_identity(),
-            fingerprint=fingerprint(self._digests[version % 2]),
-            digests=self._digests[version % 2],
-            payload_key=payload_key(version) if remote_readers else None,
+            paths=self._paths[version % 2],
+            fingerprint=fingerprint(found),
+            digests=found,
         )
-        if remote_readers:
-            await torchstore.put(payload_key(version), buffer.bytes)
         await torchstore.put(manifest_key(version), manifest)
-        self._published.append((version, remote_readers))
-        while self._published[0][0] <= version - 2:
-            old, had_payload = self._published.pop(0)
-            await torchstore.delete(manifest_key(old))
-            if had_payload:
-                await torchstore.delete(payload_key(old))
+        self._published.append(version)
+        while self._published[0] <= version - 2:
+            await torchstore.delete(manifest_key(self._published.pop(0)))
         return manifest.fingerprint
 
     def _reach(self, device: torch.device) -> torch.device:
@@ -101,35 +115,43 @@ class SnapshotPublisher:
                 page_lock(buffer.bytes)
         return device
 
-    def _open_buffers(self, nbytes: int) -> None:
-        paths = ["", ""]
-        if self._rank == 0:
-            self._buffers = [SharedBuffer.create(nbytes) for _ in paths]
-            paths = [buffer.path for buffer in self._buffers]
-        if _many_ranks():
-            dist.broadcast_object_list(paths)
-        if self._rank != 0 and self._one_host:
-            self._buffers = [SharedBuffer.attach(path) for path in paths]
+    def _lay_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Decide who writes what, and make or map this host's buffers."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        everyones = _of_every_rank((self._host, {name: _shard_of(tensor) for name, tensor in tensors.items()}))
+        hosts, held = [host for host, _ in everyones], [shards for _, shards in everyones]
+        self._shards = divide(held, hosts, self._dtype)
+        self._layout = SnapshotLayout.of(tensors, self._dtype, divided_tensors(self._shards, shapes))
+        own = self._shards.get(self._host)
+        self._owns_buffers = own is not None and hosts.index(self._host) == self._rank
+        if own is not None and self._owns_buffers:
+            self._buffers = [SharedBuffer.create(own.nbytes) for _ in range(2)]
+        offered = _of_every_rank([buffer.path for buffer in self._buffers])
+        self._paths = [{host: paths[index] for host, paths in zip(hosts, offered, strict=True) if paths} for index in range(2)]
+        if own is None:
+            return
+        if not self._owns_buffers:
+            self._buffers = [SharedBuffer.attach(paths[self._host]) for paths in self._paths]
+        written = written_by(self._rank, held)
+        self._targets = [own.targets(buffer.bytes, written) for buffer in self._buffers]
 
-    def _shards_to_write(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Any, ...]]:
-        """Index of what this rank writes in the whole tensor, by name. Collective: the ranks compare what they hold."""
-        if not self._one_host:
-            return dict.fromkeys(tensors, (...,)) if self._rank == 0 else {}
-        mine = {name: _shard_of(tensor) for name, tensor in tensors.items()}
-        held = [mine]
-        if _many_ranks():
-            held = [mine] * dist.get_world_size()
-            dist.all_gather_object(held, mine)
-        written = {entry for lower in held[: self._rank] for entry in lower.items()}
+    def _take_digests(self, index: int) -> dict[str, str]:
+        """Of the snapshot in the buffers of this index, by name. Each host's are taken there."""
+        assert self._layout is not None
+        found: dict[tuple[str, Shard], str] = {}
+        if self._owns_buffers:
+            held = self._shards[self._host].held
+            values = digests(bytes_of(each.view(self._buffers[index].bytes)) for each in held)
+            found = {(each.name, each.shard): value for each, value in zip(held, values, strict=True)}
+        if len(self._shards) > 1:
+            found = {key: value for own in _of_every_rank(found) for key, value in own.items()}
+        if self._rank:
+            return {}
+        empty = digest(torch.empty(0, dtype=torch.uint8))
         return {
-            name: tuple(slice(start, stop) for start, stop in shard)
-            for name, shard in mine.items()
-            if (name, shard) not in written
+            entry.name: combined([found.get((entry.name, shard), empty) for shard in entry.shards or (entry.whole,)])
+            for entry in self._layout.entries
         }
-
-
-Shard = tuple[tuple[int, int], ...]
-"""Start and stop in each dimension of the whole tensor."""
 
 
 def _shard_of(tensor: torch.Tensor) -> Shard:
@@ -139,6 +161,15 @@ def _shard_of(tensor: torch.Tensor) -> Shard:
 
 def _many_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _of_every_rank(value: T) -> list[T]:
+    """What each rank has given, by rank. Collective."""
+    if not _many_ranks():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _barrier() -> None:

@@ -1,4 +1,4 @@
-"""One policy version's weights in shared memory: the trainer writes, every generator on the host maps.
+"""One policy version's weights in shared memory: whoever fills it writes, every generator on the host maps.
 
 A snapshot is one flat buffer and a layout that says where each tensor lies in it. The buffer's pages are made once and reused:
 touching fresh shared-memory pages costs as much as the copy itself.
@@ -6,7 +6,8 @@ touching fresh shared-memory pages costs as much as the copy itself.
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,6 +20,9 @@ from torchtitan.experiments.rl.errors import PeerGone, RunError
 _ALIGNMENT = 64
 _DIGEST_CHUNK = 16 * 2**20
 
+Shard = tuple[tuple[int, int], ...]
+"""A part of a tensor: start and stop in each dimension."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class TensorEntry:
@@ -28,10 +32,17 @@ class TensorEntry:
     dtype: torch.dtype
     offset: int
     """Bytes from the start of the buffer."""
+    shards: tuple[Shard, ...] = ()
+    """How the trainer's hosts divide it, sorted: no host can take its digest alone, so its digest is that of theirs. Empty:
+    one host holds it whole."""
 
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @property
+    def whole(self) -> Shard:
+        return tuple((0, size) for size in self.shape)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -40,13 +51,21 @@ class SnapshotLayout:
     nbytes: int
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> "SnapshotLayout":
-        """Lay the tensors out one after the other, each as ``dtype``. A DTensor counts with its global shape."""
+    def of(
+        cls, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, shards: Mapping[str, tuple[Shard, ...]] | None = None
+    ) -> "SnapshotLayout":
+        """Lay the tensors out one after the other, each as ``dtype``. A DTensor counts with its global shape.
+
+        Args:
+            shards: of those tensors that several hosts divide, by name.
+        """
         entries, offset = [], 0
         for name, tensor in tensors.items():
-            entry = TensorEntry(name=name, shape=tuple(tensor.shape), dtype=dtype, offset=offset)
+            entry = TensorEntry(
+                name=name, shape=tuple(tensor.shape), dtype=dtype, offset=offset, shards=(shards or {}).get(name, ())
+            )
             entries.append(entry)
-            offset += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
+            offset += aligned(entry.nbytes)
         return cls(entries=tuple(entries), nbytes=offset)
 
 
@@ -56,16 +75,16 @@ class Manifest:
 
     version: int
     layout: SnapshotLayout
-    path: str
-    """Of the trainer's SharedBuffer."""
-    host: str
-    """Identity of the host it is on."""
+    paths: dict[str, str]
+    """Of the trainer's SharedBuffer on each host that holds something of the version, by the host's identity."""
     fingerprint: str
     """Of ``digests``."""
     digests: dict[str, str]
     """Of each tensor, by hub name in the layout's order, taken by the trainer after writing them."""
-    payload_key: str | None
-    """torchstore key of the whole buffer, when some generator is on another host."""
+
+    def whole_on(self, host: str) -> str | None:
+        """Path of the trainer's own buffer where that is the whole snapshot, on ``host``."""
+        return self.paths.get(host) if len(self.paths) == 1 else None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -86,9 +105,10 @@ class SharedBuffer:
     however that process ends."""
 
     def __init__(self, descriptor: int, path: str):
-        self._descriptor = descriptor
+        # Whoever maps the memory keeps it; an open descriptor keeps it too.
+        weakref.finalize(self, os.close, descriptor)
         self.path = path
-        """Where other processes of this host find it, while the one that created it lives."""
+        """Where other processes of this host find it, while this object lives in the one that created it."""
         self.bytes = torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
 
     @classmethod
@@ -113,9 +133,7 @@ class SharedBuffer:
 
     def views(self, layout: SnapshotLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and tensor of each entry, sharing the buffer's memory."""
-        for entry in layout.entries:
-            flat = self.bytes[entry.offset : entry.offset + entry.nbytes]
-            yield entry.name, flat.view(entry.dtype).view(entry.shape)
+        return views(self.bytes, layout)
 
 
 class SnapshotReader:
@@ -123,6 +141,7 @@ class SnapshotReader:
 
     def __init__(self):
         self._buffers: dict[str, SharedBuffer] = {}
+        """The two that were read last, by path: those of a process that has been made again are other ones."""
 
     def tensors(self, manifest: Manifest, path: str) -> dict[str, torch.Tensor]:
         """Views of a version's tensors, by name, in the shared memory at ``path``.
@@ -130,9 +149,10 @@ class SnapshotReader:
         Raises:
             RunError: the bytes are not those that were published.
         """
-        if path not in self._buffers:
-            self._buffers[path] = SharedBuffer.attach(path)
-        buffer = self._buffers[path]
+        buffer = self._buffers.pop(path) if path in self._buffers else SharedBuffer.attach(path)
+        self._buffers[path] = buffer
+        while len(self._buffers) > 2:
+            del self._buffers[next(iter(self._buffers))]
         seen = fingerprint(tensor_digests(buffer.bytes, manifest.layout))
         if seen != manifest.fingerprint:
             raise RunError(
@@ -142,10 +162,38 @@ class SnapshotReader:
         return dict(buffer.views(manifest.layout))
 
 
+def aligned(nbytes: int) -> int:
+    """Bytes that so many take in a buffer, up to where the next tensor begins."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def views(buffer: torch.Tensor, layout: SnapshotLayout) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of each entry, sharing the memory of ``buffer``, which is flat and of uint8."""
+    for entry in layout.entries:
+        flat = buffer[entry.offset : entry.offset + entry.nbytes]
+        yield entry.name, flat.view(entry.dtype).view(entry.shape)
+
+
+def index_of(shard: Shard) -> tuple[slice, ...]:
+    """What picks a shard out of its tensor."""
+    return tuple(slice(start, stop) for start, stop in shard)
+
+
 def tensor_digests(buffer: torch.Tensor, layout: SnapshotLayout) -> dict[str, str]:
-    """``digest`` of each tensor in a snapshot's flat uint8 buffer, by name in the layout's order."""
-    found = _digests([buffer[entry.offset : entry.offset + entry.nbytes] for entry in layout.entries])
-    return {entry.name: value for entry, value in zip(layout.entries, found, strict=True)}
+    """``tensor_digest`` of each tensor in a snapshot's flat uint8 buffer, by name in the layout's order."""
+    shards = [entry.shards for entry in layout.entries]
+    found = digests(part for (_, view), own in zip(views(buffer, layout), shards, strict=True) for part in _parts(view, own))
+    return {entry.name: combined([next(found) for _ in entry.shards or (0,)]) for entry in layout.entries}
+
+
+def tensor_digest(tensor: torch.Tensor, shards: tuple[Shard, ...] = ()) -> str:
+    """Of a whole tensor that is divided as ``TensorEntry.shards`` says: ``digest`` of its bytes, or of those of its shards."""
+    return combined(list(digests(_parts(tensor, shards))))
+
+
+def combined(found: list[str]) -> str:
+    """Digest of a tensor from those of its shards, in their order."""
+    return found[0] if len(found) == 1 else xxhash.xxh3_128_hexdigest("\n".join(found).encode())
 
 
 def fingerprint(digests: Mapping[str, str]) -> str:
@@ -155,7 +203,7 @@ def fingerprint(digests: Mapping[str, str]) -> str:
 
 def digest(flat: torch.Tensor) -> str:
     """XXH3-128 of a flat uint8 tensor."""
-    return _digests([flat])[0]
+    return next(digests([flat]))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,14 +211,16 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
-def _digests(buffers: Sequence[torch.Tensor]) -> list[str]:
-    """Chunks are hashed in parallel, where there are cores: xxhash releases the GIL, and reads at memory speed."""
-    views = [buffer.numpy().data for buffer in buffers]
-    chunks = [[view[i : i + _DIGEST_CHUNK] for i in range(0, len(view), _DIGEST_CHUNK)] for view in views]
-    workers = min(len(os.sched_getaffinity(0)), sum(map(len, chunks)))
-    if workers > 1:
-        with ThreadPoolExecutor(max_workers=workers) as pool:
-            hashed = [list(pool.map(xxhash.xxh3_128_digest, own)) for own in chunks]
-    else:
-        hashed = [[xxhash.xxh3_128_digest(chunk) for chunk in own] for own in chunks]
-    return [xxhash.xxh3_128_hexdigest(b"".join(own)) for own in hashed]
+def digests(buffers: Iterable[torch.Tensor]) -> Iterator[str]:
+    """``digest`` of each. Chunks are hashed in parallel, where there are cores: xxhash releases the GIL, and reads at memory
+    speed. One buffer is looked at after the other: a shard with gaps is copied to be hashed."""
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        for buffer in buffers:
+            view = buffer.numpy().data
+            chunks = [view[i : i + _DIGEST_CHUNK] for i in range(0, len(view), _DIGEST_CHUNK)]
+            spread = pool.map if len(chunks) > 1 else map
+            yield xxhash.xxh3_128_hexdigest(b"".join(spread(xxhash.xxh3_128_digest, chunks)))
+
+
+def _parts(tensor: torch.Tensor, shards: tuple[Shard, ...]) -> Iterator[torch.Tensor]:
+    return (bytes_of(tensor[index_of(shard)]) for shard in shards) if shards else iter((bytes_of(tensor),))

@@ -1,11 +1,9 @@
-"""torchstore as this library uses it: where a version's manifest, and for other hosts its bytes, are kept."""
+"""torchstore as this library uses it: where the manifests of the versions are kept, and what hosts say of their memory."""
 
 import torchstore
 from monarch.actor import ProcMesh
 
 from torchtitan.experiments.rl.compat.torchstore import use_async_controller
-from torchtitan.experiments.rl.process.host_identity import host_identity
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer
 
 
 async def start_store(mesh: ProcMesh) -> None:
@@ -19,23 +17,15 @@ async def start_store(mesh: ProcMesh) -> None:
 
 
 def manifest_key(version: int) -> str:
+    """Of a ``weights.snapshot.Manifest``."""
     return f"policy/{version}/manifest"
 
 
-def payload_key(version: int) -> str:
-    return f"policy/{version}/payload"
+def shards_key(host: str) -> str:
+    """Of the ``weights.remote.RemoteShards`` of a trainer host."""
+    return f"policy/shards/{host}"
 
 
-_fetched: dict[str, SharedBuffer] = {}
-"""Buffers of this process for snapshots from other hosts, by the trainer's path: reused, as the trainer reuses its own."""
-
-
-async def local_copy(manifest: Manifest) -> str:
-    """Path of the snapshot in this host's memory: the trainer's own buffer, or one filled through torchstore."""
-    if manifest.host == host_identity():
-        return manifest.path
-    if manifest.path not in _fetched:
-        _fetched[manifest.path] = SharedBuffer.create(manifest.layout.nbytes)
-    buffer = _fetched[manifest.path]
-    await torchstore.get(manifest.payload_key, buffer.bytes)
-    return buffer.path
+def copy_key(host: str) -> str:
+    """Of the ``weights.reader.HostCopy`` of a generator host."""
+    return f"policy/copy/{host}"

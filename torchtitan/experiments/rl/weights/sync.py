@@ -3,13 +3,15 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
+
+T = TypeVar("T")
 
 CANARY_TOKENS = 8
 """Enough to tell stale weights from new ones, few enough that scoring them costs a fraction of loading a model."""
@@ -30,6 +32,10 @@ class SyncReport:
     """Part of load_s: the slowest replica's mapping and fingerprint."""
     reload_s: float
     """Part of load_s: the slowest replica's engine."""
+    fetched_bytes: dict[str, int] = field(default_factory=dict)
+    """By generator host that is not the trainer's: what it has read from other hosts since the last report."""
+    fetch_s: float = 0.0
+    """Part of load_s: until the slowest of these hosts had the version in its memory."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -46,6 +52,31 @@ class Generators(Protocol):
     async def update_weights(self, version: int, canary_token_ids: np.ndarray) -> dict[int, WeightReceipt]: ...
 
 
+class HostCopies(Protocol):
+    """Of each generator host that does not share the trainer's memory: controller/weight_readers.py."""
+
+    @property
+    def lost(self) -> int:
+        """How often a host has lost its copies so far."""
+
+    async def fetch(self, version: int) -> None:
+        """Return when every such host has a published version in its memory."""
+
+    def take_fetched_bytes(self) -> dict[str, int]:
+        """By host, since the last call."""
+
+
+class NoHostCopies:
+    """Every generator shares the trainer's memory."""
+
+    lost = 0
+
+    async def fetch(self, version: int) -> None: ...
+
+    def take_fetched_bytes(self) -> dict[str, int]:
+        return {}
+
+
 class WeightSync:
     """Publishes versions and has the generators load them, those that were there before and those that come later.
 
@@ -53,9 +84,13 @@ class WeightSync:
     which weights the engine holds, the canary that it computes with them.
     """
 
-    def __init__(self, trainer: Any, generators: Generators, *, vocab_size: int, remote_readers: bool, tolerance: float):
-        self._trainer, self._generators = trainer, generators
-        self._remote_readers, self._tolerance = remote_readers, tolerance
+    def __init__(
+        self, trainer: Any, generators: Generators, *, vocab_size: int, tolerance: float, copies: HostCopies | None = None
+    ):
+        """``copies``: None where every generator shares the trainer's memory."""
+        self._trainer, self._generators, self._tolerance = trainer, generators, tolerance
+        self._copies = copies or NoHostCopies()
+        self._remote_readers = copies is not None
         self.canary_token_ids = np.random.default_rng(0).integers(0, vocab_size, CANARY_TOKENS).astype(np.int32)
         self._version = 0
         """The last that the generators were told to load."""
@@ -83,7 +118,11 @@ class WeightSync:
                     self._canary = next(iter((await self._trainer.score.call(self.canary_token_ids)).values()))
                 logprobs = await actor.canary.call_one(self.canary_token_ids)
             else:
-                receipt = await actor.update_weights.call_one(self._version, self.canary_token_ids)
+
+                async def load() -> WeightReceipt:
+                    return await actor.update_weights.call_one(self._version, self.canary_token_ids)
+
+                receipt = await self._with_copies(self._version, load)
                 self._check_receipt(replica, self._version, receipt)
                 logprobs = receipt.canary_logprobs
             self._compare(self._version, self._canary, {replica: logprobs})
@@ -97,7 +136,7 @@ class WeightSync:
         rank0 = self._trainer.slice(procs=0)
         await self.copy_out(version)
         async with self._lock:
-            self._fingerprint = await rank0.publish_weights.call_one(version, self._remote_readers)
+            await self._publish(version)
             self._canary, self._version, self._published = await rank0.canary.call_one(), version, True
 
     async def copy_out(self, version: int) -> CopiedOut:
@@ -115,9 +154,15 @@ class WeightSync:
         version, rank0 = copied.version, self._trainer.slice(procs=0)
         async with self._lock:
             started = time.perf_counter()
-            self._fingerprint = await rank0.publish_weights.call_one(version, self._remote_readers)
-            published = time.perf_counter()
-            receipts = await self._generators.update_weights(version, self.canary_token_ids)
+            await self._publish(version)
+            published, fetched = time.perf_counter(), 0.0
+
+            async def load() -> dict[int, WeightReceipt]:
+                nonlocal fetched
+                fetched = time.perf_counter()
+                return await self._generators.update_weights(version, self.canary_token_ids)
+
+            receipts = await self._with_copies(version, load)
             for replica, receipt in receipts.items():
                 self._check_receipt(replica, version, receipt)
             loaded = time.perf_counter()
@@ -131,7 +176,25 @@ class WeightSync:
             load_s=loaded - published,
             verify_s=max((receipt.verify_s for receipt in receipts.values()), default=0.0),
             reload_s=max((receipt.reload_s for receipt in receipts.values()), default=0.0),
+            fetched_bytes=self._copies.take_fetched_bytes(),
+            fetch_s=fetched - published,
         )
+
+    async def _publish(self, version: int) -> None:
+        answers = await self._trainer.publish_weights.call(version, self._remote_readers)
+        self._fingerprint = next(iter(answers.values()))  # rank 0's
+
+    async def _with_copies(self, version: int, load: Callable[[], Awaitable[T]]) -> T:
+        """What ``load`` returns, once every host has the version; again where a host lost it before its engines mapped it."""
+        await self._copies.fetch(version)
+        while True:
+            lost = self._copies.lost
+            try:
+                return await load()
+            except RunError:
+                await self._copies.fetch(version)  # a reader that is dead is noticed now, at the latest
+                if self._copies.lost == lost:
+                    raise
 
     def _check_receipt(self, replica: int, version: int, receipt: WeightReceipt) -> None:
         if receipt.version != version:

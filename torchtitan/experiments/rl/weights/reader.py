@@ -1,0 +1,122 @@
+"""A generator host's copy of each version, for the hosts that are not the trainer's. One process of the host fetches it."""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+
+import torchstore
+
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.process.host_identity import host_identity
+from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.user_code.endpoint import cause_in, reported_endpoint
+from torchtitan.experiments.rl.user_code.watched import WatchedActor
+from torchtitan.experiments.rl.weights.remote import RemoteShards, fetch, place
+from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer
+from torchtitan.experiments.rl.weights.store import copy_key, manifest_key, shards_key
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HostCopy:
+    """A whole snapshot in a generator host's memory."""
+
+    version: int
+    fingerprint: str
+    """Of the version. Whoever maps the copy verifies its bytes."""
+    path: str
+    """Of a SharedBuffer."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Fetched:
+    nbytes: int
+    """Read from other hosts; 0 where the host had the version."""
+    seconds: float
+
+
+class WeightReader(WatchedActor):
+    """Fetches versions into this host's memory, into two buffers alternately, as the trainer writes them."""
+
+    def __init__(self, *, run_dir: str, index: int):
+        super().__init__()
+        self.part = f"weight reader {index}"
+        set_up_logging(run_dir, f"weight-reader-{index}")
+        self._host = host_identity()
+        self._buffers: dict[int, SharedBuffer] = {}
+        self._copy: HostCopy | None = None
+        self._running: asyncio.Task[int] | None = None
+
+    @reported_endpoint
+    async def setup(self) -> str:
+        """Its host's identity."""
+        return self._host
+
+    @reported_endpoint
+    async def fetch(self, version: int) -> Fetched:
+        """Return when this host has a copy of a published version, and its generators can find it.
+
+        Raises:
+            RunError: a host can't be read.
+        """
+        started = time.perf_counter()
+        manifest: Manifest = await torchstore.get(manifest_key(version))
+        if manifest.whole_on(self._host) is not None:
+            return Fetched(nbytes=0, seconds=0.0)
+        nbytes = 0
+        if self._copy is None or self._copy.fingerprint != manifest.fingerprint or self._copy.version != version:
+            nbytes = await self._fetch(manifest)
+        await torchstore.put(copy_key(self._host), self._copy)
+        return Fetched(nbytes=nbytes, seconds=time.perf_counter() - started)
+
+    @reported_endpoint
+    async def shutdown(self) -> None:
+        """Nothing is left behind: the memory is gone with its last process."""
+
+    async def _fetch(self, manifest: Manifest) -> int:
+        if self._running is not None:  # nobody waits for it any more: its caller was cancelled
+            self._running.cancel()
+            await asyncio.wait({self._running})
+        # Taken out while it is written: what is interrupted may still be written to, and is not used again.
+        buffer = self._buffers.pop(manifest.version % 2, None)
+        if buffer is None:
+            buffer = await asyncio.to_thread(SharedBuffer.create, manifest.layout.nbytes)
+        self._running = asyncio.create_task(self._read_all(manifest, buffer))
+        try:
+            nbytes = await self._running
+        finally:
+            self._running = None
+        self._buffers[manifest.version % 2] = buffer
+        self._copy = HostCopy(version=manifest.version, fingerprint=manifest.fingerprint, path=buffer.path)
+        return nbytes
+
+    async def _read_all(self, manifest: Manifest, buffer: SharedBuffer) -> int:
+        nbytes, layout = 0, manifest.layout
+        for host, path in manifest.paths.items():
+            remote: RemoteShards = await torchstore.get(shards_key(host))
+            if host == self._host:
+                own = SharedBuffer.attach(path).bytes
+                await asyncio.to_thread(place, remote.shards.held, own, 0, layout, buffer.bytes)
+                continue
+            try:
+                nbytes += await fetch(remote, layout, manifest.version % 2, buffer.bytes)
+            except Exception as error:
+                raise RunError(f"version {manifest.version} can't be read from host {host}: {cause_in(error)}") from error
+        return nbytes
+
+
+async def local_snapshot(manifest: Manifest) -> str:
+    """Path of the snapshot in this host's memory: the trainer's own buffer, or the copy that this host's reader has made.
+
+    Raises:
+        RunError: there is none.
+    """
+    host = host_identity()
+    if (path := manifest.whole_on(host)) is not None:
+        return path
+    copy: HostCopy = await torchstore.get(copy_key(host))
+    if (copy.version, copy.fingerprint) != (manifest.version, manifest.fingerprint):
+        raise RunError(f"host {host} has a copy of version {copy.version}, and not of version {manifest.version}")
+    return copy.path
