@@ -32,6 +32,7 @@ from torchtitan.experiments.rl.weights.snapshot import (
     bytes_of,
     digest,
     fingerprint,
+    tensor_digest,
 )
 
 WEIGHTS = "model.safetensors"
@@ -143,7 +144,7 @@ class ScriptedEngine:
         tensors = self._reader.tensors(manifest, path)
         assert all(each.token_ids for each in self._open.values()), "a request without a token was not withdrawn"
         self._table = tensors[TABLE].double().numpy()
-        digests = {TABLE: digest(bytes_of(torch.from_numpy(self._table).float()))}
+        digests = {TABLE: tensor_digest(torch.from_numpy(self._table).float(), manifest.layout.entries[0].shards)}
         self._version = manifest.version
         self.recomputed += [self._version] if recompute else []
         return LoadReport(fingerprint=fingerprint(digests), digests=digests, verify_s=0.0, reload_s=0.0)

@@ -5,6 +5,8 @@ import socket
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.integration.models import MODEL
 from torchtitan.experiments.rl.batching.batcher import Batcher
@@ -14,6 +16,8 @@ from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerCo
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.types import TrainingSample
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
+from torchtitan.experiments.rl.weights.remote import place
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, tensor_digests, views
 
 LAYOUTS = {
     "short rows": dict(row_length=64, rows_per_microbatch=1),
@@ -133,6 +137,26 @@ def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
     if learner.rank:
         return {name: view.clone() for name, view in publisher._targets[1].items()}
     return {name: view.clone() for name, view in publisher._buffers[1].views(publisher._layout)}
+
+
+def snapshot_of_two_hosts(learner: Learner) -> dict:
+    """What the ranks publish where one half of them is on host "a" and the other on "b"; on the first rank, put together."""
+    host = "ab"[learner.rank * 2 // dist.get_world_size()]
+    publisher = SnapshotPublisher(rank=learner.rank, host=host, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", None)  # a rank that gathers a tensor fails
+        publisher.write(1, learner.hub_tensors())
+    found = {}
+    if learner.rank == 0:
+        layout = publisher._layout
+        whole = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        for name, path in publisher._paths[1].items():
+            place(publisher._shards[name].held, SharedBuffer.attach(path).bytes, 0, layout, whole)
+        found["tensors"] = dict(views(whole, layout))
+        found["nbytes"] = {name: shards.nbytes for name, shards in publisher._shards.items()} | {"whole": layout.nbytes}
+        found["published"], found["seen"] = publisher._digests[1], tensor_digests(whole, layout)
+    dist.barrier()  # the buffers are gone with the publisher that made them
+    return found
 
 
 def assert_same_step(result, expected) -> None:

@@ -22,6 +22,7 @@ from tests.integration.learners import (
     loss_and_gradient,
     one_step,
     snapshot,
+    snapshot_of_two_hosts,
 )
 from tests.integration.models import MODEL, llama_folder
 from torchtitan.experiments.rl.process.setup import set_up_process
@@ -57,7 +58,7 @@ def work_of_a_rank(rank: int, ports: dict[int, int], folder: str, fused: str, ll
 
 def work_on(mesh: str, parallelism: Parallelism, folder: str, fused: str, llama: str) -> dict:
     learner = learner_of(f"{folder}/float32", parallelism=parallelism, lr=LR)
-    results = one_step(learner) | {"snapshot": snapshot(learner)}
+    results = one_step(learner) | {"snapshot": snapshot(learner), "two hosts": snapshot_of_two_hosts(learner)}
     learner.close()
     if mesh == "tensor 2":
         for name, model in (("fused", fused_config(fused)), ("llama", llama)):
@@ -103,6 +104,18 @@ def test_loss_gradient_norm_and_published_parameters_are_those_of_one_rank(alone
         assert result["denominators"] == alone["denominators"]
         assert_same(result["parameters"], alone["parameters"], rtol=0, atol=1e-5)
     assert_same(ranks[0][mesh]["snapshot"], ranks[0][mesh]["parameters"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_two_hosts_publish_a_half_each_without_a_rank_that_gathers_a_tensor(ranks, mesh):
+    result = ranks[0][mesh]
+    published, nbytes = result["two hosts"], result["two hosts"]["nbytes"]
+    assert_same(published["tensors"], result["parameters"], rtol=0, atol=0)
+    assert published["published"] == published["seen"] and len(published["seen"]) == len(result["parameters"])
+    if mesh == "copies 2, shards 2":
+        assert nbytes == {"a": nbytes["whole"], "whole": nbytes["whole"]}, "the copy on the other host is not published"
+    else:
+        assert max(nbytes["a"], nbytes["b"]) < 0.6 * nbytes["whole"]
 
 
 @pytest.mark.parametrize("mesh", MESHES)

@@ -43,7 +43,7 @@ class Parts:
         self.policy.version = copied.version
         self.events.append(("live", copied.version))
         zeros = dict.fromkeys(("canary_max_diff", "copy_out_s", "publish_s", "load_s", "verify_s", "reload_s"), 0.0)
-        return SyncReport(version=copied.version, **zeros)
+        return SyncReport(version=copied.version, fetched_bytes={"host 1": 100 + copied.version}, fetch_s=0.25, **zeros)
 
     def start(self, step, *, final=False):
         self.events.append(("evaluate", step, "final" if final else "due"))
@@ -104,6 +104,8 @@ async def test_every_step_trains_copies_out_and_is_recorded():
     assert run.loop.steps_done == 3 and [record.step for record in run.records] == [1, 2, 3]
     last = run.records[-1].metrics
     assert last["loss/total"] == 0.5 and last["ledger/stub/trained"] == 12 and last["ledger/stub/open"] == 0
+    newest = int(last["perf/sync_version"])
+    assert last["weights/bytes_fetched/host 1"] == 100 + newest and last["time/sync_fetch_s"] == 0.25
     assert "perf/event_loop_lag_max_s" in last and run.rollouts.ledger.counts()["stub/open"] == 0
 
 

@@ -90,6 +90,8 @@ class StepRecord:
                 "time/sync_load_s": last_sync.load_s,
                 "time/sync_verify_s": last_sync.verify_s,
                 "time/sync_reload_s": last_sync.reload_s,
+                **{f"weights/bytes_fetched/{host}": count for host, count in last_sync.fetched_bytes.items()},
+                **({"time/sync_fetch_s": last_sync.fetch_s} if last_sync.fetched_bytes else {}),
             }
 
     @property

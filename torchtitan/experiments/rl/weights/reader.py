@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torchstore
 
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import cause_in, reported_endpoint
@@ -59,8 +59,16 @@ class WeightReader(WatchedActor):
         """Return when this host has a copy of a published version, and its generators can find it.
 
         Raises:
-            RunError: a host can't be read.
+            PeerGone: a host can't be read.
         """
+        return await self.bring(version)
+
+    @reported_endpoint
+    async def shutdown(self) -> None:
+        """Nothing is left behind: the memory is gone with its last process."""
+
+    async def bring(self, version: int) -> Fetched:
+        """``fetch``, in this process."""
         started = time.perf_counter()
         manifest: Manifest = await torchstore.get(manifest_key(version))
         if manifest.whole_on(self._host) is not None:
@@ -71,23 +79,16 @@ class WeightReader(WatchedActor):
         await torchstore.put(copy_key(self._host), self._copy)
         return Fetched(nbytes=nbytes, seconds=time.perf_counter() - started)
 
-    @reported_endpoint
-    async def shutdown(self) -> None:
-        """Nothing is left behind: the memory is gone with its last process."""
-
     async def _fetch(self, manifest: Manifest) -> int:
-        if self._running is not None:  # nobody waits for it any more: its caller was cancelled
+        if self._running is not None and not self._running.done():  # nobody waits for it any more: its caller was cancelled
             self._running.cancel()
             await asyncio.wait({self._running})
         # Taken out while it is written: what is interrupted may still be written to, and is not used again.
         buffer = self._buffers.pop(manifest.version % 2, None)
         if buffer is None:
             buffer = await asyncio.to_thread(SharedBuffer.create, manifest.layout.nbytes)
-        self._running = asyncio.create_task(self._read_all(manifest, buffer))
-        try:
-            nbytes = await self._running
-        finally:
-            self._running = None
+        running = self._running = asyncio.create_task(self._read_all(manifest, buffer))
+        nbytes = await running
         self._buffers[manifest.version % 2] = buffer
         self._copy = HostCopy(version=manifest.version, fingerprint=manifest.fingerprint, path=buffer.path)
         return nbytes
@@ -103,7 +104,7 @@ class WeightReader(WatchedActor):
             try:
                 nbytes += await fetch(remote, layout, manifest.version % 2, buffer.bytes)
             except Exception as error:
-                raise RunError(f"version {manifest.version} can't be read from host {host}: {cause_in(error)}") from error
+                raise PeerGone(f"version {manifest.version} can't be read from host {host}: {cause_in(error)}") from error
         return nbytes
 
 

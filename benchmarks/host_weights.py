@@ -1,0 +1,154 @@
+"""Bytes and seconds of one version from a trainer's host to a generator's, against one copy in memory.
+
+    python benchmarks/host_weights.py [--megabytes 500] [--versions 9]
+
+1. Two processes play the two hosts, by their identities, on as many cores as there are. Monarch's RDMA buffers fall back to TCP
+   on a machine without InfiniBand.
+2. The trainer's process writes each version into its shared memory and publishes it. That is not measured here: see
+   ``weight_sync.py``.
+3. Measured is what a generator host needs beside: its reader gets the manifest and fetches the version into its own shared
+   memory, which all engines of the host map.
+4. Against a plain copy of as many bytes between two warm buffers in the reader's process.
+
+The sides take turns; each figure is a median. Every version is compared with what was published, tensor by tensor.
+"""
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import torch  # noqa: E402
+import torchstore  # noqa: E402
+from monarch.actor import (  # noqa: E402
+    Actor,
+    ProcMesh,
+    concurrent_endpoint,
+    default_bootstrap_cmd,
+    shutdown_context,
+    this_host,
+)
+
+from torchtitan.experiments.rl.process.host_identity import VARIABLE, host_identity  # noqa: E402
+from torchtitan.experiments.rl.process.setup import (  # noqa: E402
+    launch_environment,
+    set_up_process,
+    set_up_spawned_process,
+)
+from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher  # noqa: E402
+from torchtitan.experiments.rl.weights.reader import WeightReader, local_snapshot  # noqa: E402
+from torchtitan.experiments.rl.weights.snapshot import Manifest, SnapshotReader  # noqa: E402
+from torchtitan.experiments.rl.weights.store import manifest_key, start_store  # noqa: E402
+
+TENSORS = 300
+"""About as many as a model of 28 layers has."""
+
+
+class Trainer(Actor):
+    """One rank, with random weights that change with each version."""
+
+    def __init__(self, nbytes: int):
+        self._tensors = {f"tensor {i}": torch.randn(nbytes // 4 // TENSORS) for i in range(TENSORS)}
+        self._publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
+
+    @concurrent_endpoint
+    async def publish(self, version: int) -> None:
+        for tensor in self._tensors.values():
+            tensor[0] = version
+        self._publisher.write(version, self._tensors)
+        await self._publisher.publish(version, remote_readers=True)
+
+
+class MeasuredReader(WeightReader):
+    """A reader that also copies as many bytes, and checks what it has fetched."""
+
+    @concurrent_endpoint
+    async def copy_seconds(self, nbytes: int) -> float:
+        if not hasattr(self, "_warm"):
+            self._warm = [torch.ones(nbytes, dtype=torch.uint8) for _ in range(2)]
+        started = time.perf_counter()
+        self._warm[0].copy_(self._warm[1])
+        return time.perf_counter() - started
+
+    @concurrent_endpoint
+    async def verify(self, version: int) -> None:
+        """
+        Raises:
+            RunError: the bytes are not those that were published.
+        """
+        manifest: Manifest = await torchstore.get(manifest_key(version))
+        SnapshotReader().tensors(manifest, await local_snapshot(manifest))
+
+
+def spawn(host: str, cores: Sequence[int]) -> ProcMesh:
+    def launch(point: Any) -> Any:
+        return default_bootstrap_cmd().with_env(launch_environment(tuple(cores), "cpu") | {VARIABLE: host})
+
+    return this_host().spawn_procs(
+        per_host={"procs": 1},
+        bootstrap=partial(set_up_spawned_process, (tuple(cores),), "cpu"),
+        name=host,
+        bootstrap_command=launch,
+    )
+
+
+async def measure(nbytes: int, versions: int, warmup: int) -> tuple[set[int], list[float], list[float]]:
+    """Bytes that were fetched, seconds of each fetch, and of each copy."""
+    cores = sorted(os.sched_getaffinity(0))
+    half = max(1, len(cores) // 2)
+    hosts = [spawn("trainer_host", cores[:half]), spawn("generator_host", cores[half:] or cores)]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = hosts[0].spawn("trainer", Trainer, nbytes)
+            reader = hosts[1].spawn("reader", MeasuredReader, run_dir=folder, index=0)
+            await start_store(hosts[0])
+            fetched, fetch_s, copy_s = set(), [], []
+            for version in range(1, versions + warmup + 1):
+                await trainer.publish.call_one(version)
+                started = time.perf_counter()
+                report = await reader.fetch.call_one(version)
+                seconds = time.perf_counter() - started
+                copied = await reader.copy_seconds.call_one(nbytes)
+                await reader.verify.call_one(version)
+                if version > warmup:
+                    fetched.add(report.nbytes)
+                    fetch_s.append(seconds)
+                    copy_s.append(copied)
+        return fetched, fetch_s, copy_s
+    finally:
+        for host in hosts:
+            await host.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--megabytes", type=int, default=500)
+    parser.add_argument("--versions", type=int, default=9)
+    parser.add_argument("--warmup", type=int, default=4, help="versions that are not counted; the first two make the pages")
+    arguments = parser.parse_args()
+    set_up_process()
+    nbytes = arguments.megabytes * 10**6 // (4 * TENSORS) * 4 * TENSORS
+    try:
+        fetched, fetch_s, copy_s = asyncio.run(measure(nbytes, arguments.versions, arguments.warmup))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        shutdown_context().get()
+    fetch, copy = statistics.median(fetch_s), statistics.median(copy_s)
+    print(f"weights of {nbytes / 1e6:.1f} MB in {TENSORS} tensors, {arguments.versions} versions")
+    print(f"bytes fetched per host and version: {' '.join(str(count) for count in sorted(fetched))}")
+    print(f"fetch       {fetch * 1e3:8.0f} ms  {nbytes / fetch / 1e9:5.2f} GB/s  ({min(fetch_s):.2f} to {max(fetch_s):.2f} s)")
+    print(f"plain copy  {copy * 1e3:8.0f} ms  {nbytes / copy / 1e9:5.2f} GB/s")
+    print(f"ratio fetch / plain copy: {fetch / copy:.1f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""A generator host's copy of the weights: complete or not there, read once, and read again where it was lost."""
+
+import asyncio
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.waiting import iterations, until
+from torchtitan.experiments.rl.controller.part import PartProcess
+from torchtitan.experiments.rl.controller.weight_readers import WeightReaders
+from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.process.lifetime import Lifetime
+from torchtitan.experiments.rl.weights import host_shards, remote
+from torchtitan.experiments.rl.weights import reader as reader_module
+from torchtitan.experiments.rl.weights.host_shards import divide, divided_tensors, transfers
+from torchtitan.experiments.rl.weights.reader import Fetched, HostCopy, WeightReader, local_snapshot
+from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout, fingerprint, tensor_digests
+from torchtitan.experiments.rl.weights.store import copy_key, manifest_key, shards_key
+from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CopiedOut, WeightSync
+
+# ---- the reader of a host
+
+
+class TrainerHosts:
+    """Hosts "a" and "b" that hold the rows of one tensor, a half each; and the store."""
+
+    ROWS = 40
+
+    def __init__(self, monkeypatch):
+        self.store, self.reads = {}, 0
+        self.broken = False
+        """Whether the third read of host b fails."""
+        tensor = torch.zeros(self.ROWS, 4)
+        held = [{"t": ((0, self.ROWS // 2), (0, 4))}, {"t": ((self.ROWS // 2, self.ROWS), (0, 4))}]
+        self.divided = divide(held, ["a", "b"], torch.float32)
+        self.layout = SnapshotLayout.of({"t": tensor}, torch.float32, divided_tensors(self.divided, {"t": tensor.shape}))
+        self.memory = {host: SharedBuffer.create(own.nbytes) for host, own in self.divided.items()}
+        monkeypatch.setattr(host_shards, "READ_BYTES", 100)
+
+        async def put(key, value):
+            self.store[key] = value
+
+        async def get(key):
+            return self.store[key]
+
+        monkeypatch.setattr(reader_module.torchstore, "put", put)
+        monkeypatch.setattr(reader_module.torchstore, "get", get)
+        for host, own in self.divided.items():
+            buffer = self.memory[host].bytes
+            (only,) = transfers(own, self.layout)
+            handles = [[self._handle(f"{host}{n}", buffer[a:b]) for n, (a, b) in enumerate(only.reads())]]
+            self.store[shards_key(host)] = remote.RemoteShards(shards=own, handles=[handles, handles])
+
+    def _handle(self, name: str, memory: torch.Tensor) -> SimpleNamespace:
+        async def read_into(target, *, timeout):
+            await asyncio.sleep(0)
+            if self.broken and name == "b2":
+                raise ConnectionError("no route")
+            self.reads += 1
+            target.copy_(memory)
+
+        return SimpleNamespace(read_into=read_into)
+
+    def publish(self, version: int, values: torch.Tensor) -> None:
+        for (host, own), half in zip(self.divided.items(), values.chunk(2), strict=True):
+            own.held[0].view(self.memory[host].bytes).copy_(half)
+        whole = torch.zeros(self.layout.nbytes, dtype=torch.uint8)
+        whole[: values.numel() * 4].copy_(values.view(-1).view(torch.uint8))
+        digests = tensor_digests(whole, self.layout)
+        self.store[manifest_key(version)] = Manifest(
+            version=version,
+            layout=self.layout,
+            paths={host: buffer.path for host, buffer in self.memory.items()},
+            fingerprint=fingerprint(digests),
+            digests=digests,
+        )
+
+
+@pytest.fixture
+def hosts(monkeypatch) -> TrainerHosts:
+    return TrainerHosts(monkeypatch)
+
+
+def reader_on(host: str, monkeypatch) -> WeightReader:
+    monkeypatch.setattr(reader_module, "host_identity", lambda: host)
+    monkeypatch.setattr(reader_module, "set_up_logging", lambda *arguments: None)
+    return WeightReader(run_dir="", index=0)
+
+
+def values_in(copy: HostCopy) -> torch.Tensor:
+    flat = SharedBuffer.attach(copy.path).bytes[: TrainerHosts.ROWS * 16]
+    return flat.view(torch.float32).view(TrainerHosts.ROWS, 4)
+
+
+def random_values(seed: int) -> torch.Tensor:
+    return torch.randn(TrainerHosts.ROWS, 4, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("host, nbytes", [("a", 320), ("b", 320), ("c", 640)])
+async def test_a_host_reads_what_others_have_once_and_has_all_of_it(hosts, monkeypatch, host, nbytes):
+    reader = reader_on(host, monkeypatch)
+    for version in (1, 2, 3):
+        hosts.publish(version, random_values(version))
+        hosts.reads = 0
+        assert (await reader.bring(version)).nbytes == nbytes
+        assert hosts.reads == nbytes // 320 * 4, "320 bytes in reads of at most 100"
+        copy = hosts.store[copy_key(host)]
+        assert torch.equal(values_in(copy), random_values(version))
+        assert await local_snapshot(hosts.store[manifest_key(version)]) == copy.path
+        assert (await reader.bring(version)).nbytes == 0, "it is there"
+    with pytest.raises(RunError, match="has a copy of version 3, and not of version 2"):
+        await local_snapshot(hosts.store[manifest_key(2)])
+
+
+async def test_what_was_read_in_part_is_never_announced_and_is_read_again(hosts, monkeypatch):
+    reader = reader_on("c", monkeypatch)
+    hosts.publish(1, random_values(1))
+    await reader.bring(1)
+    hosts.publish(2, random_values(2))
+    hosts.broken = True
+    with pytest.raises(PeerGone, match="version 2 can't be read from host b: ConnectionError: no route"):
+        await reader.bring(2)
+    assert hosts.store[copy_key("c")].version == 1 and torch.equal(values_in(hosts.store[copy_key("c")]), random_values(1))
+    hosts.broken = False
+    assert (await reader.bring(2)).nbytes == 640
+    assert torch.equal(values_in(hosts.store[copy_key("c")]), random_values(2))
+
+
+async def test_a_version_that_is_published_again_with_other_weights_is_read_again(hosts, monkeypatch):
+    reader = reader_on("c", monkeypatch)
+    hosts.publish(1, random_values(1))
+    await reader.bring(1)
+    hosts.publish(1, random_values(9))
+    assert (await reader.bring(1)).nbytes == 640
+    assert torch.equal(values_in(hosts.store[copy_key("c")]), random_values(9))
+
+
+async def test_a_fetch_that_nobody_waits_for_gives_way_to_the_next(hosts, monkeypatch):
+    reader = reader_on("c", monkeypatch)
+    hosts.publish(1, random_values(1))
+    never = SimpleNamespace(read_into=lambda target, *, timeout: asyncio.Event().wait())
+    good = hosts.store[shards_key("b")]
+    hosts.store[shards_key("b")] = remote.RemoteShards(shards=good.shards, handles=[[[never] * 4]] * 2)
+    stuck = asyncio.create_task(reader.bring(1))
+    await until(lambda: hosts.reads == 4)  # those of host a
+    await iterations()
+    hosts.store[shards_key("b")] = good
+    assert (await reader.bring(1)).nbytes == 640
+    assert torch.equal(values_in(hosts.store[copy_key("c")]), random_values(1))
+    with pytest.raises((asyncio.CancelledError, RunError)):
+        await stuck
+
+
+# ---- the readers of a run
+
+
+class ReaderProcess:
+    """Answers when told to; ``died`` ends its life."""
+
+    def __init__(self, nbytes: int = 100):
+        self.fetched: list[int] = []
+        self.life = Lifetime("weight reader")
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+        async def answer(version: int) -> Fetched:
+            self.fetched.append(version)
+            await self.may_answer.wait()
+            return Fetched(nbytes=nbytes if self.fetched.count(version) == 1 else 0, seconds=0.1)
+
+        self.part = PartProcess(procs=None, actor=SimpleNamespace(fetch=SimpleNamespace(call_one=answer)), life=self.life)
+
+
+async def test_a_version_is_asked_of_every_host_and_its_bytes_are_counted_by_host():
+    readers, first, second = WeightReaders(["host 1", "host 2"]), ReaderProcess(), ReaderProcess(nbytes=50)
+    await readers.admit("host 1", first.part)
+    await readers.admit("host 2", second.part)
+    await readers.fetch(1)
+    await readers.fetch(1)
+    await readers.fetch(2)
+    assert readers.take_fetched_bytes() == {"host 1": 200, "host 2": 100}
+    assert readers.take_fetched_bytes() == {"host 1": 0, "host 2": 0}
+
+
+async def test_a_version_is_asked_again_of_the_reader_that_takes_the_place_of_a_dead_one():
+    readers, first, second = WeightReaders(["host 1"]), ReaderProcess(), ReaderProcess()
+    await readers.admit("host 1", first.part)
+    first.may_answer.clear()
+    fetching = asyncio.create_task(readers.fetch(1))
+    await iterations()
+    first.life.end("killed by SIGKILL")
+    await iterations()
+    assert first.fetched == [1] and not fetching.done()
+    readers.lose("host 1")  # the supervisor sees it later
+    await iterations()
+    assert not fetching.done()
+    await readers.admit("host 1", second.part)
+    await fetching
+    assert second.fetched == [1] and readers.lost == 1
+
+
+def sync_with(copies: WeightReaders, load) -> WeightSync:
+    async def answer(value):
+        return value
+
+    trainer = SimpleNamespace(
+        publish_weights=SimpleNamespace(call=lambda version, remote: answer({0: "aa"})),
+        slice=lambda procs: SimpleNamespace(canary=SimpleNamespace(call_one=lambda: answer(np.zeros(CANARY_TOKENS)))),
+    )
+    return WeightSync(trainer, SimpleNamespace(update_weights=load), vocab_size=96, tolerance=1e-3, copies=copies)
+
+
+async def test_generators_that_find_a_dead_readers_memory_gone_load_from_the_next():
+    readers, first, second = WeightReaders(["host 1"]), ReaderProcess(), ReaderProcess()
+    await readers.admit("host 1", first.part)
+    loads = []
+
+    async def load(version, canary_token_ids):
+        loads.append(version)
+        if len(loads) == 1:
+            first.life.end("killed by SIGKILL")
+            raise RunError("generator 0: the memory is gone")
+        return {}
+
+    updating = asyncio.create_task(sync_with(readers, load).update(CopiedOut(version=5, seconds=0.0)))
+    await iterations()
+    assert loads == [5] and not updating.done()
+    readers.lose("host 1")
+    await readers.admit("host 1", second.part)
+    report = await updating
+    assert loads == [5, 5] and second.fetched == [5] and report.fetched_bytes == {"host 1": 200}
+
+
+async def test_generators_that_fail_for_another_reason_end_the_update():
+    readers, reader = WeightReaders(["host 1"]), ReaderProcess()
+    await readers.admit("host 1", reader.part)
+
+    async def load(version, canary_token_ids):
+        raise RunError("generator 0: the engine stopped")
+
+    with pytest.raises(RunError, match="generator 0: the engine stopped"):
+        await sync_with(readers, load).update(CopiedOut(version=5, seconds=0.0))
