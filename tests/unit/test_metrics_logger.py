@@ -1,10 +1,12 @@
 import json
 import logging
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import wandb
 
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.errors import ConfigError
@@ -101,6 +103,28 @@ def test_offline_wandb_writes_its_run_into_the_run_folder(tmp_path, monkeypatch)
     resumed = MetricsLogger.Config(tensorboard=False, wandb=True).build(run_dir=tmp_path, resume_step=1)
     assert resumed._wandb.id == record.stem.removeprefix("run-")  # W&B goes on with the same run
     resumed.close()
+
+
+@pytest.mark.parametrize("server_can", [True, False])
+def test_a_resumed_run_cuts_its_online_wandb_run_back_where_the_server_can(tmp_path, monkeypatch, caplog, server_can):
+    asked = []
+
+    def init(**arguments):
+        asked.append({key: arguments.get(key) for key in ("id", "resume", "resume_from")})
+        if "resume_from" in arguments and not server_can:
+            raise wandb.errors.CommError("rewind is not enabled")
+        return SimpleNamespace(finish=lambda: None)
+
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setattr(wandb, "init", init)
+    config = MetricsLogger.Config(tensorboard=False, wandb=True, wandb_mode="online")
+    config.build(run_dir=tmp_path).close()
+    config.build(run_dir=tmp_path, resume_step=20).close()
+    run_id = asked[0]["id"]
+    allowed = {"id": run_id, "resume": "allow", "resume_from": None}
+    cut_back = {"id": None, "resume": None, "resume_from": f"{run_id}?_step=20"}
+    assert asked == ([allowed, cut_back] if server_can else [allowed, cut_back, allowed])
+    assert ("can't cut its run" in caplog.text) is not server_can
 
 
 def test_online_wandb_without_a_key_is_a_one_line_config_error(tmp_path, monkeypatch):

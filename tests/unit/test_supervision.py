@@ -221,6 +221,18 @@ async def test_ranks_end_with_the_first_that_does_and_the_first_is_to_blame():
     await watching.supervisor.close()
 
 
+async def test_of_ranks_that_hang_the_one_that_is_stopped_is_to_blame(monkeypatch):
+    """The others wait for it in a collective, and may be noticed first."""
+    watching = Watching()
+    mesh = await guarded(watching, ranks=2)
+    watching.supervisor._guarded[1].pid = 7
+    monkeypatch.setattr("torchtitan.experiments.rl.controller.supervision.is_stopped", lambda pid: pid == 7)
+    watching.supervisor._guarded[0].end("hung: a computation of the trainer for 121 s")
+    await until(lambda: mesh.cause is not None)
+    assert str(watching.supervisor.lost) == "trainer rank 1 died: hung: stopped by a signal"
+    await watching.supervisor.close()
+
+
 async def test_an_error_that_follows_from_a_death_is_explained_by_it_when_it_is_seen():
     watching = Watching()
     await guarded(watching)

@@ -20,6 +20,9 @@ from torchtitan.experiments.rl.user_code.watched import STACK_SIGNAL
 
 logger = logging.getLogger(__name__)
 
+HUNG = "hung: "
+"""Begins the cause of death of a process that was killed because it hung."""
+
 LOOK_S = 2.0
 PAUSE_S = 8.0
 """Every watch asks for the time at least every LOOK_S. If nobody did for so long, this process was paused."""
@@ -99,7 +102,7 @@ class HangWatch:
         logger.info("%s hangs: %s; its threads: %s", life.name, hang, text or "a stopped process can't say")
         where = "its stack is in logs/controller.jsonl" if text else "no stack could be had"
         self._on_hang(f"{life.name} hangs: {hang}; {where}")
-        life.kill(f"hung: {hang}")
+        life.kill(f"{HUNG}{hang}")
 
 
 def is_stopped(pid: int | None) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath, original, process_death_behind
 from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
-from torchtitan.experiments.rl.controller.hang_watch import HangWatch
+from torchtitan.experiments.rl.controller.hang_watch import HUNG, HangWatch, is_stopped
 from torchtitan.experiments.rl.controller.part import Part, PartProcess
 from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.errors import PeerGone, RunError
@@ -98,7 +98,8 @@ class Supervisor:
             cause = await life.ended()
             logger.info("%s died: %s", name, cause)
             self._lose(ProcessLost(name, cause))
-            mesh.end(f"{name}: {cause}")
+            assert self.lost is not None
+            mesh.end(f"{self.lost.name}: {self.lost.cause}")
 
         async def end_with_mesh() -> None:
             life.kill(f"ended with {await mesh.ended()}")  # a rank alone waits for the others, and may write files meanwhile
@@ -221,6 +222,10 @@ class Supervisor:
                 self._count(part, cause)
 
     def _lose(self, lost: ProcessLost) -> None:
+        if self.lost is None and lost.cause.startswith(HUNG):
+            # Of ranks that hang in a collective one may be stopped, and the others wait for it.
+            stopped = [life.name for life in self._guarded if is_stopped(life.pid)]
+            lost = ProcessLost(stopped[0], f"{HUNG}stopped by a signal") if stopped else lost
         self.lost = self.lost or lost
         self._fail(self.lost)
 

@@ -87,18 +87,7 @@ class MetricsLogger(Configurable):
             purge_step = None if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(str(run_dir / TENSORBOARD_FOLDER), purge_step=purge_step)
         if config.wandb:
-            import wandb
-
-            self._wandb = wandb.init(
-                project=config.wandb_project,
-                name=run_dir.name,
-                id=_wandb_id(run_dir, new=resume_step is None),
-                resume="allow",
-                dir=str(run_dir),
-                mode=config.wandb_mode,
-                config=dict(run_config or {}),
-                settings=wandb.Settings(console="off", silent=True),  # the console is ours
-            )
+            self._wandb = _wandb_run(config, run_dir=run_dir, resume_step=resume_step, run_config=dict(run_config or {}))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step.
@@ -154,6 +143,32 @@ class MetricsLogger(Configurable):
             logger.warning("no further metrics are sent to %s: %s", type(backend).__name__, error)
             return None
         return backend
+
+
+def _wandb_run(config: MetricsLogger.Config, *, run_dir: Path, resume_step: int | None, run_config: dict[str, Any]) -> Any:
+    """The W&B run of this run; a resumed one is cut back to ``resume_step`` where W&B can do that."""
+    import wandb
+
+    run_id = _wandb_id(run_dir, new=resume_step is None)
+    arguments: dict[str, Any] = dict(
+        project=config.wandb_project,
+        name=run_dir.name,
+        dir=str(run_dir),
+        mode=config.wandb_mode,
+        config=run_config,
+        settings=wandb.Settings(console="off", silent=True),  # the console is ours
+    )
+    if resume_step is not None and config.wandb_mode == "online":
+        try:
+            return wandb.init(resume_from=f"{run_id}?_step={resume_step}", **arguments)
+        except wandb.errors.Error as error:  # not every server can; it needs the step too
+            logger.warning(
+                "W&B can't cut its run %s back to step %d (%s): it keeps what it has of later steps",
+                run_id,
+                resume_step,
+                error,
+            )
+    return wandb.init(id=run_id, resume="allow", **arguments)
 
 
 def _wandb_id(run_dir: Path, *, new: bool) -> str:
