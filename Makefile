@@ -1,6 +1,8 @@
 # Needs Python 3.11, pip, make and a C compiler; everything else comes from pip, as your own pip configuration says.
 PYTHON ?= python3.11
 ARGS ?=
+# Tests mostly wait for processes that start, so two workers take two thirds of one's time. On one core they would take longer.
+WORKERS ?= $(shell [ $$(nproc) -gt 1 ] && echo 2 || echo 0)
 
 # The installed set is named by its contents, not by file times: a checkout changes those.
 REQUIREMENTS := requirements/cpu.txt requirements/dev.txt
@@ -18,8 +20,8 @@ install: $(STAMP) ## make .venv; does nothing when requirements/ has not changed
 demo: $(STAMP) ## train a tiny model by GRPO on this machine's CPU, in a few minutes
 	.venv/bin/python -m torchtitan.experiments.rl.grpo --config rl_grpo_qwen3_debug $(ARGS)
 
-test: $(STAMP) ## all tests
-	.venv/bin/python -m pytest -q $(ARGS)
+test: $(STAMP) ## all tests; WORKERS=0 runs one at a time
+	.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP) ## ruff's checks and formatting, and mypy over the library
 	.venv/bin/ruff check .

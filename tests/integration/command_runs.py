@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULE = "torchtitan.experiments.rl.grpo"
 SMALL = "--rollouts-per-step 32 --validation.examples 8".split()
 ENDLESS = ["--steps", "100000", "--validation.every", "0"]
-PATIENCE_S = 240
+PATIENCE_S = 600
 """How long to wait for what must come; nothing is claimed about how long it takes."""
 SHARED_MEMORY = Path("/dev/shm")
 COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file
 
 from tests.integration.learners import (
@@ -25,6 +24,7 @@ from tests.integration.learners import (
     snapshot_of_two_hosts,
 )
 from tests.integration.models import MODEL, llama_folder
+from tests.integration.ranks import run_ranks
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.parallelism import Parallelism
@@ -82,7 +82,7 @@ def llama_of_two_key_heads(tmp_path_factory) -> str:
 def ranks(fused_model, llama_of_two_key_heads, tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("four_ranks")
     ports = {world_size: free_port() for world_size in (2, 4)}
-    multiprocessing.spawn(work_of_a_rank, args=(ports, str(folder), fused_model, llama_of_two_key_heads), nprocs=4)
+    run_ranks(work_of_a_rank, ports, str(folder), fused_model, llama_of_two_key_heads, count=4)
     return [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(4)]
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from tests.integration.learners import LAYOUTS, accumulate, assert_same, free_port, learner_of, parameters, samples_of
+from tests.integration.ranks import run_ranks
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.learner import Learner
@@ -96,7 +96,7 @@ def work_of_a_rank(rank: int, port: int, folder: str, start: TrainerStart) -> No
 
 
 def test_two_ranks_go_on_from_one_and_one_from_two(uninterrupted, one_rank, tmp_path):
-    multiprocessing.spawn(work_of_a_rank, args=(free_port(), str(tmp_path), uninterrupted["start"]), nprocs=2)
+    run_ranks(work_of_a_rank, free_port(), str(tmp_path), uninterrupted["start"], count=2)
     wide = torch.load(tmp_path / "result-0.pt", weights_only=False)
     assert_same(wide["weights"], uninterrupted["weights"], rtol=0, atol=0)
     assert wide["third"] == pytest.approx(uninterrupted["metrics"][2], rel=1e-4)

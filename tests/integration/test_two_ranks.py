@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file
 from torchtitan.config import ParallelismConfig
 
@@ -27,6 +26,7 @@ from tests.integration.learners import (
     step,
 )
 from tests.integration.models import MODEL
+from tests.integration.ranks import run_ranks
 from tests.unit.tree_samples import random_tree, tree_sample
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.learner import Learner
@@ -114,7 +114,7 @@ def gradients_before_each_microbatch(learner: Learner) -> list[int]:
 @pytest.fixture(scope="module")
 def both_ranks(fused_model, llama_model, tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("two_ranks")
-    multiprocessing.spawn(work_of_a_rank, args=(free_port(), str(folder), fused_model, llama_model), nprocs=2)
+    run_ranks(work_of_a_rank, free_port(), str(folder), fused_model, llama_model, count=2)
     return [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(2)]
 
 

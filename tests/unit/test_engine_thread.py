@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.scripted_engine import TABLE, ScriptedEngine, ScriptedEngineConfig, counting_table, snapshot_of
+from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import WeightUpdate
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
@@ -137,7 +138,7 @@ async def harness() -> AsyncIterator[Harness]:
     await made.thread.start(lambda: made.engine)
     yield made
     made.engine.allowed.release(1000)
-    await asyncio.wait_for(made.thread.stop(), 10)
+    await asyncio.wait_for(made.thread.stop(), LIMIT_S)
 
 
 def generate(request_id: int, tokens: int) -> GenerateRequest:
@@ -194,7 +195,7 @@ async def test_the_canary_is_scored_before_all_that_waited(harness, how):
     await harness.step()
     update = await harness.update(1, how)
     await harness.step(2)  # those with tokens end, and one step more
-    receipt = await asyncio.wait_for(update, 10)
+    receipt = await asyncio.wait_for(update, LIMIT_S)
     np.testing.assert_allclose(receipt.canary_logprobs, canary_logprobs(1), rtol=1e-6)
     assert len(harness.delivered) < 10
 
@@ -203,7 +204,7 @@ async def test_the_canary_is_scored_before_all_that_waited(harness, how):
 async def test_an_idle_engine_takes_new_weights_without_a_request_to_wake_it(harness, how):
     update = await harness.update(1, how)
     await harness.step()
-    assert (await asyncio.wait_for(update, 10)).version == 1
+    assert (await asyncio.wait_for(update, LIMIT_S)).version == 1
 
 
 @pytest.mark.parametrize("how", MODES)
@@ -213,7 +214,7 @@ async def test_two_updates_asked_for_at_once_are_made_in_turn_each_with_its_own_
     updates = [await harness.update(1, how), await harness.update(2, how)]
     harness.submit(generate(2, 1))
     await harness.step(5)
-    receipts = await asyncio.wait_for(asyncio.gather(*updates), 10)
+    receipts = await asyncio.wait_for(asyncio.gather(*updates), LIMIT_S)
     assert [receipt.version for receipt in receipts] == [1, 2]
     for receipt in receipts:
         np.testing.assert_allclose(receipt.canary_logprobs, canary_logprobs(receipt.version), rtol=1e-6)
@@ -243,7 +244,7 @@ async def test_requests_can_be_aborted_while_the_engine_drains(harness):
     harness.submit(generate(3, 1), generate(4, 1))
     harness.thread.abort([1, 3])
     await harness.step(3)
-    assert (await asyncio.wait_for(update, 10)).version == 1
+    assert (await asyncio.wait_for(update, LIMIT_S)).version == 1
     assert harness.versions() == {2: [0, 0], 4: [1]}
 
 
@@ -253,7 +254,7 @@ async def test_a_request_that_waited_and_can_not_run_is_refused_alone(harness):
     update = await harness.update(1, "drain")
     harness.submit(generate(2, 998), generate(3, 1))
     await harness.step(3)
-    await asyncio.wait_for(update, 10)
+    await asyncio.wait_for(update, LIMIT_S)
     assert [(r.request_id, type(r)) for r in harness.delivered] == [
         (1, GenerateResult),
         (2, RequestFailed),
@@ -268,11 +269,11 @@ async def test_a_refused_snapshot_fails_its_update_alone_and_lets_go_of_what_wai
     update = await harness.update(1, how, corrupted=True)
     await harness.step(5)
     with pytest.raises(RunError, match="fingerprint .* mapped, of other bytes published"):
-        await asyncio.wait_for(update, 10)
+        await asyncio.wait_for(update, LIMIT_S)
     assert harness.versions() == {i: [0, 0] for i in range(6)}
     update = await harness.update(1, how)
     await harness.step()
-    assert (await asyncio.wait_for(update, 10)).version == 1
+    assert (await asyncio.wait_for(update, LIMIT_S)).version == 1
 
 
 @pytest.mark.parametrize("how", MODES)
@@ -284,7 +285,7 @@ async def test_an_engine_that_fails_ends_every_update_that_waits_for_it_and_thos
     await harness.step()
     for update in (*updates, await harness.update(3, how)):
         with pytest.raises(RunError, match="the engine stopped: ValueError: out of memory"):
-            await asyncio.wait_for(update, 10)
+            await asyncio.wait_for(update, LIMIT_S)
     assert [r.cause for r in harness.delivered if isinstance(r, GeneratorFailed)] == ["ValueError: out of memory"]
 
 
@@ -295,9 +296,9 @@ async def test_a_shutdown_while_draining_fails_the_update_that_waits(harness):
     stop = asyncio.create_task(harness.thread.stop())
     await asyncio.sleep(0)
     harness.engine.allowed.release()
-    await asyncio.wait_for(stop, 10)
+    await asyncio.wait_for(stop, LIMIT_S)
     with pytest.raises(RunError, match="shut down"):
-        await asyncio.wait_for(update, 10)
+        await asyncio.wait_for(update, LIMIT_S)
     assert harness.engine.closed
 
 
@@ -342,7 +343,7 @@ async def test_an_engine_that_holds_other_weights_than_it_was_given_answers_noth
     await harness.step(5)
     expected = f"weights of version 1: the engine holds {TABLE} = of the version before, [0-9a-f]+ was published"
     with pytest.raises(RunError, match=expected):
-        await asyncio.wait_for(update, 10)
+        await asyncio.wait_for(update, LIMIT_S)
     (failed,) = [r for r in harness.delivered if isinstance(r, GeneratorFailed)]
     assert re.fullmatch(expected, failed.cause)
     assert {r.request_id for r in harness.delivered if isinstance(r, GenerateResult)} <= {1, 2}

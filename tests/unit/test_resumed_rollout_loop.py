@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.test_rollout_loop import Loop, StubTask, ids, settle
 from tests.unit.test_saved_state import through_json
-from tests.unit.waiting import iterations
+from tests.unit.waiting import LIMIT_S, iterations
 from torchtitan.experiments.rl.controller.saved_groups import read_finished_groups, write_groups
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.controller.stillness import Stillness
@@ -227,7 +227,7 @@ async def test_a_reader_waits_for_changes_and_later_changes_wait_for_it():
     await iterations(10)
     assert events == ["first begins", "second begins"]
     release.set()
-    await asyncio.wait_for(asyncio.gather(*work), 20)
+    await asyncio.wait_for(asyncio.gather(*work), LIMIT_S)
     assert events[2:4] == ["first ends", "second ends"]
     assert events[4:6] == ["reads", "has read"]
     rest = events[6:]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.test_samples import samples_of, turn_of
+from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.pacing import Pacer
@@ -97,7 +98,7 @@ class Loop(RolloutLoop):
         )
 
     async def batch(self):
-        return await asyncio.wait_for(self.next_groups(self.version), 20)
+        return await asyncio.wait_for(self.next_groups(self.version), LIMIT_S)
 
     def step_taken(self, batch) -> None:
         self.trained(batch)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.test_rollout_loop import ROW_LENGTH, StubTask, settle
+from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.pacing import Pacer
@@ -120,7 +121,7 @@ async def test_trainer_takes_its_next_step_while_the_generators_load():
     assert ("copy", 2) not in run.parts.events
     assert ("live", 1) not in run.parts.events
     run.parts.released.set()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, LIMIT_S)
     await run.rollouts.close()
     assert run.loop.steps_done == 3
 
@@ -159,7 +160,7 @@ async def test_run_that_is_stopped_ends_after_its_step_with_a_final_evaluation()
     while run.loop.steps_done < 2:
         await settle()
     run.loop.stop()
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, LIMIT_S)
     await run.rollouts.close()
     assert 2 <= run.loop.steps_done < 100
 
@@ -172,7 +173,7 @@ async def test_weights_that_do_not_arrive_end_the_run():
 
     run.parts.update = update
     with pytest.raises(RunError, match="generators disagree"):
-        await asyncio.wait_for(run.loop.run(), 5)
+        await asyncio.wait_for(run.loop.run(), LIMIT_S)
     await run.rollouts.close()
     await run.loop.close()
 
@@ -198,7 +199,7 @@ async def test_run_with_nothing_left_to_learn_evaluates_its_final_policy_and_end
     while run.loop.steps_done < 2:
         await settle()
     run.rollouts.fail(NothingLeftToLearn("nothing left to learn: all rewards tie"))
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, LIMIT_S)
     await run.rollouts.close()
     ((why, steps),) = ends
     assert why.startswith("nothing left to learn") and run.loop.steps_done in steps and run.loop.steps_done < 100

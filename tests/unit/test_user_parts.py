@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.test_rollout_loop import Loop, StubTask, ids
+from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.controller.user_parts import parts_without_state
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
@@ -136,7 +137,7 @@ async def test_fault_ends_the_run_by_name_and_the_event_loop_goes_on(place, what
         assert "dataset BadRows: item " in str(caught.value)
     if what is hangs:
         assert ticks, "the event loop ran meanwhile"
-    await asyncio.wait_for(loop.close(), 5)
+    await asyncio.wait_for(loop.close(), LIMIT_S)
     assert loop.ledger.counts().get("stub/open", 0) == 0
 
 

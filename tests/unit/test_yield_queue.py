@@ -2,6 +2,7 @@
 
 import asyncio
 
+from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.rollouts.yield_queue import YieldQueue, yield_queue
 
 
@@ -39,7 +40,7 @@ async def test_caller_that_is_cancelled_while_it_waits_holds_up_nobody():
         waiting[number].cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     assert seen == [2, 4]
-    await asyncio.wait_for(caller(6), 5)
+    await asyncio.wait_for(caller(6), LIMIT_S)
     assert seen == [2, 4, 6]
 
 
@@ -58,7 +59,7 @@ async def test_caller_holds_its_place_until_it_awaits_something():
 
 def test_every_event_loop_has_its_own():
     async def mine() -> YieldQueue:
-        await asyncio.wait_for(yield_queue().wait(), 5)
+        await asyncio.wait_for(yield_queue().wait(), LIMIT_S)
         return yield_queue()
 
     async def abandoned() -> None:

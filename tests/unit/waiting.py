@@ -4,7 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
+"""How long to wait for what takes milliseconds; a busy machine takes seconds."""
 
 
 async def until(condition: Callable[[], bool]) -> None:
