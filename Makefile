@@ -1,7 +1,7 @@
 # Needs Python 3.11, pip, make and a C compiler; everything else comes from pip, as your own pip configuration says.
 PYTHON ?= python3.11
 ARGS ?=
-# Tests mostly wait for processes that start, so two workers take two thirds of one's time. On one core they would take longer.
+# Tests of whole runs leave a core idle while processes start and wait for each other: with two cores, two workers use it.
 WORKERS ?= $(shell [ $$(nproc) -gt 1 ] && echo 2 || echo 0)
 
 # The installed set is named by its contents, not by file times: a checkout changes those.
