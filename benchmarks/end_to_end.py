@@ -1,0 +1,218 @@
+"""Our demo against TRL's GRPOTrainer: seconds per step, and seconds to a held-out reward of 0.9, on the same two cores.
+
+    .venv/bin/pip install --no-deps --target .benchmarks -r requirements/benchmarks.txt
+    python benchmarks/end_to_end.py [--steps 60] [--repeats 3] [--synchronous]
+
+1. Both train assets/tiny_qwen3 on digit sums: the same training examples, prompt tokens, reward, held-out examples, 256
+   rollouts a step in groups of 8, at most 8 new tokens, AdamW with one learning rate, betas, warm-up and linear decay, gradient
+   norm 1, no KL term, float32.
+2. Ours is the command, `--config rl_grpo_qwen3_debug`, asynchronous by one step unless --synchronous. TRL's side is GRPOTrainer
+   with transformers' generate (its vLLM mode asks for a GPU), synchronous, all 256 rollouts in one batch.
+3. The sides take turns, each in processes of its own. Time runs from the start of the first step: imports, engine and model are
+   left out, and TRL's evaluations too, because ours run beside training. A step's seconds are a run's median from its sixth
+   step on. The held-out reward is that of greedy completions, every 10 steps.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+PACKAGES = ROOT / ".benchmarks"
+GOAL = 0.9
+EVERY = 10
+FIRST = 5
+"""So many steps at the start compile, fill caches and wait for the first rollouts."""
+
+
+@dataclass
+class Seen:
+    """What one run showed."""
+
+    step_s: list[float] = field(default_factory=list)
+    rewards: list[tuple[int, float, float]] = field(default_factory=list)
+    """Step, seconds since the first step began, held-out reward."""
+
+    @property
+    def seconds_a_step(self) -> float:
+        return statistics.median(self.step_s[FIRST:] or self.step_s)
+
+    @property
+    def seconds_to_goal(self) -> float | None:
+        return next((seconds for _, seconds, reward in self.rewards if reward >= GOAL), None)
+
+
+def ours(args: argparse.Namespace, folder: Path) -> Seen:
+    """Run the command; read its metrics."""
+    words = ["--config", "rl_grpo_qwen3_debug", "--steps", str(args.steps), "--run-dir", str(folder / "run")]
+    words += ["--max-offpolicy-steps", "0"] if args.synchronous else []
+    with (folder / "output").open("w") as output:
+        subprocess.run(
+            [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words], cwd=ROOT, check=True, stdout=output, stderr=output
+        )
+    records = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    seen, now = Seen(), 0.0
+    for record in records:
+        if record["step"]:
+            seen.step_s.append(record["time/step_s"])
+            now += record["time/step_s"]
+        if record["step"] and "validation/reward" in record:
+            # Reported with the step that ends after it, so this time is an upper bound.
+            seen.rewards.append((record["step"], now, record["validation/reward"]))
+    return seen
+
+
+def theirs(args: argparse.Namespace, folder: Path) -> Seen:
+    """Run TRL's side in a process of its own."""
+    command = [sys.executable, __file__, "--steps", str(args.steps), "--trl", str(folder / "seen.json")]
+    environment = os.environ | {"PYTHONPATH": str(PACKAGES), "WANDB_DISABLED": "true", "OMP_NUM_THREADS": str(os.cpu_count())}
+    with (folder / "output").open("w") as output:
+        subprocess.run(command, cwd=folder, check=True, env=environment, stdout=output, stderr=output)
+    return Seen(**json.loads((folder / "seen.json").read_text()))
+
+
+def run_trl(steps: int, path: Path) -> None:
+    """TRL's side: train, and write what was seen."""
+    from renderers import Message
+
+    from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+    from torchtitan.experiments.rl.envs.renderer import build_renderer
+    from torchtitan.experiments.rl.tasks.sum_digits.data import answer_text, make_examples, prompt_text
+
+    config = rl_grpo_qwen3_debug()
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    task: Any = config.tasks["sum_digits"]
+    assert config.rollouts_per_step is not None
+    tokenizer = AutoTokenizer.from_pretrained(config.model.hf_assets_path, padding_side="left")
+    renderer = build_renderer(config.renderer, config.model.hf_assets_path)
+
+    def rows(digits: list[list[int]]) -> list[dict[str, str]]:
+        made = []
+        for example in digits:
+            message: Message = {"role": "user", "content": prompt_text(example)}
+            ids = renderer.render_ids([message], add_generation_prompt=True)
+            text = tokenizer.decode(ids)
+            assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids, "both sides have the same prompt tokens"
+            made.append({"prompt": text, "answer": answer_text(example)})
+        return made
+
+    def correct(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+        return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
+
+    training = Dataset.from_list(rows(make_examples(task.dataset.count, split="train", seed=task.dataset.seed)))
+    held_out = rows(make_examples(config.validation.examples, split="validation", seed=task.validation.seed))
+    optimizer = config.trainer.optimizer
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(config.model.hf_assets_path, dtype=torch.float32),
+        reward_funcs=correct,
+        train_dataset=training,
+        processing_class=tokenizer,
+        args=GRPOConfig(
+            output_dir=str(path.parent / "trl"),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=config.rollouts_per_step,
+            num_generations=task.group_size,
+            max_completion_length=task.sampling.max_tokens,
+            temperature=1.0,
+            beta=0.0,
+            learning_rate=optimizer.lr,
+            adam_beta1=optimizer.betas[0],
+            adam_beta2=optimizer.betas[1],
+            adam_epsilon=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            max_grad_norm=optimizer.max_norm,
+            lr_scheduler_type="linear",
+            warmup_steps=10,
+            max_steps=steps,
+            logging_steps=steps,
+            save_strategy="no",
+            report_to="none",
+            gradient_checkpointing=False,
+            dataloader_num_workers=0,
+        ),
+    )
+    seen = Seen()
+
+    class Clock(TrainerCallback):
+        """Seconds of each step, without those of the evaluations."""
+
+        began = now = 0.0
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.began = self.began or time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            ended = time.perf_counter()
+            seen.step_s.append(ended - self.began)
+            self.now += ended - self.began
+            if state.global_step % EVERY == 0:
+                seen.rewards.append((state.global_step, self.now, self.evaluate(others["model"])))
+            self.began = time.perf_counter()
+
+        @torch.no_grad()
+        def evaluate(self, model: Any) -> float:
+            batch = tokenizer([row["prompt"] for row in held_out], return_tensors="pt", padding=True, add_special_tokens=False)
+            tokens = model.generate(**batch, do_sample=False, max_new_tokens=task.sampling.max_tokens)
+            texts = tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+            return statistics.mean(correct(texts, [row["answer"] for row in held_out]))
+
+    trainer.add_callback(Clock())
+    trainer.train()
+    path.write_text(json.dumps(asdict(seen)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--synchronous", action="store_true", help="ours waits for its rollouts too, as TRL does")
+    parser.add_argument("--trl", type=Path, default=None, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.trl is not None:
+        return run_trl(args.steps, args.trl)
+    if not (PACKAGES / "trl").is_dir():
+        sys.exit(f"TRL is missing: .venv/bin/pip install --no-deps --target {PACKAGES.name} -r requirements/benchmarks.txt")
+    sides = {"ours": ours, "TRL": theirs}
+    runs: dict[str, list[Seen]] = {name: [] for name in sides}
+    print(f"load {os.getloadavg()[0]:.1f} at the start; {args.steps} steps a run")
+    print(f"{'':<8}{'seconds a step':>16}{f'seconds to {GOAL}':>18}  held-out reward by step")
+    with tempfile.TemporaryDirectory() as temporary:
+        for repeat in range(args.repeats):
+            for name, side in sides.items():
+                folder = Path(temporary) / f"{name}-{repeat}"
+                folder.mkdir()
+                try:
+                    seen = side(args, folder)
+                except subprocess.CalledProcessError:
+                    sys.exit((folder / "output").read_text()[-4000:])
+                runs[name].append(seen)
+                to_goal = "not reached" if seen.seconds_to_goal is None else f"{seen.seconds_to_goal:.1f}"
+                rewards = " ".join(f"{step}: {reward:.2f}" for step, _, reward in seen.rewards)
+                print(f"{name:<8}{seen.seconds_a_step:>16.3f}{to_goal:>18}  {rewards}", flush=True)
+    medians = {name: statistics.median(seen.seconds_a_step for seen in found) for name, found in runs.items()}
+    print(f"TRL / ours: {medians['TRL'] / medians['ours']:.2f} in seconds a step (at least 3)")
+    goals = {name: [seen.seconds_to_goal for seen in found] for name, found in runs.items()}
+    reached = {name: [seconds for seconds in found if seconds is not None] for name, found in goals.items()}
+    if all(len(reached[name]) == args.repeats for name in sides):
+        ratio = statistics.median(reached["TRL"]) / statistics.median(reached["ours"])
+        print(f"TRL / ours: {ratio:.2f} in seconds to {GOAL} (at least 3)")
+    else:
+        print("runs that reached the goal: " + ", ".join(f"{len(reached[name])} of {args.repeats} {name}" for name in sides))
+
+
+if __name__ == "__main__":
+    main()
