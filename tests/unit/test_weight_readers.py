@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.controller.part import PartProcess
-from torchtitan.experiments.rl.controller.weight_readers import WeightReaders
+from torchtitan.experiments.rl.controller.weight_readers import WeightReaders, first_generators
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.weights import host_shards, remote
@@ -154,6 +154,12 @@ async def test_a_fetch_that_nobody_waits_for_gives_way_to_the_next(hosts, monkey
 
 
 # ---- the readers of a run
+
+
+def test_a_host_needs_a_reader_unless_it_has_the_whole_trainer():
+    assert first_generators({"a"}, ["a", "a"]) == []
+    assert first_generators({"a"}, ["a", "b", "b", "c"]) == [1, 3]
+    assert first_generators({"a", "b"}, ["a", "a", "c"]) == [0, 2]
 
 
 class ReaderProcess:

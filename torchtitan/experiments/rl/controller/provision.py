@@ -17,14 +17,14 @@ SHUTDOWN_TIMEOUT_S = 20.0
 """For each part: a run that ends must end."""
 
 
-async def start_trainer(procs: ProcMesh, trainer: Any) -> str:
-    """Set up the store and the trainer's process group. Returns the identity of its first process's host."""
+async def start_trainer(procs: ProcMesh, trainer: Any) -> set[str]:
+    """Set up the store and the trainer's process group. Returns the identities of its hosts."""
     await start_store(procs.slice(procs=0))
     points = list((await trainer.meeting_points.call()).values())
-    host, port, file = points[0]
-    one_host = len({identity for identity, _, _ in points}) == 1
-    await trainer.setup.call(file if one_host else port)
-    return host
+    hosts = {host for host, _, _ in points}
+    _, port, file = points[0]
+    await trainer.setup.call(file if len(hosts) == 1 else port)
+    return hosts
 
 
 async def shut_down(actors: Collection[Any], procs: Iterable[ProcMesh]) -> list[str]:

@@ -3,13 +3,20 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torchtitan.experiments.rl.controller.part import PartProcess
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.weights.reader import Fetched
 
 logger = logging.getLogger(__name__)
+
+
+def first_generators(trainer_hosts: set[str], generator_hosts: Sequence[str]) -> list[int]:
+    """Of each host that needs a reader, the first replica there: not all that the trainer holds is in that host's memory."""
+    return [
+        index for index, host in enumerate(generator_hosts) if trainer_hosts != {host} and host not in generator_hosts[:index]
+    ]
 
 
 class WeightReaders:

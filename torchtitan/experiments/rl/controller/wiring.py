@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.controller.rollout_worker import RolloutWorker
 from torchtitan.experiments.rl.controller.supervision import Supervisor
 from torchtitan.experiments.rl.controller.task_set import TaskSet
+from torchtitan.experiments.rl.controller.weight_readers import WeightReaders, first_generators
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
@@ -32,6 +34,7 @@ from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
+from torchtitan.experiments.rl.weights.reader import WeightReader
 from torchtitan.experiments.rl.weights.sync import WeightSync, canary_tolerance
 
 logger = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ class RunActors:
         self._replicas = Replicas({"": self.policy} | self._frozen.generators)
         self._generating: dict[tuple[str, int], Part] = {}
         """By model and replica, as in ``Replicas``."""
+        self._readers: list[Part] = []
         self._workers: list[Part] = []
         self._worker_runner = WorkerRunner(self.policy)
         self._client_ids = itertools.count(1)  # the controller's is 0
@@ -120,13 +124,16 @@ class RunActors:
 
         trainer_life = Lifetime("trainer")
 
-        async def start_guarded_trainer() -> str:
+        async def start_guarded_trainer() -> set[str]:
             for rank in range(plan.trainer_ranks):
                 await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank), trainer_life)
             return await start_trainer(procs, trainers)
 
         # The generators of the policy come first.
-        await asyncio.gather(start_guarded_trainer(), *(self.supervisor.start(part) for part in self._generating.values()))
+        trainer_hosts, *hosts = await asyncio.gather(
+            start_guarded_trainer(), *(self.supervisor.start(part) for part in self._generating.values())
+        )
+        readers = await self._start_readers(trainer_hosts, hosts[: plan.generator_replicas])
         logger.info("actors set up")
         decoder = decoder_config(policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length))
         self.trainer = TrainerClient(trainers, run_dir=self._run_dir, life=trainer_life)
@@ -136,6 +143,7 @@ class RunActors:
             self.policy,
             vocab_size=decoder.vocab_size,
             tolerance=canary_tolerance(config.generator.engine.dtype),
+            copies=readers,
         )
         if trainer_start is not None:
             await self.weights.publish_start(trainer_start.step)
@@ -178,7 +186,7 @@ class RunActors:
         except Exception:
             logger.exception("closing the frozen models")
         # The workers' tasks close before the generators that they may ask.
-        parts = [*self._workers, *self._generating.values()]
+        parts = [*self._workers, *self._generating.values(), *self._readers]
         processes = [part.process for part in parts if part.process is not None]
         actors, meshes = [process.actor for process in processes], [process.procs for process in processes]
         if self._trainer is not None:
@@ -210,6 +218,36 @@ class RunActors:
             set_up=lambda process: process.actor.setup.call_one(),
             connect=connect,
             disconnect=partial(self._replicas.lose, model, index),
+        )
+
+    async def _start_readers(self, trainer_hosts: set[str], generator_hosts: Sequence[str]) -> WeightReaders | None:
+        """Spawn and connect a weight reader on each host that needs one, on the cores of its first generator.
+
+        Args:
+            generator_hosts: of each replica of the policy.
+        """
+        first = first_generators(trainer_hosts, generator_hosts)
+        readers = WeightReaders(f"host_of_generator_{index}" for index in first)
+        for number, index in enumerate(first):
+            self._readers.append(self._reader(readers, f"host_of_generator_{index}", number, self._placement.generators[index]))
+        await asyncio.gather(*(self.supervisor.start(part) for part in self._readers))
+        for part in self._readers:
+            await self.supervisor.connect(part)
+        return readers if self._readers else None
+
+    def _reader(self, readers: WeightReaders, host: str, number: int, share: tuple[int, ...]) -> Part:
+        cores = share if self._plan.device == "cpu" else tuple(sorted(os.sched_getaffinity(0)))
+
+        def spawn_reader(name: str) -> tuple[ProcMesh, Any]:
+            procs = spawn(None, name, (cores,), "cpu")
+            return procs, procs.spawn(name, WeightReader, run_dir=str(self._run_dir), index=number)
+
+        return Part(
+            name=f"weight reader {number}",
+            spawn=spawn_reader,
+            set_up=lambda process: process.actor.setup.call_one(),
+            connect=partial(readers.admit, host),
+            disconnect=partial(readers.lose, host),
         )
 
     def _worker(self, index: int, share: tuple[int, ...]) -> Part:
