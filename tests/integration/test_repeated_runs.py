@@ -1,6 +1,7 @@
 """Synchronous runs of the command repeat themselves: side by side, resumed, and on more ranks and replicas."""
 
 import gzip
+import json
 import re
 import shutil
 from pathlib import Path
@@ -30,7 +31,7 @@ def sync_runs(start) -> list[Run]:
 @pytest.fixture(scope="module")
 def wide_runs(start) -> list[Run]:
     words = "--max-offpolicy-steps 0 --seed 7 --steps 3 --trainer.ranks 2 --generator.replicas 2 --trainer.no-save-final-model"
-    return [run.ended_well() for run in [start(*words.split()) for _ in range(2)]]
+    return [run.ended_well() for run in [start(*words.split()), start(*words.split(), "--profile-steps", "2:2")]]
 
 
 def test_synchronous_runs_of_one_seed_have_the_same_metrics(sync_runs):
@@ -66,6 +67,24 @@ def test_two_ranks_and_two_generators_repeat_themselves_too(wide_runs):
         "generator-0.jsonl",
         "generator-1.jsonl",
     }
+
+
+def test_a_profiled_step_has_a_lane_for_each_process_and_changes_nothing(wide_runs):
+    """That nothing changes is what the test before shows: one of the two runs is profiled."""
+    plain, profiled = wide_runs
+    assert not list(plain.folder.glob("trace-*"))
+    events = json.loads((profiled.folder / "trace-steps-2-2.json").read_text())["traceEvents"]
+    processes = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    names = ["controller", "trainer rank 0", "trainer rank 1", "generator 0", "generator 1"]
+    assert list(processes.values()) == names
+    seen = {(processes[event["pid"]], event["name"]) for event in events if event["ph"] == "X"}
+    assert seen >= {("controller", name) for name in ("step", "rollout", "generate", "render", "pack", "wait", "publish")}
+    assert seen >= {(name, part) for name in names[1:3] for part in ("forward", "backward", "optimizer", "copy weights out")}
+    assert seen >= {(name, part) for name in names[3:] for part in ("step", "load weights", "reload")}
+    rollouts = [event for event in events if event["ph"] == "X" and event["name"] == "rollout"]
+    assert len({event["args"]["rollout"] for event in rollouts}) == len(rollouts) >= 32
+    (step,) = [event for event in events if event["ph"] == "X" and event["name"] == "step" and "step" in event["args"]]
+    assert step["args"] == {"step": 2}
 
 
 @pytest.mark.parametrize("runs", ["sync_runs", "wide_runs"])

@@ -202,7 +202,7 @@ async def guarded(watching: Watching, ranks: int = 1) -> Lifetime:
 async def test_the_death_of_a_guarded_process_ends_the_run_by_its_name():
     watching = Watching()
     mesh = await guarded(watching)
-    watching.supervisor._guarded[0].end(KILLED)
+    watching.supervisor.processes()[0][0].end(KILLED)
     await until(lambda: len(watching.failures) == 1)
     assert str(watching.failures[0]) == f"trainer rank 0 died: {KILLED}" and watching.failures[0] is watching.supervisor.lost
     assert mesh.cause == f"trainer rank 0: {KILLED}"
@@ -212,7 +212,7 @@ async def test_the_death_of_a_guarded_process_ends_the_run_by_its_name():
 async def test_ranks_end_with_the_first_that_does_and_the_first_is_to_blame():
     watching = Watching()
     mesh = await guarded(watching, ranks=3)
-    ranks = watching.supervisor._guarded
+    ranks = [life for life, _ in watching.supervisor.processes()]
     ranks[1].end(KILLED)
     await until(lambda: all(rank.cause is not None for rank in ranks))
     assert mesh.cause == f"trainer rank 1: {KILLED}"
@@ -241,7 +241,7 @@ async def test_an_error_that_follows_from_a_death_is_explained_by_it_when_it_is_
     explaining = asyncio.create_task(watching.supervisor.explained(consequence))
     await iterations(5)
     assert not explaining.done()
-    watching.supervisor._guarded[0].end(KILLED)
+    watching.supervisor.processes()[0][0].end(KILLED)
     assert str(await asyncio.wait_for(explaining, 30)) == f"trainer rank 0 died: {KILLED}"
     await watching.supervisor.close()
 
@@ -253,7 +253,7 @@ async def test_an_error_while_a_guarded_process_is_taken_down_is_explained_by_th
     monkeypatch.setattr(Lifetime, "ending", property(lambda life: life.name == "trainer rank 0"))
     explaining = asyncio.create_task(watching.supervisor.explained(RunError("trainer 1: RuntimeError: closed by peer")))
     await iterations(5)
-    watching.supervisor._guarded[0].end(KILLED)
+    watching.supervisor.processes()[0][0].end(KILLED)
     assert str(await asyncio.wait_for(explaining, 30)) == f"trainer rank 0 died: {KILLED}"
     await watching.supervisor.close()
 
@@ -277,7 +277,7 @@ async def test_a_part_that_can_not_come_back_because_the_trainer_is_gone_is_not_
     made.part.set_up = lambda process: asyncio.sleep(0)
     made.die()
     await until(lambda: made.done.count("connect") == 2)
-    watching.supervisor._guarded[0].end(KILLED)
+    watching.supervisor.processes()[0][0].end(KILLED)
     await until(lambda: len(watching.failures) == 2)
     assert {str(failure) for failure in watching.failures} == {f"trainer rank 0 died: {KILLED}"}
     await watching.supervisor.close()
@@ -306,7 +306,7 @@ async def test_work_that_waits_for_a_process_that_is_not_made_again_ends_with_it
     waiting = asyncio.create_task(watching.supervisor.unless_failed(never.wait()))
     await iterations(5)
     assert not waiting.done()
-    watching.supervisor._guarded[0].end("hung: a computation of the trainer for 121 s")
+    watching.supervisor.processes()[0][0].end("hung: a computation of the trainer for 121 s")
     with pytest.raises(RunError, match="^trainer rank 0 died: hung: a computation of the trainer for 121 s$"):
         await asyncio.wait_for(waiting, 30)
     await watching.supervisor.close()

@@ -54,6 +54,7 @@ MAY_CHANGE: Mapping[str, bool] = {
     "user_code": True,
     "supervision": True,
     "provision": True,
+    "profile_steps": True,
     "trainer.class": False,
     "trainer.ranks": True,
     "trainer.optimizer": True,

@@ -13,6 +13,7 @@ from torchtitan.experiments.rl.config.engine_fit import check_cores, check_engin
 from torchtitan.experiments.rl.config.memory import ModelSizes, trainer_memory
 from torchtitan.experiments.rl.config.placement import plan_placement
 from torchtitan.experiments.rl.config.plan import RunPlan, checkpoint_gib
+from torchtitan.experiments.rl.config.profiled_steps import profiled_steps
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.user_faults import user_code
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
@@ -98,6 +99,7 @@ def check_relations(config: RunConfig) -> None:
     Raises:
         ConfigError: by the first such field.
     """
+    profiled_steps(config.profile_steps)
     first, second = config.trainer.optimizer.betas
     if first > second:
         cure = f"must be at most betas[1] = {second}: the second moment is the slower average"

@@ -63,5 +63,7 @@ class RunConfig:
     supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
     """When processes that have died are made again."""
     provision: ProvisionConfig = field(default_factory=ProvisionConfig)
+    profile_steps: str = ""
+    """First and last optimizer step, such as "3:5", of which one file shows what every process did and for how long."""
     output_dir: NonEmptyStr = "outputs"
     """Folder in which the command makes the run folders."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -42,24 +43,28 @@ class LocalRunner:
 
     async def run(self, task: Task, sample: DataSample, *, group_id: str) -> RolloutGroup:
         """See GroupRunner."""
-        group = await task.run_group(sample, self._policy, group_id=group_id, seed=self._seed)
-        await task.score_group(group)
+        with trace.lane("group", group=group_id):
+            group = await task.run_group(sample, self._policy, group_id=group_id, seed=self._seed)
+            with trace.span("score"):
+                await task.score_group(group)
         return group
 
     async def measure(
         self, task: Task, sample: DataSample, *, group_id: str, sampling: SamplingConfig, group_size: int
     ) -> RolloutGroup:
         """See GroupRunner."""
-        group = await task.run_group(
-            sample,
-            self._policy,
-            group_id=group_id,
-            seed=self._seed,
-            sampling=sampling,
-            group_size=group_size,
-            credit=False,
-        )
-        await task.score_rewards(group)
+        with trace.lane("group", group=group_id):
+            group = await task.run_group(
+                sample,
+                self._policy,
+                group_id=group_id,
+                seed=self._seed,
+                sampling=sampling,
+                group_size=group_size,
+                credit=False,
+            )
+            with trace.span("score"):
+                await task.score_rewards(group)
         return group
 
     def lap_lag_s(self) -> float:

@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.controller.closing import PART_TIMEOUT_S, Closing
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.mismatch_alarm import mismatch_alarm
 from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.profile import StepProfile
 from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.run_checkpoints import RunCheckpoints
@@ -196,6 +197,7 @@ class RunParts:
             validator.restore(resumed.state.validator, step)
             alarm.restore(resumed.state.mismatch)
             checkpoints.resumed(resumed.checkpoint, step)
+        self._profile = StepProfile(config.profile_steps, run_dir=self._run_dir, processes=self.supervisor.processes)
         self._training = TrainingLoop(
             steps=config.steps,
             data_parallel_size=self._actors.trainer.data_parallel_size,
@@ -212,6 +214,7 @@ class RunParts:
             on_step=functools.partial(self._step_report, metrics),
             on_early_end=functools.partial(self._early_end_report, metrics),
             on_step_end=checkpoints.step_ended,
+            profile=self._profile,
             first_step=step + 1,
         )
         return self._training
@@ -269,6 +272,7 @@ class RunParts:
             limit_s = self.config.supervision.slow_work_s if self.supervisor.lost is not None else PART_TIMEOUT_S
             await closing.close("the checkpoints", self._checkpoints.close, timeout_s=limit_s)
         if self._training is not None:
+            await closing.close("the profile", self._profile.close)
             await closing.close("the training loop", self._training.close)
         if self._rollouts is not None:
             await closing.close("the rollout loop", self._rollouts.close)
@@ -295,6 +299,8 @@ class RunParts:
         """
         if self._training is not None and self._actors.trainer.failed_batch is not None:
             self._files["batch"] = self._actors.trainer.failed_batch
+        if self._training is not None and self._profile.file is not None:
+            self._files["profile"] = self._profile.file
         if self._checkpoints is not None:
             checkpoint = self._checkpoints.newest
         if checkpoint is not None:

@@ -52,7 +52,7 @@ class Supervisor:
         self._hangs = HangWatch(config, on_hang=on_death)
         self.parts: list[Part] = []
         self._beside: set[asyncio.Task[None]] = set()
-        self._guarded: list[Lifetime] = []
+        self._guarded: list[tuple[Lifetime, Any]] = []
         self._failed = asyncio.Event()
         self.failure: RunError | None = None
         """Why the run has to end."""
@@ -92,7 +92,7 @@ class Supervisor:
             ProcessLost: it has ended already.
         """
         life = Lifetime(name)
-        self._guarded.append(life)
+        self._guarded.append((life, actor))
 
         async def wait() -> None:
             cause = await life.ended()
@@ -111,6 +111,11 @@ class Supervisor:
         except ProcessLost as lost:
             self._lose(lost)
             raise
+
+    def processes(self) -> list[tuple[Lifetime, Any]]:
+        """Every process of a part or under guard, and its actor."""
+        parts = [(part.process.life, part.process.actor) for part in self.parts if part.process is not None]
+        return [*self._guarded, *parts]
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """What ``work`` returns or raises. It is cancelled when the run has to end: it may wait for a process that has ended.
@@ -142,7 +147,7 @@ class Supervisor:
         A process is gone for its peers before it is seen to have ended: its files are closed first.
         """
         death = process_death_behind(error)
-        if death is not None or isinstance(original(error), PeerGone) or any(life.ending for life in self._guarded):
+        if death is not None or isinstance(original(error), PeerGone) or any(life.ending for life, _ in self._guarded):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._failed.wait(), DEATH_REPORTS_S)
         if self.failure is not None:
@@ -156,7 +161,7 @@ class Supervisor:
             task.cancel()
         if beside:
             await asyncio.wait(beside)
-        for life in [*self._guarded, *(part.process.life for part in self.parts if part.process is not None)]:
+        for life, _ in self.processes():
             life.close()
 
     @staticmethod
@@ -224,7 +229,7 @@ class Supervisor:
     def _lose(self, lost: ProcessLost) -> None:
         if self.lost is None and lost.cause.startswith(HUNG):
             # Of ranks that hang in a collective one may be stopped, and the others wait for it.
-            stopped = [life.name for life in self._guarded if is_stopped(life.pid)]
+            stopped = [life.name for life, _ in self._guarded if is_stopped(life.pid)]
             lost = ProcessLost(stopped[0], f"{HUNG}stopped by a signal") if stopped else lost
         self.lost = self.lost or lost
         self._fail(self.lost)

@@ -18,6 +18,7 @@ from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
 from torchtitan.experiments.rl.observability.timing import Stopwatch
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.setup import freeze_objects, unfreeze_objects
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
@@ -34,6 +35,14 @@ class Weights(Protocol):
     async def copy_out(self, version: int) -> CopiedOut: ...
 
     async def update(self, copied: CopiedOut) -> SyncReport: ...
+
+
+class Profile(Protocol):
+    """Records some of the steps: controller/profile.py."""
+
+    async def step_begins(self, step: int) -> None: ...
+
+    async def step_ended(self, step: int) -> None: ...
 
 
 class TrainingLoop:
@@ -55,6 +64,7 @@ class TrainingLoop:
         on_step: Callable[[StepRecord], None] = lambda record: None,
         on_early_end: Callable[[str, Sequence[ValidationReport]], None] = lambda why, reports: None,
         on_step_end: Callable[[int], Awaitable[None]] | None = None,
+        profile: Profile | None = None,
         first_step: int = 1,
     ):
         """
@@ -69,6 +79,7 @@ class TrainingLoop:
             on_early_end: called when there is nothing left to learn before the last step, with that in words and the
                 evaluations that no step has reported.
             on_step_end: awaited after each step, when it is reported. In a synchronous run no rollout is open then.
+            profile: is told when a step begins and when it is over.
             first_step: above 1 in a run that goes on from a checkpoint of the step before.
         """
         self.steps_done = first_step - 1
@@ -76,7 +87,7 @@ class TrainingLoop:
         self._rollouts, self._batcher, self._trainer, self._weights = rollouts, batcher, trainer, weights
         self._validator, self._runner, self._generated_tokens = validator, runner, generated_tokens
         self._on_start, self._on_step, self._on_early_end = on_start, on_step, on_early_end
-        self._on_step_end = on_step_end
+        self._on_step_end, self._profile = on_step_end, profile
         self._alarm = alarm
         self._watch, self._lag = Stopwatch(), LoopLag()
         self._sync: asyncio.Task[SyncReport] | None = None
@@ -94,7 +105,7 @@ class TrainingLoop:
                 await self._validator.wait()
             self._rollouts.fill()
             while self.steps_done < self._steps and not self._stopping:
-                await self._step(self.steps_done + 1)
+                await self._profiled_step(self.steps_done + 1)
         except RunStopped:
             pass
         except NothingLeftToLearn as end:
@@ -124,6 +135,14 @@ class TrainingLoop:
         if self._sync is not None:
             self._sync.cancel()
 
+    async def _profiled_step(self, step: int) -> None:
+        if self._profile is not None:
+            await self._profile.step_begins(step)
+        with trace.lane("step", step=step):
+            await self._step(step)
+        if self._profile is not None:
+            await self._profile.step_ended(step)
+
     async def _step(self, step: int) -> None:
         """Take groups, train on them, start publishing the new version, and report the step."""
         record = StepRecord(step=step, total_steps=self._steps, generated_tokens=self._generated_tokens())
@@ -132,7 +151,8 @@ class TrainingLoop:
         with self._watch.span("train"):
             samples = [sample for group in taken.groups for rollout in group.rollouts for sample in rollout.samples]
             # In a thread, because it copies every stream of the step: the event loop keeps running rollouts.
-            packed = await asyncio.to_thread(self._batcher.plan, samples, self._data_parallel_size)
+            with trace.span("pack", samples=len(samples)):
+                packed = await asyncio.to_thread(self._batcher.plan, samples, self._data_parallel_size)
             trained = await self._trainer.step(packed, step)
         self._rollouts.trained(taken)
         try:
@@ -175,7 +195,8 @@ class TrainingLoop:
 
     async def _update(self, copied: CopiedOut) -> SyncReport:
         try:
-            report = await self._weights.update(copied)
+            with trace.lane("weights", version=copied.version):
+                report = await self._weights.update(copied)
         except Exception as error:
             self._rollouts.fail(error)
             raise

@@ -31,6 +31,7 @@ from torchtitan.experiments.rl.envs.prompt import (
     off_the_loop_if,
 )
 from torchtitan.experiments.rl.printable import text_of
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.samples import check_completion
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_user, cause_of
@@ -282,7 +283,8 @@ class RendererEnv:
             UserCodeError: it failed; names the renderer.
         """
         try:
-            return await work
+            with trace.span(method):
+                return await work
         except BaseException as error:
             running = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and running is not None and running.cancelling():
@@ -291,10 +293,11 @@ class RendererEnv:
 
     async def _call_env(self, method: str, wanted: type, *args: Any) -> Any:
         name, function, timeout_s = f"{self._name}.{method}", getattr(self._env, method), self._config.step_timeout_s
-        if inspect.iscoroutinefunction(function):
-            output = await call_in_place(function, *args, timeout_s=timeout_s, owner=name)
-        else:
-            output = await call_user(function, *args, timeout_s=timeout_s, owner=name)
+        with trace.span(name):
+            if inspect.iscoroutinefunction(function):
+                output = await call_in_place(function, *args, timeout_s=timeout_s, owner=name)
+            else:
+                output = await call_user(function, *args, timeout_s=timeout_s, owner=name)
         if not isinstance(output, wanted):
             raise TypeError(f"{name} returned {type(output).__name__}, want {wanted.__name__}")
         return output

@@ -29,6 +29,7 @@ from torchtitan.experiments.rl.generation.messages import (
     ScoreRequest,
     ScoreResult,
 )
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.heartbeat import Heartbeat
 from torchtitan.experiments.rl.user_code.endpoint import cause_in, for_a_future
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
@@ -171,7 +172,7 @@ class EngineThread:
         try:
             while self._run_commands():
                 if self._busy:
-                    with self._heartbeat.work("a step of the engine", slow=self._steps < FIRST_STEPS):
+                    with self._heartbeat.work("a step of the engine", slow=self._steps < FIRST_STEPS), trace.span("step"):
                         results = self.engine.step()
                     self._steps += 1
                     self._deliver_results(results)
@@ -207,7 +208,8 @@ class EngineThread:
         if self._postponed is not None:
             self._postponed.update((request.request_id, request) for request in requests)
             return
-        failures = [failed for request in requests if (failed := self.engine.add(request))]
+        with trace.span("add requests"):
+            failures = [failed for request in requests if (failed := self.engine.add(request))]
         if failures:
             self._deliver(failures)
 
@@ -226,8 +228,9 @@ class EngineThread:
         if self._postponed is None:
             self._postpone()
         try:
-            report = self.engine.load(manifest, path, recompute=recompute)
-            check_held(report, manifest)
+            with trace.span("load weights", version=manifest.version):
+                report = self.engine.load(manifest, path, recompute=recompute)
+                check_held(report, manifest)
             return report, self._score_canary(canary_token_ids)
         finally:
             postponed, self._postponed = self._postponed, None

@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan.experiments.rl.compat.vllm import packing_noted, reload_weights
 from torchtitan.experiments.rl.generation.engine import LoadReport
 from torchtitan.experiments.rl.generation.vllm_held import HeldWeights
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SnapshotReader, fingerprint
 
 
@@ -21,14 +22,16 @@ class SnapshotLoader:
         started = time.perf_counter()
         worker: Any = self  # vLLM mixes this class into its own, and makes it: there is no __init__ for the reader
         reader = worker.__dict__.setdefault("_snapshot_reader", SnapshotReader())
-        tensors = reader.tensors(manifest, path)
+        with trace.span("verify the snapshot"):
+            tensors = reader.tensors(manifest, path)
         mapped = time.perf_counter()
         held = HeldWeights(worker.get_model(), manifest, tensors)
-        with packing_noted(held.note):
+        with trace.span("reload"), packing_noted(held.note):
             reload_weights(worker, tensors.items())
         packed_s = held.seconds
         reloaded = time.perf_counter()
-        digests = held.digests()
+        with trace.span("digests of what is held"):
+            digests = held.digests()
         if held.has_shares:
             reader.tensors(manifest, path)  # what shares were compared with is still what was published
         read_back = time.perf_counter()

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torchtitan.experiments.rl.process import trace
+
 
 class Stopwatch:
     """Adds up the seconds spent under each name, until the lap is read.
@@ -18,7 +20,8 @@ class Stopwatch:
     def span(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with trace.span(name):
+                yield
         finally:  # a span that raised took its time too
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 

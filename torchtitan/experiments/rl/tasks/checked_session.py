@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.policy import PolicySession
 from torchtitan.experiments.rl.rollouts.samples import check_completion
 from torchtitan.experiments.rl.rollouts.types import Completion
@@ -32,7 +33,8 @@ class CheckedSession:
             prompt.flags.writeable = False
         self.waits += 1
         try:
-            completion = await self._session.generate(prompt, max_tokens=max_tokens)
+            with trace.span("generate", prompt_tokens=len(prompt)):
+                completion = await self._session.generate(prompt, max_tokens=max_tokens)
             check_completion(completion)
             self._check_ids(completion.token_ids, "a completion has")
         except BaseException as error:

@@ -12,6 +12,7 @@ from torchtitan.experiments.rl.batching.sample_checks import check_weights
 from torchtitan.experiments.rl.envs.group_prompts import GroupPrompts
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.finished import FinishedRollout
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
@@ -72,13 +73,17 @@ class GroupRun:
         try:
             envs = await self._make_envs(len(self._group.rollouts))
             triples = zip(self._group.rollouts, envs, self._first_sessions, strict=True)
-            await asyncio.gather(*(self._run_to_status(*triple) for triple in triples))
+            await asyncio.gather(*(self._traced(*triple) for triple in triples))
         finally:
             # Rollouts close their own; what is left belongs to rollouts that never began.
             for session in list(self._open_sessions):
                 self._close_session(session)
             for env in self._envs:
                 await env.close()
+
+    async def _traced(self, rollout: Rollout, env: RendererEnv | UserCodeError, session: PolicySession) -> None:
+        with trace.lane("rollout", rollout=rollout.rollout_id):
+            await self._run_to_status(rollout, env, session)
 
     async def _run_to_status(self, rollout: Rollout, env: RendererEnv | UserCodeError, session: PolicySession) -> None:
         for attempt in range(self._task.config.max_retries + 1):
@@ -132,7 +137,8 @@ class GroupRun:
         name = f"{type(algorithm).__name__}.score_rollout"
         finished = FinishedRollout(rollout)
         try:
-            await call_bounded(lambda: algorithm.score_rollout(rollout), timeout_s=self._task.config.env.rollout_timeout_s)
+            with trace.span(name):
+                await call_bounded(lambda: algorithm.score_rollout(rollout), timeout_s=self._task.config.env.rollout_timeout_s)
             if change := finished.change(allowed=type(algorithm).replaces):
                 raise ValueError(f"changed {change} of a rollout that has ended")
             for sample in rollout.samples:

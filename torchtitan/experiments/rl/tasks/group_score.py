@@ -9,6 +9,7 @@ from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.batching.sample_checks import missing_credit
 from torchtitan.experiments.rl.envs.messages import checked_rewards
 from torchtitan.experiments.rl.printable import shown
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.finished import FinishedGroup, make_read_only
 from torchtitan.experiments.rl.rollouts.streams import check_trainable, drop_unfit_credit, finite_float
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup, RolloutStatus
@@ -32,9 +33,10 @@ async def score_rewards(rubric: Rubric, group: RolloutGroup, *, timeout_s: float
     finished = FinishedGroup(group) if own else None
     env_input = group.data_sample.env_input
     try:
-        rewards = await call_bounded(
-            lambda: rubric.score_group(list(group.rollouts), env_input), timeout_s=timeout_s if own else None
-        )
+        with trace.span(name):
+            rewards = await call_bounded(
+                lambda: rubric.score_group(list(group.rollouts), env_input), timeout_s=timeout_s if own else None
+            )
         if finished is not None and (change := finished.change(allowed=("status", "error"))):
             raise UserCodeError(f"changed {change}")
         checked = _checked(rewards, group.rollouts)
@@ -70,7 +72,8 @@ def give_credit(algorithm: Algorithm, group: RolloutGroup, *, timeout_s: float) 
     # The library's own algorithms change nothing: remembering a rollout for them would cost 5 % of its path.
     finished = None if kind.__module__.startswith(f"{LIBRARY}.") else FinishedGroup(group)
     try:
-        call_plain(functools.partial(algorithm.score_group, group), timeout_s=timeout_s)
+        with trace.span(f"{kind.__name__}.score_group"):
+            call_plain(functools.partial(algorithm.score_group, group), timeout_s=timeout_s)
         if finished is not None and (change := finished.change()):
             raise UserCodeError(f"changed {change}")
         for rollout in group.scored:

@@ -1,7 +1,8 @@
 """One rank of the policy's training: model, optimizer, schedule, checkpoint. Synchronous; it knows tokens and weights only."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.models.row_shapes import Policy, RowShapes
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.training.checkpoints import TrainerCheckpoints, TrainerStart
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.hub_tensors import HubTensors
@@ -113,9 +115,11 @@ class Learner:
             on_microbatch()
             self._synchronise_gradients(last=index == len(microbatches) - 1)
             batch = microbatch.to(self._device)
-            logprobs, entropy = batch_logprobs(self._policy, batch)
-            loss, metrics = compute_loss(logprobs, batch, denominators, self.config.loss)
-            loss.backward()
+            with self._traced("forward"):
+                logprobs, entropy = batch_logprobs(self._policy, batch)
+                loss, metrics = compute_loss(logprobs, batch, denominators, self.config.loss)
+            with self._traced("backward"):
+                loss.backward()
             metrics.add_mean("policy/entropy", entropy, batch.loss_mask)
             sums.merge(metrics)
             sums.merge(mismatch_metrics(logprobs.detach(), batch, policy_version))
@@ -129,7 +133,12 @@ class Learner:
         Raises:
             RunError: the gradient is not finite; the step is not taken.
         """
-        self.checkpoints.wait_for_staging()
+        with trace.span("wait for the checkpoint's copy"):
+            self.checkpoints.wait_for_staging()
+        with self._traced("optimizer"):
+            return self._optim_step()
+
+    def _optim_step(self) -> dict[str, float]:
         norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_norm, foreach=True).item()
         check_finite("gradient norm", norm, self.config.loss)
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
@@ -190,6 +199,14 @@ class Learner:
                 if hasattr(module, "set_force_sum_reduction_for_comms"):
                     # gloo has no averaging reduce-scatter.
                     module.set_force_sum_reduction_for_comms(True)
+
+    @contextmanager
+    def _traced(self, name: str) -> Iterator[None]:
+        """A span of a profile. A GPU works beside this thread: while one is recorded, the span waits for it."""
+        with trace.span(name):
+            yield
+            if trace.recording() and self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
 
     def _denominators(self, microbatches: list[TrainingBatch]) -> LossDenominators:
         counts = torch.stack([count_members(batch) for batch in microbatches]).sum(0).to(self._device)

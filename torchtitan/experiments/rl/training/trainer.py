@@ -17,6 +17,7 @@ from monarch.actor import current_rank, current_size
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart, write_error
@@ -170,8 +171,17 @@ class PolicyTrainer(WatchedActor):
 
         Also starts to score the canary with the same weights; ``canary`` returns the result.
         """
-        await self._submit(lambda: self._publisher.write(version, self._learner.hub_tensors()), quick=True)
-        self._canary = self._submit(lambda: self._learner.score(canary_token_ids))
+
+        def copy_out() -> None:
+            with trace.span("copy weights out", version=version):
+                self._publisher.write(version, self._learner.hub_tensors())
+
+        def score() -> np.ndarray:
+            with trace.span("canary", version=version):
+                return self._learner.score(canary_token_ids)
+
+        await self._submit(copy_out, quick=True)
+        self._canary = self._submit(score)
 
     @reported_endpoint
     async def publish_weights(self, version: int, remote_readers: bool) -> str:

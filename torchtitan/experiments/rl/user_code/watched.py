@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from monarch.actor import Actor
 
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.heartbeat import Heartbeat, Pulse
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_command
@@ -45,6 +46,16 @@ class WatchedActor(Actor):
     async def pulse(self) -> Pulse:
         """What its working thread is doing."""
         return self.heartbeat.pulse()
+
+    @reported_endpoint
+    async def start_trace(self) -> None:
+        """Record what this process does from now on."""
+        trace.start()
+
+    @reported_endpoint
+    async def stop_trace(self) -> list[trace.Event]:
+        """What it did since then."""
+        return trace.stop()
 
     @reported_endpoint
     async def may_be_stopped(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 
 T = TypeVar("T")
@@ -154,7 +155,8 @@ class WeightSync:
         version, rank0 = copied.version, self._trainer.slice(procs=0)
         async with self._lock:
             started = time.perf_counter()
-            await self._publish(version)
+            with trace.span("publish"):
+                await self._publish(version)
             published, fetched = time.perf_counter(), 0.0
 
             async def load() -> dict[int, WeightReceipt]:
@@ -162,7 +164,8 @@ class WeightSync:
                 fetched = time.perf_counter()
                 return await self._generators.update_weights(version, self.canary_token_ids)
 
-            receipts = await self._with_copies(version, load)
+            with trace.span("generators load"):
+                receipts = await self._with_copies(version, load)
             for replica, receipt in receipts.items():
                 self._check_receipt(replica, version, receipt)
             loaded = time.perf_counter()
