@@ -1,221 +1,248 @@
 """Kills or stops processes of small runs at random moments, and checks that no run is lost.
 
     python tests/kill_matrix.py --kills 40 --seed 0 [--folder FOLDER]
+    python tests/kill_matrix.py --only 17 --seed 0              the same kill again
+    python tests/kill_matrix.py --kills 0 --undisturbed 8       the reward of undisturbed runs, and what it varies by
 
-Each kill has a run of its own: two generators, a rollout worker, a trainer. It must end in "the run went on", or in "resumed by
-one command", with every rollout in one column of the ledger, every file well-formed, no process left, and a final reward within
-noise of an undisturbed run. Prints a line for each kill and "N of N"; exits 1 if one is missing.
+1. Each kill has a run of its own: one that generates with two replicas and a rollout worker, or one of two trainer ranks that
+   distils from a model which it hosts (``RUNS``).
+2. Kill number k of a seed is always of the same process, signal, moment and delay, as far as a moment can be hit again.
+3. The run must end in "the run went on" or in "resumed by one command". "begun again" counts only where the run was killed
+   before it had a step to save (``may_begin_again``).
+4. Then the ledger balances, files are well-formed, no process, shared memory or temporary file is left, and the final reward is
+   within noise of an undisturbed run's.
+
+Prints a line for each kill and "N of N"; exits 1 if one is missing. A kill takes about a minute on two quiet cores.
 """
 
 import argparse
-import json
+import itertools
 import os
 import random
+import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from tests.integration.processes import process_stat  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.kills.after import left_behind, shared_memory  # noqa: E402
+from tests.kills.command import Command, has_checkpoint, steps_recorded  # noqa: E402
+from tests.kills.judge import final_reward, torn_files, unbalanced  # noqa: E402
+from tests.kills.moments import MOMENTS, Kill, draw, in_update, wait_for_moment  # noqa: E402
 
-STEPS = 40
-WORDS = f"""--config rl_grpo_qwen3_debug --rollouts-per-step 32 --validation.examples 32 --validation.every 10 --steps {STEPS}
-    --generator.replicas 2 --rollout-workers 1 --supervision.stall-s 20 --checkpoint.interval 5""".split()
-PARTS = ("generator-0", "generator-1", "rollout_worker-0", "trainer-0", "controller")
-MOMENTS = ("build", "validation", "training", "weight update", "checkpoint", "shutdown")
-REWARD_NOISE = 0.35
-"""Half the width of what a validation on 32 examples after 40 steps shows from run to run, with room."""
+STEPS, ROLLOUTS, INTERVAL, EVERY, MAX_AGE = 24, 32, 4, 6, 1
+SMALL = f"""--rollouts-per-step {ROLLOUTS} --validation.examples 256 --validation.every {EVERY} --steps {STEPS}
+    --checkpoint.interval {INTERVAL} --max-offpolicy-steps {MAX_AGE} --supervision.stall-s 20""".split()
+NOISE = 4.0
+"""Standard deviations that a final reward may be from the mean: one honest run in 16,000 is further away."""
+SUSPENDED_S = 30.0
+"""A stopped command is continued after this time, as a suspended terminal: nobody is left to notice it."""
+ATTEMPTS = 3
+"""A run may be over before its moment comes: the kill is tried again, at once where the moment begins."""
 
 
-@dataclass(frozen=True)
-class Kill:
-    part: str
-    number: signal.Signals
-    moment: str
-    step: int
-    """From which on the moment is looked for."""
-    delay_s: float
+@dataclass(frozen=True, kw_only=True)
+class RunKind:
+    name: str
+    words: list[str]
+    parts: tuple[str, ...]
+    reward: float
+    """Mean final reward of undisturbed runs of seeds 0 to 7, ..."""
+    reward_sd: float
+    """... and its standard deviation from run to run. ``--kills 0 --undisturbed 8`` measures both."""
+
+
+RUNS = (
+    RunKind(
+        name="grpo",
+        words=["--config", "rl_grpo_qwen3_debug", *SMALL, "--generator.replicas", "2", "--rollout-workers", "1"],
+        parts=("generator-0", "generator-1", "rollout_worker-0", "trainer-0", "controller"),
+        reward=0.0,
+        reward_sd=1.0,
+    ),
+    RunKind(
+        name="opd",
+        words=["--config", "rl_opd_qwen3_debug", *SMALL, "--trainer.ranks", "2"],
+        parts=("generator-0", "hosted_0-0", "trainer-0", "trainer-1", "controller"),
+        reward=0.0,
+        reward_sd=1.0,
+    ),
+)
+
+
+def kills(seed: int) -> Iterator[tuple[RunKind, Kill]]:
+    """Every part at every moment once, in an order drawn by the seed; then all again, with other steps and delays."""
+    random_ = random.Random(seed)
+    while True:
+        cases = [(kind, part, moment) for kind in RUNS for part, moment in itertools.product(kind.parts, MOMENTS)]
+        random_.shuffle(cases)
+        for kind, part, moment in cases:
+            yield kind, draw(random_, part, moment, steps=STEPS, interval=INTERVAL, every=EVERY)
+
+
+def may_begin_again(step: int) -> bool:
+    """Whether a run that was killed when step ``step`` was its last may have nothing to resume: the checkpoint of the first
+    ``INTERVAL`` steps may have been under way."""
+    return step <= INTERVAL
+
+
+@dataclass
+class Outcome:
+    how: str = "never killed"
+    """"the run went on", "resumed by one command", "begun again", or what became of it."""
+    said: str = ""
+    """More about the kill, for people."""
+    faults: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def kept(self) -> bool:
+        return self.how in ("the run went on", "resumed by one command", "begun again") and not self.faults
 
     def __str__(self) -> str:
-        return f"{self.number.name:<7} {self.part:<16} {self.moment:<13}"
+        faults = "".join(f"; {fault}" for fault in self.faults)
+        return f"{self.said}{self.how} in {self.seconds:.0f} s{faults}"
 
 
-def drawn(random_: random.Random) -> Kill:
-    moment = random_.choice(MOMENTS)
-    return Kill(
-        part=random_.choice(PARTS),
-        number=random_.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)),
-        moment=moment,
-        step=random_.randrange(1, STEPS - 5),
-        delay_s=random_.uniform(0, 15.0 if moment == "build" else 0.5),
-    )
+class Trial:
+    """One run of a kind in a folder of its own, with a kill or without."""
 
+    def __init__(self, kind: RunKind, folder: Path, limit_s: float):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self.kind, self.folder, self.limit_s = kind, folder, limit_s
+        self.run, self.output, self.temporary = folder / "run", folder / "output", folder / "tmp"
+        self.shared_memory_before = shared_memory()
+        self.orphans: list[str] = []
 
-class Command:
-    """One start of the command, in a session of its own."""
+    def start(self, *words: str) -> Command:
+        return Command(self.run, list(words), output=self.output, temporary=self.temporary)
 
-    def __init__(self, folder: Path, words: list[str], output: Path):
-        self.folder, self.output = folder, output
-        with output.open("a") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words],
-                cwd=ROOT,
-                env=os.environ | {"WANDB_SILENT": "true"},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def begin(self, *words: str) -> Command:
+        return self.start(*self.kind.words, "--run-dir", str(self.run), *words)
 
-    def alive(self) -> set[int]:
-        stats = {int(entry): process_stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
-        return {pid for pid, stat in stats.items() if stat and stat[2] == self.process.pid and stat[0] != "Z"}
-
-    def pid_of(self, part: str) -> int | None:
-        if part == "controller":
-            return self.process.pid
-        log = str(self.folder / "logs" / f"{part}.jsonl")
-        for pid in self.alive() - {self.process.pid}:
-            if log in map(os.path.realpath, Path(f"/proc/{pid}/fd").glob("*")):
-                return pid
-        return None
-
-    def end(self, limit_s: float) -> int | None:
-        """The exit code; None if it did not end in time, and was killed."""
-        try:
-            return self.process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def kill_all(self) -> int:
-        """Kill what is left of the session. Returns how many processes."""
-        left = self.alive()
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        return len(left)
-
-
-def json_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def steps_of(folder: Path) -> int:
-    path = folder / "metrics.jsonl"
-    return path.read_text().count("\n") - 1 if path.exists() else -1
-
-
-def wait_for(kill: Kill, command: Command, limit_s: float) -> bool:
-    """Wait for the moment. Returns whether it came while the run lived."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline and command.process.poll() is None:
-        step = steps_of(command.folder)
-        came = {
-            "build": command.pid_of(kill.part) is not None,
-            "validation": step >= kill.step // 10 * 10 >= 0,
-            "training": step >= kill.step,
-            "weight update": step >= kill.step,
-            "checkpoint": step >= 0 and any(command.folder.glob("checkpoints/.step-*")),
-            "shutdown": step >= STEPS,
-        }[kill.moment]
-        if came:
-            time.sleep(0 if kill.moment == "weight update" else kill.delay_s)
-            return command.process.poll() is None
-        time.sleep(0.005)
-    return False
-
-
-def faults_of(folder: Path, left: int, rewards: list[float]) -> list[str]:
-    """What is wrong with a run that has ended well."""
-    faults = [f"{left} processes left"] if left else []
-    try:
-        for file in [*folder.glob("*.jsonl"), *folder.glob("logs/*.jsonl")]:
-            json_lines(file)
-    except ValueError as error:
-        return [*faults, f"{file.name}: {error}"]
-    steps = [record["step"] for record in json_lines(folder / "metrics.jsonl")]
-    if steps != list(range(STEPS + 1)):
-        faults.append(f"metrics have steps {steps}")
-    ends = Counter(record["rollout_id"] for record in json_lines(folder / "ledger.jsonl"))
-    twice = [rollout for rollout, count in ends.items() if count > 1]
-    trained = sum(record["column"] == "trained" for record in json_lines(folder / "ledger.jsonl"))
-    if twice or trained != 32 * STEPS:
-        faults.append(f"ledger: {len(twice)} rollouts end twice, {trained} were trained, and not {32 * STEPS}")
-    reward = final_reward(folder)
-    if rewards and reward is not None and abs(reward - statistics.mean(rewards)) > REWARD_NOISE:
-        faults.append(f"final reward {reward:.3f}, undisturbed {statistics.mean(rewards):.3f}")
-    return faults
-
-
-def final_reward(folder: Path) -> float | None:
-    found = [record["validation/reward"] for record in json_lines(folder / "metrics.jsonl") if "validation/reward" in record]
-    return found[-1] if found else None
-
-
-def one(kill: Kill | None, folder: Path, limit_s: float, rewards: list[float]) -> tuple[bool, str]:
-    """Run once, with a kill or without. Returns whether the run was kept, and how it ended."""
-    folder.mkdir(parents=True)
-    run, output = folder / "run", folder / "output"
-    command = Command(run, [*WORDS, "--run-dir", str(run)], output)
-    began, said = time.monotonic(), ""
-    if kill is not None:
-        if wait_for(kill, command, limit_s) and (pid := command.pid_of(kill.part)) is not None:
-            os.kill(pid, kill.number)
-            said = f"at step {steps_of(run)}, "
-            if kill.part == "controller" and kill.number == signal.SIGSTOP:
-                time.sleep(30)  # nobody is left to notice: as a suspended terminal does, it is continued
-                os.kill(pid, signal.SIGCONT)
+    def end(self, command: Command) -> int | None:
+        """The exit code; None if it does not end in time. Notes what does not end with it."""
+        code = command.wait(max(0.0, command.began + self.limit_s - time.monotonic()))
+        if code is None:
+            command.kill_session()
         else:
-            said = "too late to kill, "
-    code = command.end(limit_s)
-    left = wait_until_gone(command)
-    how = "the run went on"
-    if code != 0:
-        how = f"exit code {code}, "
-        resumable = any(run.glob("checkpoints/step-*"))
-        words = ["--resume", str(run)] if resumable else [*WORDS, "--run-dir", str(folder / "again")]
-        run = run if resumable else folder / "again"
-        command = Command(run, words, output)
-        code = command.end(limit_s)
-        left += wait_until_gone(command)
-        how += ("resumed by one command" if resumable else "nothing to resume, begun again") if code == 0 else f"then {code}"
-    faults = faults_of(run, left, rewards) if code == 0 else [output.read_text().splitlines()[-1] if output.exists() else ""]
-    return not faults, f"{said}{how} in {time.monotonic() - began:.0f} s{''.join(f'; {fault}' for fault in faults)}"
+            self.orphans += command.orphans()
+        return code
+
+    def undisturbed(self, seed: int) -> Outcome:
+        began = time.monotonic()
+        code = self.end(self.begin("--seed", str(seed)))
+        how = "the run went on" if code == 0 else f"exit code {code}"
+        return Outcome(how, faults=self.faults() if code == 0 else [self.last_line()], seconds=time.monotonic() - began)
+
+    def disturbed(self, kill: Kill) -> Outcome:
+        began = time.monotonic()
+        command = self.begin()
+        outcome = Outcome()
+        try:
+            if not wait_for_moment(kill, command, self.limit_s) or (pid := command.pid_of(kill.part)) is None:
+                outcome.faults = [] if self.end(command) == 0 else [self.last_line()]
+                return outcome
+            os.kill(pid, kill.number)
+            step = steps_recorded(self.run)
+            outcome.said = f"at step {step}{' in a load' if in_update(command, kill.part) else ''}, "
+            if kill.part == "controller" and kill.number == signal.SIGSTOP:
+                time.sleep(SUSPENDED_S)
+                os.kill(pid, signal.SIGCONT)
+            outcome.how = self._how_it_ended(self.end(command), step)
+            outcome.faults = self.faults() if outcome.kept else [self.last_line()]
+            return outcome
+        finally:
+            command.kill_session()
+            outcome.seconds = time.monotonic() - began
+
+    def _how_it_ended(self, code: int | None, step: int) -> str:
+        if code == 0:
+            return "the run went on"
+        first = "did not end" if code is None else f"exit code {code}"
+        self.note(f"---- {first}: {self.last_line()}")
+        if code is None:
+            return first
+        resumable = has_checkpoint(self.run)
+        if resumable:
+            again = self.start("--resume", str(self.run))
+        else:
+            shutil.rmtree(self.run)
+            again = self.begin()
+        code = self.end(again)
+        if code != 0:
+            return f"{first}, then {'no end' if code is None else f'exit code {code}'}"
+        if resumable:
+            return "resumed by one command"
+        return "begun again" if may_begin_again(step) else f"{first}, and no checkpoint after step {step}"
+
+    def faults(self) -> list[str]:
+        """What is wrong with a run that has ended well."""
+        reward = final_reward(self.run)
+        distance = (reward - self.kind.reward) / self.kind.reward_sd if reward is not None else 0.0
+        unusual = abs(distance) > NOISE
+        return [
+            *(f"left alive: {name}" for name in self.orphans),
+            *left_behind(self.temporary, self.shared_memory_before),
+            *torn_files(self.run),
+            *unbalanced(self.run, steps=STEPS, rollouts_per_step=ROLLOUTS, max_age=MAX_AGE),
+            *([f"final reward {reward:.3f}, {distance:+.1f} sd from undisturbed runs'"] if unusual else []),
+        ]
+
+    def note(self, line: str) -> None:
+        with self.output.open("a") as file:
+            file.write(f"{line}\n")
+
+    def last_line(self) -> str:
+        lines = self.output.read_text(errors="replace").splitlines() if self.output.exists() else []
+        return next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "no output")
 
 
-def wait_until_gone(command: Command, limit_s: float = 30.0) -> int:
-    deadline = time.monotonic() + limit_s
-    while command.alive() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return command.kill_all()
+def measure(runs: int, base: Path, limit_s: float) -> None:
+    for kind in RUNS:
+        rewards = []
+        for seed in range(runs):
+            trial = Trial(kind, base / f"undisturbed-{kind.name}-{seed}", limit_s)
+            outcome = trial.undisturbed(seed)
+            reward = final_reward(trial.run)
+            rewards += [reward] if reward is not None else []
+            print(f"undisturbed {kind.name}, seed {seed}: reward {reward}, {outcome}", flush=True)
+        if len(rewards) > 1:
+            print(f"{kind.name}: reward {statistics.mean(rewards):.3f}, sd {statistics.stdev(rewards):.3f}", flush=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="number of the first kill")
+    parser.add_argument("--only", type=int, nargs="+", help="these numbers alone")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--limit-s", type=float, default=600.0, help="for each start of the command")
+    parser.add_argument("--undisturbed", type=int, default=0, help="first so many runs of each kind without a kill")
+    parser.add_argument("--limit-s", type=float, default=400.0, help="for each start of the command")
     parser.add_argument("--folder", type=Path, default=None, help="where the runs are kept; a temporary folder otherwise")
     arguments = parser.parse_args()
-    random_ = random.Random(arguments.seed)
+    numbers = arguments.only or range(arguments.first, arguments.first + arguments.kills)
+    kept = 0
     with tempfile.TemporaryDirectory() as temporary:
         base = arguments.folder or Path(temporary)
-        fine, said = one(None, base / "undisturbed", arguments.limit_s, [])
-        print(f"undisturbed: {said}", flush=True)
-        reward = final_reward(base / "undisturbed" / "run")
-        rewards, kept = [] if reward is None else [reward], 0
-        for number in range(arguments.kills):
-            kill = drawn(random_)
-            fine, said = one(kill, base / str(number), arguments.limit_s, rewards)
-            kept += fine
-            print(f"{number:>3} {'ok  ' if fine else 'LOST'} {kill} {said}", flush=True)
-    print(f"{kept} of {arguments.kills}")
-    return 0 if kept == arguments.kills else 1
+        measure(arguments.undisturbed, base, arguments.limit_s)
+        drawn = list(itertools.islice(kills(arguments.seed), max(numbers, default=-1) + 1))
+        for number in numbers:
+            kind, kill = drawn[number]
+            for attempt in range(ATTEMPTS):
+                outcome = Trial(kind, base / str(number), arguments.limit_s).disturbed(kill if not attempt else kill.at_once())
+                if outcome.how != "never killed" or outcome.faults:
+                    break
+            kept += outcome.kept
+            print(f"{number:>3} {'ok  ' if outcome.kept else 'LOST'} {kind.name:<4} {kill} {outcome}", flush=True)
+    print(f"{kept} of {len(numbers)}")
+    return 0 if kept == len(numbers) else 1
 
 
 if __name__ == "__main__":
