@@ -146,7 +146,8 @@ class Trial:
         command = self.begin()
         outcome = Outcome()
         try:
-            if not wait_for_moment(kill, command, self.limit_s) or (pid := command.pid_of(kill.part)) is None:
+            pid = wait_for_moment(kill, command, self.limit_s)
+            if pid is None:
                 outcome.faults = [] if self.end(command) == 0 else [self.last_line()]
                 return outcome
             os.kill(pid, kill.number)

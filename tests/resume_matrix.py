@@ -105,12 +105,13 @@ def killed_and_resumed(
     for kill in kills:
         command = case.go_on(words)
         base = steps_recorded(case.run)
-        came = wait_for_moment(kill, command, case.limit_s)
+        came = wait_for_moment(kill, command, case.limit_s) is not None
         was = steps_recorded(case.run)
         command.kill_session()
         if not came and command.process.returncode not in (0, -signal.SIGKILL):
             case.faults.append(f"exit code {command.process.returncode} before the kill")
-        yield kill, f"from step {max(base, 0)}, at step {was}" + ("" if came else ": too late, the run had ended"), check()
+        late = [] if came else ["the run had ended before it could be killed"]
+        yield kill, f"from step {max(base, 0)}, at step {was}", late + check()
     case.end(case.go_on(words))
 
 
@@ -155,8 +156,9 @@ def sync(base: Path, limit_s: float, random_: random.Random, kills: int) -> Iter
 def asynchronous(base: Path, limit_s: float, random_: random.Random) -> Iterator[Result]:
     case = Case(base / "async", limit_s)
     plan = planned(random_, ASYNC_KILLS, ("training", "weight update", "checkpoint", "training"), steps=ASYNC_STEPS, interval=2)
-    for number, (kill, said, _) in enumerate(killed_and_resumed(case, ASYNC, plan, list)):
-        print(f"     killed: async {number}, {kill.moment}, {said}", flush=True)
+    for number, (kill, said, faults) in enumerate(killed_and_resumed(case, ASYNC, plan, list)):
+        print(f"     killed: async {number}, {kill.moment}, {'; '.join([said, *faults])}", flush=True)
+        case.faults += faults
     case.faults += torn_files(case.run)
     case.faults += unbalanced(case.run, steps=ASYNC_STEPS, rollouts_per_step=ROLLOUTS, max_age=MAX_AGE)
     served = not_served(rollout_records(case.run), examples=EXAMPLES, times=2)

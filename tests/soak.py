@@ -2,8 +2,9 @@
 
     python tests/soak.py --steps 1000 [--warm-up 400] [--folder FOLDER]
 
-1. Every ``--every`` steps each process is looked at from outside: anonymous memory (Pss_Anon of smaps_rollup: what it does not
-   share with files), descriptors, threads; and the size of each file of the run.
+1. Every ``--every`` steps each process is looked at from outside: anonymous memory (what it does not share with files),
+   descriptors, threads; and the size of each file of the run. Mappings of 128 MB and more are not counted: a generator's KV
+   cache is allocated once, and its pages become resident as they are first used, up to generator.engine.cpu_kv_cache_gib.
 2. After the warm-up a line is fitted to each. Prints its slope per 100 steps with the standard error, for each process. The
    error is that of the means of ``BLOCKS`` blocks: neighbouring samples are alike.
 3. Exits 1 if memory grows by more than ``--bound`` MB per 100 steps and two standard errors, if descriptors or threads grow, or
@@ -29,6 +30,7 @@ from tests.kills.command import Command, steps_recorded  # noqa: E402
 WORDS = """--config rl_grpo_qwen3_debug --rollouts-per-step 8 --tasks.sum-digits.group-size 4 --validation.examples 8
     --validation.every 50 --trainer.no-save-final-model --rollout-workers 1 --max-drops-in-a-row 1000000""".split()
 BLOCKS = 10
+LARGE_KB = 128 * 1024
 STALL_S = 300.0
 """Without a step for so long, the run hangs."""
 
@@ -75,14 +77,22 @@ def grows(counts: Sequence[int]) -> bool:
 def looked_at(pid: int, step: int) -> Sample | None:
     """None: the process has ended."""
     try:
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        (line,) = [line for line in rollup.splitlines() if line.startswith("Pss_Anon:")]
-        threads = len(os.listdir(f"/proc/{pid}/task"))
-        return Sample(
-            step=step, memory_mb=int(line.split()[1]) / 1024, descriptors=len(os.listdir(f"/proc/{pid}/fd")), threads=threads
-        )
-    except (OSError, ValueError):
+        memory = anonymous_kb(Path(f"/proc/{pid}/smaps").read_text())
+        descriptors, threads = (len(os.listdir(f"/proc/{pid}/{what}")) for what in ("fd", "task"))
+    except OSError:
         return None
+    return Sample(step=step, memory_mb=memory / 1024, descriptors=descriptors, threads=threads) if memory else None
+
+
+def anonymous_kb(smaps: str) -> int:
+    """Anonymous memory of all mappings below LARGE_KB."""
+    total = size = 0
+    for line in smaps.splitlines():
+        if line.startswith("Size:"):
+            size = int(line.split()[1])
+        elif line.startswith("Anonymous:") and size < LARGE_KB:
+            total += int(line.split()[1])
+    return total
 
 
 def file_sizes(run: Path) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Deliveries of weights that go wrong are caught at their version (``tests/sabotage.py`` runs them, and more versions)."""
+"""Deliveries of weights that go wrong are caught at their version (``python -m tests.sabotage``, with more versions)."""
 
 import json
 import subprocess

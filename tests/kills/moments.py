@@ -3,7 +3,7 @@
 build           the process is there; then up to BUILD_S
 validation      the generators have loaded a version that is evaluated
 training        a step was reported
-weight update   a generator logs that it reloads its weights: the load takes some 20 ms
+weight update   a generator logs that it loads a version, which takes some 20 ms
 checkpoint      its folder lies there, unfinished
 shutdown        the last step was reported
 """
@@ -29,10 +29,8 @@ LATEST_S: dict[Moment, float] = {
     "shutdown": 2.0,
 }
 """How long after its first sign each moment lasts, at the most."""
-RELOADS = "Reloading weights inplace"
-"""vLLM logs this when it begins to load a version, ..."""
-RELOADED = "Reloading and processing weights took"
-"""... and this when it holds it."""
+LOADING, HOLDS = "loading version", "holds version"
+"""A generator logs the first when it begins to load a version, and the second when it has."""
 READY = "trainer and generators agree on version"
 
 
@@ -67,40 +65,67 @@ def draw(random_: random.Random, part: str, moment: Moment, *, steps: int, inter
     return Kill(part=part, number=number, moment=moment, step=step, delay_s=random_.uniform(0, LATEST_S[moment]))
 
 
-def wait_for_moment(kill: Kill, command: Command, limit_s: float) -> bool:
-    """Return when the moment has come. False: the run ended first, or the time."""
+def wait_for_moment(kill: Kill, command: Command, limit_s: float) -> int | None:
+    """Return the process to kill when the moment has come. None: the run ended first, or the time."""
     deadline = command.began + limit_s
-    reloads: int | None = None
+    generator = kill.part if kill.part.startswith("generator-") else "generator-0"
+    loads, controller = LogTail(command, generator), LogTail(command, "controller")
+    pid, ready, reached = None, False, False
     while command.lives and time.monotonic() < deadline:
-        came = False
-        if kill.moment == "build":
-            came = command.pid_of(kill.part) is not None
+        if pid is None:  # looked up before the moment: it takes as long as some moments last
+            pid = command.pid_of(kill.part)
+            if pid is None or kill.moment == "build":
+                if pid is not None:
+                    return pid if waited(kill, command) else None
+                time.sleep(0.05)
+                continue
+        ready = ready or controller.count(READY) > 0
+        if not ready or steps_recorded(command.folder) < kill.step - (kill.moment == "validation"):
+            came = False  # before the run is built, its metrics are those of an earlier command
         elif kill.moment == "validation" and kill.step == 0:
-            came = READY in command.logged("controller")
-        elif steps_recorded(command.folder) >= kill.step - (kill.moment == "validation"):
-            if kill.moment in ("weight update", "validation"):
-                seen = count_of(command, RELOADS, kill)
-                reloads = seen if reloads is None else reloads
-                came = seen > reloads
-            elif kill.moment == "checkpoint":
-                came = any(command.folder.glob("checkpoints/.step-*.partial"))
-            else:
-                came = True
+            came = True
+        elif kill.moment in ("weight update", "validation"):
+            new = loads.count(LOADING)
+            came, reached = reached and new > 0, True  # a load that began before the step does not count
+        else:
+            came = kill.moment != "checkpoint" or any(command.folder.glob("checkpoints/.step-*.partial"))
         if came:
-            time.sleep(kill.delay_s)
-            return command.lives
+            return pid if waited(kill, command) else None
         time.sleep(0.002)
-    return False
+    return None
 
 
-def count_of(command: Command, text: str, kill: Kill) -> int:
-    """How often generators logged ``text``: the one that is killed, or else any."""
-    logs = [path.stem for path in (command.folder / "logs").glob("generator-*.jsonl")]
-    own = [log for log in logs if log == kill.part]
-    return sum(command.logged(log).count(text) for log in own or logs)
+def waited(kill: Kill, command: Command) -> bool:
+    """Wait for the kill's delay, while the moment lasts. Returns whether the run lives then."""
+    until = time.monotonic() + kill.delay_s
+    while (rest := until - time.monotonic()) > 0 and command.lives:
+        if kill.moment == "build" and steps_recorded(command.folder) >= 0:
+            break  # quickly built
+        time.sleep(min(0.05, rest))
+    return command.lives
+
+
+class LogTail:
+    """What a command appends to a log of the run."""
+
+    def __init__(self, command: Command, log: str):
+        self._path = command.folder / "logs" / f"{log}.jsonl"
+        self._offset = command.logs_before.get(self._path.name, 0)
+
+    def count(self, text: str) -> int:
+        """In how many whole lines that are new since the last call ``text`` is."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except FileNotFoundError:
+            return 0
+        lines = [line for line in new.splitlines(keepends=True) if line.endswith(b"\n")]
+        self._offset += sum(map(len, lines))
+        return sum(text.encode() in line for line in lines)
 
 
 def in_update(command: Command, part: str) -> bool:
     """Whether the log of a killed generator ends in the middle of a load."""
     text = command.logged(part)
-    return text.count(RELOADS) > text.count(RELOADED)
+    return text.count(LOADING) > text.count(HOLDS)

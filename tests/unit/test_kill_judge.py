@@ -138,3 +138,9 @@ def test_slope_of_a_line_is_found_and_noise_is_its_error():
 def test_descriptors_that_come_and_go_do_not_grow_and_those_that_stay_do():
     assert not soak.grows([50, 52, 50, 53, 52, 50, 52, 51])
     assert soak.grows([50, 51, 51, 52, 52, 53, 53, 54])
+
+
+def test_memory_is_that_of_small_mappings():
+    smaps = "00-10 rw-p\nSize:  400 kB\nRss:  300 kB\nAnonymous:  200 kB\nAnonHugePages:  0 kB\n"
+    smaps += "20-30 rw-p\nSize:  262144 kB\nAnonymous:  131072 kB\n40-50 rw-p\nSize:  8 kB\nAnonymous:  4 kB\n"
+    assert soak.anonymous_kb(smaps) == 204

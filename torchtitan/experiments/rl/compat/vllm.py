@@ -8,6 +8,7 @@ weight of a linear layer for its kernels and drops the weight itself: nothing ca
 is noted when it is packed, and the note hangs on the function that owns the copy.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -74,7 +75,12 @@ def shut_down(engine: Any) -> None:
 
 
 def reload_weights(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """In a worker process: copy tensors, by their hub names, into the running model."""
+    """In a worker process: copy tensors, by their hub names, into the running model.
+
+    vLLM 0.32 warns at each version that modules which own no weight, such as a tied head, "failed to load": the digests of what
+    is held say what failed.
+    """
+    logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
     worker.reload_weights(weights_iterator=tensors)
     repack_tied_head(worker.get_model())
 

@@ -227,10 +227,12 @@ class EngineThread:
     ) -> tuple[LoadReport, Future[np.ndarray]]:
         if self._postponed is None:
             self._postpone()
+        logger.info("loading version %d", manifest.version)
         try:
             with trace.span("load weights", version=manifest.version):
                 report = self.engine.load(manifest, path, recompute=recompute)
                 check_held(report, manifest)
+            logger.info("holds version %d", manifest.version)
             return report, self._score_canary(canary_token_ids)
         finally:
             postponed, self._postponed = self._postponed, None

@@ -1,0 +1,190 @@
+"""The ways a delivery goes wrong. Each is a context manager: in it, one replica loads a version wrongly.
+
+It yields a manifest where the replica gets another than was published, and None otherwise.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from torchtitan.experiments.rl.compat import vllm as compat
+from torchtitan.experiments.rl.generation import vllm_worker
+from torchtitan.experiments.rl.weights.snapshot import Manifest
+
+Tensors = dict[str, torch.Tensor]
+Q, K, V, OUT = (f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkvo")
+GATE, UP = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+NORM, BIAS, EMBEDDING = (
+    "model.layers.1.input_layernorm.weight",
+    "model.layers.0.self_attn.k_proj.bias",
+    "model.embed_tokens.weight",
+)
+
+
+@dataclass(kw_only=True)
+class Delivery:
+    """One version on its way, and the one before."""
+
+    manifest: Manifest
+    views: Tensors
+    """The mapped snapshot's."""
+    before: Tensors
+    """Copies of the last version's tensors."""
+    manifest_before: Manifest
+    engine: Any
+
+    @property
+    def model(self) -> Any:
+        return self.engine.model_executor.driver_worker.worker.get_model()
+
+
+Sabotage = Callable[[Delivery], Any]
+SABOTAGES: dict[str, tuple[Sabotage, float]] = {}
+"""By name: how, and at which learning rate."""
+
+
+def sabotage(lr: float = 1e-4, name: str | None = None) -> Callable[[Callable], Callable]:
+    def add(function: Callable) -> Callable:
+        SABOTAGES[name or function.__name__] = (contextmanager(function), lr)
+        return function
+
+    return add
+
+
+@contextmanager
+def reloading_by(reload: Callable[[Any, Any], None]) -> Iterator[None]:
+    """The worker's ``reload_weights(worker, tensors)`` is ``reload``."""
+    vllm_worker.reload_weights = reload
+    try:
+        yield
+    finally:
+        vllm_worker.reload_weights = compat.reload_weights
+
+
+def _reloading(change: Callable[[Tensors], Tensors | None]) -> Iterator[None]:
+    """The engine is given other tensors than those that were mapped and verified."""
+
+    def changed(worker: Any, tensors: Any) -> None:
+        given = change(dict(tensors))
+        if given is not None:
+            compat.reload_weights(worker, given.items())
+
+    with reloading_by(changed):
+        yield None
+
+
+def change(name: str, lr: float = 1e-4) -> Callable:
+    """A sabotage that changes the tensors on their way into the engine."""
+
+    def add(function: Callable[[Delivery, Tensors], Tensors | None]) -> Callable:
+        def run(delivery: Delivery) -> Iterator[None]:
+            yield from _reloading(lambda tensors: function(delivery, tensors))
+
+        sabotage(lr, name)(run)
+        return function
+
+    return add
+
+
+for _lr in (1e-4, 1e-5, 1e-6, 1e-7):
+    change(f"skipped reload, lr {_lr:g}", _lr)(lambda delivery, tensors: None)
+    change(f"old version, lr {_lr:g}", _lr)(lambda delivery, tensors: dict(delivery.before))
+change("swapped tensors, q of two layers")(lambda d, t: t | {Q: t[Q.replace("1", "0")], Q.replace("1", "0"): t[Q]})
+change("swapped tensors, k and v")(lambda d, t: t | {K: t[V], V: t[K]})
+change("swapped tensors, gate and up")(lambda d, t: t | {GATE: t[UP], UP: t[GATE]})
+change("scaled tensor")(lambda d, t: t | {GATE: t[GATE] * 1.01})
+change("negated tensor")(lambda d, t: t | {V: -t[V]})
+change("transposed square tensor")(lambda d, t: t | {OUT: t[OUT].t().contiguous()})
+change("two rows of the embedding swapped")(lambda d, t: t | {EMBEDDING: t[EMBEDDING][[1, 0, *range(2, 96)]]})
+change("one layer of the version before")(lambda d, t: t | {n: v for n, v in d.before.items() if ".layers.1." in n})
+change("norm weights of the version before", 1e-2)(lambda d, t: t | {n: v for n, v in d.before.items() if "norm" in n})
+change("bias of the version before")(lambda d, t: t | {BIAS: d.before[BIAS]})
+change("half of the tensors")(lambda d, t: dict(list(t.items())[: len(t) // 2]))
+change("dropped tensor, a whole weight")(lambda d, t: {n: v for n, v in t.items() if n != OUT})
+change("dropped tensor, a part of a weight")(lambda d, t: {n: v for n, v in t.items() if n != K})
+change("dropped norm", 1e-2)(lambda d, t: {n: v for n, v in t.items() if n != NORM})
+change("step taken twice")(lambda d, t: {n: v + (v - d.before[n]) for n, v in t.items()})
+
+
+@change("one row zeroed")
+def _(delivery: Delivery, tensors: Tensors) -> Tensors:
+    changed = tensors[UP].clone()
+    changed[7] = 0
+    return tensors | {UP: changed}
+
+
+@change("wrong rounding")
+def _(delivery: Delivery, tensors: Tensors) -> Tensors:
+    bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+    return {name: (value.view(bits[value.dtype]) & ~1).view(value.dtype) for name, value in tensors.items()}
+
+
+@change("last bit of one weight")
+def _(delivery: Delivery, tensors: Tensors) -> Tensors:
+    changed = tensors[OUT].clone()
+    changed.view(torch.uint8).view(-1)[0] ^= 1
+    return tensors | {OUT: changed}
+
+
+@change("byte flipped in the mapping after the check")
+def _(delivery: Delivery, tensors: Tensors) -> Tensors:
+    delivery.views[V].view(torch.uint8).view(-1)[-1] ^= 64
+    return tensors
+
+
+@sabotage()
+def stale_tied_head(delivery: Delivery) -> Iterator[None]:
+    repack = compat.repack_tied_head
+    compat.repack_tied_head = lambda model: None
+    try:
+        yield None
+    finally:
+        compat.repack_tied_head = repack
+
+
+@sabotage()
+def byte_flipped_in_the_engine(delivery: Delivery) -> Iterator[None]:
+    """After the reload, before the engine answers."""
+
+    def reload(worker: Any, tensors: Any) -> None:
+        compat.reload_weights(worker, tensors)
+        delivery.model.model.embed_tokens.weight.data.view(torch.uint8)[3, 3] ^= 1
+
+    with reloading_by(reload):
+        yield None
+
+
+@sabotage()
+def old_packed_copy_put_back(delivery: Delivery) -> Iterator[None]:
+    layer = delivery.model.model.layers[1].mlp.down_proj
+    old = layer.cpu_linear
+
+    def reload(worker: Any, tensors: Any) -> None:
+        compat.reload_weights(worker, tensors)
+        layer.cpu_linear = old
+
+    with reloading_by(reload):
+        yield None
+
+
+@sabotage()
+def manifest_of_the_version_before(delivery: Delivery) -> Iterator[Manifest]:
+    yield delivery.manifest_before
+
+
+@sabotage()
+def weights_of_the_version_before_under_this_versions_number(delivery: Delivery) -> Iterator[Manifest]:
+    yield replace(delivery.manifest_before, version=delivery.manifest.version)
+
+
+@sabotage()
+def fingerprint_of_another_version(delivery: Delivery) -> Iterator[Manifest]:
+    yield replace(delivery.manifest, fingerprint=delivery.manifest_before.fingerprint)
+
+
+@sabotage()
+def digests_of_another_version(delivery: Delivery) -> Iterator[Manifest]:
+    yield replace(delivery.manifest, digests=delivery.manifest_before.digests)

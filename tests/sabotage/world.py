@@ -1,0 +1,200 @@
+"""A real engine, the versions published to it, and the checks of generator and controller, with transformers as the trainer."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.sabotage.kinds import Delivery, Sabotage, Tensors
+from torchtitan.experiments.rl.controller.mismatch_alarm import MismatchAlarm
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.generation.engine_thread import check_held
+from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Request, Result, ScoreRequest
+from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.weights.snapshot import (
+    Manifest,
+    SharedBuffer,
+    SnapshotLayout,
+    WeightReceipt,
+    fingerprint,
+    tensor_digests,
+)
+from torchtitan.experiments.rl.weights.sync import CopiedOut, WeightSync, canary_tolerance
+
+VOCABULARY = 96
+COMPLETIONS, TOKENS = 4, 6
+"""Sampled from a version for the alarm."""
+
+
+def make_model(folder: str) -> tuple[Qwen3ForCausalLM, Tensors]:
+    """Write a random checkpoint that vLLM can serve; returns the model, and the checkpoint's tensors."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        attention_bias=True,
+    )
+    model = Qwen3ForCausalLM(config).float().eval()
+    with torch.no_grad():  # vLLM's Qwen3 has no bias here
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.bias.zero_()
+    model.save_pretrained(folder)
+    file = Path(folder, "model.safetensors")
+    tensors = {name: value for name, value in load_file(file).items() if not name.endswith("o_proj.bias")}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return model, tensors
+
+
+class World:
+    """``deliver`` publishes the next version to two replicas, which are one engine that loads twice."""
+
+    def __init__(self, folder: str, dtype: Literal["float32", "bfloat16"], seed: int):
+        model, tensors = make_model(folder)
+        config = VLLMEngineConfig(max_model_len=64, max_num_seqs=COMPLETIONS, dtype=dtype)
+        self.engine = config.build(model_path=folder, device="cpu")
+        self._trainer = model.to(config.torch_dtype)
+        self._alarm, self._tolerance = MismatchAlarm(dtype, exact=True), canary_tolerance(dtype)
+        self._random = torch.Generator().manual_seed(seed)
+        self._master = {name: value.float().clone() for name, value in tensors.items()}
+        self._layout = SnapshotLayout.of(tensors, config.torch_dtype)
+        self._buffers = [SharedBuffer.create(self._layout.nbytes) for _ in range(2)]
+        self._manifests: list[Manifest] = []
+        self.version = 0
+        self._publish(1e-4)
+        check_held(self._load(self._manifests[-1]), self._manifests[-1])
+
+    def deliver(self, sabotage: Sabotage | None, lr: float, *, sampled: bool = False) -> str:
+        """Deliver the next version to two replicas. Returns the error that ends the run, "" if there is none.
+
+        Args:
+            sampled: the alarm sees tokens that are sampled from the version. Without a sabotage the canary is scored in any
+                case.
+        """
+        self._publish(lr)
+        old, manifest = self._manifests
+        views = dict(self._buffers[manifest.version % 2].views(self._layout))
+        delivery = Delivery(
+            manifest=manifest,
+            views=views,
+            before={name: view.clone() for name, view in self._buffers[old.version % 2].views(self._layout)},
+            manifest_before=old,
+            engine=self.engine._engine,
+        )
+        intended = self._buffers[manifest.version % 2].bytes.clone()
+        self._trainer.load_state_dict(views, strict=False)
+
+        def replica(wrongly: Sabotage | None, canary: np.ndarray) -> WeightReceipt:
+            """As Generator.update_weights: the manifest that the store has, a load, and the check of what is held."""
+            with wrongly(delivery) if wrongly else _honest() as found:
+                report = self._load(found or manifest)
+            check_held(report, found or manifest)
+            return WeightReceipt(
+                version=(found or manifest).version,
+                fingerprint=report.fingerprint,
+                canary_logprobs=self._scored(canary) if sabotage is None else np.zeros(len(canary), np.float32),
+                verify_s=0.0,
+                reload_s=0.0,
+            )
+
+        async def answer(value: Any) -> Any:
+            return value
+
+        async def receipts(version: int, canary_token_ids: np.ndarray) -> dict[int, WeightReceipt]:
+            second = replica(sabotage, canary_token_ids)  # first, so that the engine holds the version before
+            return {0: replica(None, canary_token_ids), 1: second}
+
+        def canary() -> np.ndarray:
+            tokens = sync.canary_token_ids
+            return self._trainers(tokens) if sabotage is None else np.zeros(len(tokens), np.float32)
+
+        trainer = SimpleNamespace(
+            publish_weights=SimpleNamespace(call=lambda version, remote: answer({0: manifest.fingerprint})),
+            slice=lambda procs: SimpleNamespace(canary=SimpleNamespace(call_one=lambda: answer(canary()))),
+        )
+        generators = cast(Any, SimpleNamespace(update_weights=receipts))
+        sync = WeightSync(trainer, generators, vocab_size=VOCABULARY, tolerance=self._tolerance)
+        try:
+            asyncio.run(sync.update(CopiedOut(version=manifest.version, seconds=0.0)))
+            if sampled:
+                self._alarm.check(self.version, {"mismatch/replica/0/age/0": self._mismatch()})
+        except RunError as error:
+            return str(error)
+        finally:
+            self._buffers[manifest.version % 2].bytes.copy_(intended)
+        return ""
+
+    def _publish(self, lr: float) -> None:
+        self.version += 1
+        buffer = self._buffers[self.version % 2]
+        for name, view in buffer.views(self._layout):
+            self._master[name] += lr * (2 * torch.rand(view.shape, generator=self._random) - 1)
+            view.copy_(self._master[name])
+        digests = tensor_digests(buffer.bytes, self._layout)
+        manifest = Manifest(
+            version=self.version,
+            layout=self._layout,
+            paths={"here": buffer.path},
+            fingerprint=fingerprint(digests),
+            digests=digests,
+        )
+        self._manifests = [*self._manifests[-1:], manifest]
+
+    def _load(self, manifest: Manifest):
+        return self.engine.load(manifest, manifest.paths["here"], recompute=False)
+
+    def _answers(self, requests: list[Request]) -> list[Result]:
+        for request in requests:
+            assert self.engine.add(request) is None
+        results = []
+        while self.engine.busy:
+            results += self.engine.step()
+        return results
+
+    def _scored(self, token_ids: np.ndarray) -> np.ndarray:
+        (result,) = self._answers([ScoreRequest(request_id=0, token_ids=token_ids)])
+        return cast(Any, result).logprobs
+
+    @torch.no_grad()
+    def _trainers(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 [L]: the log-probability of each token but the first, as the trainer computes it."""
+        tokens = torch.from_numpy(np.asarray(token_ids, np.int64))[None]
+        logprobs = self._trainer(tokens).logits[0, :-1].float().log_softmax(-1)
+        return np.concatenate([[0.0], logprobs.gather(1, tokens[0, 1:, None]).squeeze(1).numpy()]).astype(np.float32)
+
+    def _mismatch(self) -> float:
+        """Mean distance, in nats, of what engine and trainer say of tokens that are sampled now."""
+        prompts = np.random.default_rng(self.version).integers(0, VOCABULARY, (COMPLETIONS, TOKENS)).astype(np.int32)
+        sampling = SamplingConfig(max_tokens=TOKENS)
+        results = self._answers(
+            [
+                GenerateRequest(request_id=i, prompt_token_ids=prompt, sampling=sampling, seed=i, stop_token_ids=[])
+                for i, prompt in enumerate(prompts)
+            ]
+        )
+        distances = []
+        for result in results:
+            assert isinstance(result, GenerateResult) and (result.completion.policy_versions == self.version).all()
+            sampled = result.completion
+            theirs = self._trainers(np.concatenate([prompts[result.request_id], sampled.token_ids]))[TOKENS:]
+            distances.append(np.abs(theirs - sampled.logprobs))
+        return float(np.mean(distances))
+
+
+@contextmanager
+def _honest() -> Iterator[None]:
+    yield None
