@@ -225,9 +225,10 @@ async def test_of_ranks_that_hang_the_one_that_is_stopped_is_to_blame(monkeypatc
     """The others wait for it in a collective, and may be noticed first."""
     watching = Watching()
     mesh = await guarded(watching, ranks=2)
-    watching.supervisor._guarded[1].pid = 7
+    (first, _), (second, _) = watching.supervisor.processes()
+    second.pid = 7
     monkeypatch.setattr("torchtitan.experiments.rl.controller.supervision.is_stopped", lambda pid: pid == 7)
-    watching.supervisor._guarded[0].end("hung: a computation of the trainer for 121 s")
+    first.end("hung: a computation of the trainer for 121 s")
     await until(lambda: mesh.cause is not None)
     assert str(watching.supervisor.lost) == "trainer rank 1 died: hung: stopped by a signal"
     await watching.supervisor.close()
