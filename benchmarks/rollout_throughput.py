@@ -36,7 +36,7 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
 from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
-from torchtitan.experiments.rl.controller.provision import spawn  # noqa: E402
+from torchtitan.experiments.rl.controller.provision import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
@@ -205,8 +205,8 @@ def bare_arguments(config: RunConfig) -> dict[str, Any]:
 
 async def compare(args: argparse.Namespace, config: RunConfig, run_dir: str) -> None:
     placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
-    bare = BareEngine(bare_arguments(config), placement.generators[0], run_dir)
-    procs, client = spawn(None, "generator", placement.generators, "cpu"), GeneratorClient()
+    bare = BareEngine(bare_arguments(config), placement.generators[0].devices, run_dir)
+    (procs, _), client = spawn_on(None, "generator", placement.generators, "cpu"), GeneratorClient()
     try:
         generator = procs.spawn(
             "generator", Generator, config.generator, model_path=config.model.hf_assets_path, device="cpu", run_dir=run_dir
@@ -214,10 +214,10 @@ async def compare(args: argparse.Namespace, config: RunConfig, run_dir: str) -> 
         await generator.setup.call()
         await bare.answer()
         await client.connect([generator])
-        pin(placement.trainer[0])
+        pin(placement.trainer[0].devices)
         print(
             f"{args.rollouts} rollouts a step, {args.steps} steps a turn, medians of {args.repeats} turns; "
-            f"engines on cores {placement.generators[0]}, controller on {placement.trainer[0]}"
+            f"engines on cores {placement.generators[0].devices}, controller on {placement.trainer[0].devices}"
         )
         print(f"{'load':<12}{'ours':>10}{'vLLM alone':>12}{'ratio':>8}{'tokens a rollout':>18}{'completions that differ':>25}")
         ratios = []

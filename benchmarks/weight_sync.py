@@ -29,7 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from torchtitan.experiments.rl.compat.vllm import repack_tied_head  # noqa: E402
 from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
-from torchtitan.experiments.rl.controller.provision import shut_down, spawn, start_trainer  # noqa: E402
+from torchtitan.experiments.rl.controller.provision import shut_down, spawn_on, start_trainer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
@@ -104,7 +104,8 @@ async def measure(model: str, versions: int, warmup: int) -> dict[str, list[floa
     placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
     client, meshes = GeneratorClient(), []
     try:
-        trainers, generators = spawn(None, "trainer", placement.trainer, "cpu"), spawn(None, "g", placement.generators, "cpu")
+        trainers, _ = spawn_on(None, "trainer", placement.trainer, "cpu")
+        generators, _ = spawn_on(None, "g", placement.generators, "cpu")
         trainer = trainers.spawn(
             "trainer",
             PolicyTrainer,

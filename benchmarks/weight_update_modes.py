@@ -27,7 +27,7 @@ from monarch.actor import Channel, concurrent_endpoint, shutdown_context  # noqa
 from safetensors.torch import load_file  # noqa: E402
 
 from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
-from torchtitan.experiments.rl.controller.provision import spawn  # noqa: E402
+from torchtitan.experiments.rl.controller.provision import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.generation.config import (
     GeneratorConfig,
     WeightUpdate,  # noqa: E402
@@ -115,7 +115,7 @@ class Updates:
 async def measure(arguments: argparse.Namespace, run_dir: str) -> dict[str, list[tuple[float, float, float]]]:
     """Tokens per second, seconds an update and share of tokens after an update, by mode, one for each repeat."""
     placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
-    procs = spawn(None, "generator", placement.generators, "cpu")
+    procs, _ = spawn_on(None, "generator", placement.generators, "cpu")
     config = GeneratorConfig(engine=VLLMEngineConfig(max_model_len=1024, max_num_seqs=arguments.at_once + 1))
     generator = procs.spawn("generator", SwitchedGenerator, config, model_path=MODEL, device="cpu", run_dir=run_dir)
     await start_store(procs)

@@ -16,7 +16,7 @@ from tests.integration.pairs import CANARY, Pair
 from tests.integration.processes import descendants
 from torchtitan.experiments.rl.config.placement import plan_placement
 from torchtitan.experiments.rl.controller import provision
-from torchtitan.experiments.rl.controller.provision import shut_down, spawn, start_trainer
+from torchtitan.experiments.rl.controller.provision import shut_down, spawn_on, start_trainer
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import RequestFailed, ScoreRequest
@@ -61,7 +61,8 @@ def pairs(meshes, tied_model, untied_model, tmp_path_factory) -> Iterator[dict[s
 
     async def build(name: str, pair: Pair) -> None:
         run_dir = str(tmp_path_factory.mktemp(name))
-        trainers, generators = spawn(None, "trainer", placement.trainer, "cpu"), spawn(None, "g", placement.generators, "cpu")
+        trainers, _ = spawn_on(None, "trainer", placement.trainer, "cpu")
+        generators, _ = spawn_on(None, "g", placement.generators, "cpu")
         pair.trainer = trainers.spawn(
             f"trainer_{name}",
             PolicyTrainer,

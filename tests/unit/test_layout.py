@@ -18,7 +18,7 @@ FLOORS = (
     ("compat", "printable"),
     ("process",),
     ("bounds", "configurable", "user_code", "types"),
-    ("losses", "batching", "models", "weights"),
+    ("hosts", "losses", "batching", "models", "weights"),
     ("rollouts",),
     ("observability",),
     ("checkpointing",),

@@ -82,11 +82,12 @@ class StandInActors(RunActors):
         plan: Any,
         *,
         run_dir: Path,
+        hosts: None = None,
         restarts: Restarts | None = None,
         on_failure: Callable[[Exception], None],
         on_death: Callable[[str], None] = lambda line: None,
     ):
-        self._config, self._plan, self._run_dir = config, plan, run_dir
+        self._config, self._plan, self._run_dir, self._hosts = config, plan, run_dir, hosts
         self.supervisor = Supervisor(config.supervision, restarts=restarts, on_death=on_death, on_failure=self.fail)
         policy: Any = type(self).policy_of()
         trainer: Any = StandInTrainer(config.trainer.loss)

@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo, MaxRL
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config.placement import ProvisionConfig
+from torchtitan.experiments.rl.config.provision import ProvisionConfig
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.sampler import ShuffledCursor
@@ -17,6 +17,7 @@ from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.references import HostedModel
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.hosts.jobs import ProcessJob
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
@@ -72,6 +73,15 @@ def rl_grpo_qwen3_debug() -> RunConfig:
         validation=ValidationConfig(every=10, examples=256),
         provision=ProvisionConfig(device="cpu"),
     )
+
+
+def rl_grpo_qwen3_debug_hosts() -> RunConfig:
+    """rl_grpo_qwen3_debug on three hosts, which are processes of this machine: two train, two generate, one runs rollouts."""
+    config = rl_grpo_qwen3_debug()
+    config.trainer.ranks, config.generator.replicas, config.rollout_workers = 2, 2, 1
+    hosts: dict[str, Any] = {"trainer_hosts": (0, 1), "generator_hosts": (1, 2), "rollout_worker_hosts": (2,)}
+    config.provision = ProvisionConfig(device="cpu", job=ProcessJob(hosts=3), **hosts)
+    return config
 
 
 def rl_max_rl_qwen3_debug() -> RunConfig:
@@ -204,7 +214,7 @@ def rl_grpo_qwen3_14b() -> RunConfig:
 
 
 def rl_grpo_qwen3_14b_16() -> RunConfig:
-    """Qwen3-14B on 16 GPUs of 80 GB: eight train, four generators of two. For hosts of 16: a run spans one host."""
+    """Qwen3-14B on 16 GPUs of 80 GB: eight train, four generators of two. On two hosts of 8: docs/clusters.md."""
     return _qwen3("14B", trainer_ranks=8, replicas=4, tensor_parallel_degree=2)
 
 
@@ -214,14 +224,12 @@ def rl_grpo_qwen3_32b() -> RunConfig:
 
 
 def rl_grpo_qwen3_32b_32() -> RunConfig:
-    """Qwen3-32B on 32 GPUs of 80 GB: sixteen train, in fours that share each layer; eight generators of two. To plan with
-    until a run spans several hosts."""
+    """Qwen3-32B on 32 GPUs of 80 GB: sixteen train, in fours; eight generators of two (docs/clusters.md)."""
     return _qwen3("32B", trainer_ranks=16, trainer_tensor_parallel_degree=4, replicas=8, tensor_parallel_degree=2)
 
 
 def rl_grpo_qwen3_32b_64() -> RunConfig:
-    """Qwen3-32B on 64 GPUs of 80 GB: 32 train, in fours that share each layer; sixteen generators of two. To plan with until a
-    run spans several hosts."""
+    """Qwen3-32B on 64 GPUs of 80 GB: 32 train, in fours; sixteen generators of two (docs/clusters.md)."""
     return _qwen3("32B", trainer_ranks=32, trainer_tensor_parallel_degree=4, replicas=16, tensor_parallel_degree=2)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan.experiments.rl.config.command_line import Command, config_functions, load_config, parse_command
 from torchtitan.experiments.rl.config.user_faults import fault_of
-from torchtitan.experiments.rl.errors import ConfigError, MissingError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.setup import (
@@ -45,7 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:  # while modules are imported; nothing was spawned
         return 130
-    return 0 if command.dry_run or start is None else _run(config, start, name)
+    if command.dry_run or start is None:
+        return 0
+    return _run(config, start, name) if start.script is None else _submit(config, start)
 
 
 def _list(module: str) -> int:
@@ -105,7 +107,8 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         notes.append(error)
     on_gpus = command.dry_run and config.provision.device == "cuda"
     gpus = list(range(checks.needed_gpus(config)))
-    plan = checks.plan_run(config, device="cuda", available=gpus) if on_gpus else checks.plan_run(config)
+    here = config.provision.job.host_count == 1 and config.provision.job.has_gpus is None
+    plan = checks.plan_run(config, device="cuda", available=gpus) if on_gpus and here else checks.plan_run(config)
     lacking = checks.missing(config)
     if lacking and not command.dry_run:
         raise next(iter(lacking.values()))
@@ -137,19 +140,36 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         if command.init_from is not None:
             start.init_from, refused = find_initial(command.init_from, config)
             lines = [*(f"refused     {reason}" for reason in refused), f"weights     of {start.init_from}"]
-        start.run_dir = make_run_folder(command.run_dir, config.output_dir, name, keep=not command.dry_run)
+        job = config.provision.job
+        keep = not command.dry_run
+        start.run_dir = make_run_folder(command.run_dir, config.output_dir, name, keep=keep, may_hold=job.files)
     for line in lines:
         write_line(sys.stdout, printable_line(line))
-    if not command.dry_run:
+    start.plan = plan
+    start.script = config.provision.job.script(command.words_in(start.run_dir), start.run_dir, plan.hosts)
+    if not command.dry_run and start.script is None:
         start.lock = start.lock or lock_run_folder(Path(start.run_dir), field="--run-dir")
         files = {**(resumed.saved.model_files if resumed is not None else {}), **files_of_models(config)}
         saved = SavedCommand(config_name=name, module=command.module, overrides=command.overrides, model_files=files)
         save_command(Path(start.run_dir), saved)
     if command.dry_run:
-        print("\n".join(plan.lines()))
+        scheduled = start.script or config.provision.job.plan(start.run_dir, plan.hosts)
+        print("\n".join([*plan.lines(), *plan.placement.lines(plan.device), *([scheduled] if scheduled else [])]))
         for note in [*notes, *lacking.values(), *here]:
             print(f"before a run   {printable_line(str(note))}")
     return start
+
+
+def _submit(config: Any, start: Any) -> int:
+    """Hand the run to a scheduler."""
+    try:
+        lines = config.provision.job.submit(start.script, start.run_dir)
+    except RunError as error:
+        write_line(sys.stderr, f"error: {printable_line(str(error))}")
+        return 1
+    for line in lines:
+        write_line(sys.stdout, printable_line(line))
+    return 0
 
 
 def _run(config: Any, start: Any, config_name: str) -> int:

@@ -11,10 +11,10 @@ from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.balance import Balance, balance
 from torchtitan.experiments.rl.config.engine_fit import check_cores, check_engine_fits
 from torchtitan.experiments.rl.config.memory import ModelSizes, trainer_memory
-from torchtitan.experiments.rl.config.placement import plan_placement
 from torchtitan.experiments.rl.config.plan import RunPlan, checkpoint_gib
 from torchtitan.experiments.rl.config.profiled_steps import profiled_steps
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.run_placement import place
 from torchtitan.experiments.rl.config.user_faults import user_code
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.generation.references import HostedModel, find_references, hosted_models
@@ -43,7 +43,7 @@ TORCHTITAN_FIELDS: FieldTypes = {
 
 
 MOST_PROCESSES = 1024
-"""Of one run, which spans one host."""
+"""Of one role of a run."""
 
 
 def checked_plan(config: RunConfig) -> RunPlan:
@@ -71,6 +71,7 @@ def check(config: RunConfig) -> None:
         cure = "synchronous runs repeat bit for bit, which takes one process: set it to 0, or max_offpolicy_steps to 1 or more"
         raise ConfigError("rollout_workers", config.rollout_workers, cure)
     config.metrics.validate(field="metrics")
+    config.provision.validate()
     config.validation.validate(field="validation")
     for name, task in config.tasks.items():
         field = f"tasks.{name}"
@@ -233,16 +234,13 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     for field, reference in find_references(config.tasks, field="tasks"):
         if isinstance(reference, HostedModel) and has_config(reference.path):
             check_engine_fits(reference.engine, HubConfig.read(reference.path), field=f"{field}.engine")
-    plan_placement(
-        device=device,
-        trainer_ranks=config.trainer.ranks,
-        replicas=config.generator.replicas,
-        tensor_parallel_degree=engine.tensor_parallel_degree,
-        hosted=hosted,
-        available=available,
-    )
+    if available is not None:
+        known: list[list[int]] | None = [available]
+        placement = place(config, device, hosts=known)
+    else:
+        known, placement = config.provision.fitting(device, lambda hosts: (hosts, place(config, device, hosts=hosts)))
     if device == "cpu":
-        cores = len(os.sched_getaffinity(0) if available is None else available)
+        cores = len(os.sched_getaffinity(0)) if known is None else min(map(len, known))
         check_cores(engine, cores, field="generator.engine")
         for model in hosted:
             check_cores(model.engine, cores, field=f"the hosted model {model.path!r}: engine")
@@ -267,6 +265,8 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
         generator_replicas=config.generator.replicas,
         hosted_processes=sum(model.replicas * model.engine.tensor_parallel_degree for model in hosted),
         tensor_parallel_degree=engine.tensor_parallel_degree,
+        hosts=1 if known is None else len(known),
+        placement=placement,
         data_parallel_size=parallelism.data_parallel_size(ranks),
         trainer_tensor_parallel_degree=parallelism.tensor_parallel_degree,
         row_shapes=RowShapes.of(rows, row_length).shapes if device == "cuda" else (),

@@ -6,9 +6,10 @@ import difflib
 import importlib
 import inspect
 import io
+import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +34,23 @@ class Command:
     resume: str | None
     init_from: str | None
     overrides: list[str]
+    words: list[str] = field(default_factory=list)
+    """All of them, as they were given."""
+
+    def words_in(self, run_dir: str) -> list[str]:
+        """Words of the command that does in ``run_dir`` what this one would do."""
+        left, words = [], list(self.words)
+        while words:
+            word = words.pop(0)
+            if word in ("--run-dir", "--resume", "--init-from"):
+                words.pop(0)
+            elif word != "--dry-run" and word.partition("=")[0] not in ("--run-dir", "--resume", "--init-from"):
+                left.append(word)
+        if self.init_from is not None:
+            left += ["--init-from", os.path.abspath(self.init_from)]
+        if self.resume is None:
+            return [*left, "--run-dir", run_dir]
+        return [*left, "--resume", run_dir if self.resume == "auto" else os.path.abspath(self.resume)]
 
 
 def parse_command(arguments: list[str]) -> Command:
@@ -84,6 +102,7 @@ def parse_command(arguments: list[str]) -> Command:
         resume=known.resume,
         init_from=known.init_from,
         overrides=overrides,
+        words=arguments,
     )
 
 

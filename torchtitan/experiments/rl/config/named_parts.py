@@ -1,7 +1,8 @@
 """Parts of a config that the command line names by their place: ``--tasks.sums.rubric my_rewards.py:exact``.
 
 The place is a file or a module, a colon, and a name in it: a class with a Config that fits the field, or, for a rubric, reward
-functions, several of them with commas between. tyro, which reads the other options, knows only what the config already holds.
+functions, several of them with commas between. A job has a short name: ``--provision.job slurm``. tyro, which reads the other
+options, knows only what the config already holds.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import declared, field_annotations
 from torchtitan.experiments.rl.config.user_faults import user_code
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.hosts.jobs import JobConfig
 from torchtitan.experiments.rl.process.setup import add_import_folder
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 
@@ -32,14 +34,28 @@ def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
         option, equals, value = (word := words.pop(0)).partition("=")
         if not equals:
             value = words[0] if words else ""
-        place = _find(config, option.removeprefix("--").split(".")) if option.startswith("--") and ":" in value else None
-        if place is None:
+        field = option.removeprefix("--")
+        place = _find(config, field.split(".")) if option.startswith("--") else None
+        named_job = place is not None and isinstance(place.value, JobConfig)
+        if place is None or not named_job and ":" not in value:
             left.append(word)
             continue
-        if not equals:
+        if not equals and words:
             words.pop(0)
-        place.put(_part(place, value, field=option.removeprefix("--")))
+        if named_job:
+            _choose_job(place, value, field=field)
+        else:
+            place.put(_part(place, value, field=field))
     return left
+
+
+def _choose_job(place: "_Place", name: str, *, field: str) -> None:
+    """Of the same kind as the config's, the job keeps what the config says of it."""
+    wanted = JobConfig.by_name.get(name.replace("-", "_"))
+    if wanted is None:
+        raise ConfigError(field, name, f"name one of {', '.join(JobConfig.by_name)}")
+    if type(place.value) is not wanted:
+        place.put(wanted())
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +95,7 @@ def _find(config: Any, path: list[str]) -> _Place | None:
             return None
         place = _Place(holder, key)
         holder = place.value
-    return place if isinstance(holder, Configurable.Config) else None
+    return place if isinstance(holder, Configurable.Config | JobConfig) else None
 
 
 def _part(place: _Place, value: str, *, field: str) -> Any:

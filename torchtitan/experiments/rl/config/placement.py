@@ -1,46 +1,54 @@
-"""Which cores and GPUs each process of a run gets. It follows from the config, before a process is spawned."""
+"""Which host, and which of its cores or GPUs, each process of a run gets. It follows from the config, before one is spawned."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import torch
-
+from torchtitan.experiments.rl.config.provision import ProvisionConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel
+from torchtitan.experiments.rl.hosts.job import contiguous_shares
 from torchtitan.experiments.rl.process.gpus import sliced, visible_gpus
 
 
-@dataclass(kw_only=True, slots=True)
-class ProvisionConfig:
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes CUDA where torch sees a GPU."""
+class Place(NamedTuple):
+    """Of one process."""
 
-    def resolve(self) -> Literal["cpu", "cuda"]:
-        if self.device == "cuda" and torch.version.cuda is None:
-            cure = f"torch {torch.__version__} here is a build without CUDA; install requirements/gpu.txt, or use cpu or auto"
-            raise ConfigError("provision.device", "cuda", cure)
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("provision.device", "cuda", "torch sees no GPU here; use cpu or auto")
-        if self.device == "auto":
-            return "cuda" if torch.cuda.is_available() else "cpu"
-        return self.device
+    host: int
+    devices: tuple[int, ...]
+    """Cores (CPU), or indices of the host's GPUs (CUDA)."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Placement:
-    """Cores (CPU) or GPUs (CUDA) of every process, by role. Frozen before anything is spawned."""
+    """Where every process runs, by role. Frozen before anything is spawned. The controller runs in the command's process."""
 
-    trainer: tuple[tuple[int, ...], ...]
-    """One tuple a trainer rank."""
-    generators: tuple[tuple[int, ...], ...]
-    """One tuple a generator replica; as many GPUs as its tensor parallel degree."""
-    hosted: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    trainer: tuple[Place, ...]
+    """One a trainer rank: the same number on each of its hosts, which follow each other."""
+    generators: tuple[Place, ...]
+    """One a generator replica; as many GPUs as its tensor parallel degree, all on one host."""
+    hosted: tuple[tuple[Place, ...], ...] = ()
     """The same for each hosted model."""
-    rollout_workers: tuple[tuple[int, ...], ...] = ()
-    """Cores of each rollout worker, which has no GPU. They share all cores, because they wait most of the time."""
+    rollout_workers: tuple[Place, ...] = ()
+    """Each has all cores of its host and no GPU. They share the cores, because they wait most of the time."""
+
+    def lines(self, device: Literal["cpu", "cuda"]) -> list[str]:
+        """What stands on each host, for ``--dry-run``."""
+        what = "GPU" if device == "cuda" else "core"
+        roles = {"trainer": self.trainer, "generator": self.generators}
+        roles |= {f"hosted model {number}": places for number, places in enumerate(self.hosted)}
+        lines = []
+        for host in sorted({place.host for places in (*roles.values(), self.rollout_workers) for place in places}):
+            here = []
+            for role, places in roles.items():
+                for first, last, devices in _runs(host, places):
+                    which = f"{first}-{last}" if last > first else str(first)
+                    here.append(f"{role} {which} on {what}{'s' if len(devices) > 1 else ''} {_ranges(devices)}")
+            workers = [index for index, place in enumerate(self.rollout_workers) if place.host == host]
+            here += [f"rollout workers {_ranges(workers)}"] if workers else []
+            lines.append(f"host {host:<10}{'; '.join(here)}")
+        return [*lines, "controller     this process, on the host of the command"]
 
 
 def plan_placement(
@@ -51,58 +59,179 @@ def plan_placement(
     tensor_parallel_degree: int,
     hosted: Sequence[HostedModel] = (),
     rollout_workers: int = 0,
-    available: list[int] | None = None,
+    available: Sequence[int] | None = None,
+    hosts: Sequence[Sequence[int]] | None = None,
+    provision: ProvisionConfig | None = None,
+    trainer_tensor_parallel_degree: int = 1,
+    worker_cores: Sequence[Sequence[int]] | None = None,
 ) -> Placement:
-    """Divide this host's cores or GPUs.
+    """Divide the hosts' cores or GPUs.
 
-    GPUs are exclusive: trainer ranks first, then replicas, then hosted models. Cores are shared out evenly, the trainer's apart
-    from the generators' as far as they go: an engine and a trainer on one core halve each other. Hosted models share the
-    generators' cores: where the policy waits for its reference, they take turns.
+    GPUs are exclusive: trainer ranks first, then replicas, then hosted models. Cores of a host are shared out evenly, the
+    trainer's apart from the generators' as far as they go: an engine and a trainer on one core halve each other. Hosted models
+    share the generators' cores: where the policy waits for its reference, they take turns.
+
+    Args:
+        available: cores or GPUs of this host, where that is all there is. None: those that this process sees.
+        hosts: cores or GPUs of each host.
+        provision: says which hosts a role stands on, where its config does.
+        worker_cores: of each of ``hosts``, for rollout workers. None on CUDA: they are not known yet.
 
     Raises:
-        ConfigError: fewer GPUs than the config asks for.
+        ConfigError: fewer GPUs, or fewer hosts, than the config asks for.
     """
-    workers = (tuple(sorted(os.sched_getaffinity(0))),) * rollout_workers
-    if available is None:
-        available = sorted(os.sched_getaffinity(0)) if device == "cpu" else visible_gpus()
-    if device == "cuda":
-        sizes = [tensor_parallel_degree] * replicas
-        sizes += [model.engine.tensor_parallel_degree for model in hosted for _ in range(model.replicas)]
-        needed = trainer_ranks + sum(sizes)
-        if needed > len(available):
-            others = f" and {len(hosted)} hosted model(s)" if hosted else ""
-            cure = (
-                f"with {replicas} generator replica(s) of {tensor_parallel_degree} GPU(s){others} the run needs {needed} GPUs "
-                f"and this host has {len(available)}; lower trainer.ranks, generator.replicas or "
-                "generator.engine.tensor_parallel_degree"
-            )
-            raise ConfigError("trainer.ranks", trainer_ranks, cure)
-        if sliced() and max(sizes) > 1:
-            cure = "CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), and a process can use one: choose 1, or whole GPUs"
-            raise ConfigError("generator.engine.tensor_parallel_degree", max(sizes), cure)
-        ranks = tuple((gpu,) for gpu in available[:trainer_ranks])
-        rest = iter(available[trainer_ranks:])
-        engines = iter([tuple(islice(rest, size)) for size in sizes])
-        generators = tuple(islice(engines, replicas))
-        return Placement(
-            trainer=ranks,
-            generators=generators,
-            hosted=tuple(tuple(islice(engines, model.replicas)) for model in hosted),
-            rollout_workers=workers,
+    if hosts is None:
+        here: Sequence[int] | None = available
+        if here is None:
+            here = sorted(os.sched_getaffinity(0)) if device == "cpu" else visible_gpus()
+        hosts, worker_cores = [here], [sorted(os.sched_getaffinity(0))]
+    elif worker_cores is None:
+        worker_cores = hosts if device == "cpu" else [()] * len(hosts)  # known when the hosts are there
+    roles = provision or ProvisionConfig()
+    roles.check_hosts(len(hosts))
+    on = roles.rollout_worker_hosts or range(len(hosts))
+    workers = tuple(Place(on[i % len(on)], tuple(worker_cores[on[i % len(on)]])) for i in range(rollout_workers))
+    if device == "cpu":
+        return _on_cores(hosts, roles, trainer_ranks, replicas, hosted, workers)
+    free = [list(gpus) for gpus in hosts]
+    sizes = [tensor_parallel_degree] * replicas
+    sizes += [model.engine.tensor_parallel_degree for model in hosted for _ in range(model.replicas)]
+    needed, there = trainer_ranks + sum(sizes), sum(map(len, free))
+    if needed > there:
+        others = f" and {len(hosted)} hosted model(s)" if hosted else ""
+        has = f"this host has {there}" if len(hosts) == 1 else f"the {len(hosts)} hosts have {there}"
+        cure = (
+            f"with {replicas} generator replica(s) of {tensor_parallel_degree} GPU(s){others} the run needs {needed} GPUs "
+            f"and {has}; lower trainer.ranks, generator.replicas or generator.engine.tensor_parallel_degree"
         )
-    half = max(1, len(available) // 2)
-    generator_cores, trainer_cores = available[:half], available[half:] or available
+        raise ConfigError("trainer.ranks", trainer_ranks, cure)
+    if sliced() and max(sizes) > 1:
+        cure = "CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), and a process can use one: choose 1, or whole GPUs"
+        raise ConfigError("generator.engine.tensor_parallel_degree", max(sizes), cure)
+    trainer_hosts = roles.trainer_hosts or _trainer_hosts(free, trainer_ranks, trainer_tensor_parallel_degree)
+    trainer = []
+    for host in trainer_hosts:
+        own = _ranks_of_a_host(trainer_ranks, trainer_hosts)
+        if own > len(free[host]):
+            cure = f"host {host} has {len(free[host])} GPUs for {own} trainer ranks: name more hosts"
+            raise ConfigError("provision.trainer_hosts", tuple(trainer_hosts), cure)
+        trainer += [Place(host, (gpu,)) for gpu in free[host][:own]]
+        del free[host][:own]
+    engines = iter([_engine_place(free, size, roles.generator_hosts) for size in sizes])
+    generators = tuple(next(engines) for _ in range(replicas))
     return Placement(
-        trainer=_share(trainer_cores, trainer_ranks),
-        generators=_share(generator_cores, replicas),
-        hosted=tuple(_share(generator_cores, model.replicas) for model in hosted),
+        trainer=tuple(trainer),
+        generators=generators,
+        hosted=tuple(tuple(next(engines) for _ in range(model.replicas)) for model in hosted),
         rollout_workers=workers,
     )
 
 
-def _share(cores: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
-    """Contiguous, nearly equal shares; with more parts than cores, several parts have the same core."""
-    if parts >= len(cores):
-        return tuple((cores[i % len(cores)],) for i in range(parts))
-    bounds = [round(i * len(cores) / parts) for i in range(parts + 1)]
-    return tuple(tuple(cores[a:b]) for a, b in zip(bounds, bounds[1:], strict=False))
+def _on_cores(
+    hosts: Sequence[Sequence[int]],
+    roles: ProvisionConfig,
+    trainer_ranks: int,
+    replicas: int,
+    hosted: Sequence[HostedModel],
+    workers: tuple[Place, ...],
+) -> Placement:
+    trainer_hosts = roles.trainer_hosts or (0,)
+    others = [host for host in range(len(hosts)) if host not in trainer_hosts]
+    generator_hosts = roles.generator_hosts or others or list(range(len(hosts)))
+    own = _ranks_of_a_host(trainer_ranks, trainer_hosts)
+    trainer_cores, generator_cores = [], []
+    for host, cores in enumerate(hosts):
+        both = host in trainer_hosts and host in generator_hosts
+        half = max(1, len(cores) // 2)
+        generator_cores.append(list(cores[:half]) if both else list(cores))
+        trainer_cores.append(list(cores[half:] or cores) if both else list(cores))
+
+    def share(count: int) -> tuple[Place, ...]:
+        """Engines in turn on the generators' hosts."""
+        on = [generator_hosts[i % len(generator_hosts)] for i in range(count)]
+        shares = {host: _share(generator_cores[host], on.count(host)) for host in set(on)}
+        return tuple(Place(host, next(shares[host])) for host in on)
+
+    return Placement(
+        trainer=tuple(Place(host, cores) for host in trainer_hosts for cores in _share(trainer_cores[host], own)),
+        generators=share(replicas),
+        hosted=tuple(share(model.replicas) for model in hosted),
+        rollout_workers=workers,
+    )
+
+
+def _share(cores: list[int], parts: int) -> Iterator[tuple[int, ...]]:
+    return iter([tuple(share) for share in contiguous_shares(cores, parts)])
+
+
+def _ranks_of_a_host(ranks: int, hosts: Sequence[int]) -> int:
+    """
+    Raises:
+        ConfigError: the hosts do not get the same number of ranks, or do not follow each other.
+    """
+    if ranks % len(hosts):
+        raise ConfigError(
+            "provision.trainer_hosts", tuple(hosts), f"must divide trainer.ranks = {ranks}: each gets as many ranks"
+        )
+    if list(hosts) != list(range(hosts[0], hosts[0] + len(hosts))):
+        raise ConfigError("provision.trainer_hosts", tuple(hosts), "must follow each other, such as 1 2 3")
+    return ranks // len(hosts)
+
+
+def _trainer_hosts(free: Sequence[Sequence[int]], ranks: int, tensor_parallel: int) -> Sequence[int]:
+    """The first hosts, as few as hold the ranks in equal numbers, and tensor-parallel ranks together.
+
+    Raises:
+        ConfigError: there are no such hosts.
+    """
+    for count in range(1, len(free) + 1):
+        own, rest = divmod(ranks, count)
+        if not rest and own % tensor_parallel == 0 and all(len(gpus) >= own for gpus in free[:count]):
+            return range(count)
+    together = (
+        f" in whole groups of {tensor_parallel} (trainer.parallelism.tensor_parallel_degree)" if tensor_parallel > 1 else ""
+    )
+    cure = (
+        f"{len(free)} hosts with {', '.join(str(len(gpus)) for gpus in free)} GPUs can't hold them in equal numbers{together}"
+    )
+    raise ConfigError("trainer.ranks", ranks, cure)
+
+
+def _engine_place(free: list[list[int]], size: int, among: Sequence[int]) -> Place:
+    """Take the GPUs of one engine, on the first host that has so many left.
+
+    Raises:
+        ConfigError: no host has. An engine exchanges activations in every layer, and does not span hosts.
+    """
+    for host in among or range(len(free)):
+        if len(free[host]) >= size:
+            place = Place(host, tuple(free[host][:size]))
+            del free[host][:size]
+            return place
+    left = ", ".join(str(len(gpus)) for gpus in free)
+    cure = f"no host has so many GPUs left ({left}), and an engine does not span hosts: lower it, or move the trainer"
+    raise ConfigError("generator.engine.tensor_parallel_degree", size, cure)
+
+
+def _runs(host: int, places: Sequence[Place]) -> Iterator[tuple[int, int, list[int]]]:
+    """First and last process, and devices, of the processes on a host whose devices follow each other."""
+    first = 0
+    devices: list[int] = []
+    for index, (on, own) in enumerate([*places, Place(-1, ())]):
+        follows = on == host and devices and own[0] == devices[-1] + 1
+        if devices and not follows:
+            yield first, index - 1, devices
+            devices = []
+        if on == host:
+            first, devices = (first if follows else index), [*devices, *own]
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """0-3,7"""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)

@@ -7,6 +7,7 @@ import torch
 
 from torchtitan.experiments.rl.config.balance import Balance
 from torchtitan.experiments.rl.config.memory import TrainerMemory
+from torchtitan.experiments.rl.config.placement import Placement
 
 GIB = 2**30
 
@@ -32,6 +33,9 @@ class RunPlan:
     tensor_parallel_degree: int
     hosted_processes: int
     """Of frozen models the run serves itself."""
+    hosts: int
+    placement: Placement
+    """By what is known before the hosts are there."""
     data_parallel_size: int
     """Shares that a step's rows are divided into."""
     trainer_tensor_parallel_degree: int

@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.checkpointing.folder import (
 )
 from torchtitan.experiments.rl.config.changes import Change, check_changes, compare
 from torchtitan.experiments.rl.config.command_line import Command
+from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.saved_command import (
@@ -41,6 +42,9 @@ class Start:
     """A checkpoint of the run in ``run_dir``."""
     init_from: Path | None = None
     """A checkpoint of another run, whose weights this one begins with."""
+    plan: RunPlan | None = None
+    script: str | None = None
+    """What a scheduler gets: it runs the command then. None: this process runs it."""
     lock: BinaryIO | None = None
     """Open while the run folder is this process's."""
 

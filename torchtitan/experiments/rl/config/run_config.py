@@ -8,7 +8,7 @@ from annotated_types import MinLen
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.bounds import Cure, NonEmptyStr, NonNegativeInt, PositiveInt
 from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
-from torchtitan.experiments.rl.config.placement import ProvisionConfig
+from torchtitan.experiments.rl.config.provision import ProvisionConfig
 from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
 from torchtitan.experiments.rl.config.user_code_limits import UserCodeLimits
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from torchtitan.experiments.rl.config.saved_command import COMMAND_FILE
@@ -22,12 +23,13 @@ _CAUSES = {
 }
 
 
-def make_run_folder(given: str | None, output_dir: str, config_name: str, *, keep: bool) -> str:
+def make_run_folder(given: str | None, output_dir: str, config_name: str, *, keep: bool, may_hold: Collection[str] = ()) -> str:
     """Make the run's folder, and write and remove a file in it.
 
     Args:
         given: the value of --run-dir; None: a new folder in ``output_dir``.
         keep: False removes whatever folders were made.
+        may_hold: patterns of files that it may hold already.
 
     Returns:
         Its absolute path.
@@ -41,7 +43,7 @@ def make_run_folder(given: str | None, output_dir: str, config_name: str, *, kee
     made: list[Path] = []
     kept = False
     try:
-        if os.path.isdir(folder) and any(folder.iterdir()):
+        if os.path.isdir(folder) and not all(any(map(file.match, may_hold)) for file in folder.iterdir()):
             cure = "holds files already; name a new folder, nothing in it is overwritten"
             if (folder / COMMAND_FILE).exists():
                 cure += f"; --resume {folder} goes on with the run in it"

@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.controller.run_parts import RunParts
 from torchtitan.experiments.rl.controller.run_start import Resumed, begin_again, resume
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.process.setup import set_up_logging
@@ -35,16 +36,18 @@ class Controller(Actor):
         *,
         run_dir: str,
         config_name: str,
+        hosts: HostPool | None = None,
         resume_from: Path | None = None,
         init_from: Path | None = None,
     ):
         """
         Args:
+            hosts: where the run's processes are. None: on this host.
             resume_from: a verified checkpoint of the run in ``run_dir``, which goes on from it.
             init_from: a verified checkpoint of another run; this one begins with its weights.
         """
         self.config = config
-        self._checkpoint, self._init_from = resume_from, init_from
+        self._checkpoint, self._init_from, self._hosts = resume_from, init_from, hosts
         self._run_dir, self._config_name = Path(run_dir), config_name
         self._plan = checked_plan(config)
         self._console = Console()
@@ -104,6 +107,7 @@ class Controller(Actor):
             self.config,
             self._plan,
             run_dir=self._run_dir,
+            hosts=self._hosts,
             console=self._console,
             restarts=self._restarts,
             gate=self._gate,

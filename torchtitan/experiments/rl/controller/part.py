@@ -31,6 +31,8 @@ class Part:
     """Proves that it is up to date, and has it take work."""
     disconnect: Callable[[], None]
     """Has it take no more work: what it was doing is done elsewhere, or when it is connected again."""
+    host: int = 0
+    """Where its processes run: as in ``Place``."""
     blocks: bool = False
     """User code may hold up its event loop."""
     process: PartProcess | None = None

@@ -2,12 +2,18 @@
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable
+import os
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from monarch.actor import HostMesh, Point, ProcMesh, default_bootstrap_cmd, this_host
 
+from torchtitan.experiments.rl.config.placement import Place, Placement
+from torchtitan.experiments.rl.config.plan import RunPlan
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.run_placement import place
+from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.process.setup import launch_environment, set_up_spawned_process
 from torchtitan.experiments.rl.weights.store import start_store
 
@@ -50,6 +56,58 @@ async def _within_limit(what: str, future: Any) -> Any:
     except Exception as error:  # a part that is dead or busy must not keep the others from ending
         logger.info("%s: %s", what, error)
         return None
+
+
+def place_run(config: RunConfig, plan: RunPlan, hosts: HostPool | None) -> Placement:
+    """The placement, by what the hosts themselves have counted.
+
+    Raises:
+        ConfigError: they have less than the plan took them to have.
+    """
+    if hosts is None:
+        return plan.placement
+    cores = [host.cores for host in hosts.hosts]
+    devices = cores if plan.device == "cpu" else [tuple(range(len(host.gpus))) for host in hosts.hosts]
+    placement = place(config, plan.device, hosts=devices, worker_cores=cores)
+    logger.info("hosts: %s; placement: %s", [host.name for host in hosts.hosts], placement)
+    return placement
+
+
+def spawn_on(
+    hosts: HostPool | None, name: str, places: Sequence[Place], device: Literal["cpu", "cuda"]
+) -> tuple[ProcMesh, ProcMesh]:
+    """One process per place, each seeing only its own cores or GPUs.
+
+    Args:
+        hosts: None: this host alone.
+        places: the same number on each host, hosts in a row.
+
+    Returns:
+        Its mesh, of one dimension "procs", and the mesh to stop.
+    """
+    shares = tuple(place.devices for place in places)
+    if hosts is None:
+        procs = spawn(None, name, shares, device)
+        return procs, procs
+    first, last = places[0].host, places[-1].host
+    per_host = len(places) // (last - first + 1)
+
+    def launch_command(point: Point) -> Any:
+        place = places[point.rank]
+        host = hosts.hosts[place.host]
+        environment = launch_environment(place.devices, device, host.gpus) | host.environment
+        # Of the user's modules, which the command may have added.
+        environment |= {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+        return default_bootstrap_cmd().with_env(environment)
+
+    own = hosts.mesh.slice(hosts=first) if first == last else hosts.mesh.slice(hosts=slice(first, last + 1))
+    procs = own.spawn_procs(
+        per_host={"procs": per_host},
+        bootstrap=partial(set_up_spawned_process, shares, device),
+        name=name,
+        bootstrap_command=launch_command,
+    )
+    return procs if first == last else procs.flatten("procs"), procs
 
 
 def spawn(host: HostMesh | None, name: str, shares: tuple[tuple[int, ...], ...], device: Literal["cpu", "cuda"]) -> ProcMesh:

@@ -33,6 +33,7 @@ from torchtitan.experiments.rl.controller.validation import ValidationReport, Va
 from torchtitan.experiments.rl.controller.wiring import RunActors
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.console import Console, RunSummary
 from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
@@ -52,6 +53,7 @@ class RunParts:
         plan: RunPlan,
         *,
         run_dir: Path,
+        hosts: HostPool | None = None,
         console: Console,
         restarts: Restarts,
         gate: Gate,
@@ -60,13 +62,16 @@ class RunParts:
     ):
         """
         Args:
+            hosts: where the processes are. None: on this host.
             gate: runs the user code that one thread runs.
             resumed: the run's own checkpoint that it goes on from.
             init_from: a checkpoint of another run, with whose weights this one begins.
         """
         self.config, self._plan, self._run_dir, self._console = config, plan, run_dir, console
         self._failure: Exception | None = None
-        self._actors = RunActors(config, plan, run_dir=run_dir, restarts=restarts, on_failure=self._fail, on_death=console.note)
+        self._actors = RunActors(
+            config, plan, run_dir=run_dir, hosts=hosts, restarts=restarts, on_failure=self._fail, on_death=console.note
+        )
         self._gate = gate
         self._tasks = TaskSet(config.tasks, gate=gate, limits=config.user_code, seed=config.seed)
         self._resumed, self._init_from = resumed, init_from
@@ -221,7 +226,7 @@ class RunParts:
 
     async def _save_before_end(self) -> None:
         """Save what was trained since the last checkpoint, as far as the trainer still answers."""
-        if self._checkpoints is not None:
+        if self._checkpoints is not None and not self._actors.trainer_lost:
             try:
                 await call_bounded(self._checkpoints.finish, timeout_s=PART_TIMEOUT_S)
             except UserCodeError as error:

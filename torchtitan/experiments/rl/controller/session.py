@@ -15,10 +15,13 @@ from torchtitan.experiments.rl.checkpointing.folder import checkpoints, step_of
 from torchtitan.experiments.rl.compat.monarch import original
 from torchtitan.experiments.rl.config.resume import Start
 from torchtitan.experiments.rl.controller.actor import Controller
+from torchtitan.experiments.rl.controller.run_hosts import take_hosts
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import COMMAND, write_line
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.descendants import descendants, kill_descendants
+from torchtitan.experiments.rl.process.setup import quiet_libraries
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
 SIGNAL_POLL_S = 0.2
@@ -42,12 +45,31 @@ class Signals:
 def run_to_end(config: Any, start: Start, config_name: str, temporary: TemporaryFolder) -> int:
     """Returns the exit code. A second signal, or the end of the grace period, exits at once and says how to go on."""
     signals = Signals()
+    try:
+        hosts = take_hosts(config, start, stopped=lambda: bool(signals.received))
+    except RunError as error:
+        write_line(sys.stderr, f"error: {printable_line(cause(error))}")
+        shutdown_context().get()
+        return 128 + signals.received[0] if signals.received else 1
+    try:
+        return _run(config, start, config_name, temporary, signals, hosts)
+    finally:
+        with quiet_libraries():  # Monarch's job reports the end of each host
+            if hosts is not None:
+                hosts.close()
+            shutdown_context().get()
+
+
+def _run(
+    config: Any, start: Start, config_name: str, temporary: TemporaryFolder, signals: Signals, hosts: HostPool | None
+) -> int:
     controller = this_proc().spawn(
         "controller",
         Controller,
         config,
         run_dir=start.run_dir,
         config_name=config_name,
+        hosts=hosts,
         resume_from=start.resume_from,
         init_from=start.init_from,
     )
@@ -85,7 +107,6 @@ def run_to_end(config: Any, start: Start, config_name: str, temporary: Temporary
             write_line(sys.stderr, f"error: {printable_line(cause(error))} (logs in {start.run_dir}/logs)")
             code = 1
             break
-    shutdown_context().get()
     return code
 
 

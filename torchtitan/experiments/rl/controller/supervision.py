@@ -135,6 +135,11 @@ class Supervisor:
                 working.cancel()
                 await asyncio.wait({working}, timeout=STOP_TIMEOUT_S)
 
+    def end_run(self, error: RunError) -> None:
+        """The run can't go on, for a reason that no part of it has."""
+        logger.error("%s", error)
+        self._fail(error)
+
     def died(self, death: ProcessDeath) -> None:
         """Monarch reports the death of an actor. Those of processes that are not watched are learned here."""
         for part in self.parts:

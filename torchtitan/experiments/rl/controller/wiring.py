@@ -5,18 +5,19 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from monarch.actor import Actor, ProcMesh
 
-from torchtitan.experiments.rl.config.placement import plan_placement
+from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner, WorkerRunner
 from torchtitan.experiments.rl.controller.part import Part, PartProcess
-from torchtitan.experiments.rl.controller.provision import shut_down, spawn, start_trainer
+from torchtitan.experiments.rl.controller.provision import place_run, shut_down, spawn_on, start_trainer
 from torchtitan.experiments.rl.controller.replicas import Replicas
 from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.controller.rollout_worker import RolloutWorker
@@ -29,6 +30,7 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
+from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
@@ -53,16 +55,18 @@ class RunActors:
         *,
         run_dir: Path,
         restarts: Restarts | None = None,
+        hosts: HostPool | None = None,
         on_failure: Callable[[Exception], None],
         on_death: Callable[[str], None] = lambda line: None,
     ):
         """
         Args:
             restarts: as Supervisor's.
+            hosts: where the processes run. None: on this host.
             on_failure: called with the error of a part that can't go on.
             on_death: called with a line for people about each part that died and is made again.
         """
-        self._config, self._plan, self._run_dir = config, plan, run_dir
+        self._config, self._plan, self._run_dir, self._hosts = config, plan, run_dir, hosts
         self._hosted = hosted_models(config.tasks)
         self.supervisor = Supervisor(config.supervision, restarts=restarts, on_death=on_death, on_failure=self.fail)
         lockstep = config.max_offpolicy_steps == 0
@@ -78,6 +82,7 @@ class RunActors:
         self._worker_runner = WorkerRunner(self.policy)
         self._client_ids = itertools.count(1)  # the controller's is 0
         self._trainer: tuple[ProcMesh, Any] | None = None
+        self._placement = plan.placement
 
     async def start(self, trainer_start: TrainerStart | None = None) -> None:
         """Spawn and connect trainer, generators and hosted models, and check that the first two agree on the weights.
@@ -90,15 +95,9 @@ class RunActors:
             RunError: they don't agree.
         """
         config, plan = self._config, self._plan
-        placement = self._placement = plan_placement(
-            device=plan.device,
-            trainer_ranks=plan.trainer_ranks,
-            replicas=plan.generator_replicas,
-            tensor_parallel_degree=plan.tensor_parallel_degree,
-            hosted=tuple(self._hosted.values()),
-            rollout_workers=config.rollout_workers,
-        )
-        procs = spawn(None, "trainer", placement.trainer, plan.device)
+        self._watch_hosts()
+        placement = self._placement = place_run(config, plan, self._hosts)
+        procs, owner = spawn_on(self._hosts, "trainer", placement.trainer, plan.device)
         trainers = procs.spawn(
             "trainer",
             PolicyTrainer,
@@ -112,15 +111,15 @@ class RunActors:
             generator_dtype=config.generator.engine.torch_dtype,
             start=trainer_start,
         )
-        self._trainer = procs, trainers
+        self._trainer = owner, trainers
         policy_model = config.model.hf_assets_path
-        for index, cores in enumerate(placement.generators):
-            self._add_generator("", index, f"generator {index}", config.generator, policy_model, "generator", cores)
-        for number, (model, shares) in enumerate(zip(self._hosted.values(), placement.hosted, strict=True)):
+        for index, where in enumerate(placement.generators):
+            self._add_generator("", index, f"generator {index}", config.generator, policy_model, "generator", where)
+        for number, (model, places) in enumerate(zip(self._hosted.values(), placement.hosted, strict=True)):
             own = GeneratorConfig(engine=model.engine, replicas=model.replicas)
-            for index, cores in enumerate(shares):
-                name = f"hosted model {model.path!r}" + (f" replica {index}" if len(shares) > 1 else "")
-                self._add_generator(model.path, index, name, own, model.path, f"hosted_{number}", cores)
+            for index, where in enumerate(places):
+                name = f"hosted model {model.path!r}" + (f" replica {index}" if len(places) > 1 else "")
+                self._add_generator(model.path, index, name, own, model.path, f"hosted_{number}", where)
 
         trainer_life = Lifetime("trainer")
 
@@ -162,11 +161,16 @@ class RunActors:
         if not config.rollout_workers:
             await task_set.setup(self.policy)
             return LocalRunner(self.policy, seed=config.seed)
-        self._workers = [self._worker(index, cores) for index, cores in enumerate(self._placement.rollout_workers)]
+        self._workers = [self._worker(index, where) for index, where in enumerate(self._placement.rollout_workers)]
         await asyncio.gather(*(self.supervisor.start(part) for part in self._workers))
         for part in self._workers:
             await self.supervisor.connect(part)
         return self._worker_runner
+
+    @property
+    def trainer_lost(self) -> bool:
+        """Ranks were on a host that died: those of other hosts wait for them, and answer no call."""
+        return self._hosts is not None and any(place.host in self._hosts.dead for place in self._placement.trainer)
 
     def fail(self, failure: RunError) -> None:
         """Answer every open and future request of the rollouts with ``failure``."""
@@ -186,17 +190,30 @@ class RunActors:
         except Exception:
             logger.exception("closing the frozen models")
         # The workers' tasks close before the generators that they may ask.
+        dead = self._hosts.dead if self._hosts is not None else {}
         parts = [*self._workers, *self._generating.values(), *self._readers]
+        parts = [part for part in parts if part.host not in dead]
         processes = [part.process for part in parts if part.process is not None]
         actors, meshes = [process.actor for process in processes], [process.procs for process in processes]
-        if self._trainer is not None:
+        if self._trainer is not None and not self.trainer_lost:
             meshes.append(self._trainer[0])
             if self.supervisor.lost is None:  # else every rank of it was killed
                 actors.append(self._trainer[1])
         return await shut_down(actors, meshes)
 
+    def _watch_hosts(self) -> None:
+        """End the run when a host dies: nothing on it answers, and nothing is made again there."""
+        if self._hosts is not None:
+            loop = asyncio.get_running_loop()
+
+            def host_died(line: str) -> None:
+                with suppress(RuntimeError):  # the event loop is closed: the run has ended
+                    loop.call_soon_threadsafe(self.supervisor.end_run, RunError(line))
+
+            self._hosts.on_death(host_died)
+
     def _add_generator(
-        self, model: str, index: int, name: str, config: GeneratorConfig, path: str, role: str, share: tuple[int, ...]
+        self, model: str, index: int, name: str, config: GeneratorConfig, path: str, role: str, where: Place
     ) -> None:
         async def connect(process: PartProcess) -> None:
             take_requests = partial(self._replicas.admit, model, index, process)
@@ -208,8 +225,9 @@ class RunActors:
 
         self._generating[model, index] = Part(
             name=name,
+            host=where.host,
             spawn=self._spawner(
-                share,
+                where,
                 self._plan.device,
                 Generator,
                 config,
@@ -235,22 +253,28 @@ class RunActors:
             await self.supervisor.connect(part)
         return readers if self._readers else None
 
-    def _reader(self, readers: WeightReaders, host: str, number: int, share: tuple[int, ...]) -> Part:
-        cores = share if self._plan.device == "cpu" else tuple(sorted(os.sched_getaffinity(0)))
+    def _reader(self, readers: WeightReaders, host: str, number: int, where: Place) -> Part:
+        if self._plan.device == "cpu":
+            cores = where.devices
+        elif self._hosts is None:
+            cores = tuple(sorted(os.sched_getaffinity(0)))
+        else:
+            cores = self._hosts.hosts[where.host].cores
 
         def spawn_reader(name: str) -> tuple[ProcMesh, Any]:
-            procs = spawn(None, name, (cores,), "cpu")
+            procs, _ = spawn_on(self._hosts, name, [Place(where.host, cores)], "cpu")
             return procs, procs.spawn(name, WeightReader, run_dir=str(self._run_dir), index=number)
 
         return Part(
             name=f"weight reader {number}",
+            host=where.host,
             spawn=spawn_reader,
             set_up=lambda process: process.actor.setup.call_one(),
             connect=partial(readers.admit, host),
             disconnect=partial(readers.lose, host),
         )
 
-    def _worker(self, index: int, share: tuple[int, ...]) -> Part:
+    def _worker(self, index: int, where: Place) -> Part:
         config = self._config
 
         def arguments() -> dict[str, Any]:
@@ -276,7 +300,8 @@ class RunActors:
 
         part = Part(
             name=f"rollout worker {index}",
-            spawn=self._spawner(share, "cpu", RolloutWorker, config.tasks, arguments),
+            host=where.host,
+            spawn=self._spawner(where, "cpu", RolloutWorker, config.tasks, arguments),
             set_up=set_up,
             connect=connect,
             disconnect=disconnect,
@@ -286,7 +311,7 @@ class RunActors:
 
     def _spawner(
         self,
-        share: Sequence[int],
+        where: Place,
         device: Literal["cpu", "cuda"],
         actor_class: type[Actor],
         config: Any,
@@ -295,7 +320,7 @@ class RunActors:
         """Spawns one process, and an actor in it; ``arguments`` are computed for each."""
 
         def spawn_part(name: str) -> tuple[ProcMesh, Any]:
-            procs = spawn(None, name, (tuple(share),), device)
+            procs, _ = spawn_on(self._hosts, name, [where], device)
             return procs, procs.spawn(name, actor_class, config, run_dir=str(self._run_dir), **arguments())
 
         return spawn_part

@@ -1,4 +1,4 @@
-"""The processes that this one started, and those that they started."""
+"""The processes that one process started, and those that they started."""
 
 import contextlib
 import os
@@ -6,8 +6,12 @@ import signal
 from pathlib import Path
 
 
-def descendants() -> list[int]:
-    """Process ids of those that live, parents before their children."""
+def descendants(of: int | None = None) -> list[int]:
+    """Process ids of those that live, parents before their children.
+
+    Args:
+        of: their ancestor; None: this process.
+    """
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -16,7 +20,7 @@ def descendants() -> list[int]:
                 state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
                 if state != "Z":
                     children.setdefault(int(parent), []).append(int(entry))
-    found = list(children.get(os.getpid(), []))
+    found = list(children.get(os.getpid() if of is None else of, []))
     for pid in found:
         found += children.get(pid, [])
     return found
@@ -25,6 +29,17 @@ def descendants() -> list[int]:
 def kill_descendants() -> None:
     """End them with SIGKILL; those too that one of them starts meanwhile."""
     while alive := descendants():
-        for pid in alive:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(alive)
+
+
+def kill_family(ancestor: int) -> None:
+    """End the descendants of ``ancestor`` with SIGKILL, then itself, and this process last, which may be one of them."""
+    while others := [pid for pid in descendants(ancestor) if pid != os.getpid()]:
+        _kill(others)
+    _kill([ancestor, os.getpid()])
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)

@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -102,10 +102,18 @@ def add_import_folder(folder: Path) -> None:
         os.environ["PYTHONPATH"] = f"{inherited}{os.pathsep}{folder}" if inherited else str(folder)
 
 
-def launch_environment(share: tuple[int, ...], device: Literal["cpu", "cuda"]) -> dict[str, str]:
-    """What to launch a process with that is to see only ``share``: cores on "cpu", indices of ``visible_gpus`` on "cuda"."""
+def launch_environment(
+    share: tuple[int, ...], device: Literal["cpu", "cuda"], gpus: Sequence[str] | None = None
+) -> dict[str, str]:
+    """What to launch a process with that is to see only ``share``: cores on "cpu", indices of ``visible_gpus`` on "cuda".
+
+    Args:
+        gpus: what CUDA_VISIBLE_DEVICES calls each GPU of the process's host. None: it is this host.
+    """
     if device == "cpu":
         own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(len(share))}
+    elif gpus is not None:
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index] for index in share)}
     else:
         own = {"CUDA_VISIBLE_DEVICES": mask_of(share)}
     inherited = {name: os.environ.get(name, value) for name, value in (monarch.ENVIRONMENT | SPAWNED_ENVIRONMENT).items()}

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import math
-import socket
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.host_identity import host_identity
+from torchtitan.experiments.rl.process.network import network_address
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart, write_error
 from torchtitan.experiments.rl.training.config import TrainerConfig
@@ -88,7 +88,7 @@ class PolicyTrainer(WatchedActor):
     async def meeting_points(self) -> tuple[str, str, str]:
         """Its host's identity, and URLs where ranks may meet it: of a free port, and of a file on this host."""
         folder = tempfile.mkdtemp(prefix="rendezvous-")
-        return host_identity(), f"tcp://{socket.gethostname()}:{portpicker.pick_unused_port()}", f"file://{folder}/store"
+        return host_identity(), f"tcp://{network_address()}:{portpicker.pick_unused_port()}", f"file://{folder}/store"
 
     @reported_endpoint
     async def setup(self, rendezvous: str) -> None:

@@ -1,0 +1,118 @@
+"""What the command asks of Kubernetes, recorded by a stand-in for its package. No cluster."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.hosts.jobs import KubernetesJob
+
+ROOT = Path(__file__).resolve().parents[2]
+JOB = dict(image="registry/trainer:1", namespace="ml", volume_claim="runs")
+
+PACKAGE = """
+import sys
+from unittest.mock import MagicMock
+
+class ApiException(Exception):
+    status = 500
+
+class CustomObjectsApi:
+    def __init__(self, *arguments): pass
+    def create_namespaced_custom_object(self, **arguments): print("create", json.dumps(arguments))
+    def delete_namespaced_custom_object(self, **arguments): print("delete", json.dumps(arguments))
+
+class ApiClient:
+    def sanitize_for_serialization(self, part): return part
+
+class CoreV1Api:
+    def __init__(self, *arguments): raise RuntimeError("no pods here")
+
+import json
+package = MagicMock()
+package.client.CustomObjectsApi, package.client.ApiClient, package.client.CoreV1Api = CustomObjectsApi, ApiClient, CoreV1Api
+package.client.rest.ApiException = ApiException
+package.config.ConfigException = package.config.config_exception.ConfigException = type("ConfigException", (Exception,), {})
+config = [".config", ".config.kube_config", ".config.config_exception", ".config.exec_provider"]
+for name in ["", ".client", ".client.rest", *config]:
+    part = package
+    for word in filter(None, name.split(".")):
+        part = getattr(part, word)
+    sys.modules["kubernetes" + name] = part
+"""
+
+START = """
+from pathlib import Path
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.hosts.jobs import KubernetesJob
+job = KubernetesJob(image="registry/trainer:1", namespace="ml", volume_claim="runs", gpus_per_host=4)
+try:
+    job.start("cuda", 2, Path("/shared/run"), lambda: False)
+except RunError as error:
+    print("error", error)
+"""
+
+
+def started(code: str) -> list[str]:
+    """Lines of a process of its own: Monarch's job changes the transport of the whole process."""
+    done = subprocess.run([sys.executable, "-c", code + START], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_pods_are_asked_for_with_their_gpus_and_volumes_and_removed_if_they_do_not_come():
+    created, error, deleted = sorted(started(PACKAGE), key=lambda line: ("create", "error", "delete").index(line.split()[0]))
+    asked = json.loads(created.removeprefix("create "))
+    name = asked["body"]["metadata"]["name"]
+    assert (asked["group"], asked["plural"], asked["namespace"]) == ("monarch.pytorch.org", "monarchmeshes", "ml")
+    assert asked["body"]["kind"] == "MonarchMesh" and asked["body"]["spec"]["replicas"] == 2
+    pod = asked["body"]["spec"]["podTemplate"]["spec"]
+    (worker,) = pod["containers"]
+    assert worker["command"] == ["python", "-m", "torchtitan.experiments.rl.hosts.agent", "--port", "26600"]
+    assert worker["image"] == "registry/trainer:1" and worker["workingDir"] == "/workspace"
+    assert worker["resources"] == {"requests": {"nvidia.com/gpu": "4"}, "limits": {"nvidia.com/gpu": "4"}}
+    assert worker["volumeMounts"][0] == {"name": "shared", "mountPath": "/shared"}
+    assert pod["volumes"][0] == {"name": "shared", "persistentVolumeClaim": {"claimName": "runs"}}
+    assert pod["volumes"][1] == {"name": "dev-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
+    assert error == f"error the pods of {name} in namespace ml did not come: no pods here"
+    assert json.loads(deleted.removeprefix("delete "))["name"] == name
+    assert name.isalnum() and name.islower()
+
+
+def test_without_its_package_one_line_says_so():
+    absent = "import sys\nsys.modules['kubernetes'] = None\n"
+    assert started(absent) == ["error provision.job kubernetes needs the package kubernetes: pip install kubernetes"]
+
+
+def test_a_dry_run_prints_the_manifest(command, tmp_path):
+    words = [word for name, value in JOB.items() for word in (f"--provision.job.{name.replace('_', '-')}", value)]
+    code, out, _ = command(
+        "--config",
+        "rl_grpo_qwen3_32b_32",
+        "--provision.job",
+        "kubernetes",
+        *words,
+        "--dry-run",
+        "--run-dir",
+        str(tmp_path / "r"),
+    )
+    assert code == 0 and '"replicas": 4' in out and '"claimName": "runs"' in out and '"nvidia.com/gpu": "8"' in out
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "cure"),
+    [
+        ("image", "", "name the container image"),
+        ("namespace", "My Space", "must be a name of lower-case letters"),
+        ("volume_claim", "", "must be a name of lower-case letters"),
+        ("mount_path", "shared", "must be an absolute path"),
+        ("shared_memory", "16 GB", 'such as "16Gi"'),
+    ],
+)
+def test_bad_values_are_refused_by_field_value_and_cure(field, value, cure):
+    with pytest.raises(ConfigError, match=cure) as error:
+        KubernetesJob(**{**JOB, field: value}).validate(field="provision.job")
+    assert f"provision.job.{field}" in str(error.value)

@@ -1,0 +1,96 @@
+"""What a config says about the job that gives a run its hosts."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from torchtitan.experiments.rl.hosts.pool import HostPool
+
+Device = Literal["cpu", "cuda"]
+
+
+@dataclass(kw_only=True, slots=True)
+class JobConfig:
+    """A kind of job extends it and declares its fields. ``--provision.job NAME`` chooses it by ``name``."""
+
+    name: ClassVar[str] = ""
+    by_name: ClassVar[dict[str, type["JobConfig"]]] = {}
+    """The kinds of jobs that are imported."""
+
+    files: ClassVar[tuple[str, ...]] = ()
+    """Patterns of the files that a scheduler makes in the run's folder before the command runs."""
+
+    def __init_subclass__(cls) -> None:
+        if cls.name:
+            JobConfig.by_name[cls.name] = cls
+
+    @property
+    def host_count(self) -> int | None:
+        """None: as many as the run needs."""
+        return 1
+
+    @property
+    def has_gpus(self) -> bool | None:
+        """Whether its hosts have GPUs; None: as this host."""
+        return None
+
+    def validate(self, *, field: str) -> None:
+        """Check what needs no other part of the config.
+
+        Args:
+            field: of this config, "provision.job".
+
+        Raises:
+            ConfigError: by field, value and cure.
+        """
+
+    def devices(self, device: Device, hosts: int) -> list[list[int]] | None:
+        """Cores or indices of GPUs of each host, as far as they are known before it is there. None: those of this host.
+
+        Raises:
+            ConfigError: they have to be said, and are not.
+        """
+        return None
+
+    def script(self, words: Sequence[str], run_dir: str, hosts: int) -> str | None:
+        """What a scheduler is given to run the command ``words``. None: the command runs here."""
+        return None
+
+    def plan(self, run_dir: str, hosts: int) -> str:
+        """What ``start`` asks the scheduler for, as text for ``--dry-run``; "" where there is none."""
+        return ""
+
+    def submit(self, script: str, run_dir: str) -> list[str]:
+        """Hand the run to the scheduler. Returns lines for people: its id, how to follow, stop and resume it.
+
+        Raises:
+            RunError: the scheduler refuses.
+        """
+        raise NotImplementedError
+
+    def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool | None:
+        """Take the hosts. Call it before the first actor is made: Monarch takes its transport from it. None: this host alone.
+
+        Args:
+            stopped: whether nobody wants them any more.
+
+        Raises:
+            RunError: they do not come.
+        """
+        return None
+
+
+@dataclass(kw_only=True, slots=True)
+class ThisHostJob(JobConfig):
+    """The run has the host that the command runs on."""
+
+    name: ClassVar[str] = "this_host"
+
+
+def contiguous_shares(things: Sequence[Any], parts: int) -> list[list[Any]]:
+    """Contiguous, nearly equal shares; with more parts than things, several parts have the same one."""
+    if parts >= len(things):
+        return [[things[i % len(things)]] for i in range(parts)]
+    bounds = [round(i * len(things) / parts) for i in range(parts + 1)]
+    return [list(things[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]

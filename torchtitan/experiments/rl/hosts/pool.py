@@ -1,0 +1,185 @@
+"""The hosts of a run while it runs: what each has, processes on them, and the notice of a host's end."""
+
+import contextlib
+import itertools
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from monarch.actor import HostMesh, Point, default_bootstrap_cmd
+
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.hosts.keeper import TOKEN_BYTES, HostKeeper, HostReport, keep_alive
+
+_started: dict[int, "HostPool"] = {}
+_keys = itertools.count()
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    name: str
+    """For people: "host 1 (node17)"."""
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...]
+    """By index: what CUDA_VISIBLE_DEVICES calls each."""
+    environment: Mapping[str, str]
+    """What its processes get beside what every process of a run gets."""
+
+
+class HostPool:
+    """Made before the run's first actor. ``close`` ends every process on the hosts, and so does the end of this process."""
+
+    def __init__(
+        self,
+        mesh: HostMesh,
+        *,
+        on_gpus: bool,
+        one_machine: bool,
+        environments: Sequence[Mapping[str, str]],
+        devices: Sequence[Sequence[Any]] | None = None,
+        timeout_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+        end_job: Callable[[], None] = lambda: None,
+    ):
+        """
+        Args:
+            mesh: of one dimension, "hosts".
+            one_machine: the hosts are processes of this machine.
+            environments: of each host's processes.
+            devices: cores, or with ``on_gpus`` names of GPUs, that the job gives each host. None: all that the host has.
+            timeout_s: how long the hosts may take until they answer.
+            stopped: whether nobody wants them any more.
+            end_job: gives the hosts back.
+
+        Raises:
+            RunError: a host does not answer, or the run was stopped meanwhile.
+        """
+        self.mesh, self._stopped, self._end_job = mesh, stopped, end_job
+        self._key = next(_keys)
+        self._links: list[socket.socket] = []
+        self._keepers: list[Any] = []
+        self.dead: dict[int, str] = {}
+        """Hosts that died, by their number, with a sentence about each."""
+        self._on_death: Callable[[str], None] | None = None
+        self._closed, self._lock = False, threading.Lock()
+        try:
+            self.hosts = self._connect(on_gpus, one_machine, environments, devices, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+        _started[self._key] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An actor of this process gets this object."""
+        return _pool, (self._key,)
+
+    def on_death(self, report: Callable[[str], None]) -> None:
+        """Call ``report``, from any thread, with a sentence about each host that dies or has died."""
+        with self._lock:
+            self._on_death = report
+            died = list(self.dead.values())
+        for line in died:
+            report(line)
+
+    def check_files(self, files: Sequence[tuple[str, str]], timeout_s: float = 60.0) -> list[tuple[str, str]]:
+        """Host and path of each file that a host does not read as this process does.
+
+        Args:
+            files: path, and the text that the file begins with.
+        """
+        answers = [(host, keeper.unread.call_one(list(files))) for host, keeper in zip(self.hosts, self._keepers, strict=True)]
+        return [(host.name, path) for host, answer in answers for path in answer.get(timeout=timeout_s)]
+
+    def close(self) -> None:
+        """End the hosts' processes and give the hosts back. May be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        _started.pop(self._key, None)
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+            link.close()
+        self._end_job()
+
+    def _connect(
+        self,
+        on_gpus: bool,
+        one_machine: bool,
+        environments: Sequence[Mapping[str, str]],
+        devices: Sequence[Sequence[Any]] | None,
+        timeout_s: float,
+    ) -> list[Host]:
+        token, deadline = secrets.token_bytes(TOKEN_BYTES), time.monotonic() + timeout_s
+        asked = []
+        for index, environment in enumerate(environments):
+            procs = self.mesh.slice(hosts=index).spawn_procs(
+                per_host={"procs": 1}, name=f"keeper_{index}", bootstrap_command=_with_environment(environment)
+            )
+            keeper = procs.spawn(f"keeper_{index}", HostKeeper, token, on_gpus, one_machine).slice(procs=0)
+            self._keepers.append(keeper)
+            asked.append(keeper.report.call_one())
+        hosts = []
+        for index, answer in enumerate(asked):
+            report = self._answer(answer, deadline, f"host {index} of {len(asked)} did not answer within {timeout_s:g} s")
+            own: Sequence[Any] = devices[index] if devices is not None else report.gpus if on_gpus else report.cores
+            hosts.append(
+                Host(
+                    name=f"host {index} ({report.name})",
+                    cores=report.cores if on_gpus else tuple(own),
+                    gpus=tuple(own) if on_gpus else (),
+                    environment=environments[index],
+                )
+            )
+            self._link(index, hosts[-1].name, report, token)
+        return hosts
+
+    def _answer(self, answer: Any, deadline: float, late: str) -> HostReport:
+        while True:
+            try:
+                return answer.get(timeout=POLL_S)
+            except TimeoutError:
+                if self._stopped():
+                    raise RunError("stopped while its hosts were taken") from None
+                if time.monotonic() > deadline:
+                    raise RunError(late) from None
+
+    def _link(self, index: int, name: str, report: HostReport, token: bytes) -> None:
+        try:
+            link = socket.create_connection((report.address, report.port), timeout=30)
+        except OSError as error:
+            raise RunError(f"{name} can't be reached at {report.address}:{report.port}: {error.strerror or error}") from None
+        self._links.append(link)
+        link.settimeout(None)
+        keep_alive(link)
+        link.sendall(token)
+        threading.Thread(target=self._wait_for_end, args=(index, name, link), name=f"wait for {name}", daemon=True).start()
+
+    def _wait_for_end(self, index: int, name: str, link: socket.socket) -> None:
+        try:
+            while link.recv(64):
+                pass
+            cause = "its processes ended"
+        except OSError as error:
+            cause = error.strerror or str(error)
+        with self._lock:
+            if self._closed:
+                return
+            line = self.dead[index] = f"{name} died: {cause}"
+            report = self._on_death
+        if report is not None:
+            report(line)
+
+
+def _pool(key: int) -> HostPool:
+    return _started[key]
+
+
+def _with_environment(environment: Mapping[str, str]) -> Callable[[Point], Any]:
+    return lambda point: default_bootstrap_cmd().with_env(dict(environment))

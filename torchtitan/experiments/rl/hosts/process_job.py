@@ -1,0 +1,52 @@
+"""Hosts that are processes of this machine: for tests of runs over several hosts, and to try a placement."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torchtitan.experiments.rl.bounds import PositiveInt
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.hosts.job import Device, JobConfig, contiguous_shares
+from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.process.gpus import mask_of, visible_gpus
+from torchtitan.experiments.rl.process.host_identity import VARIABLE, host_identity
+
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(kw_only=True, slots=True)
+class ProcessJob(JobConfig):
+    """Each host has a share of this machine's cores or GPUs, and an identity of its own: nothing is shared between two hosts
+    that real hosts don't share."""
+
+    name: ClassVar[str] = "process"
+    hosts: PositiveInt = 2
+
+    @property
+    def host_count(self) -> int:
+        return self.hosts
+
+    def devices(self, device: Device, hosts: int) -> list[list[int]]:
+        if device == "cuda" and len(visible_gpus()) < hosts:
+            raise ConfigError("provision.job.hosts", hosts, f"each needs a GPU, and there are {len(visible_gpus())} here")
+        return contiguous_shares(visible_gpus() if device == "cuda" else sorted(os.sched_getaffinity(0)), hosts)
+
+    def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool:
+        from monarch.job import ProcessJob as MonarchProcessJob
+
+        job = MonarchProcessJob({"hosts": hosts})
+        devices: list[list[Any]] = self.devices(device, hosts)
+        if device == "cuda":
+            devices = [[mask_of([gpu]) for gpu in own] for own in devices]
+        return HostPool(
+            job.state(cached_path=None).hosts,
+            on_gpus=device == "cuda",
+            one_machine=True,
+            environments=[{VARIABLE: f"{host_identity()}/process host {index}"} for index in range(hosts)],
+            devices=devices,
+            stopped=stopped,
+            timeout_s=START_TIMEOUT_S,
+            end_job=job.kill,
+        )

@@ -1,0 +1,187 @@
+"""Hosts of a Slurm cluster. The command submits itself: in the allocation it runs on the first host, and an agent on each.
+
+The batch script is this library's own. Monarch's ends the hosts as soon as the job is signalled, so that no checkpoint could be
+taken, and keeps its state in a file of the working folder, which two runs would share.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Le
+
+from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.hosts.job import Device, JobConfig
+from torchtitan.experiments.rl.hosts.pool import HostPool
+
+HOSTS_VARIABLE = "TORCHTITAN_RL_SLURM_HOSTS"
+"""Set by the batch script: names of the allocation's hosts."""
+SCRIPT_FILE = "job.sh"
+LOG_FILE = "slurm-{job}.log"
+_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}")
+
+
+@dataclass(kw_only=True, slots=True)
+class SlurmJob(JobConfig):
+    name: ClassVar[str] = "slurm"
+    files: ClassVar[tuple[str, ...]] = (SCRIPT_FILE, LOG_FILE.format(job="*"))
+    hosts: PositiveInt | None = None
+    """None: as few as hold the run's GPUs."""
+    gpus_per_host: NonNegativeInt = 8
+    """0: a run on CPU."""
+    cores_per_host: PositiveInt | None = None
+    """None: all of a host that the job has for itself."""
+    memory_per_host: str | None = None
+    """As sbatch takes it, such as "500G"."""
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time_limit: str | None = None
+    """HH:MM:SS or D-HH:MM:SS. The run takes a checkpoint ``stop_before_s`` earlier and ends."""
+    stop_before_s: PositiveInt = 300
+    exclusive: bool = True
+    """No other job has processes on the run's hosts."""
+    sbatch_options: tuple[str, ...] = ()
+    """Others, such as "--constraint=h100"."""
+    setup: str | None = None
+    """A line of bash that each host runs first, such as "module load cuda"."""
+    port: Annotated[int, Ge(1024), Le(65535)] = 22222
+    """Of the agents. Two runs that share a host need two ports."""
+    start_timeout_s: PositiveFloat = 600.0
+    """How long agents may take to answer once the allocation is there."""
+
+    @property
+    def host_count(self) -> int | None:
+        return self.hosts
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.gpus_per_host > 0
+
+    def validate(self, *, field: str) -> None:
+        for name in ("partition", "account", "qos", "memory_per_host"):
+            value = getattr(self, name)
+            if value is not None and (not value or re.search(r"[\s#]", value)):
+                raise ConfigError(f"{field}.{name}", value, "must be one word, as sbatch takes it")
+        if self.time_limit is not None and not _TIME.fullmatch(self.time_limit):
+            raise ConfigError(f"{field}.time_limit", self.time_limit, "write it as HH:MM:SS or D-HH:MM:SS")
+        for index, option in enumerate(self.sbatch_options):
+            if not option.startswith("-") or "\n" in option:
+                raise ConfigError(
+                    f"{field}.sbatch_options[{index}]", option, "must be an option of sbatch, such as --constraint=h100"
+                )
+        if self.setup is not None and ("\n" in self.setup or not self.setup.strip()):
+            raise ConfigError(f"{field}.setup", self.setup, "must be one line of bash")
+
+    def devices(self, device: Device, hosts: int) -> list[list[int]]:
+        if device == "cuda":
+            return [list(range(self.gpus_per_host)) for _ in range(hosts)]
+        if self.cores_per_host is None:
+            raise ConfigError("provision.job.cores_per_host", None, "say how many cores of a host a run on CPU gets")
+        return [list(range(self.cores_per_host)) for _ in range(hosts)]
+
+    def script(self, words: Sequence[str], run_dir: str, hosts: int) -> str | None:
+        if HOSTS_VARIABLE in os.environ:  # this is the command in the allocation
+            return None
+        from monarch.job import SERVICE_PROC_IDS_ENV, new_service_proc_id, serialize_service_proc_ids
+
+        options = {
+            "job-name": Path(run_dir).name,
+            "nodes": str(hosts),
+            "ntasks-per-node": "1",
+            "output": f"{run_dir}/{LOG_FILE.format(job='%j')}",
+            "open-mode": "append",
+            # To the script alone, which passes it to the command.
+            "signal": f"B:TERM@{self.stop_before_s}",
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "time": self.time_limit,
+            "gpus-per-node": str(self.gpus_per_host) if self.gpus_per_host else None,
+            "cpus-per-task": None if self.cores_per_host is None else str(self.cores_per_host),
+            "mem": self.memory_per_host,
+        }
+        lines = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        lines += ["--no-requeue", *(["--exclusive"] if self.exclusive else []), *self.sbatch_options]
+        cores = "" if self.cores_per_host is None else f" --cpus-per-task={self.cores_per_host}"
+        python = shlex.quote(sys.executable)
+        identities = serialize_service_proc_ids([new_service_proc_id() for _ in range(hosts)])
+        return "\n".join(
+            [
+                "#!/bin/bash",
+                *(f"#SBATCH {line}" for line in lines),
+                f"cd {shlex.quote(os.getcwd())} || exit 1",
+                *([self.setup] if self.setup is not None else []),
+                f"export PYTHONPATH={shlex.quote(os.pathsep.join(_import_folders()))}",
+                f"export {SERVICE_PROC_IDS_ENV}={shlex.quote(identities)}",
+                f"export {HOSTS_VARIABLE}=\"$(scontrol show hostnames \"$SLURM_JOB_NODELIST\" | tr '\\n' ' ')\"",
+                f"srun --ntasks-per-node=1 --cpu-bind=none{cores} {python} -m torchtitan.experiments.rl.hosts.agent "
+                f"--port {self.port} &",
+                "agents=$!",
+                "# The run ends with a checkpoint. A signal ends wait, not the run.",
+                "trap 'kill -TERM $run' TERM",
+                f"{python} -m torchtitan.experiments.rl.grpo {shlex.join(words)} &",
+                "run=$!",
+                "while kill -0 $run 2>/dev/null; do wait $run; code=$?; done",
+                "kill -KILL $agents 2>/dev/null",
+                "wait $agents",
+                "exit $code",
+                "",
+            ]
+        )
+
+    def submit(self, script: str, run_dir: str) -> list[str]:
+        if shutil.which("sbatch") is None:
+            raise RunError("there is no sbatch here: submit from a login node of the Slurm cluster")
+        path = Path(run_dir) / SCRIPT_FILE
+        path.write_text(script)
+        answer = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        job = answer.stdout.strip().partition(";")[0]
+        if answer.returncode or not job.isdigit():
+            said = " ".join((answer.stderr or answer.stdout).split()) or f"exit code {answer.returncode}"
+            raise RunError(f"sbatch refuses the job: {said}")
+        log = Path(run_dir) / LOG_FILE.format(job=job)
+        return [
+            f"submitted   Slurm job {job}: {path}",
+            f"state       squeue --job {job}",
+            f"follow      tail -F {shlex.quote(str(log))}",
+            f"stop        scancel --batch --signal=TERM {job}  (after the step, with a checkpoint; plain scancel: at once)",
+            f"go on       the same command with --resume {shlex.quote(run_dir)}, when the job has ended",
+        ]
+
+    def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool:
+        from monarch.actor import attach_to_workers, enable_transport
+        from monarch.job import SERVICE_PROC_IDS_ENV, deserialize_service_proc_ids, service_proc_addrs
+
+        names = _allocation(os.environ, hosts)
+        enable_transport("tcp")
+        addresses = [f"tcp://{name}:{self.port}" for name in names]
+        identities = deserialize_service_proc_ids(os.environ[SERVICE_PROC_IDS_ENV])
+        return HostPool(
+            attach_to_workers(ca="trust_all_connections", workers=service_proc_addrs(addresses, identities), name="hosts"),
+            on_gpus=device == "cuda",
+            one_machine=False,
+            environments=[{}] * hosts,
+            stopped=stopped,
+            timeout_s=self.start_timeout_s,
+        )
+
+
+def _allocation(environment: Mapping[str, str], hosts: int) -> list[str]:
+    names = environment.get(HOSTS_VARIABLE, "").split()
+    if len(names) != hosts:
+        raise RunError(f"the Slurm job has {len(names)} host(s), and the run needs {hosts}: submit it again")
+    return names
+
+
+def _import_folders() -> list[str]:
+    """Where this process imports from beside what is installed: the checkout, and folders of the user's modules."""
+    return list(dict.fromkeys([os.getcwd(), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
