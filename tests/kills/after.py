@@ -1,9 +1,11 @@
 """What a run left behind outside its folder: shared memory and temporary files."""
 
 import os
+import time
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+WAIT_S = 30.0
 
 
 def shared_memory() -> set[str]:
@@ -11,9 +13,14 @@ def shared_memory() -> set[str]:
 
 
 def left_behind(temporary: Path, shared_memory_before: set[str]) -> list[str]:
-    """A line for each file that is left. Other runs of this machine have their shared memory mapped."""
-    shared = {name for name in shared_memory() - shared_memory_before if not mapped_by_anyone(name)}
-    faults = [f"shared memory left: {name}" for name in sorted(shared)]
+    """A line for each file that is there after WAIT_S too. Other programs have their shared memory mapped, or remove it."""
+    names = shared_memory() - shared_memory_before
+    deadline = time.monotonic() + WAIT_S
+    while names := {name for name in names & shared_memory() if not mapped_by_anyone(name)}:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(1.0)
+    faults = [f"shared memory left: {name}" for name in sorted(names)]
     return faults + [f"temporary file left: {path.name}" for path in sorted(temporary.iterdir())]
 
 
