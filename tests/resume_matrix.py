@@ -126,7 +126,10 @@ def planned(random_: random.Random, count: int, moments: tuple[Moment, ...], *, 
     return [replace(kill, number=signal.SIGKILL) for kill in [*drawn, last]]
 
 
-def undisturbed(base: Path, limit_s: float) -> Case:
+def undisturbed(base: Path, limit_s: float) -> object:
+    """The run that others are compared with; in a --folder, that of an earlier start where it is there."""
+    if any((base / "undisturbed" / "run").glob("checkpoint/step-*/*.safetensors")):
+        return "as it was"
     case = Case(base / "undisturbed", limit_s)
     case.to_the_end([*SYNC, "--checkpoint.keep", "99", "--run-dir", str(case.run)])
     return case
@@ -229,8 +232,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         base, limit_s = arguments.folder or Path(temporary), arguments.limit_s
         if {"sync", "elastic", "init"} & set(parts):
-            case = undisturbed(base, limit_s)
-            print(f"undisturbed: {case}", flush=True)
+            print(f"undisturbed: {undisturbed(base, limit_s)}", flush=True)
         runs: dict[str, Callable[[], Iterator[Result]]] = {
             "sync": lambda: sync(base, limit_s, random.Random(f"sync {arguments.seed}"), arguments.kills),
             "async": lambda: asynchronous(base, limit_s, random.Random(f"async {arguments.seed}")),

@@ -1,34 +1,25 @@
 """What a run left behind outside its folder: shared memory and temporary files."""
 
 import os
-import time
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-WAIT_S = 30.0
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir(SHARED_MEMORY))
-
-
-def left_behind(temporary: Path, shared_memory_before: set[str]) -> list[str]:
-    """A line for each file that is there after WAIT_S too. Other programs have their shared memory mapped, or remove it."""
-    names = shared_memory() - shared_memory_before
-    deadline = time.monotonic() + WAIT_S
-    while names := {name for name in names & shared_memory() if not mapped_by_anyone(name)}:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(1.0)
-    faults = [f"shared memory left: {name}" for name in sorted(names)]
-    return faults + [f"temporary file left: {path.name}" for path in sorted(temporary.iterdir())]
-
-
-def mapped_by_anyone(name: str) -> bool:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+def mapped_by(pids: Iterable[int]) -> set[str]:
+    """Names of the shared memory that processes have mapped: other programs of this machine leave theirs there too."""
+    names: set[str] = set()
+    for pid in pids:
         try:
-            if f"{SHARED_MEMORY}/{name}" in maps.read_text():
-                return True
+            names.update(re.findall(rf" {SHARED_MEMORY}/(\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE))
         except OSError:
             pass
-    return False
+    return names
+
+
+def left_behind(temporary: Path, mapped: set[str]) -> list[str]:
+    """A line for each temporary file, and for each of the ``mapped`` names that is still there."""
+    faults = [f"shared memory left: {name}" for name in sorted(mapped & set(os.listdir(SHARED_MEMORY)))]
+    return faults + [f"temporary file left: {path.name}" for path in sorted(temporary.iterdir())]

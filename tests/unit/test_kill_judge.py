@@ -2,14 +2,16 @@
 
 import gzip
 import json
+import os
 import random
 import signal
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 import pytest
 
 from tests import kill_matrix, soak
-from tests.kills import judge
+from tests.kills import after, judge
 from tests.kills.moments import MOMENTS
 
 STEPS, ROLLOUTS = 2, 2
@@ -144,3 +146,15 @@ def test_memory_is_that_of_small_mappings():
     smaps = "00-10 rw-p\nSize:  400 kB\nRss:  300 kB\nAnonymous:  200 kB\nAnonHugePages:  0 kB\n"
     smaps += "20-30 rw-p\nSize:  262144 kB\nAnonymous:  131072 kB\n40-50 rw-p\nSize:  8 kB\nAnonymous:  4 kB\n"
     assert soak.anonymous_kb(smaps) == 204
+
+
+def test_only_shared_memory_of_the_run_counts_as_left(tmp_path):
+    memory = SharedMemory(create=True, size=1)
+    try:
+        assert memory.name in after.mapped_by([os.getpid()])
+        (tmp_path / "torchtitan-rl-x").mkdir()
+        left = after.left_behind(tmp_path, {memory.name, "gone"})
+        assert left == [f"shared memory left: {memory.name}", "temporary file left: torchtitan-rl-x"]
+    finally:
+        memory.close()
+        memory.unlink()
