@@ -1,0 +1,129 @@
+"""Hosts of a run: how their ends are noticed, and what they must share before anything is spawned."""
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.waiting import wait_until
+from torchtitan.experiments.rl import config_registry
+from torchtitan.experiments.rl.controller.run_hosts import MARK_FILE, check_shared_files
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.hosts.keeper import TOKEN_BYTES, _begins_with
+from torchtitan.experiments.rl.process.descendants import descendants
+from torchtitan.experiments.rl.process.network import LOOPBACK, interface_towards, network_address, source_address
+
+ROOT = Path(__file__).resolve().parents[2]
+
+AGENT = """
+import os, socket, subprocess, sys, threading
+from torchtitan.experiments.rl.hosts.keeper import _end_with_command
+child = subprocess.Popen(["bash", "-c", "sleep 600 & wait"])
+listener = socket.create_server(("127.0.0.1", 0))
+if os.fork() == 0:
+    _end_with_command(listener, bytes.fromhex(sys.argv[1]), os.getppid())
+print(listener.getsockname()[1], flush=True)
+child.wait()
+"""
+
+
+@pytest.fixture
+def host():
+    """A host's agent with two processes and its keeper; its port, its token, and the processes of it that live."""
+    token = secrets.token_bytes(TOKEN_BYTES)
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, token.hex()], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    port = int(agent.stdout.readline())
+    wait_until(lambda: len(descendants(agent.pid)) == 3)
+    yield SimpleNamespace(port=port, token=token, agent=agent, alive=lambda: descendants(agent.pid))
+    for pid in [*descendants(agent.pid), agent.pid]:
+        try:
+            os.kill(pid, 9)
+        except ProcessLookupError:
+            pass
+    agent.wait()
+
+
+def test_the_end_of_the_commands_connection_ends_every_process_of_the_host(host):
+    children = host.alive()
+    with socket.create_connection(("127.0.0.1", host.port)) as command:
+        command.sendall(host.token)
+        assert host.agent.poll() is None
+    assert host.agent.wait(timeout=60) == -9
+    wait_until(lambda: not any(_lives(pid) for pid in children))
+
+
+def test_a_stranger_can_not_end_a_host_nor_keep_the_command_from_it(host):
+    for said in (b"", b"x" * TOKEN_BYTES, host.token[:-1]):
+        with socket.create_connection(("127.0.0.1", host.port)) as stranger:
+            stranger.sendall(said)
+    with socket.create_connection(("127.0.0.1", host.port)) as command:
+        command.sendall(host.token)
+        assert host.agent.poll() is None and len(host.alive()) == 3
+    assert host.agent.wait(timeout=60) == -9
+
+
+def test_the_hosts_death_ends_the_commands_connection(host):
+    with socket.create_connection(("127.0.0.1", host.port), timeout=60) as command:
+        command.sendall(host.token)
+        for pid in [*host.alive(), host.agent.pid]:
+            os.kill(pid, 9)
+        assert command.recv(1) == b""
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Pool:
+    """Hosts of which each reads its own files: by name, whether it reads a path."""
+
+    def __init__(self, **reads):
+        self.reads = reads
+
+    def check_files(self, files):
+        self.asked = files
+        return [(host, path) for host, does in self.reads.items() for path, text in files if not (does(path, text))]
+
+
+def test_hosts_that_see_the_same_files_pass_and_the_mark_goes(tmp_path):
+    pool = Pool(one=_begins_with, two=_begins_with)
+    check_shared_files(pool, config_registry.rl_grpo_qwen3_debug(), tmp_path)
+    assert [Path(path).name for path, _ in pool.asked] == [MARK_FILE, "config.json"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "field"), [(MARK_FILE, "--run-dir"), ("config.json", "model.hf_assets_path")])
+def test_a_host_that_does_not_see_a_folder_is_named_with_the_folder(tmp_path, name, field):
+    pool = Pool(one=_begins_with, two=lambda path, text: Path(path).name != name)
+    config = config_registry.rl_grpo_qwen3_debug()
+    folder = tmp_path if name == MARK_FILE else Path(config.model.hf_assets_path).resolve()
+    with pytest.raises(RunError, match=f"^two does not see the folder {folder} as this host does: .*{field}"):
+        check_shared_files(pool, config, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_the_same_name_on_another_disk_is_not_the_same(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"a": 1}))
+    assert _begins_with(str(file), '{"a"')
+    assert not _begins_with(str(file), '{"b"') and not _begins_with(str(tmp_path / "absent"), "")
+
+
+def test_the_network_address_is_one_that_leads_out_and_a_host_name_does_not_change_it(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *name: [(0, 0, 0, "", ("127.0.1.1", 0)), (0, 0, 0, "", ("10.0.0.7", 0))])
+    assert network_address() == "10.0.0.7"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *name: [(0, 0, 0, "", ("127.0.1.1", 0))])
+    assert network_address() == source_address("192.0.2.1")
+
+
+def test_the_interface_that_leads_to_this_host_itself_is_the_loopback_one():
+    assert source_address("127.0.0.1") == "127.0.0.1" and interface_towards("127.0.0.1") == LOOPBACK
