@@ -245,9 +245,10 @@ class RunActors:
             generator_hosts: of each replica of the policy.
         """
         first = first_generators(trainer_hosts, generator_hosts)
-        readers = WeightReaders(f"host_of_generator_{index}" for index in first)
-        for number, index in enumerate(first):
-            self._readers.append(self._reader(readers, f"host_of_generator_{index}", number, self._placement.generators[index]))
+        places = [self._placement.generators[index] for index in first]
+        readers = WeightReaders(f"host_{place.host}" for place in places)
+        for number, place in enumerate(places):
+            self._readers.append(self._reader(readers, f"host_{place.host}", number, place))
         await asyncio.gather(*(self.supervisor.start(part) for part in self._readers))
         for part in self._readers:
             await self.supervisor.connect(part)
