@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport
+from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport, Occupancy
 from torchtitan.experiments.rl.generation.messages import (
     GenerateRequest,
     GenerateResult,
@@ -134,6 +134,10 @@ class ScriptedEngine:
         for result in results:
             del self._open[result.request_id]
         return results
+
+    def occupancy(self) -> Occupancy:
+        running = min(len(self._open), self._config.max_num_seqs)
+        return Occupancy(running=running, waiting=len(self._open) - running, cache=0.0)
 
     def withdraw(self) -> list[Request]:
         requests = [each.request for each in self._open.values() if not each.token_ids]

@@ -31,6 +31,19 @@ def test_run_records_every_step_and_each_record_is_whole(async_run):
             assert record["validation/step"] <= record["validation/sum_digits/version_min"] <= record["step"]
 
 
+def test_every_metric_is_explained_and_says_how_busy_each_process_was(async_run):
+    """docs/running.md lists each, with <> where a name stands."""
+    text = (ROOT / "docs/running.md").read_text()
+    patterns = [re.sub("<[^>]*>", ".+", re.escape(name)) for name in re.findall(r"`([^ `]+/[^ `]+)`", text)]
+    explained = re.compile("|".join(patterns))
+    names = {name for record in async_run.metrics for name in record} - {"step"}
+    assert [name for name in sorted(names) if not explained.fullmatch(name)] == []
+    for record in async_run.steps:
+        assert 0 < record["perf/trainer_rank_0/busy"] <= 1 and 0 <= record["perf/generator_0/busy"] <= 1
+    assert sum(record["perf/generator_0/steps"] for record in async_run.steps) > 0
+    assert max(record["perf/generator_0/running"] for record in async_run.steps) > 0
+
+
 def test_ledger_balances_at_every_step(async_run):
     for record in async_run.steps:
         assert_ledger_balances(record)

@@ -47,6 +47,16 @@ def test_environment_variables_are_read_by_vllm(monkeypatch):
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"].split(",") == [str(core) for core in sorted(os.sched_getaffinity(0))]
 
 
+def test_scheduler_counts_requests_and_the_cache_in_use():
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=object.__new__(Scheduler))))
+    scheduler = engine.engine_core.engine_core.scheduler
+    scheduler.running, scheduler.waiting, scheduler.kv_holding_waiting = ["a", "b"], ["c"], []
+    scheduler.kv_cache_manager = SimpleNamespace(usage=0.5)
+    assert compat.occupancy(engine) == (2, 1, 0.5), "Scheduler.get_request_counts, get_kv_cache_usage"
+
+
 def test_output_processor_keeps_a_counting_detokenizer_for_each_open_request():
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
     from vllm.v1.engine.llm_engine import LLMEngine

@@ -30,7 +30,7 @@ ENGINES = (VLLMEngine, ScriptedEngine)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_has_what_the_protocol_names(engine):
     names = [name for name in vars(Engine) if not name.startswith("_")]
-    assert set(names) == {"version", "busy", "add", "step", "withdraw", "load", "abort", "close"}
+    assert set(names) == {"version", "busy", "add", "step", "occupancy", "withdraw", "load", "abort", "close"}
     for name in names:
         promised, given = getattr(Engine, name), getattr(engine, name)
         assert isinstance(given, property) == isinstance(promised, property)

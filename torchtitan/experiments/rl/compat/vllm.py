@@ -49,6 +49,15 @@ def output_token_count(engine: Any, internal_id: str) -> int:
     return engine.output_processor.request_states[internal_id].detokenizer.num_output_tokens()
 
 
+def occupancy(engine: Any) -> tuple[int, int, float]:
+    """Requests that run, requests that wait, and the share of the key-value cache in use.
+
+    vLLM 0.32 tells this in its log and its metrics server only; its scheduler has a method for each.
+    """
+    scheduler = engine.engine_core.engine_core.scheduler
+    return *scheduler.get_request_counts(), scheduler.get_kv_cache_usage()
+
+
 def recompute_open_requests(engine: Any, *, cache_salt: str) -> None:
     """Discard the keys and values of every open request and of the prefix cache: the next step computes them again.
 

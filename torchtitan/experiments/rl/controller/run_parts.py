@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.controller.closing import PART_TIMEOUT_S, Closing
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.mismatch_alarm import mismatch_alarm
 from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.process_usage import lap_usage
 from torchtitan.experiments.rl.controller.profile import StepProfile
 from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
@@ -220,6 +221,7 @@ class RunParts:
             on_early_end=functools.partial(self._early_end_report, metrics),
             on_step_end=checkpoints.step_ended,
             profile=self._profile,
+            usage=lambda: lap_usage(self.supervisor.processes()),
             first_step=step + 1,
         )
         return self._training

@@ -65,6 +65,7 @@ class TrainingLoop:
         on_early_end: Callable[[str, Sequence[ValidationReport]], None] = lambda why, reports: None,
         on_step_end: Callable[[int], Awaitable[None]] | None = None,
         profile: Profile | None = None,
+        usage: Callable[[], Awaitable[dict[str, float]]] | None = None,
         first_step: int = 1,
     ):
         """
@@ -79,6 +80,7 @@ class TrainingLoop:
             on_early_end: called when there is nothing left to learn before the last step, with that in words and the
                 evaluations that no step has reported.
             on_step_end: awaited after each step, when it is reported. In a synchronous run no rollout is open then.
+            usage: returns metrics of how busy each process was since it was asked last.
             profile: is told when a step begins and when it is over.
             first_step: above 1 in a run that goes on from a checkpoint of the step before.
         """
@@ -87,7 +89,7 @@ class TrainingLoop:
         self._rollouts, self._batcher, self._trainer, self._weights = rollouts, batcher, trainer, weights
         self._validator, self._runner, self._generated_tokens = validator, runner, generated_tokens
         self._on_start, self._on_step, self._on_early_end = on_start, on_step, on_early_end
-        self._on_step_end, self._profile = on_step_end, profile
+        self._on_step_end, self._profile, self._usage = on_step_end, profile, usage
         self._alarm = alarm
         self._watch, self._lag = Stopwatch(), LoopLag()
         self._sync: asyncio.Task[SyncReport] | None = None
@@ -165,6 +167,8 @@ class TrainingLoop:
             elif self._synchronous:
                 with self._watch.span("validate"):
                     await self._validator.wait()
+            if self._usage is not None:
+                trained |= await self._usage()
         finally:  # the step was taken, also where its weights can't be published
             self.steps_done = step
             record.finish(

@@ -31,6 +31,18 @@ class LoadReport:
     """Copying it into the model, in seconds."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Occupancy:
+    """What an engine has to do at one moment."""
+
+    running: int
+    """Requests in the batch."""
+    waiting: int
+    """Requests that wait for a place in it, or for memory."""
+    cache: float
+    """Share of the memory for keys and values that open requests use, from 0 to 1."""
+
+
 class Engine(Protocol):
     """Samples and scores tokens with one model, many requests at once.
 
@@ -64,6 +76,9 @@ class Engine(Protocol):
         Returns:
             Results of the requests that finished, each once.
         """
+
+    def occupancy(self) -> Occupancy:
+        """What it has to do now. Asked after each step, so it takes microseconds."""
 
     def withdraw(self) -> list[Request]:
         """Take back every open request that has no token yet, and return them, oldest first. They may be added again."""

@@ -21,6 +21,7 @@ import numpy as np
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import WeightUpdate
 from torchtitan.experiments.rl.generation.engine import Engine, LoadReport
+from torchtitan.experiments.rl.generation.engine_usage import EngineUsage
 from torchtitan.experiments.rl.generation.messages import (
     GeneratorFailed,
     GeneratorMessage,
@@ -53,6 +54,7 @@ class EngineThread:
         self._deliver = deliver
         self._heartbeat = heartbeat or Heartbeat()
         self._steps = 0
+        self.usage = EngineUsage()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._after_drain: Callable[[], None] | None = None
         """A command to run when the engine has no open request left."""
@@ -175,6 +177,7 @@ class EngineThread:
                     with self._heartbeat.work("a step of the engine", slow=self._steps < FIRST_STEPS), trace.span("step"):
                         results = self.engine.step()
                     self._steps += 1
+                    self.usage.add(self.engine.occupancy())
                     self._deliver_results(results)
                 if self._after_drain is not None and not self._busy:
                     command, self._after_drain = self._after_drain, None

@@ -59,6 +59,11 @@ class Generator(WatchedActor):
         return host_identity()
 
     @reported_endpoint
+    async def usage(self) -> dict[str, float]:
+        """See WatchedActor.usage; and of the engine, as ``EngineUsage.lap``."""
+        return {"busy": self.heartbeat.lap_busy(), **self._thread.usage.lap()}
+
+    @reported_endpoint
     async def attach(self, client_id: int, port: Port[list[GeneratorMessage]]) -> None:
         """Send the results of this client's requests to ``port`` from now on."""
         self._ports[client_id] = port

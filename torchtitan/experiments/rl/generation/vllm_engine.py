@@ -12,7 +12,7 @@ from annotated_types import Gt, Le
 
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport
+from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport, Occupancy
 from torchtitan.experiments.rl.generation.messages import (
     GenerateResult,
     Request,
@@ -112,6 +112,10 @@ class VLLMEngine:
                 request, _ = self._open.pop(output.request_id)
                 results.append(_to_result(request, output))
         return results
+
+    def occupancy(self) -> Occupancy:
+        running, waiting, cache = compat.occupancy(self._engine)
+        return Occupancy(running=running, waiting=waiting, cache=cache)
 
     def withdraw(self) -> list[Request]:
         fresh = {

@@ -1,4 +1,4 @@
-"""What the working thread of a process is doing, and since when: how another process sees that it hangs."""
+"""What the working thread of a process is doing, and since when: how another process sees that it hangs, or is idle."""
 
 import contextlib
 import time
@@ -21,15 +21,21 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._work: tuple[str, float, bool] = ("", time.monotonic(), False)
+        self._worked_s = 0.0
+        """In blocks of ``work`` that have ended."""
+        self._lapped = (0.0, time.monotonic())
 
     @contextlib.contextmanager
     def work(self, what: str, *, slow: bool = False) -> Iterator[None]:
         """The thread does ``what`` in the block."""
-        self._work = (what, time.monotonic(), slow)
+        began = time.monotonic()
+        self._work = (what, began, slow)
         try:
             yield
         finally:
-            self._work = ("", time.monotonic(), False)
+            ended = time.monotonic()
+            self._work = ("", ended, False)
+            self._worked_s += ended - began
 
     def beat(self) -> None:
         """The work goes on: its time starts anew."""
@@ -39,3 +45,10 @@ class Heartbeat:
     def pulse(self) -> Pulse:
         what, since, slow = self._work
         return Pulse(doing=what, seconds=time.monotonic() - since, slow=slow)
+
+    def lap_busy(self) -> float:
+        """Share of the time since the last call that the thread worked, from 0 to 1. Work under way counts when it ends."""
+        worked_s, now = self._worked_s, time.monotonic()
+        before_s, then = self._lapped
+        self._lapped = (worked_s, now)
+        return min(1.0, (worked_s - before_s) / (now - then)) if now > then else 0.0

@@ -48,6 +48,11 @@ class WatchedActor(Actor):
         return self.heartbeat.pulse()
 
     @reported_endpoint
+    async def usage(self) -> dict[str, float]:
+        """How this process was used since the last call: ``busy`` is the share of the time that its working thread worked."""
+        return {"busy": self.heartbeat.lap_busy()}
+
+    @reported_endpoint
     async def start_trace(self) -> None:
         """Record what this process does from now on."""
         trace.start()
