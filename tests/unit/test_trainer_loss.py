@@ -25,7 +25,7 @@ class Parts:
     plan: list[tuple[int, object]] = []
     made: list["Parts"] = []
 
-    def __init__(self, config, plan, *, run_dir, console, restarts, gate, resumed, init_from):
+    def __init__(self, config, plan, *, run_dir, console, restarts, gate, resumed, init_from, hosts):
         self.resumed, self.init_from, self.restarts = resumed, init_from, restarts
         self.steps_done = 0 if resumed is None else resumed.state.step
         self.ended_early, self.writes_checkpoint, self.closed, self.stopped = None, False, False, False
