@@ -10,7 +10,7 @@
 3. Exits 1 if memory grows by more than ``--bound`` MB per 100 steps and two standard errors, if descriptors or threads grow, or
    if the run fails.
 
-1,000 steps take some 6 minutes on two quiet cores.
+1,000 steps take some 6 minutes on two quiet cores. docs/operations.md says what is known to grow, and why.
 """
 
 import argparse
