@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveFloat, Posi
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.hosts.job import Device, JobConfig
 from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.process.network import network_address
 
 HOSTS_VARIABLE = "TORCHTITAN_RL_SLURM_HOSTS"
 """Set by the batch script: names of the allocation's hosts."""
@@ -162,7 +163,8 @@ class SlurmJob(JobConfig):
         from monarch.job import SERVICE_PROC_IDS_ENV, deserialize_service_proc_ids, service_proc_addrs
 
         names = _allocation(os.environ, hosts)
-        enable_transport("tcp")
+        # Monarch's own choice is what the host name leads to, which may be the loopback interface.
+        enable_transport(f"tcp://{network_address()}:0")
         addresses = [f"tcp://{name}:{self.port}" for name in names]
         identities = deserialize_service_proc_ids(os.environ[SERVICE_PROC_IDS_ENV])
         return HostPool(
