@@ -27,13 +27,21 @@ COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/t
 class Run:
     """One run of the command, in a session of its own so that whatever it leaves alive can be found."""
 
-    def __init__(self, folder: Path, *words: str, config: str = "rl_grpo_qwen3_debug", resume: Path | None = None):
-        """``resume``: the run folder of an earlier run, which goes on."""
+    def __init__(
+        self,
+        folder: Path,
+        *words: str,
+        config: str = "rl_grpo_qwen3_debug",
+        resume: Path | None = None,
+        program: tuple[str, ...] = (sys.executable, "-m", MODULE),
+        cwd: Path = ROOT,
+    ):
+        """``resume``: the run folder of an earlier run, which goes on. ``program``: what starts the command."""
         self.folder = resume or folder / "run"
         self.temporary = folder / "tmp"
         self.temporary.mkdir()
         self._out, self._err = folder / "stdout", folder / "stderr"
-        command = [sys.executable, "-m", MODULE, *words]
+        command = [*program, *words]
         if resume is None:
             command += ["--config", config, "--run-dir", str(self.folder), *SMALL]
         else:
@@ -42,7 +50,7 @@ class Run:
         with self._out.open("w") as out, self._err.open("w") as err:
             self._process = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=cwd,
                 env=environment() | {"TMPDIR": str(self.temporary)},
                 stdout=out,
                 stderr=err,

@@ -1,4 +1,4 @@
-"""A run of the command: what it records, and that it leaves nothing behind."""
+"""A run of the command, installed from a wheel: what it records, and that it leaves nothing behind."""
 
 import json
 import re
@@ -7,11 +7,27 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.command_runs import ROOT, Run, assert_ledger_balances
+from tests.integration.installs import FreshEnvironment, no_isolation
 
 
 @pytest.fixture(scope="module")
-def async_run(start) -> Run:
-    return start("--steps", "5", "--validation.every", "2", "--metrics.wandb").ended_well()
+def installed(tmp_path_factory) -> FreshEnvironment:
+    fresh = FreshEnvironment(tmp_path_factory.mktemp("installed"))
+    fresh.pip("install", "--no-deps", *no_isolation(), str(ROOT))
+    return fresh
+
+
+@pytest.fixture(scope="module")
+def async_run(start, installed, tmp_path_factory) -> Run:
+    """From an empty folder. Where it ends well, all its processes had the installed library: nothing else has these modules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONPATH", raising=False)
+        options = dict(program=(str(installed.bin / "rl-train"),), cwd=tmp_path_factory.mktemp("empty"))
+        return start("--steps", "5", "--validation.every", "2", "--metrics.wandb", **options).ended_well()
+
+
+def test_the_installed_command_runs_from_an_empty_folder_with_the_model_that_is_installed(async_run, installed):
+    assert f"model       {installed.packages / 'torchtitan_rl/assets/tiny_qwen3'} (0.9M parameters)" in async_run.out
 
 
 def test_run_records_every_step_and_each_record_is_whole(async_run):

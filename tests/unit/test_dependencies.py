@@ -4,10 +4,13 @@ import ast
 import re
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from collections.abc import Iterable
+from importlib.metadata import packages_distributions, requires, version
 from pathlib import Path
 
 import pytest
+
+from torchtitan_rl.commands import NOT_RESOLVED
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "torchtitan/experiments/rl"
@@ -15,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = packages_distributions()
 EXTRAS = {
     "tasks/math": "math",
-    "tasks/reasoning_gym": "reasoning_gym",
+    "tasks/reasoning_gym": "gym",
     "tasks/verifiers": "verifiers",
     "compat/verifiers.py": "verifiers",
     "compat/vllm.py": "cpu",
@@ -25,7 +28,7 @@ EXTRAS = {
 """Files that may import what an extra installs. The engine's files need vllm, from the extra cpu or gpu."""
 
 
-def named(requirements: list[str]) -> set[str]:
+def named(requirements: Iterable[str]) -> set[str]:
     return {normal(re.match(r"[A-Za-z0-9._-]+", requirement)[0]) for requirement in requirements}
 
 
@@ -47,7 +50,7 @@ def imported(file: Path) -> set[str]:
 
 def unnamed(file: str, packages: set[str]) -> set[str]:
     """Packages imported by ``file`` that neither the dependencies nor its extra install."""
-    allowed = named(PROJECT["dependencies"])
+    allowed = named(PROJECT["dependencies"]) | named(NOT_RESOLVED)
     for place, extra in EXTRAS.items():
         if file.startswith(place):
             allowed |= named(PROJECT["optional-dependencies"][extra])
@@ -64,3 +67,17 @@ def test_the_check_knows_a_package_that_is_not_named_and_one_of_another_extra():
     assert unnamed("types.py", {"numpy", "yaml"}) == {"yaml"}
     assert unnamed("types.py", {"reasoning_gym"}) == {"reasoning_gym"}
     assert unnamed("tasks/reasoning_gym/data.py", {"reasoning_gym"}) == set()
+
+
+def test_the_versions_named_are_those_of_the_pins():
+    pins = set().union(*((ROOT / "requirements" / name).read_text().split() for name in ("cpu.txt", "gpu.txt", "dev.txt")))
+    wanted = [*PROJECT["dependencies"], *NOT_RESOLVED, *sum(PROJECT["optional-dependencies"].values(), [])]
+    assert {requirement for requirement in wanted if "==" in requirement} - pins == set()
+
+
+def test_what_is_left_out_of_the_dependencies_because_pip_cannot_resolve_it_still_asks_for_other_versions():
+    """When this fails, the package can be a dependency like the others."""
+    for requirement in NOT_RESOLVED:
+        name, _, pinned = requirement.partition("==")
+        assert version(name) == pinned
+        assert set(requires(name)) & {"torch==2.9.0", "torchmonarch==0.1.2"}

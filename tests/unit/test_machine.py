@@ -3,15 +3,20 @@
 import dataclasses
 import resource
 import shutil
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from torchtitan.experiments.rl.config import machine
-from torchtitan.experiments.rl.config.checks import checked_plan
+from torchtitan.experiments.rl.config.checks import checked_plan, missing
 from torchtitan.experiments.rl.config.machine import machine_lacks, raise_descriptor_limit
 from torchtitan.experiments.rl.config.plan import GIB, checkpoint_gib
-from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug, rl_opd_qwen3_debug
+from torchtitan.experiments.rl.grpo import main
+
+PINS = Path(__file__).resolve().parents[2] / "requirements"
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +87,19 @@ def test_engines_of_several_processes_need_shared_memory(plan, monkeypatch, tmp_
         "(docker: --shm-size)"
     )
     assert machine_lacks(plan, str(tmp_path), field="output_dir") == []
+
+
+@pytest.mark.parametrize("words", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_an_engine_that_is_not_installed_is_one_line_and_a_dry_run_only_notes_it(words, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "vllm", None)  # as Python has it: not to be imported
+    assert main(["--config", "rl_grpo_qwen3_debug", *words]) == (0 if words else 2)
+    output = capsys.readouterr()
+    line = f"generator.engine = 'vllm': is not installed: pip install --no-deps -r {PINS}/cpu.txt, or gpu.txt for GPUs\n"
+    assert (output.out.endswith(f"before a run   {line}") and output.err == "") if words else output.err == f"error: {line}"
+
+
+def test_a_hosted_model_needs_its_engine_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert str(missing(rl_opd_qwen3_debug())["sum_digits"]).startswith(
+        "tasks.sum_digits.algorithm.teacher.engine = 'vllm': is not installed"
+    )

@@ -118,7 +118,8 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
     field, folder = ("output_dir", config.output_dir) if command.run_dir is None else ("--run-dir", command.run_dir)
     if resumed is not None:
         field, folder = "--resume", str(resumed.run_dir)
-    here = machine_lacks(plan, folder, field=field, checkpoints=resumed.checkpoints if resumed is not None else 0)
+    checkpoints = resumed.checkpoints if resumed is not None else 0
+    here = checks.missing_engine(config) + machine_lacks(plan, folder, field=field, checkpoints=checkpoints)
     if here and not command.dry_run:
         raise here[0]
     name, lines = str(command.config_name), []

@@ -175,6 +175,15 @@ def missing(config: RunConfig) -> dict[str, MissingError]:
     return found
 
 
+def missing_engine(config: RunConfig) -> list[MissingError]:
+    """What this machine lacks for the policy's engine."""
+    try:
+        config.generator.engine.check_present(field="generator.engine")
+    except MissingError as error:
+        return [error]
+    return []
+
+
 def check_model_folder(model: ModelConfig) -> None:
     """A hub folder whose weights are those of the model, and with a tokenizer.
 

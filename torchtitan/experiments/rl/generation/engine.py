@@ -138,6 +138,13 @@ class EngineConfig(ABC):
             ConfigError: by field, value and cure.
         """
 
+    def check_present(self, *, field: str) -> None:
+        """Refuse what this machine lacks, such as the engine's package.
+
+        Raises:
+            MissingError: by field, value and cure.
+        """
+
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)

@@ -97,6 +97,7 @@ class HostedModel(ModelReference):
     def check_present(self, *, field: str) -> None:
         if not (Path(self.path) / "config.json").is_file():
             raise MissingError(f"{field}.path", self.path, "has no config.json; download the model, or name its folder")
+        self.engine.check_present(field=f"{field}.engine")
 
 
 def find_references(config: Any, *, field: str) -> Iterator[tuple[str, ModelReference]]:

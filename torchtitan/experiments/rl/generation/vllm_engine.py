@@ -5,6 +5,8 @@ vLLM is imported when an engine is built: importing this file, and with it any c
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -12,6 +14,7 @@ from annotated_types import Gt, Le
 
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.compat import vllm as compat
+from torchtitan.experiments.rl.errors import MissingError
 from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport, Occupancy
 from torchtitan.experiments.rl.generation.messages import (
     GenerateResult,
@@ -23,6 +26,9 @@ from torchtitan.experiments.rl.generation.messages import (
 )
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.snapshot import Manifest, fingerprint
+
+PINS = Path(__file__).parents[4] / "requirements"
+"""The full sets of pins, in a checkout and where the library is installed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -46,6 +52,11 @@ class VLLMEngineConfig(EngineConfig):
         if device == "cuda":
             return self.gpu_memory_utilization
         return parameters * self.torch_dtype.itemsize / 2**30 + self.cpu_kv_cache_gib
+
+    def check_present(self, *, field: str) -> None:
+        if find_spec("vllm") is None:
+            cure = f"is not installed: pip install --no-deps -r {PINS / 'cpu.txt'}, or gpu.txt for GPUs"
+            raise MissingError(field, "vllm", cure)
 
 
 class VLLMEngine:

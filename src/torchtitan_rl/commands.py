@@ -1,0 +1,48 @@
+"""The installed commands. Before one imports the library it says in one line what the environment lacks."""
+
+import os
+import re
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from torchtitan_rl import DISTRIBUTION, root
+
+NOT_RESOLVED = ("torchstore==0.1.2",)
+"""Needed, and no dependency of the distribution: it asks for torch 2.9 and torchmonarch 0.1.2, so pip finds no solution."""
+
+
+def train() -> int:
+    """``rl-train``: as ``python -m torchtitan.experiments.rl.grpo``, which finds modules in the current folder too."""
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+    if problem := what_is_lacking():
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    from torchtitan.experiments.rl.grpo import main
+    from torchtitan.experiments.rl.process.setup import restart_with_utf8
+
+    restart_with_utf8()
+    return main()
+
+
+def what_is_lacking() -> str | None:
+    """One line with the packages that are absent or of another version, and the command that installs them."""
+    lacking = {}
+    for requirement in (*(requires(DISTRIBUTION) or ()), *NOT_RESOLVED):
+        if ";" in requirement:  # of an extra
+            continue
+        name, wanted = re.split(r"[^\w.-]", requirement, maxsplit=1)[0], requirement.partition("==")[2]
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            lacking[name] = requirement
+            continue
+        if wanted and found.partition("+")[0] != wanted:
+            lacking[name] = f"{requirement} (here: {found})"
+    if not lacking:
+        return None
+    pip, pins = f"{shlex.quote(sys.executable)} -m pip install", shlex.quote(os.path.join(root(), "requirements", "cpu.txt"))
+    # torch with its dependencies: its CUDA build can't be imported without them.
+    torch = f"{pip} {lacking['torch'].partition(' ')[0]} && " if "torch" in lacking else ""
+    return f"not installed: {', '.join(lacking.values())}; {torch}{pip} --no-deps -r {pins} installs all (on GPUs: gpu.txt)"
