@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from tests.integration.processes import process_stat
+from tests.kills.after import SHARED_MEMORY, mapped_by
 from torchtitan.experiments.rl.observability.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +21,7 @@ SMALL = "--rollouts-per-step 32 --validation.examples 8".split()
 ENDLESS = ["--steps", "100000", "--validation.every", "0"]
 PATIENCE_S = 600
 """How long to wait for what must come; nothing is claimed about how long it takes."""
-SHARED_MEMORY = Path("/dev/shm")
+NOTED_EVERY_S = 0.5
 COMPILED = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 """Kept from run to run, where torch keeps it."""
 
@@ -46,7 +48,6 @@ class Run:
             command += ["--config", config, "--run-dir", str(self.folder), *SMALL]
         else:
             command += ["--resume", str(resume)]
-        self.shared_memory_before = set(os.listdir(SHARED_MEMORY))
         with self._out.open("w") as out, self._err.open("w") as err:
             self._process = subprocess.Popen(
                 command,
@@ -56,6 +57,14 @@ class Run:
                 stderr=err,
                 start_new_session=True,
             )
+        self._mapped: set[str] = set()
+        threading.Thread(target=self._note_shared_memory, daemon=True).start()
+
+    def _note_shared_memory(self) -> None:
+        """Until the command ends: other programs of this machine have shared memory too, other tests among them."""
+        while self._process.poll() is None:
+            self._mapped |= mapped_by(self.alive())
+            time.sleep(NOTED_EVERY_S)
 
     @property
     def out(self) -> str:
@@ -117,9 +126,8 @@ class Run:
         wait_for(lambda: not list(self.temporary.iterdir()), "temporary files left behind")
 
     def _shared_memory_left(self) -> set[str]:
-        """Files in shared memory that are new and that nobody maps; other runs on this machine map theirs."""
-        new = set(os.listdir(SHARED_MEMORY)) - self.shared_memory_before
-        return {name for name in new if not mapped_by_anyone(name)}
+        """Files in shared memory that the run's processes have mapped, and that are still there."""
+        return self._mapped & set(os.listdir(SHARED_MEMORY))
 
     def kill(self) -> None:
         for pid in self.alive():
@@ -139,16 +147,6 @@ def wait_for(condition: Callable[[], object], what: str = "nothing happened") ->
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.1)
-
-
-def mapped_by_anyone(name: str) -> bool:
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if f"{SHARED_MEMORY}/{name}" in maps.read_text():
-                return True
-        except OSError:
-            pass
-    return False
 
 
 def assert_ledger_balances(record: dict) -> None:

@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import RequestFailed, ScoreRequest
 from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.process import shared_memory
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
@@ -325,8 +326,11 @@ async def test_a_corrupted_snapshot_is_refused_and_the_old_weights_stay(tied):
     np.testing.assert_allclose(receipt.canary_logprobs, trainer, rtol=0, atol=1e-4)
 
 
-async def test_shutdown_leaves_no_process(pairs, meshes, others):
+async def test_shutdown_leaves_no_process_and_no_shared_memory(pairs, generator_of_two, meshes, others):
     before = descendants(os.getpid()) - others
     assert len(before) >= 4
+    shared = shared_memory.mapped_by(before)
+    assert shared, "the engine of two processes has some"
     await close_all(meshes)
     assert not before & descendants(os.getpid())
+    assert not shared & set(os.listdir(shared_memory.SHARED_MEMORY))

@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.config.resume import Start
 from torchtitan.experiments.rl.controller import session
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.process import shared_memory
 from torchtitan.experiments.rl.process import temporary as temporary_module
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
 
@@ -225,7 +226,7 @@ def parent(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(temporary_module.tempfile, "tempdir", None)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "kept")
-    monkeypatch.setattr(temporary_module, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     return tmp_path
 

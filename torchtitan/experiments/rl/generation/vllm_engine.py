@@ -24,6 +24,8 @@ from torchtitan.experiments.rl.generation.messages import (
     ScoreRequest,
     ScoreResult,
 )
+from torchtitan.experiments.rl.process import shared_memory
+from torchtitan.experiments.rl.process.descendants import descendants
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.snapshot import Manifest, fingerprint
 
@@ -94,6 +96,7 @@ class VLLMEngine:
             )
         )
         self._max_model_len = config.max_model_len
+        self._has_workers = config.tensor_parallel_degree > 1
         self._open: dict[str, tuple[Request, str]] = {}
         """By ``request_id`` as text: the request, and the id that vLLM gave it."""
         self._version = 0
@@ -164,7 +167,10 @@ class VLLMEngine:
             del self._open[key]
 
     def close(self) -> None:
+        # vLLM's workers share memory with this process, and are killed before they remove their part of it.
+        shared = shared_memory.mapped_by(descendants()) if self._has_workers else set()
         compat.shut_down(self._engine)
+        shared_memory.remove(shared)
 
 
 def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, Any]:

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from torchtitan.experiments.rl.process import shared_memory
+
 PREFIX = "torchtitan-rl-"
 LOCK_FILE = ".lock"
 SHARED_MEMORY_FILE = ".shared-memory"
-"""Names of what the run's processes made in SHARED_MEMORY, a line each."""
-SHARED_MEMORY = Path("/dev/shm")
+"""Names of the shared memory of the run's processes, a line each."""
 
 _LONGEST = 60
 """Characters of a folder that sockets fit below: a socket's path has at most 107."""
@@ -42,9 +43,8 @@ class TemporaryFolder:
 
     def note_shared_memory(self, pids: list[int]) -> None:
         """Remember the POSIX shared memory that processes have open: nobody else removes that of a process that was killed."""
-        names = {name for pid in pids for name in _mapped_by(pid)}
         with contextlib.suppress(OSError):
-            (self.path / SHARED_MEMORY_FILE).write_text("".join(f"{name}\n" for name in sorted(names)))
+            (self.path / SHARED_MEMORY_FILE).write_text("".join(f"{name}\n" for name in sorted(shared_memory.mapped_by(pids))))
 
     def remove(self) -> None:
         """Call it when the run's processes have ended."""
@@ -85,16 +85,5 @@ def _parent() -> Path:
 
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
-        for name in (path / SHARED_MEMORY_FILE).read_text().split():
-            with contextlib.suppress(OSError):
-                (SHARED_MEMORY / Path(name).name).unlink()
+        shared_memory.remove((path / SHARED_MEMORY_FILE).read_text().split())
     shutil.rmtree(path, ignore_errors=True)
-
-
-def _mapped_by(pid: int) -> set[str]:
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    paths = (line.split(maxsplit=5)[5] for line in lines if line.count(" ") >= 5 and f" {SHARED_MEMORY}/" in line)
-    return {Path(path.removesuffix(" (deleted)")).name for path in paths if not path.endswith(" (deleted)")}
