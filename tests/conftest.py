@@ -1,7 +1,10 @@
 """For all tests."""
 
 import signal
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 from torchtitan.experiments.rl.process.setup import set_up_process
@@ -17,3 +20,17 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # An example's time limit of its own would make a test depend on what else the machine does.
 settings.register_profile("here", deadline=None)
 settings.load_profile("here")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Iterator[Any]:
+    """Half a character, which tests of what is printed log, can't be sent from a test worker: it would end the whole run."""
+    return _encodable((yield))
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(entry) for key, entry in value.items()}
+    return type(value)(map(_encodable, value)) if type(value) in (list, tuple) else value
