@@ -54,8 +54,6 @@ def test_three_hosts_have_the_roles_of_the_config_and_a_killed_one_ends_the_run_
     run.assert_nothing_left()
     columns = Counter(json.loads(line)["column"] for line in (run.folder / "ledger.jsonl").read_text().splitlines())
     assert columns["trained"] >= 2 * 32
-    fetched = re.findall(
-        r"(host_of_generator_\d) fetched version (\d+): ", (run.folder / "logs" / "controller.jsonl").read_text()
-    )
-    assert {host for host, _ in fetched} == {"host_of_generator_0", "host_of_generator_1"}
+    fetched = re.findall(r"(host_\d) fetched version (\d+): ", (run.folder / "logs" / "controller.jsonl").read_text())
+    assert {host for host, _ in fetched} == {"host_1", "host_2"}, "those of the generators"
     assert max(Counter(fetched).values()) == 1, "a host fetches a version once"
