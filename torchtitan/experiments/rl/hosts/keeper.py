@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor
 
 from torchtitan.experiments.rl.process.descendants import kill_family
 from torchtitan.experiments.rl.process.gpus import mask_of, visible_gpus
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.network import LOOPBACK_ADDRESS, network_address
 from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_command
+from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
 TOKEN_BYTES = 32
 GREETING_S = 10.0
@@ -52,12 +53,13 @@ class HostKeeper(Actor):
             one_machine: the command runs on this machine; nobody else may connect.
         """
         ignore_signals_of_the_command()
+        self.part = f"host {socket.gethostname()}"
         self._on_gpus = on_gpus
         self._address = LOOPBACK_ADDRESS if one_machine else network_address()
         self._listener = socket.create_server((self._address, 0))
         threading.Thread(target=_end_with_command, args=(self._listener, token, os.getppid()), daemon=True).start()
 
-    @endpoint
+    @reported_endpoint
     async def report(self) -> HostReport:
         return HostReport(
             identity=host_identity(),
@@ -68,7 +70,7 @@ class HostKeeper(Actor):
             gpus=tuple(mask_of([gpu]) for gpu in visible_gpus()) if self._on_gpus else (),
         )
 
-    @endpoint
+    @reported_endpoint
     async def unread(self, files: Sequence[tuple[str, str]]) -> list[str]:
         """Of paths and the text each is to begin with: the paths where this host reads something else, or nothing."""
         return [path for path, text in files if not _begins_with(path, text)]
