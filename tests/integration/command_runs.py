@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.integration.processes import process_stat
-from tests.kills.after import SHARED_MEMORY, mapped_by
 from torchtitan.experiments.rl.observability.metrics import read_metrics
+from torchtitan.experiments.rl.process.shared_memory import SHARED_MEMORY, mapped_by
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "torchtitan.experiments.rl.grpo"

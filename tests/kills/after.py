@@ -1,22 +1,9 @@
 """What a run left behind outside its folder: shared memory and temporary files."""
 
 import os
-import re
-from collections.abc import Iterable
 from pathlib import Path
 
-SHARED_MEMORY = Path("/dev/shm")
-
-
-def mapped_by(pids: Iterable[int]) -> set[str]:
-    """Names of the shared memory that processes have mapped: other programs of this machine leave theirs there too."""
-    names: set[str] = set()
-    for pid in pids:
-        try:
-            names.update(re.findall(rf" {SHARED_MEMORY}/(\S+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE))
-        except OSError:
-            pass
-    return names
+from torchtitan.experiments.rl.process.shared_memory import SHARED_MEMORY
 
 
 def left_behind(temporary: Path, mapped: set[str]) -> list[str]:

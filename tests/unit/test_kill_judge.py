@@ -13,6 +13,7 @@ import pytest
 from tests import kill_matrix, soak
 from tests.kills import after, judge
 from tests.kills.moments import MOMENTS
+from torchtitan.experiments.rl.process.shared_memory import mapped_by
 
 STEPS, ROLLOUTS = 2, 2
 
@@ -151,7 +152,7 @@ def test_memory_is_that_of_small_mappings():
 def test_only_shared_memory_of_the_run_counts_as_left(tmp_path):
     memory = SharedMemory(create=True, size=1)
     try:
-        assert memory.name in after.mapped_by([os.getpid()])
+        assert memory.name in mapped_by([os.getpid()])
         (tmp_path / "torchtitan-rl-x").mkdir()
         left = after.left_behind(tmp_path, {memory.name, "gone"})
         assert left == [f"shared memory left: {memory.name}", "temporary file left: torchtitan-rl-x"]

@@ -36,6 +36,12 @@ def test_busy_is_the_share_of_the_time_that_was_work_since_the_last_lap(clock):
     assert beat.lap_busy() == 1 / 2
 
 
+def test_a_process_without_a_working_thread_says_nothing_of_its_work(clock):
+    beat = Heartbeat()
+    clock.now += 1
+    assert beat.lap_busy() is None
+
+
 def test_work_under_way_counts_when_it_ends_and_no_share_is_above_one(clock):
     beat = Heartbeat()
     work = beat.work("long")

@@ -3,15 +3,14 @@
 import os
 import resource
 import shutil
-from pathlib import Path
 
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
 from torchtitan.experiments.rl.errors import MissingError
+from torchtitan.experiments.rl.process.shared_memory import SHARED_MEMORY
 
 DESCRIPTORS = 128
 DESCRIPTORS_PER_PROCESS = 64
 """With 2 processes and a limit of 128 a run hung at its start, and with 256 it ran."""
-SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_PER_ENGINE = 64 * 2**20
 """Of an engine with several processes, which talk through shared memory. A write beyond its end kills the process."""
 

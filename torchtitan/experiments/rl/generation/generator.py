@@ -59,11 +59,6 @@ class Generator(WatchedActor):
         return host_identity()
 
     @reported_endpoint
-    async def usage(self) -> dict[str, float]:
-        """See WatchedActor.usage; and of the engine, as ``EngineUsage.lap``."""
-        return {"busy": self.heartbeat.lap_busy(), **self._thread.usage.lap()}
-
-    @reported_endpoint
     async def attach(self, client_id: int, port: Port[list[GeneratorMessage]]) -> None:
         """Send the results of this client's requests to ``port`` from now on."""
         self._ports[client_id] = port
@@ -98,6 +93,9 @@ class Generator(WatchedActor):
     async def shutdown(self) -> None:
         """Stop the engine thread and free the engine."""
         await self._thread.stop()
+
+    def _more_usage(self) -> dict[str, float]:
+        return self._thread.usage.lap()
 
     def _send(self, messages: Sequence[GeneratorMessage]) -> None:
         by_client: dict[int, list[GeneratorMessage]] = {}

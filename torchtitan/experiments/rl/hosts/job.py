@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveInt
+from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.hosts.pool import HostPool
 
 Device = Literal["cpu", "cuda"]
@@ -86,6 +88,33 @@ class ThisHostJob(JobConfig):
     """The run has the host that the command runs on."""
 
     name: ClassVar[str] = "this_host"
+
+
+@dataclass(kw_only=True, slots=True)
+class ClusterJob(JobConfig):
+    """A job for whose hosts a scheduler is asked: what they have is in the config before they are there."""
+
+    hosts: PositiveInt | None = None
+    """None: as few as hold the run's GPUs."""
+    gpus_per_host: NonNegativeInt = 8
+    """0: a run on CPU."""
+    cores_per_host: PositiveInt | None = None
+    """Asked of the scheduler for each host. None: not asked; a run on CPU has to say it."""
+
+    @property
+    def host_count(self) -> int | None:
+        return self.hosts
+
+    @property
+    def has_gpus(self) -> bool:
+        return self.gpus_per_host > 0
+
+    def devices(self, device: Device, hosts: int) -> list[list[int]]:
+        if device == "cuda":
+            return [list(range(self.gpus_per_host)) for _ in range(hosts)]
+        if self.cores_per_host is None:
+            raise ConfigError("provision.job.cores_per_host", None, "say how many cores of a host a run on CPU gets")
+        return [list(range(self.cores_per_host)) for _ in range(hosts)]
 
 
 def contiguous_shares(things: Sequence[Any], parts: int) -> list[list[Any]]:

@@ -10,9 +10,9 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
-from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveInt
+from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.hosts.job import Device, JobConfig
+from torchtitan.experiments.rl.hosts.job import ClusterJob, Device
 from torchtitan.experiments.rl.hosts.pool import HostPool
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
@@ -20,14 +20,8 @@ _SIZE = re.compile(r"\d+(Ki|Mi|Gi|Ti)")
 
 
 @dataclass(kw_only=True, slots=True)
-class KubernetesJob(JobConfig):
+class KubernetesJob(ClusterJob):
     name: ClassVar[str] = "kubernetes"
-    hosts: PositiveInt | None = None
-    """Pods. None: as few as hold the run's GPUs."""
-    gpus_per_host: NonNegativeInt = 8
-    """0: a run on CPU."""
-    cores_per_host: PositiveInt | None = None
-    """Requested for each pod. None: no request."""
     namespace: str = "default"
     image: str = ""
     """Of the pods: this checkout's packages, and ``python`` on PATH."""
@@ -44,14 +38,6 @@ class KubernetesJob(JobConfig):
     start_timeout_s: PositiveInt = 600
     """How long pods may take until they are ready, and agents until they answer."""
 
-    @property
-    def host_count(self) -> int | None:
-        return self.hosts
-
-    @property
-    def has_gpus(self) -> bool:
-        return self.gpus_per_host > 0
-
     def validate(self, *, field: str) -> None:
         for name in ("namespace", "volume_claim"):
             if not _LABEL.fullmatch(value := getattr(self, name)):
@@ -63,13 +49,6 @@ class KubernetesJob(JobConfig):
                 raise ConfigError(f"{field}.{name}", value, "must be an absolute path in the pods")
         if not _SIZE.fullmatch(self.shared_memory):
             raise ConfigError(f"{field}.shared_memory", self.shared_memory, 'write it as Kubernetes does, such as "16Gi"')
-
-    def devices(self, device: Device, hosts: int) -> list[list[int]]:
-        if device == "cuda":
-            return [list(range(self.gpus_per_host)) for _ in range(hosts)]
-        if self.cores_per_host is None:
-            raise ConfigError("provision.job.cores_per_host", None, "say how many cores of a host a run on CPU gets")
-        return [list(range(self.cores_per_host)) for _ in range(hosts)]
 
     def pod_template(self) -> dict[str, Any]:
         """Kubernetes' V1PodTemplateSpec of a host."""

@@ -17,9 +17,9 @@ from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Le
 
-from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.hosts.job import Device, JobConfig
+from torchtitan.experiments.rl.hosts.job import ClusterJob, Device
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.process.network import network_address
 
@@ -31,15 +31,9 @@ _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}")
 
 
 @dataclass(kw_only=True, slots=True)
-class SlurmJob(JobConfig):
+class SlurmJob(ClusterJob):
     name: ClassVar[str] = "slurm"
     files: ClassVar[tuple[str, ...]] = (SCRIPT_FILE, LOG_FILE.format(job="*"))
-    hosts: PositiveInt | None = None
-    """None: as few as hold the run's GPUs."""
-    gpus_per_host: NonNegativeInt = 8
-    """0: a run on CPU."""
-    cores_per_host: PositiveInt | None = None
-    """None: all of a host that the job has for itself."""
     memory_per_host: str | None = None
     """As sbatch takes it, such as "500G"."""
     partition: str | None = None
@@ -59,14 +53,6 @@ class SlurmJob(JobConfig):
     start_timeout_s: PositiveFloat = 600.0
     """How long agents may take to answer once the allocation is there."""
 
-    @property
-    def host_count(self) -> int | None:
-        return self.hosts
-
-    @property
-    def has_gpus(self) -> bool:
-        return self.gpus_per_host > 0
-
     def validate(self, *, field: str) -> None:
         for name in ("partition", "account", "qos", "memory_per_host"):
             value = getattr(self, name)
@@ -81,13 +67,6 @@ class SlurmJob(JobConfig):
                 )
         if self.setup is not None and ("\n" in self.setup or not self.setup.strip()):
             raise ConfigError(f"{field}.setup", self.setup, "must be one line of bash")
-
-    def devices(self, device: Device, hosts: int) -> list[list[int]]:
-        if device == "cuda":
-            return [list(range(self.gpus_per_host)) for _ in range(hosts)]
-        if self.cores_per_host is None:
-            raise ConfigError("provision.job.cores_per_host", None, "say how many cores of a host a run on CPU gets")
-        return [list(range(self.cores_per_host)) for _ in range(hosts)]
 
     def script(self, words: Sequence[str], run_dir: str, hosts: int) -> str | None:
         if HOSTS_VARIABLE in os.environ:  # this is the command in the allocation

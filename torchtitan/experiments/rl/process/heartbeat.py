@@ -21,6 +21,7 @@ class Heartbeat:
 
     def __init__(self) -> None:
         self._work: tuple[str, float, bool] = ("", time.monotonic(), False)
+        self._used = False
         self._worked_s = 0.0
         """In blocks of ``work`` that have ended."""
         self._lapped = (0.0, time.monotonic())
@@ -29,6 +30,7 @@ class Heartbeat:
     def work(self, what: str, *, slow: bool = False) -> Iterator[None]:
         """The thread does ``what`` in the block."""
         began = time.monotonic()
+        self._used = True
         self._work = (what, began, slow)
         try:
             yield
@@ -46,9 +48,14 @@ class Heartbeat:
         what, since, slow = self._work
         return Pulse(doing=what, seconds=time.monotonic() - since, slow=slow)
 
-    def lap_busy(self) -> float:
-        """Share of the time since the last call that the thread worked, from 0 to 1. Work under way counts when it ends."""
+    def lap_busy(self) -> float | None:
+        """Share of the time since the last call that the thread worked, from 0 to 1. Work under way counts when it ends.
+
+        None where nothing was ever noted: the process has no working thread.
+        """
         worked_s, now = self._worked_s, time.monotonic()
         before_s, then = self._lapped
         self._lapped = (worked_s, now)
+        if not self._used:
+            return None
         return min(1.0, (worked_s - before_s) / (now - then)) if now > then else 0.0

@@ -49,8 +49,14 @@ class WatchedActor(Actor):
 
     @reported_endpoint
     async def usage(self) -> dict[str, float]:
-        """How this process was used since the last call: ``busy`` is the share of the time that its working thread worked."""
-        return {"busy": self.heartbeat.lap_busy()}
+        """How this process was used since the last call: ``busy`` is the share of the time that its working thread, if it has
+        one, worked."""
+        busy = self.heartbeat.lap_busy()
+        return ({} if busy is None else {"busy": busy}) | self._more_usage()
+
+    def _more_usage(self) -> dict[str, float]:
+        """What an actor has to add to ``usage``."""
+        return {}
 
     @reported_endpoint
     async def start_trace(self) -> None:
