@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.integration.processes import process_stat
+from tests.integration.processes import open_files, process_stat
 from torchtitan.experiments.rl.observability.metrics import read_metrics
 from torchtitan.experiments.rl.process.shared_memory import SHARED_MEMORY, mapped_by
 
@@ -40,8 +41,8 @@ class Run:
     ):
         """``resume``: the run folder of an earlier run, which goes on. ``program``: what starts the command."""
         self.folder = resume or folder / "run"
-        self.temporary = folder / "tmp"
-        self.temporary.mkdir()
+        self.temporary = Path(tempfile.mkdtemp(prefix="rl-"))
+        """Not below ``folder``, whose path is too long for the run's sockets."""
         self._out, self._err = folder / "stdout", folder / "stderr"
         command = [*program, *words]
         if resume is None:
@@ -118,7 +119,7 @@ class Run:
 
     def _workers(self, name: str, index: int) -> set[int]:
         log = str(self.folder / "logs" / f"{name}-{index}.jsonl")
-        return {pid for pid in self.alive() if log in map(os.path.realpath, Path(f"/proc/{pid}/fd").glob("*"))}
+        return {pid for pid in self.alive() if log in open_files(pid)}
 
     def assert_nothing_left(self) -> None:
         wait_for(lambda: not self.alive(), "processes left alive")
@@ -136,6 +137,7 @@ class Run:
             except ProcessLookupError:
                 pass
         self._process.wait()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def environment() -> dict[str, str]:

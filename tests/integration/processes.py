@@ -1,5 +1,6 @@
 """What processes there are, as /proc says."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -23,3 +24,13 @@ def process_stat(pid: int) -> tuple[str, int, int] | None:
     except OSError:
         return None
     return fields[0], int(fields[1]), int(fields[3])
+
+
+def open_files(pid: int) -> set[str]:
+    """Paths that a process has open; those it closes meanwhile may be missing, and all are where it ends."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for descriptor in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.add(os.readlink(descriptor.path))
+    return found

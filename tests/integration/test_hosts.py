@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.integration.command_runs import ENDLESS, wait_for
+from tests.integration.processes import open_files
 from torchtitan.experiments.rl.process.host_identity import VARIABLE
 
 
@@ -32,9 +33,7 @@ def test_three_hosts_have_the_roles_of_the_config_and_a_killed_one_ends_the_run_
     run.until_step(2)
     host_of = {}
     for pid, launched in processes_of(run.temporary).items():
-        logs = [
-            path.stem for path in map(Path, map(os.path.realpath, Path(f"/proc/{pid}/fd").glob("*"))) if "logs" in path.parts
-        ]
+        logs = [path.stem for path in map(Path, open_files(pid)) if "logs" in path.parts]
         host_of |= dict.fromkeys(logs, launched.get(VARIABLE, "").rpartition("/")[2])
     roles = {name: host for name, host in host_of.items() if name.startswith(("trainer", "generator", "rollout"))}
     assert roles == {

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.integration.processes import process_stat
+from tests.integration.processes import open_files, process_stat
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "torchtitan.experiments.rl.grpo"
@@ -57,7 +57,7 @@ class Command:
         """Each process that has a log of the run open, by the log's name, the controller's apart."""
         logs, found = (self.folder / "logs").resolve(), {}
         for pid in self.alive() - {self.process.pid}:
-            for path in opened_by(pid):
+            for path in open_files(pid):
                 if path.startswith(f"{logs}/") and path.endswith(".jsonl"):
                     found[Path(path).stem] = pid
         return found
@@ -106,19 +106,6 @@ def wait_for(condition: Callable[[], object], limit_s: float, every_s: float = 0
             return False
         time.sleep(every_s)
     return True
-
-
-def opened_by(pid: int) -> list[str]:
-    paths = []
-    try:
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            try:
-                paths.append(os.readlink(entry.path))
-            except OSError:
-                pass
-    except OSError:
-        pass
-    return paths
 
 
 def command_line(pid: int) -> str:

@@ -3,7 +3,9 @@
 import contextlib
 import errno
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -264,6 +266,19 @@ def test_what_a_killed_run_left_goes_when_a_later_one_starts_and_a_live_ones_sta
 def test_a_folder_too_long_for_sockets_is_not_used(monkeypatch):
     monkeypatch.setattr(temporary_module.tempfile, "tempdir", "/" + "x" * 80)
     assert temporary_module._parent() == Path("/tmp")
+
+
+def test_the_longest_folder_that_is_used_has_room_for_monarchs_sockets(monkeypatch):
+    name = "x" * (temporary_module._LONGEST - len("/tmp/"))
+    monkeypatch.setattr(temporary_module.tempfile, "tempdir", f"/tmp/{name}")
+    assert temporary_module._parent() == Path(f"/tmp/{name}")
+    folder = Path(f"/tmp/{name}", "torchtitan-rl-v6pft_ft", "monarch_process_job_vicq95ks")
+    folder.mkdir(parents=True)
+    try:
+        with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
+            listener.bind(str(folder / "hosts_10"))
+    finally:
+        shutil.rmtree(f"/tmp/{name}")
 
 
 # ---- a console that can't be written

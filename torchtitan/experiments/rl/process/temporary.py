@@ -17,8 +17,9 @@ LOCK_FILE = ".lock"
 SHARED_MEMORY_FILE = ".shared-memory"
 """Names of the shared memory of the run's processes, a line each."""
 
-_LONGEST = 60
-"""Characters of a folder that sockets fit below: a socket's path has at most 107."""
+_LONGEST_BELOW = len(f"/{PREFIX}12345678/monarch_process_job_12345678/hosts_99")
+_LONGEST = 107 - _LONGEST_BELOW
+"""Characters of a folder that sockets fit below: a socket's path has at most 107, and Monarch's own have the longest names."""
 _BEING_MADE_S = 60.0
 """A folder of this age without a lock may be one that its run is about to lock."""
 
