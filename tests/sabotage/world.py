@@ -124,7 +124,7 @@ class World:
 
         trainer = SimpleNamespace(
             publish_weights=SimpleNamespace(call=lambda version, remote: answer({0: manifest.fingerprint})),
-            slice=lambda procs: SimpleNamespace(canary=SimpleNamespace(call_one=lambda: answer(canary()))),
+            slice=lambda procs: SimpleNamespace(canary=SimpleNamespace(choose=lambda: answer(canary()))),
         )
         generators = cast(Any, SimpleNamespace(update_weights=receipts))
         sync = WeightSync(trainer, generators, vocab_size=VOCABULARY, tolerance=self._tolerance)

@@ -31,7 +31,7 @@ class StubWorkers:
             return GroupResult(group=group_of(request.group_id, tokens=3), event_loop_lag_s=index / 10)
 
         life = Lifetime(f"rollout worker {index}")
-        runner.admit(index, SimpleNamespace(run=SimpleNamespace(call_one=run)), life)
+        runner.admit(index, SimpleNamespace(run=SimpleNamespace(choose=run)), life)
         return life
 
 

@@ -39,7 +39,7 @@ class Process:
     def __init__(self, clock):
         self.clock, self.silent = clock, False
         self.doing, self.since, self.slow = "", 0.0, False
-        self.pulse = SimpleNamespace(call_one=self.answer)
+        self.pulse = SimpleNamespace(choose=self.answer)
 
     async def answer(self) -> Pulse:
         while self.silent:

@@ -142,9 +142,9 @@ async def test_a_replica_that_is_lost_in_an_update_has_no_receipt_and_the_others
         await asyncio.Event().wait()
 
     lives = [Lifetime("generator 0"), Lifetime("generator 1")]
-    for index, update in enumerate([hang, Endpoint(lambda version, canary: receipt(version)).call_one]):
+    for index, update in enumerate([hang, Endpoint(lambda version, canary: receipt(version)).choose]):
         replica = Replica()
-        replica.update_weights = SimpleNamespace(call_one=update)
+        replica.update_weights = SimpleNamespace(choose=update)
         await client.admit(index, replica, lives[index])
     updating = asyncio.create_task(client.update_weights(3, CANARY))
     await begun.wait()

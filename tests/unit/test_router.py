@@ -25,13 +25,15 @@ TABLE = counting_table(0.5)
 
 
 class Endpoint:
-    """An actor's endpoint: calls ``function``, by call_one and by broadcast."""
+    """An actor's endpoint: calls ``function``, by call_one, choose and broadcast."""
 
     def __init__(self, function):
         self._function = function
 
     async def call_one(self, *args):
         return self._function(*args)
+
+    choose = call_one
 
     def broadcast(self, *args):
         self._function(*args)

@@ -38,7 +38,7 @@ class Generator:
     def spawn(self, name: str):
         self.done.append("spawn")
         self.spawned_as.append(name)
-        endpoints = {name: SimpleNamespace(call_one=getattr(self, name)) for name in ("identity", "pulse")}
+        endpoints = {"identity": SimpleNamespace(call_one=self.identity), "pulse": SimpleNamespace(choose=self.pulse)}
         return SimpleNamespace(stop=self.stop), SimpleNamespace(**endpoints)
 
     async def identity(self) -> ProcessIdentity:

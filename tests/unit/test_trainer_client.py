@@ -31,7 +31,7 @@ class Mesh:
                 raise RuntimeError(f"rank {procs} is broken")
             return {"loss/total": 0.5}
 
-        return SimpleNamespace(forward_backward=SimpleNamespace(call_one=forward_backward))
+        return SimpleNamespace(forward_backward=SimpleNamespace(choose=forward_backward))
 
 
 def plan_of(*microbatches) -> BatchPlan:

@@ -63,7 +63,7 @@ def test_an_engine_s_usage_is_the_mean_over_its_steps():
 
 class Process:
     def __init__(self, answer):
-        self.usage = SimpleNamespace(call_one=answer)
+        self.usage = SimpleNamespace(choose=answer)
 
 
 async def test_each_process_has_metrics_of_its_own_and_one_that_does_not_answer_has_none(monkeypatch):

@@ -176,7 +176,7 @@ class ReaderProcess:
             await self.may_answer.wait()
             return Fetched(nbytes=nbytes if self.fetched.count(version) == 1 else 0, seconds=0.1)
 
-        self.part = PartProcess(procs=None, actor=SimpleNamespace(fetch=SimpleNamespace(call_one=answer)), life=self.life)
+        self.part = PartProcess(procs=None, actor=SimpleNamespace(fetch=SimpleNamespace(choose=answer)), life=self.life)
 
 
 async def test_a_version_is_asked_of_every_host_and_its_bytes_are_counted_by_host():
@@ -213,7 +213,7 @@ def sync_with(copies: WeightReaders, load) -> WeightSync:
 
     trainer = SimpleNamespace(
         publish_weights=SimpleNamespace(call=lambda version, remote: answer({0: "aa"})),
-        slice=lambda procs: SimpleNamespace(canary=SimpleNamespace(call_one=lambda: answer(np.zeros(CANARY_TOKENS)))),
+        slice=lambda procs: SimpleNamespace(canary=SimpleNamespace(choose=lambda: answer(np.zeros(CANARY_TOKENS)))),
     )
     return WeightSync(trainer, SimpleNamespace(update_weights=load), vocab_size=96, tolerance=1e-3, copies=copies)
 

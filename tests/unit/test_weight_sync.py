@@ -21,7 +21,7 @@ async def update(*receipts: WeightReceipt):
     async def answer(value):
         return value
 
-    rank0 = SimpleNamespace(canary=SimpleNamespace(call_one=lambda: answer(np.full(CANARY_TOKENS, -1.0, np.float32))))
+    rank0 = SimpleNamespace(canary=SimpleNamespace(choose=lambda: answer(np.full(CANARY_TOKENS, -1.0, np.float32))))
     trainer = SimpleNamespace(
         publish_weights=SimpleNamespace(call=lambda version, remote: answer({0: "aa", 1: ""})), slice=lambda procs: rank0
     )

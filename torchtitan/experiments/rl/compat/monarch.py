@@ -1,4 +1,4 @@
-"""Monarch 0.7.0: its message limit, its log prefix, and its reports of a process that died.
+"""Monarch 0.7.0: its message limit, its log prefix, the memory of its calls, and its reports of a process that died.
 
 ``monarch`` is imported when a function needs it: this module's environment has to be set before.
 """
@@ -63,6 +63,15 @@ def process_death_behind(error: BaseException) -> ProcessDeath | None:
 
     error = original(error)
     return _read(str(error)) if isinstance(error, SupervisionError) else None
+
+
+def ask(endpoint: Any, *args: Any) -> Any:
+    """Call the only actor of a mesh, where a run does so at every step.
+
+    Monarch does not give back what a call takes. The calling process keeps 1.4 kB of each ``call_one`` (5 kB where the mesh is
+    a new slice), 0.6 kB of ``call`` and less than 0.1 kB of ``choose``; the called process 0.5 kB (`tests/monarch_memory.py`).
+    """
+    return endpoint.choose(*args)
 
 
 def original(error: BaseException) -> BaseException:

@@ -5,6 +5,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
@@ -170,7 +171,7 @@ class WorkerRunner:
             )
             worker.open_rollouts += rollouts
             try:
-                result = await worker.life.call(worker.actor.run.call_one(request))
+                result = await worker.life.call(ask(worker.actor.run, request))
                 break
             except ProcessLost as lost:
                 logger.info("group %s is run again: %s", group_id, lost)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
 from torchtitan.experiments.rl.process.heartbeat import Pulse
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
@@ -66,7 +67,7 @@ class HangWatch:
     async def _look(self, actor: Any, life: Lifetime, *, slow: bool) -> tuple[str | None, bool]:
         """How the process hangs, or None; and whether what it does now may take long."""
         asked = self._now()
-        answer = asyncio.ensure_future(life.call(actor.pulse.call_one()))
+        answer = asyncio.ensure_future(life.call(ask(actor.pulse)))
         try:
             while True:
                 await asyncio.wait({answer}, timeout=LOOK_S)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
+from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 
 logger = logging.getLogger(__name__)
@@ -20,14 +21,14 @@ async def lap_usage(processes: Iterable[tuple[Lifetime, Any]]) -> dict[str, floa
         processes: the life and the actor (WatchedActor) of each.
     """
 
-    async def ask(life: Lifetime, actor: Any) -> dict[str, float]:
+    async def usage_of(life: Lifetime, actor: Any) -> dict[str, float]:
         try:
-            usage = await asyncio.wait_for(life.call(actor.usage.call_one()), ANSWER_S)
+            usage = await asyncio.wait_for(life.call(ask(actor.usage)), ANSWER_S)
         except Exception as error:  # it has died, or is busy: others see to that
             logger.info("%s gave no usage: %s", life.name, error)
             return {}
         name = "_".join(life.name.split())
         return {f"perf/{name}/{what}": value for what, value in usage.items()}
 
-    answers = await asyncio.gather(*(ask(*process) for process in processes))
+    answers = await asyncio.gather(*(usage_of(*process) for process in processes))
     return {name: value for answer in answers for name, value in answer.items()}

@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.controller.part import PartProcess
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.weights.reader import Fetched
@@ -56,7 +57,7 @@ class WeightReaders:
             await self._ready[host].wait()
             process = self._processes[host]
             try:
-                fetched: Fetched = await process.life.call(process.actor.fetch.call_one(version))
+                fetched: Fetched = await process.life.call(ask(process.actor.fetch, version))
             except ProcessLost:
                 if self._processes[host] is process:
                     self._ready[host].clear()  # before its supervisor learns of it

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from monarch.actor import Channel
 
+from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.messages import (
     CLIENT_BITS,
@@ -178,7 +179,7 @@ class GeneratorClient:
 
         async def update(index: int, replica: _Replica) -> None:
             with suppress(ProcessLost):
-                receipts[index] = await replica.life.call(replica.actor.update_weights.call_one(version, canary_token_ids))
+                receipts[index] = await replica.life.call(ask(replica.actor.update_weights, version, canary_token_ids))
 
         await asyncio.gather(*(update(*entry) for entry in self._replicas.items()))
         self.version = version

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
+from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.types import DataParallel
 
@@ -21,10 +22,13 @@ class TrainerClient:
         """Where a batch was written on which a step failed."""
         self._coordinates: list[DataParallel] = []
         """Of each rank."""
+        self._ranks: list[Any] = []
+        """The actor of each rank."""
 
     async def connect(self) -> None:
         """Ask every rank, once it is set up, for its data-parallel coordinate."""
         self._coordinates = list((await self._life.call(self._mesh.data_parallel.call())).values())
+        self._ranks = [self._mesh.slice(procs=rank) for rank in range(len(self._coordinates))]
 
     @property
     def data_parallel_size(self) -> int:
@@ -44,8 +48,8 @@ class TrainerClient:
             planned, size = len(packed.microbatches), self.data_parallel_size
             raise ValueError(f"rows planned for {planned} data-parallel ranks, and the trainer has {size}")
         calls = [
-            self._mesh.slice(procs=rank).forward_backward.call_one(packed.microbatches[coordinate.rank], step - 1)
-            for rank, coordinate in enumerate(self._coordinates)
+            ask(rank.forward_backward, packed.microbatches[coordinate.rank], step - 1)
+            for rank, coordinate in zip(self._ranks, self._coordinates, strict=True)
         ]
         try:
             metrics = (await self._life.call(asyncio.gather(*calls)))[0]

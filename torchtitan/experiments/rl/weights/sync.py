@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
@@ -90,6 +91,7 @@ class WeightSync:
     ):
         """``copies``: None where every generator shares the trainer's memory."""
         self._trainer, self._generators, self._tolerance = trainer, generators, tolerance
+        self._rank0 = trainer.slice(procs=0)
         self._copies = copies or NoHostCopies()
         self._remote_readers = copies is not None
         self.canary_token_ids = np.random.default_rng(0).integers(0, vocab_size, CANARY_TOKENS).astype(np.int32)
@@ -134,11 +136,10 @@ class WeightSync:
 
         Call it before ``admit``.
         """
-        rank0 = self._trainer.slice(procs=0)
         await self.copy_out(version)
         async with self._lock:
             await self._publish(version)
-            self._canary, self._version, self._published = await rank0.canary.call_one(), version, True
+            self._canary, self._version, self._published = await ask(self._rank0.canary), version, True
 
     async def copy_out(self, version: int) -> CopiedOut:
         """Copy the trainer's weights out as ``version``; training may go on when this returns."""
@@ -152,7 +153,7 @@ class WeightSync:
         Raises:
             RunError: a generator loaded something else, or computes something else with it.
         """
-        version, rank0 = copied.version, self._trainer.slice(procs=0)
+        version = copied.version
         async with self._lock:
             started = time.perf_counter()
             with trace.span("publish"):
@@ -169,7 +170,7 @@ class WeightSync:
             for replica, receipt in receipts.items():
                 self._check_receipt(replica, version, receipt)
             loaded = time.perf_counter()
-            self._canary, self._version, self._published = await rank0.canary.call_one(), version, True
+            self._canary, self._version, self._published = await ask(self._rank0.canary), version, True
         canaries = {replica: receipt.canary_logprobs for replica, receipt in receipts.items()}
         return SyncReport(
             version=version,
