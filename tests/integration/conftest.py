@@ -1,6 +1,5 @@
 """What the integration tests share: models on disk, a reference for log-probabilities, learners, and runs of the command."""
 
-import json
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -71,17 +70,32 @@ def reference():
 
 @pytest.fixture(scope="module")
 def fused_model(tmp_path_factory) -> str:
-    """A torchtitan flavor with fused q, k and v, saved to a hub folder by torchtitan's adapter."""
+    """A torchtitan flavor with fused q, k and v, saved to a hub folder by torchtitan's adapter. Its distributions are far from
+    flat."""
     folder = tmp_path_factory.mktemp("debugmodel")
     spec = policy_spec(fused_config(str(folder)), device="cpu", max_seq_len=512)
     model = spec.model.build()
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.normal_()
+            parameter.normal_(mean=float(parameter.ndim == 1), std=0.15)  # vectors are the norms'
     tensors = spec.state_dict_adapter(spec.model, None).to_hf(model.state_dict())
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "dtype": "float32"}))
+    config = Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        dtype="float32",
+        vocab_size=2048,
+        hidden_size=256,
+        intermediate_size=3072,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    )
+    config.save_pretrained(folder)
     return str(folder)
 
 

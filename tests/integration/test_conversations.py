@@ -17,7 +17,7 @@ from tests.integration.learners import learner_of
 from tests.integration.models import MODEL
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.controller.provision import spawn
+from torchtitan.experiments.rl.controller.provision import shut_down, spawn
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.generation.client import GeneratorClient
@@ -46,8 +46,7 @@ def generator(tmp_path_factory) -> Iterator:
         return mesh
 
     async def close(mesh) -> None:
-        await mesh.shutdown.call()
-        await procs.stop()
+        await shut_down([mesh], [procs])
 
     mesh = asyncio.run(build())
     yield mesh

@@ -16,7 +16,7 @@ import torch
 import torchstore
 
 from tests.scripted_engine import TABLE, ScriptedEngineConfig, save_table
-from torchtitan.experiments.rl.controller.provision import spawn
+from torchtitan.experiments.rl.controller.provision import shut_down, spawn
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
@@ -72,10 +72,8 @@ def meshes(tmp_path_factory) -> Iterator[dict[str, Any]]:
         return made
 
     async def close() -> None:
-        for mesh in made.values():
-            await mesh.shutdown.call()
         await torchstore.shutdown()  # a process has one store at a time
-        await procs.stop()
+        await shut_down(made.values(), [procs])
 
     made = asyncio.run(build())
     yield made

@@ -25,7 +25,7 @@ from tests.integration.fleets import (
     given_whole_prefix,
     prompt_of,
 )
-from torchtitan.experiments.rl.controller.provision import spawn
+from torchtitan.experiments.rl.controller.provision import shut_down, spawn
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.messages import ScoreRequest
@@ -53,9 +53,8 @@ def fleet(untied_model, tmp_path_factory) -> Iterator[Fleet]:
         return Fleet(untied_model, mesh)
 
     async def close(mesh: Any) -> None:
-        await mesh.shutdown.call()
         await torchstore.shutdown()  # a process has one store at a time
-        await procs.stop()
+        await shut_down([mesh], [procs])
 
     made = asyncio.run(build())
     yield made

@@ -1,0 +1,151 @@
+"""A second family, Llama 3, and a flavor of torchtitan with fused queries, keys and values: trainer, engine and transformers
+agree on each, before a step and after.
+
+A generator for each model, and one learner in this process, in float32.
+"""
+
+import asyncio
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchstore
+from monarch.actor import Channel
+
+from tests.integration.learners import full, fused_config, learner_of, samples_of
+from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.controller.provision import shut_down, spawn
+from torchtitan.experiments.rl.generation.config import GeneratorConfig
+from torchtitan.experiments.rl.generation.generator import Generator
+from torchtitan.experiments.rl.generation.messages import GenerateRequest
+from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.process.host_identity import host_identity
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.training.learner import Learner
+from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
+from torchtitan.experiments.rl.weights.store import start_store
+
+LENGTH = 300
+"""Tokens of a prompt: many times as long as the Llama's unscaled rotary frequencies reach."""
+LLAMA, FUSED = "Llama 3", "fused flavor of Qwen3"
+VERSIONS = {LLAMA: 1, FUSED: 2}
+"""That a test publishes. They share a store."""
+LR = {LLAMA: 0.02, FUSED: 0.005}
+
+
+@pytest.fixture(scope="module")
+def models(llama_model, fused_model) -> dict[str, ModelConfig]:
+    return {LLAMA: ModelConfig(hf_assets_path=llama_model), FUSED: fused_config(fused_model)}
+
+
+@pytest.fixture(scope="module")
+def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
+    config = GeneratorConfig()
+    config.engine.max_model_len = 512
+    cores = sorted(os.sched_getaffinity(0))
+    procs = spawn(None, "generator", ((cores[0],), (cores[-1],)), "cpu")
+
+    async def build() -> dict[str, Any]:
+        made = {}
+        for index, (name, model) in enumerate(models.items()):
+            options = dict(model_path=model.hf_assets_path, device="cpu", run_dir=str(tmp_path_factory.mktemp("generator")))
+            made[name] = procs.slice(procs=index).spawn(f"generator_{index}", Generator, config, **options)
+        await start_store(procs.slice(procs=0))
+        await asyncio.gather(*(generator.setup.call_one() for generator in made.values()))
+        return made
+
+    async def close(made: dict[str, Any]) -> None:
+        await torchstore.shutdown()  # a process has one store at a time
+        await shut_down(made.values(), [procs])
+
+    made = asyncio.run(build())
+    yield made
+    asyncio.run(close(made))
+
+
+def random_tokens(count: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 768, count).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+async def test_engine_trainer_and_transformers_agree_before_and_after_a_published_step(
+    name,
+    models,
+    generators,
+    one_rank,
+    reference,
+    tmp_path,
+):
+    path, generator, version = models[name].hf_assets_path, generators[name], VERSIONS[name]
+    learner = learner_of(tmp_path, model=models[name], lr=LR[name])
+    assert any("wqkv" in parameter for parameter, _ in learner.model.named_parameters()) == (name == FUSED)
+    port, receiver = Channel.open()
+    await generator.attach.call_one(0, port)
+    ids = itertools.count()
+
+    async def sample(seed: int) -> tuple[np.ndarray, np.ndarray, set[int]]:
+        """Prompt with completion, the engine's log-probabilities of the completion, and the versions on its tokens."""
+        prompt = random_tokens(LENGTH, seed)
+        request = GenerateRequest(
+            request_id=next(ids),
+            prompt_token_ids=prompt,
+            sampling=SamplingConfig(max_tokens=40),
+            seed=seed,
+            stop_token_ids=[],
+        )
+        generator.submit.broadcast([request])
+        async with asyncio.timeout(60):
+            (result,) = await receiver.recv()
+        completion = result.completion
+        return np.concatenate([prompt, completion.token_ids]), completion.logprobs, set(completion.policy_versions.tolist())
+
+    tokens, sampled, versions = await sample(seed=1)
+    expected = reference(path, tokens)[LENGTH:]
+    assert versions == {0} and len(sampled) == 40 and np.ptp(expected) > 1
+    np.testing.assert_allclose(learner.score(tokens)[LENGTH:], expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(sampled, expected, rtol=0, atol=1e-4)
+
+    plan = Batcher.Config(row_length=512).build().plan(samples_of(8), 1)
+    learner.forward_backward(plan.microbatches[0], 0)
+    learner.optim_step()
+    trained = learner.score(tokens)[LENGTH:]
+    assert np.abs(trained - expected).max() > 0.1, "the step changed nothing"
+    publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
+    publisher.write(version, learner.hub_tensors())
+    await publisher.publish(version, remote_readers=False)
+    canary = random_tokens(8)
+    receipt = await generator.update_weights.call_one(version, canary)
+    np.testing.assert_allclose(receipt.canary_logprobs, learner.score(canary), rtol=0, atol=1e-4)
+
+    tokens, sampled, versions = await sample(seed=1)
+    assert versions == {version} and np.ptp(sampled) > 1
+    np.testing.assert_allclose(sampled, learner.score(tokens)[LENGTH:], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(sampled, by_flex_attention(learner, models[name], tokens)[LENGTH:], rtol=0, atol=1e-4)
+    assert np.abs(sampled - reference(path, tokens)[LENGTH:]).max() > 0.1, "the engine has its old weights"
+
+    # What is saved at the end is a folder that transformers reads as the trained policy.
+    folder = learner.save_final(version)
+    learner.close()
+    np.testing.assert_allclose(reference(str(folder), tokens)[LENGTH:], sampled, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def by_flex_attention(learner: Learner, model: ModelConfig, tokens: np.ndarray) -> np.ndarray:
+    """Log-probabilities of the learner's policy with the attention that it has on GPUs, not compiled."""
+    policy = policy_spec(model, device="cuda", max_seq_len=512).model.build()
+    policy.init_states(buffer_device=torch.device("cpu"))
+    trained = dict(learner.model.named_parameters())
+    for name, parameter in policy.named_parameters():
+        parameter.copy_(full(trained[name]))
+    tokens_BL = torch.from_numpy(tokens)[None]
+    positions = torch.arange(len(tokens), dtype=torch.int32)[None]
+    torch.compiler.set_stance("force_eager")
+    try:
+        logprobs, _ = policy(tokens_BL, positions, torch.ones(tokens_BL.shape), positions != 0)
+    finally:
+        torch.compiler.set_stance("default")
+    return logprobs[0].numpy()
