@@ -1,14 +1,19 @@
 """What the plan says of a run on GPUs, against numbers worked out by hand from the models' cards."""
 
 import re
+from functools import partial
 
 import pytest
 
 from torchtitan.experiments.rl import config_registry
+from torchtitan.experiments.rl.config import machine
 from torchtitan.experiments.rl.config.balance import BANDWIDTH, FLOPS
 from torchtitan.experiments.rl.config.checks import needed_gpus, plan_run
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
+from torchtitan.experiments.rl.config.memory import shared_weights
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
+from torchtitan.experiments.rl.config.provision import ProvisionConfig
+from torchtitan.experiments.rl.hosts.jobs import SlurmJob
 from torchtitan.experiments.rl.models.row_shapes import RowShapes
 
 ON_GPUS = [name for name in config_functions(DEFAULT_MODULE) if name.startswith("rl_grpo_qwen3_") and "debug" not in name]
@@ -77,9 +82,43 @@ def test_the_plan_prints_degrees_shapes_and_the_bottleneck():
     assert lines[-2] == "shapes         4 of rows x tokens: 1 x 128, 1 x 2048, 1 x 4096, 1 x 8192"
     assert lines[-1].startswith("bottleneck ")
     debug = plan_run(config_registry.rl_grpo_qwen3_debug()).lines()
-    assert [line.split()[0] for line in debug[-2:]] == ["memory", "disk"], "the cost model has no numbers for CPU cores"
+    assert [line.split()[0] for line in debug[-3:]] == ["memory", "weights", "disk"], (
+        "the cost model has no numbers for CPU cores"
+    )
 
 
 def test_shapes_are_a_quarter_a_half_and_all_of_a_row_in_whole_blocks():
     assert RowShapes.of(8, 500).shapes == ((1, 128), (8, 128), (8, 256), (8, 512))
     assert RowShapes.of(1, 512).shapes == ((1, 128), (1, 256), (1, 512))
+
+
+def test_a_dry_run_says_how_many_gpus_this_host_lacks(monkeypatch):
+    monkeypatch.setattr(machine, "visible_gpus", lambda: [0, 1, 2])
+    assert machine.missing_gpus(3) == []
+    (problem,) = machine.missing_gpus(64)
+    assert str(problem) == (
+        "provision.device = 'cuda': the run needs 64 GPUs and this host has 3: run it where they are, or on other hosts "
+        "(provision.job)"
+    )
+
+
+def test_a_host_keeps_two_versions_of_what_its_ranks_publish_and_of_what_its_weight_reader_fetches():
+    held = partial(shared_weights, nbytes=100.0, copies=1)
+    # One host has everything, and its generators map the trainer's own buffers.
+    assert held(trainer_hosts=[0, 0], generator_hosts=[0, 0]) == {0: 200}
+    # The trainer's host keeps the whole, and so does the reader of each other host, for however many engines.
+    assert held(trainer_hosts=[0, 0], generator_hosts=[0, 1, 1, 2]) == {0: 200, 1: 200, 2: 200}
+    # Two hosts publish a half each. Generators beside the second half need a reader too.
+    assert held(trainer_hosts=[0, 0, 1, 1], generator_hosts=[1, 2]) == {0: 100, 1: 300, 2: 200}
+    # Two copies of the model: the first is published, and the second one's host fetches it.
+    assert held(trainer_hosts=[0, 0, 1, 1], copies=2, generator_hosts=[0, 1]) == {0: 200, 1: 200}
+
+
+def test_the_plan_counts_the_weights_in_each_hosts_memory():
+    config = config_registry.rl_grpo_qwen3_32b_32()
+    config.provision = ProvisionConfig(device="cuda", job=SlurmJob())
+    plan = plan_run(config)
+    # 32.76 billion parameters in bfloat16, twice. Two hosts train and two generate.
+    both = 2 * 2 * 32_762_123_264
+    assert plan.shared_weights == {0: both / 2, 1: both / 2, 2: both, 3: both}
+    assert "weights        two versions in shared memory: 61.02 GiB on hosts 0-1, 122.05 GiB on hosts 2-3" in plan.lines()

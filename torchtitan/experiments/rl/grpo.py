@@ -91,7 +91,7 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         None: the resumed run has nothing left to do.
     """
     from torchtitan.experiments.rl.config import checks, trial_build
-    from torchtitan.experiments.rl.config.machine import machine_lacks, raise_descriptor_limit
+    from torchtitan.experiments.rl.config.machine import machine_lacks, missing_gpus, numa_lines, raise_descriptor_limit
     from torchtitan.experiments.rl.config.resume import Start, files_of_models, find_initial
     from torchtitan.experiments.rl.config.run_folder import check_run_folder, make_run_folder
     from torchtitan.experiments.rl.config.saved_command import SavedCommand, lock_run_folder, save_command
@@ -105,10 +105,10 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         if not command.dry_run or config.model.flavor is None:
             raise
         notes.append(error)
-    on_gpus = command.dry_run and config.provision.device == "cuda"
+    on_this_host = config.provision.job.host_count == 1 and config.provision.job.has_gpus is None
+    without_gpus = command.dry_run and config.provision.device == "cuda" and on_this_host
     gpus = list(range(checks.needed_gpus(config)))
-    here = config.provision.job.host_count == 1 and config.provision.job.has_gpus is None
-    plan = checks.plan_run(config, device="cuda", available=gpus) if on_gpus and here else checks.plan_run(config)
+    plan = checks.plan_run(config, device="cuda", available=gpus) if without_gpus else checks.plan_run(config)
     lacking = checks.missing(config)
     if lacking and not command.dry_run:
         raise next(iter(lacking.values()))
@@ -120,6 +120,7 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         field, folder = "--resume", str(resumed.run_dir)
     checkpoints = resumed.checkpoints if resumed is not None else 0
     here = checks.missing_engine(config) + machine_lacks(plan, folder, field=field, checkpoints=checkpoints)
+    here += missing_gpus(len(gpus)) if without_gpus else []
     if here and not command.dry_run:
         raise here[0]
     name, lines = str(command.config_name), []
@@ -155,7 +156,8 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         save_command(Path(start.run_dir), saved)
     if command.dry_run:
         scheduled = start.script or config.provision.job.plan(start.run_dir, plan.hosts)
-        print("\n".join([*plan.lines(), *plan.placement.lines(plan.device), *([scheduled] if scheduled else [])]))
+        near = numa_lines(plan.device, elsewhere=config.provision.job.has_gpus is not None)
+        print("\n".join([*plan.lines(), *plan.placement.lines(plan.device), *near, *([scheduled] if scheduled else [])]))
         for note in [*notes, *lacking.values(), *here]:
             print(f"before a run   {printable_line(str(note))}")
     return start

@@ -10,7 +10,7 @@ from torchtitan.experiments.rl.bounds import FieldTypes, NonNegativeInt, Positiv
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.balance import Balance, balance
 from torchtitan.experiments.rl.config.engine_fit import check_cores, check_engine_fits
-from torchtitan.experiments.rl.config.memory import ModelSizes, trainer_memory
+from torchtitan.experiments.rl.config.memory import ModelSizes, shared_weights, trainer_memory
 from torchtitan.experiments.rl.config.plan import RunPlan, checkpoint_gib
 from torchtitan.experiments.rl.config.profiled_steps import profiled_steps
 from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -293,6 +293,12 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
             offload=config.trainer.enable_cpu_offload,
         ),
         balance=_balance(config, sizes, rollouts) if device == "cuda" else None,
+        shared_weights=shared_weights(
+            nbytes=parameters * engine.torch_dtype.itemsize,
+            trainer_hosts=[place.host for place in placement.trainer],
+            copies=parallelism.data_parallel_replicate_degree,
+            generator_hosts=[place.host for place in placement.generators],
+        ),
         generator_gib=engine.process_memory(parameters=parameters, device=device),
         checkpoint_gib=checkpoint_gib(parameters=parameters, dtype=config.trainer.dtype),
         checkpoints_kept=config.checkpoint.keep,

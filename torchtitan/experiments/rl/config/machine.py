@@ -3,9 +3,13 @@
 import os
 import resource
 import shutil
+from typing import Literal
 
+from torchtitan.experiments.rl.config.placement import ranges
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
 from torchtitan.experiments.rl.errors import MissingError
+from torchtitan.experiments.rl.process.gpus import pci_addresses, visible_gpus
+from torchtitan.experiments.rl.process.numa import cores_by_node, cores_near
 from torchtitan.experiments.rl.process.shared_memory import SHARED_MEMORY
 
 DESCRIPTORS = 128
@@ -35,6 +39,36 @@ def machine_lacks(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 
     """
     found = (_descriptors(plan), _shared_memory(plan), _disk(plan, folder, field, checkpoints))
     return [problem for problem in found if problem is not None]
+
+
+def missing_gpus(needed: int) -> list[MissingError]:
+    """What a run of ``needed`` GPUs lacks on this host."""
+    if (there := len(visible_gpus())) >= needed:
+        return []
+    cure = f"the run needs {needed} GPUs and this host has {there}: run it where they are, or on other hosts (provision.job)"
+    return [MissingError("provision.device", "cuda", cure)]
+
+
+def numa_lines(device: Literal["cpu", "cuda"], *, elsewhere: bool) -> list[str]:
+    """Which cores are near which GPUs, or each other, for ``--dry-run``. Nothing where all are equally near.
+
+    Args:
+        elsewhere: the run's hosts are not there yet, and this is none of them.
+    """
+    if elsewhere:
+        return ["NUMA           on its host, each process gets the cores near its GPUs"] if device == "cuda" else []
+    if device == "cpu":
+        nodes = cores_by_node()
+        said = "; ".join(ranges(cores) for cores in nodes)
+        return [f"NUMA           cores are shared out by node: {said}"] if len(nodes) > 1 else []
+    near: dict[tuple[int, ...], list[int]] = {}
+    for gpu, address in enumerate(pci_addresses()):
+        near.setdefault(cores_near([address]), []).append(gpu)
+    near.pop((), None)
+    said = "; ".join(
+        f"GPU{'s' if len(gpus) > 1 else ''} {ranges(gpus)} with cores {ranges(cores)}" for cores, gpus in near.items()
+    )
+    return [f"NUMA           {said}"] if said else []
 
 
 def _descriptors(plan: RunPlan) -> MissingError | None:

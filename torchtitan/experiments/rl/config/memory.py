@@ -1,5 +1,8 @@
-"""What a trainer rank holds, in bytes, by a stated model of FSDP and tensor parallelism. Worked out before a process starts."""
+"""Bytes that a trainer rank holds, by a stated model of FSDP and tensor parallelism, and that each host's shared memory holds.
+Worked out before a process starts."""
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -111,3 +114,26 @@ def trainer_memory(
         activations=values * tokens * compute,
         fixed=CUDA_BYTES if device == "cuda" else 0,
     )
+
+
+def shared_weights(
+    *, nbytes: float, trainer_hosts: Sequence[int], copies: int, generator_hosts: Iterable[int]
+) -> dict[int, float]:
+    """Bytes of published weights that each host keeps in shared memory: two versions, in buffers that are used in turn.
+
+    A trainer host keeps what its ranks publish: the shards of the first copy of the model. A generator host that has not all of
+    that itself has a weight reader, which keeps the whole.
+
+    Args:
+        nbytes: of one version.
+        trainer_hosts: of each rank, in order.
+        copies: of the model, among the ranks.
+        generator_hosts: of each replica.
+    """
+    publishing = trainer_hosts[: len(trainer_hosts) // copies]
+    parts = Counter(publishing)
+    held = {host: nbytes * ranks / len(publishing) for host, ranks in parts.items()}
+    for host in {*generator_hosts}:
+        if set(parts) != {host}:
+            held[host] = held.get(host, 0) + nbytes
+    return {host: 2 * size for host, size in sorted(held.items())}

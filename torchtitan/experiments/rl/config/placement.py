@@ -10,6 +10,7 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel
 from torchtitan.experiments.rl.hosts.job import contiguous_shares
 from torchtitan.experiments.rl.process.gpus import sliced, visible_gpus
+from torchtitan.experiments.rl.process.numa import own_cores
 
 
 class Place(NamedTuple):
@@ -44,9 +45,9 @@ class Placement:
             for role, places in roles.items():
                 for first, last, devices in _runs(host, places):
                     which = f"{first}-{last}" if last > first else str(first)
-                    here.append(f"{role} {which} on {what}{'s' if len(devices) > 1 else ''} {_ranges(devices)}")
+                    here.append(f"{role} {which} on {what}{'s' if len(devices) > 1 else ''} {ranges(devices)}")
             workers = [index for index, place in enumerate(self.rollout_workers) if place.host == host]
-            here += [f"rollout workers {_ranges(workers)}"] if workers else []
+            here += [f"rollout workers {ranges(workers)}"] if workers else []
             lines.append(f"host {host:<10}{'; '.join(here)}")
         return [*lines, "controller     this process, on the host of the command"]
 
@@ -83,7 +84,7 @@ def plan_placement(
     if hosts is None:
         here: Sequence[int] | None = available
         if here is None:
-            here = sorted(os.sched_getaffinity(0)) if device == "cpu" else visible_gpus()
+            here = own_cores() if device == "cpu" else visible_gpus()
         hosts, worker_cores = [here], [sorted(os.sched_getaffinity(0))]
     elif worker_cores is None:
         worker_cores = hosts if device == "cpu" else [()] * len(hosts)  # known when the hosts are there
@@ -226,8 +227,8 @@ def _runs(host: int, places: Sequence[Place]) -> Iterator[tuple[int, int, list[i
             first, devices = (first if follows else index), [*devices, *own]
 
 
-def _ranges(numbers: Iterable[int]) -> str:
-    """0-3,7"""
+def ranges(numbers: Iterable[int]) -> str:
+    """For people: "0-3,7"."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][1] + 1:

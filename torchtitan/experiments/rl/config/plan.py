@@ -7,7 +7,7 @@ import torch
 
 from torchtitan.experiments.rl.config.balance import Balance
 from torchtitan.experiments.rl.config.memory import TrainerMemory
-from torchtitan.experiments.rl.config.placement import Placement
+from torchtitan.experiments.rl.config.placement import Placement, ranges
 
 GIB = 2**30
 
@@ -47,7 +47,8 @@ class RunPlan:
     """None where the cost model has no numbers for the device."""
     generator_gib: float
     """Per process: weights and KV cache (CPU), or the share of the GPU it will claim (CUDA, as a part of one)."""
-
+    shared_weights: dict[int, float]
+    """Bytes of published weights in each host's shared memory, by the host's number."""
     checkpoint_gib: float
     """Weights and two Adam moments."""
     checkpoints_kept: int
@@ -92,6 +93,7 @@ class RunPlan:
             f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",
             f"processes      {self.processes} on {on}: {degrees}, {generators}",
             f"memory         about {self.trainer_gib:.2f} GiB a trainer rank ({held}), {share} a generator process",
+            f"weights        two versions in shared memory: {self._shared_weights()}",
             f"disk           about {self.disk_gib:.2f} GiB: {self.checkpoints_kept} checkpoints of {self.checkpoint_gib:.2f} "
             "GiB are kept, another while it is written, and the policy",
         ]
@@ -99,6 +101,12 @@ class RunPlan:
             shapes = ", ".join(f"{rows} x {length}" for rows, length in self.row_shapes)
             lines.append(f"shapes         {len(self.row_shapes)} of rows x tokens: {shapes}")
         return lines + ([self.balance.line()] if self.balance is not None else [])
+
+    def _shared_weights(self) -> str:
+        hosts: dict[str, list[int]] = {}
+        for host, size in self.shared_weights.items():
+            hosts.setdefault(f"{size / GIB:.2f} GiB", []).append(host)
+        return ", ".join(f"{size} on {'hosts' if len(on) > 1 else 'host'} {ranges(on)}" for size, on in hosts.items())
 
 
 def checkpoint_gib(*, parameters: int, dtype: str) -> float:

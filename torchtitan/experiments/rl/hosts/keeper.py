@@ -18,6 +18,7 @@ from torchtitan.experiments.rl.process.descendants import kill_family
 from torchtitan.experiments.rl.process.gpus import mask_of, visible_gpus
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.network import LOOPBACK_ADDRESS, network_address
+from torchtitan.experiments.rl.process.numa import own_cores
 from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_command
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
@@ -40,6 +41,7 @@ class HostReport:
     port: int
     """Where its keeper waits for the command's connection."""
     cores: tuple[int, ...]
+    """Node by node."""
     gpus: tuple[str, ...]
     """By index: what CUDA_VISIBLE_DEVICES calls each."""
 
@@ -66,7 +68,7 @@ class HostKeeper(Actor):
             name=socket.gethostname(),
             address=self._address,
             port=self._listener.getsockname()[1],
-            cores=tuple(sorted(os.sched_getaffinity(0))),
+            cores=tuple(own_cores()),
             gpus=tuple(mask_of([gpu]) for gpu in visible_gpus()) if self._on_gpus else (),
         )
 

@@ -1,6 +1,5 @@
 """Hosts that are processes of this machine: for tests of runs over several hosts, and to try a placement."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from torchtitan.experiments.rl.hosts.job import Device, JobConfig, contiguous_sh
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.process.gpus import mask_of, visible_gpus
 from torchtitan.experiments.rl.process.host_identity import VARIABLE, host_identity
+from torchtitan.experiments.rl.process.numa import own_cores
 
 START_TIMEOUT_S = 120.0
 
@@ -31,7 +31,7 @@ class ProcessJob(JobConfig):
     def devices(self, device: Device, hosts: int) -> list[list[int]]:
         if device == "cuda" and len(visible_gpus()) < hosts:
             raise ConfigError("provision.job.hosts", hosts, f"each needs a GPU, and there are {len(visible_gpus())} here")
-        return contiguous_shares(visible_gpus() if device == "cuda" else sorted(os.sched_getaffinity(0)), hosts)
+        return contiguous_shares(visible_gpus() if device == "cuda" else own_cores(), hosts)
 
     def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool:
         from monarch.job import ProcessJob as MonarchProcessJob

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
 MASK = "CUDA_VISIBLE_DEVICES"
 
@@ -15,6 +16,17 @@ def visible_gpus() -> list[int]:
     import torch  # here: the command sets its process up before torch is imported
 
     return list(range(torch.cuda.device_count()))
+
+
+def pci_addresses() -> list[str]:
+    """Of the GPUs that this process sees, by index, as Linux names them ("0000:3b:00.0"). Empty where CUDA does not say."""
+    import torch
+
+    try:
+        found: list[Any] = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    except RuntimeError:  # a broken driver: who computes on the GPU says it better
+        return []
+    return [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]
 
 
 def sliced() -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.experiments.rl.compat import monarch
-from torchtitan.experiments.rl.process.gpus import mask_of
+from torchtitan.experiments.rl.process.gpus import mask_of, pci_addresses
 from torchtitan.experiments.rl.process.logs import (
     OURS,
     JsonLine,
@@ -31,6 +31,7 @@ from torchtitan.experiments.rl.process.logs import (
     TerminalLine,
     worth_the_terminal,
 )
+from torchtitan.experiments.rl.process.numa import cores_near
 
 ENVIRONMENT = {
     **monarch.ENVIRONMENT,
@@ -121,7 +122,10 @@ def launch_environment(
 
 
 def set_up_spawned_process(shares: tuple[tuple[int, ...], ...], device: Literal["cpu", "cuda"]) -> None:
-    """Set up the new process of rank r for ``shares[r]``, before any actor is made in it."""
+    """Set up the new process of rank r for ``shares[r]``, before any actor is made in it.
+
+    It stays on its cores; with GPUs, on those of their NUMA node.
+    """
     import torch
     from monarch.actor import current_rank
 
@@ -133,6 +137,8 @@ def set_up_spawned_process(shares: tuple[tuple[int, ...], ...], device: Literal[
         share = shares[current_rank().rank]
         _stay_on(share)
         torch.set_num_threads(len(share))
+    elif near := cores_near(pci_addresses()):
+        _stay_on(near)
     use_cpu_without_accelerator()
     # Here, before actors are made in several threads: torchstore's modules import each other in a circle, and two threads that
     # import them at once see half of them.
