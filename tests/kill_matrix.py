@@ -146,7 +146,8 @@ class Trial:
         began = time.monotonic()
         code = self.end(self.begin("--seed", str(seed)))
         how = "the run went on" if code == 0 else f"exit code {code}"
-        return Outcome(how, faults=self.faults() if code == 0 else [self.last_line()], seconds=time.monotonic() - began)
+        faults = self.faults(judge_reward=False) if code == 0 else [self.last_line()]
+        return Outcome(how, faults=faults, seconds=time.monotonic() - began)
 
     def disturbed(self, kill: Kill) -> Outcome:
         began = time.monotonic()
@@ -192,11 +193,11 @@ class Trial:
             return "resumed by one command"
         return "begun again" if may_begin_again(step) else f"{first}, and no checkpoint after step {step}"
 
-    def faults(self) -> list[str]:
-        """What is wrong with a run that has ended well."""
+    def faults(self, *, judge_reward: bool = True) -> list[str]:
+        """What is wrong with a run that has ended well. ``judge_reward``: only of the seed that ``RUNS`` has the reward of."""
         reward = final_reward(self.run)
         distance = (reward - self.kind.reward) / self.kind.reward_sd if reward is not None else 0.0
-        unusual = abs(distance) > NOISE
+        unusual = judge_reward and abs(distance) > NOISE
         return [
             *(f"left alive: {name}" for name in self.orphans),
             *left_behind(self.temporary, self.mapped),

@@ -252,13 +252,11 @@ def test_what_a_killed_run_left_goes_when_a_later_one_starts_and_a_live_ones_sta
     (killed / ".shared-memory").write_text("psm_1\nsem.mp-2\n../../passwd\n")
     for name in ("psm_1", "psm_other"):
         (parent / "shm" / name).touch()
-    (parent / "torchtitan-rl-new").mkdir()  # its run has not locked it yet
+    (parent / ".torchtitan-rl-new").mkdir()  # its run has not locked it yet
     (parent / "unrelated").mkdir()
-    for path in (killed, live.path):
-        os.utime(path, (1, 1))
     remove_left_over(parent)
     names = sorted(path.name for path in parent.iterdir())
-    assert names == sorted(["shm", "torchtitan-rl-new", "unrelated", live.path.name])
+    assert names == sorted(["shm", ".torchtitan-rl-new", "unrelated", live.path.name])
     assert [path.name for path in (parent / "shm").iterdir()] == ["psm_other"]
     live.remove()
 

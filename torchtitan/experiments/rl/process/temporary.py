@@ -6,7 +6,6 @@ import getpass
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,8 +19,6 @@ SHARED_MEMORY_FILE = ".shared-memory"
 _LONGEST_BELOW = len(f"/{PREFIX}12345678/monarch_process_job_12345678/hosts_99")
 _LONGEST = 107 - _LONGEST_BELOW
 """Characters of a folder that sockets fit below: a socket's path has at most 107, and Monarch's own have the longest names."""
-_BEING_MADE_S = 60.0
-"""A folder of this age without a lock may be one that its run is about to lock."""
 
 
 class TemporaryFolder:
@@ -37,9 +34,7 @@ class TemporaryFolder:
         # Compiled kernels are for later runs too: they stay where torch keeps them.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(parent / f"torchinductor_{_user()}"))
         self._before = os.environ.get("TMPDIR")
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        self._lock: BinaryIO = (self.path / LOCK_FILE).open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.path, self._lock = _locked_folder(parent)
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.path)
 
     def note_shared_memory(self, pids: list[int]) -> None:
@@ -56,13 +51,23 @@ class TemporaryFolder:
         tempfile.tempdir = None
         _remove(self.path)
         self._lock.close()
+        # Processes of a killed run that had not ended when this one began may have written into theirs again.
+        remove_left_over(self.path.parent)
+
+
+def _locked_folder(parent: Path) -> tuple[Path, BinaryIO]:
+    """A new folder, and its lock. It is locked before it has its name: one of that name without a lock belongs to no run."""
+    unnamed = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=parent))
+    lock = (unnamed / LOCK_FILE).open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return unnamed.rename(parent / unnamed.name.removeprefix(".")), lock
 
 
 def remove_left_over(parent: Path) -> None:
     """Remove the folders in ``parent`` of runs that were killed."""
     for path in parent.glob(f"{PREFIX}*"):
         try:
-            if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < _BEING_MADE_S:
+            if path.stat().st_uid != os.getuid():
                 continue
             with (path / LOCK_FILE).open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
