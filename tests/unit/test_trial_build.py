@@ -176,7 +176,8 @@ def test_parts_are_built_also_for_a_plan_without_the_models_folder(refused, conf
 def test_a_dataset_without_end_is_walked_without_a_table(command, config_module):
     name, _ = config_module(
         USER_MODULE.format(
-            classes="class Endless(Rows):\n    def __len__(self): return 10**12",
+            classes="class Endless(Rows):\n    def __len__(self): return 10**12\n"
+            "    def __getitem__(self, i): return DataSample(sample_id=str(i), env_input=[1, 2])",
             changes="task.dataset = Endless.Config(); task.validation = Endless.Config()",
         )
     )

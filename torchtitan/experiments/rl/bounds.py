@@ -120,7 +120,7 @@ def _check(value: Any, annotation: Any, field: str, field_types: FieldTypes) -> 
     if is_union(wanted):
         _check_union(value, wanted, field, field_types, cure)
     elif not _has_type(value, wanted):
-        raise ConfigError(field, value, _sentence([f"be {_type_name(wanted)}"], cure))
+        raise ConfigError(field, value, _sentence([f"be {_type_name(wanted)}"], _config_of(value) or cure))
     elif _is_plain_number(wanted) and not _is_finite(value):
         raise ConfigError(field, value, _sentence(["be a finite number", *map(_bound_text, bounds)], cure))
     if not all(_BOUNDS[type(bound)].holds(value, bound) for bound in bounds):
@@ -128,6 +128,12 @@ def _check(value: Any, annotation: Any, field: str, field_types: FieldTypes) -> 
     if not is_union(wanted):  # else the option that fits has looked inside
         for entry, entry_annotation, entry_field in _entries(value, get_args(wanted), field, field_types):
             _check(entry, entry_annotation, entry_field, field_types)
+
+
+def _config_of(value: Any) -> str:
+    """The cure where a class, or what its Config builds, stands in the place of the Config; else empty."""
+    owner = value if isinstance(value, type) else type(value)
+    return f"write {owner.__name__}.Config(...)" if dataclasses.is_dataclass(getattr(owner, "Config", None)) else ""
 
 
 def _check_union(value: Any, union: Any, field: str, field_types: FieldTypes, cure: str) -> None:

@@ -90,11 +90,12 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
     Returns:
         None: the resumed run has nothing left to do.
     """
-    from torchtitan.experiments.rl.config import checks, trial_build
+    from torchtitan.experiments.rl.config import checks, preflight, trial_build
     from torchtitan.experiments.rl.config.machine import machine_lacks, missing_gpus, numa_lines, raise_descriptor_limit
     from torchtitan.experiments.rl.config.resume import Start, files_of_models, find_initial
     from torchtitan.experiments.rl.config.run_folder import check_run_folder, make_run_folder
     from torchtitan.experiments.rl.config.saved_command import SavedCommand, lock_run_folder, save_command
+    from torchtitan.experiments.rl.config.shown_tasks import shown_tasks
 
     notes: list[MissingError] = []
     checks.check(config)  # first: only a checked config surely has a model to look for
@@ -112,8 +113,7 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
     lacking = checks.missing(config)
     if lacking and not command.dry_run:
         raise next(iter(lacking.values()))
-    if not notes:
-        trial_build.build_tasks(config, left_out=lacking)
+    tasks = trial_build.build_tasks(config, left_out=lacking) if not notes else {}
     raise_descriptor_limit()
     field, folder = ("output_dir", config.output_dir) if command.run_dir is None else ("--run-dir", command.run_dir)
     if resumed is not None:
@@ -123,6 +123,7 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
     here += missing_gpus(len(gpus)) if without_gpus else []
     if here and not command.dry_run:
         raise here[0]
+    tried = preflight.try_tasks(config, tasks)
     name, lines = str(command.config_name), []
     start = Start()
     if resumed is not None:
@@ -158,8 +159,12 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         scheduled = start.script or config.provision.job.plan(start.run_dir, plan.hosts)
         near = numa_lines(plan.device, elsewhere=config.provision.job.has_gpus is not None)
         print("\n".join([*plan.lines(), *plan.placement.lines(plan.device), *near, *([scheduled] if scheduled else [])]))
+        print("\n".join(shown_tasks(config, tried)))
         for note in [*notes, *lacking.values(), *here]:
             print(f"before a run   {printable_line(str(note))}")
+    for trial in tried.values():
+        if trial.warning is not None:
+            write_line(sys.stderr, f"warning: {printable_line(trial.warning)}")
     return start
 
 

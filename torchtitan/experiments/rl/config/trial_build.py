@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.task import Task
 
 PARTS = ("dataset", "validation", "rubric", "algorithm", "sampler")
@@ -45,8 +46,11 @@ def build_parts(config: RunConfig) -> None:
             _build(getattr(task, part), f"tasks.{name}.{part}")
 
 
-def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> None:
+def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[str, Task]:
     """Build the renderer and the tasks, and take a first example of each. The model's folder has been checked.
+
+    Returns:
+        The tasks, by name: for the preflight, not for the run.
 
     Args:
         left_out: names of tasks that lack something on this machine.
@@ -54,12 +58,15 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> None:
     Raises:
         ConfigError: one can't be built; the error names its field.
     """
-    renderer = checked_renderer(config)
+    renderer, tasks = checked_renderer(config), {}
     for name, task_config in config.tasks.items():
         if name in left_out:
             continue
-        task = _build_task(task_config, name, renderer, seed=config.seed)
+        task = tasks[name] = _build_task(task_config, name, renderer, seed=config.seed)
         field = f"tasks.{name}"
+        if type(task.algorithm).group_relative and type(task.rubric) is Rubric and not task.rubric.config.reward_fns:
+            cure = f"{type(task.algorithm).__name__} compares rewards, and without a function all are 0: name one"
+            raise ConfigError(f"{field}.rubric.reward_fns", [], f"{cure}, such as Rubric.Config(reward_fns=[exact])")
         for part in ("dataset", "validation"):
             if (dataset := getattr(task, part)) is not None:
                 _check_first_example(dataset, f"{field}.{part}")
@@ -73,6 +80,7 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> None:
                 max_rollout_tokens=task_config.env.max_rollout_tokens,
                 max_model_len=config.generator.engine.max_model_len,
             )
+    return tasks
 
 
 def checked_renderer(config: RunConfig) -> Renderer:
@@ -145,7 +153,10 @@ def _inside(field: str, reported: str) -> str:
 def _check_first_example(dataset: Dataset, field: str) -> None:
     name = type(dataset).__name__
     with user_code(field, name, "its __len__ failed"):
-        size = len(dataset)
+        try:
+            size = len(dataset)
+        except ConfigError as error:
+            raise ConfigError(_inside(field, error.field), error.value, error.cure) from error
     if size == 0:
         raise ConfigError(field, name, "has no examples")
     with user_code(field, name, "its __getitem__(0) failed"):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan.experiments.rl.bounds import PositiveFloat
+from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(kw_only=True, slots=True)
@@ -16,3 +16,6 @@ class UserCodeLimits:
     """For building a task with its dataset, and for its ``setup``."""
     close_timeout_s: PositiveFloat = 10.0
     """For the ``close`` of a task."""
+    preflight_timeout_s: NonNegativeFloat = 10.0
+    """For trying each task once before the run (config/preflight.py). A task that takes longer is warned of; the run begins.
+    0: none is tried."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.bounds import NonEmptyStr
+from torchtitan.experiments.rl.compat.huggingface_hub import hub_fault, without_hub
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.types import DataSample
@@ -123,14 +124,21 @@ def _load_table(config: RowDataset.Config, *, field: str) -> Any:
             raise ConfigError(f"{field}.path", config.path, f"can't be read: {error}") from None
         if not is_file:
             raise ConfigError(f"{field}.path", config.path, "is no file")
+    fault = hub_fault() if file is None else None
     try:
-        if file is None:
+        if file is None and fault is None:
             return datasets.load_dataset(config.path, config.name, split=config.split)
+        if file is None:
+            with without_hub():
+                return datasets.load_dataset(config.path, config.name, split=config.split)
         with _no_progress_bars(datasets):
             files = {config.split.partition("[")[0]: str(file)}
             return datasets.load_dataset(FILE_FORMATS[file.suffix], data_files=files, split=config.split)
     except Exception as error:  # the hub, the network, the parsers and the library itself each raise types of their own
-        raise ConfigError(f"{field}.path", config.path, f"can't be loaded: {cause_of(error.__cause__ or error)}") from error
+        cause = f"can't be loaded: {cause_of(error.__cause__ or error)}"
+        if fault is not None:
+            cause = f"is no file, and was never downloaded from the hub ({fault}): name a .jsonl, .json, .csv or .parquet file"
+        raise ConfigError(f"{field}.path", config.path, cause) from error
 
 
 @contextmanager

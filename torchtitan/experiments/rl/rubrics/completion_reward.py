@@ -26,18 +26,26 @@ class CompletionReward:
         self.__name__ = getattr(fn, "__name__", None) or type(fn).__name__
         self.__module__ = getattr(fn, "__module__", __name__)
         self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
-        try:
-            signature = inspect.signature(fn)
-        except (TypeError, ValueError):  # a builtin without one
-            return
-        try:
-            signature.bind("", None)
-        except TypeError as error:
-            raise ConfigError("rubric.reward_fns", f"{self.__name__}{signature}", f"{error}; {WANTED}") from None
+        check_two_arguments(fn, self.__name__, WANTED)
 
     def __call__(self, rollout: Rollout, env_input: Any) -> Any:
         """What ``fn`` returns: a number, or an awaitable of one."""
         return self.fn(last_assistant_text(rollout), env_input)
+
+
+def check_two_arguments(fn: Callable[..., Any], name: str, wanted: str) -> None:
+    """
+    Raises:
+        ConfigError: ``fn`` can't be called with two arguments; the cure is ``wanted``.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin without one
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigError("rubric.reward_fns", f"{name}{signature}", f"{error}; {wanted}") from None
 
 
 def last_assistant_text(rollout: Rollout) -> str:

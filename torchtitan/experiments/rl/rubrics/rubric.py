@@ -29,7 +29,7 @@ from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.streams import finite_float
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
-from torchtitan.experiments.rl.rubrics.completion_reward import CompletionReward, last_assistant_text
+from torchtitan.experiments.rl.rubrics.completion_reward import CompletionReward, check_two_arguments, last_assistant_text
 from torchtitan.experiments.rl.rubrics.watch import RolloutWatch
 from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, cause_of
 from torchtitan.experiments.rl.user_code.in_place import call_in_place
@@ -269,5 +269,8 @@ def _check(named: list[tuple[str, RewardFn]]) -> None:
             raise ConfigError("rubric.reward_fns", names, f"two functions named {name!r}: give one RewardFn(..., name=...)")
     for name, entry in named:
         check_fields(entry, field=f"reward function {name!r}")
+        if not isinstance(entry.fn, CompletionReward):  # it has checked its own
+            subject = "rollouts" if entry.group_level else "rollout"
+            check_two_arguments(entry.fn, name, f"want fn({subject}, env_input)")
     if named and not any(entry.weight for _, entry in named):
         raise ConfigError("rubric.reward_fns", names, "every weight is 0: give at least one a weight")

@@ -15,12 +15,13 @@ import asyncio
 import functools
 import time
 from dataclasses import dataclass, field
+from typing import Annotated
 
 from renderers import Renderer
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveFloat, PositiveInt, check_fields
+from torchtitan.experiments.rl.bounds import Cure, NonNegativeInt, PositiveFloat, PositiveInt, check_fields
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
@@ -49,12 +50,12 @@ class Task(UserConfigurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         algorithm: Algorithm.Config
-        dataset: Dataset.Config
+        dataset: Annotated[Dataset.Config, Cure("for rows in memory: RowDataset.Config(rows=MemoryRows([...]))")]
         validation: Dataset.Config | None = None
         """Examples the policy is measured on and never trained on."""
         validation_schedule: ValidationConfig | None = None
         """When and how; None: the run's `validation`."""
-        rubric: Rubric.Config = field(default_factory=Rubric.Config)
+        rubric: Annotated[Rubric.Config, Cure("write Rubric.Config(reward_fns=[...])")] = field(default_factory=Rubric.Config)
         sampler: SampleStrategy.Config = field(default_factory=ShuffledCursor.Config)
         env: RendererEnvConfig = field(default_factory=RendererEnvConfig)
         sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -1,0 +1,264 @@
+"""Typical mistakes of a first hour: each is one line that names the place, exit code 2, in seconds, and nothing is spawned."""
+
+import pytest
+
+from tests.unit.test_plan_and_config import DEBUG
+from torchtitan.experiments.rl.config import preflight
+
+MODULE = """
+import asyncio, time
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.algorithms import GRPO
+from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.tasks import *
+from torchtitan.experiments.rl.tasks.questions.task import question_task
+
+ROWS = [{"question": "6 * 7?", "answer": "42"}, {"question": "2 + 2?", "answer": "4"}]
+SHORT = RendererEnvConfig(max_rollout_tokens=128, max_turns=2)
+SEEN = []
+
+def exact(completion, example):
+    return float(completion.strip() == example["answer"])
+
+class Rows(Dataset):
+    def __len__(self): return 2
+    def __getitem__(self, i): return DataSample(sample_id=str(i), env_input=ROWS[i])
+
+class Env(MessageEnv):
+    async def reset(self): return ResetOutput(messages=[{"role": "user", "content": "hi"}])
+    async def step_message(self, message): return StepOutput(env_messages=[], done=True)
+
+class Own(Task):
+    def make_env(self, sample): return Env()
+
+def asks(*fns, rows=ROWS, **fields):
+    return question_task(rows, *fns, env=SHORT, **fields)
+
+def own(cls=Own, **fields):
+    fields = {"dataset": Rows.Config(), "rubric": Rubric.Config(reward_fns=[exact])} | fields
+    return cls.Config(**{"algorithm": GRPO.Config(), "env": SHORT} | fields)
+"""
+
+MADE = """
+def made():
+    config = rl_grpo_qwen3_debug()
+    config.tasks = {{}}
+    config.tasks["mine"] = {task}
+    return config
+"""
+
+
+def reward(body):
+    return f"def bad(completion, example): {body}", "asks(bad)"
+
+
+def env(body):
+    return f"class Bad(Env):\n    {body}\nclass BadTask(Own):\n    def make_env(self, sample): return Bad()\n", "own(BadTask)"
+
+
+def reset(returned):
+    return env(f"async def reset(self): return {returned}")
+
+
+RUBRIC, MINE = "error: tasks.mine.rubric", "error: tasks.mine = 'BadTask': "
+MISTAKES = {
+    # name: (classes, task), parts of the line
+    "a reward function of one argument": (
+        ("def bad(completion): return 1.0", "asks(bad)"),
+        f"{RUBRIC}.reward_fns = 'bad(completion)': too many positional arguments; want fn(completion, example)",
+    ),
+    "a rollout's function of one argument": (
+        ("def bad(rollout): return 1.0", "asks(RewardFn(bad))"),
+        f"{RUBRIC}.reward_fns = 'bad(rollout)': too many positional arguments; want fn(rollout, env_input)",
+    ),
+    "a reward that is text": (reward("return 'good'"), RUBRIC, "function 'bad': returned good (str), want a finite number"),
+    "a reward function that forgets to return": (reward("pass"), RUBRIC, "'bad': returned None (NoneType)"),
+    "a reward that is not finite": (reward("return float('nan')"), RUBRIC, "'bad': returned nan (float)"),
+    "a reward function with a misspelt name": (reward("return scor"), RUBRIC, "NameError: name 'scor' is not defined ("),
+    "a reward function of a missing column": (reward("return example['anser']"), RUBRIC, "KeyError: 'anser' ("),
+    "a reward function that exits": (reward("raise SystemExit(1)"), RUBRIC, "'bad': SystemExit: 1 ("),
+    "a group's function that gives one number": (
+        ("def bad(rollouts, env_input): return 1.0", "asks(RewardFn(bad, group_level=True))"),
+        RUBRIC,
+        "returned a float, want a list of 8 numbers",
+    ),
+    "a function for the list of functions": (
+        ("", "asks(rubric=Rubric.Config(reward_fns=exact))"),
+        f"{RUBRIC}.reward_fns = <function exact",
+        "must be a list",
+    ),
+    "a function for the rubric": (("", "asks(rubric=exact)"), RUBRIC, "write Rubric.Config(reward_fns=[...])"),
+    "a class for the rubric's config": (("", "asks(rubric=Rubric)"), RUBRIC, "write Rubric.Config(...)"),
+    "an empty rubric": (("", "own(rubric=Rubric.Config())"), f"{RUBRIC}.reward_fns = []: GRPO compares rewards"),
+    "questions without a reward function": (("", "asks()"), f"{RUBRIC} = None: names no reward function"),
+    "a component that the env does not give": (
+        ("", "own(rubric=Rubric.Config(reward_fns=[env_component('sucess')]))"),
+        RUBRIC,
+        "the env gave no reward component 'sucess'; it gave none",
+    ),
+    "a list for the dataset": (
+        ("", "own(dataset=ROWS)"),
+        "error: tasks.mine.dataset = [",
+        "RowDataset.Config(rows=MemoryRows(",
+    ),
+    "a class for the dataset's config": (("", "own(dataset=Rows)"), "error: tasks.mine.dataset", "write Rows.Config(...)"),
+    "a dataset for its config": (("", "own(dataset=Rows(Rows.Config()))"), "tasks.mine.dataset", "write Rows.Config(...)"),
+    "items that are dicts": (
+        ("class Bad(Rows):\n    def __getitem__(self, i): return ROWS[i]", "own(dataset=Bad.Config())"),
+        "error: tasks.mine.dataset = 'Bad': its __getitem__(0) returned a dict, want a DataSample",
+    ),
+    "a missing file": (("", "asks(exact, rows='rows.jsonl')"), "tasks.mine.dataset.path = 'rows.jsonl': no such file"),
+    "a hub that does not answer": (
+        ("", "asks(exact, rows='some/questions')"),
+        "error: tasks.mine.dataset.path = 'some/questions': is no file, and was never downloaded from the hub (",
+        "name a .jsonl, .json, .csv or .parquet file",
+    ),
+    "rows that are no dicts": (("", "asks(exact, rows=['6 * 7?'])"), "dataset.rows = '6 * 7?': row 0 is a str, want a dict"),
+    "no rows": (("", "asks(exact, rows=[])"), "error: tasks.mine.dataset.rows = <0 rows>: has no rows"),
+    "a template of a missing column": (
+        ("", "asks(exact, template='{problem}')"),
+        "tasks.mine.template = '{problem}': the data has no column 'problem'; it has question, answer",
+    ),
+    "a class for the algorithm's config": (("", "own(algorithm=GRPO)"), "tasks.mine.algorithm", "write GRPO.Config(...)"),
+    "an algorithm of a wrong signature": (
+        ("class Bad(GRPO):\n    def score_group(self): pass", "own(algorithm=Bad.Config())"),
+        "error: tasks.mine.algorithm = 'Bad': ",
+        "takes 1 positional argument but 2 were given",
+    ),
+    "a class for the task's config": (("", "Own"), "error: tasks.mine = <class", "write Own.Config(...)"),
+    "make_env gives a class": (
+        ("class BadTask(Own):\n    def make_env(self, sample): return Env", "own(BadTask)"),
+        MINE,
+        "BadTask.make_envs returned 1 of ABCMeta, want a list of 1 MessageEnv",
+    ),
+    "make_env forgets to return": (
+        ("class BadTask(Own):\n    def make_env(self, sample): Env()", "own(BadTask)"),
+        MINE,
+        "BadTask.make_envs returned 1 of NoneType",
+    ),
+    "make_env takes no example": (
+        ("class BadTask(Own):\n    def make_env(self): return Env()", "own(BadTask)"),
+        MINE,
+        "BadTask.make_env() takes 1 positional argument but 2 were given",
+    ),
+    "reset gives messages": (reset("[{'role': 'user', 'content': 'hi'}]"), MINE, "Bad.reset returned list, want ResetOutput"),
+    "a message without a role": (reset("ResetOutput(messages=[{'content': 'hi'}])"), MINE, "messages[0] has role NoneType"),
+    "a message of a role there is not": (
+        reset("ResetOutput(messages=[{'role': 'human', 'content': 'hi'}])"),
+        MINE,
+        "role str 'human', want one of system, developer, user, assistant, tool",
+    ),
+    "no messages": (reset("ResetOutput(messages=[])"), MINE, "Bad.reset: ResetOutput.messages is empty"),
+    "reset raises": (reset("open('/nowhere/db')"), MINE, "Bad.reset: FileNotFoundError: [Errno 2]", "'/nowhere/db' ("),
+    "a step gives a tuple": (
+        env("async def step_message(self, message): return [], True"),
+        MINE,
+        "Bad.step_message returned tuple, want StepOutput",
+    ),
+    "setup raises": (
+        ("class BadTask(Own):\n    async def setup(self, policy): raise ConnectionError('no pool')", "own(BadTask)"),
+        f"{MINE}its setup: ConnectionError: no pool (",
+    ),
+    "a filter of one answer": (
+        (
+            "class Bad(Filter):\n    def matches(self, group): return True",
+            "own(); config.pre_batch_filters = [Bad.Config()]",
+        ),
+        "error: pre_batch_filters[0] = 'Bad': ",
+        "it returned bool, want a list of 8 bools",
+    ),
+    "a filter of a misspelt field": (
+        (
+            "class Bad(Filter):\n    def matches(self, group): return [r.rewrd for r in group.scored]",
+            "own(); config.post_batch_filters = [Bad.Config()]",
+        ),
+        "error: post_batch_filters[0] = 'Bad': ",
+        "AttributeError: 'Rollout' object has no attribute 'rewrd' (",
+    ),
+    "a list for the tasks": (("", "own(); config.tasks = list(config.tasks.values())"), "error: tasks = ["),
+}
+
+
+@pytest.mark.parametrize("made, parts", [(made, parts) for made, *parts in MISTAKES.values()], ids=MISTAKES)
+def test_a_mistake_in_a_task_is_refused_in_one_line(refused, config_module, made, parts):
+    classes, task = made
+    name, _ = config_module(f"{MODULE}\n{classes}\n{MADE.format(task=task)}")
+    err = refused("--module", name, "--config", "made")
+    for part in parts:
+        assert part in err
+
+
+WORDS = {
+    "a config there is not": (["--config", "rl_grpo_qwen3_debg"], "did you mean rl_grpo_qwen3_debug?"),
+    "no config": (["--steps", "3"], "--config = None: name a config; --list prints them"),
+    "a misspelt option": ([*DEBUG, "--stepz", "3"], "--stepz"),
+    "a number that is none": ([*DEBUG, "--steps", "three"], "three"),
+    "a number out of bounds": ([*DEBUG, "--steps", "0"], "steps = 0: must be at least 1"),
+    "a group of one": (
+        [*DEBUG, "--tasks.sum-digits.group-size", "1", "--rollouts-per-step", "8"],
+        "group_size = 1: GRPO compares",
+    ),
+    "a missing model": ([*DEBUG, "--model.hf-assets-path", "nowhere"], "model.hf_assets_path = 'nowhere'"),
+}
+
+
+@pytest.mark.parametrize("words, part", WORDS.values(), ids=WORDS)
+def test_a_mistake_in_the_words_of_the_command_is_refused_in_one_line(refused, words, part):
+    assert part in refused(*words)
+
+
+# ---- what is no mistake
+
+
+SLOW = {
+    "awaits": "await asyncio.sleep(3600)",
+    "blocks": "time.sleep(3)",
+}
+
+
+@pytest.mark.parametrize("body", SLOW.values(), ids=SLOW)
+def test_an_env_that_takes_longer_than_the_preflight_is_a_warning(command, config_module, monkeypatch, body):
+    monkeypatch.setattr(preflight, "GRACE_S", 0.5)
+    classes, task = env(f"async def reset(self): {body}")
+    name, _ = config_module(f"{MODULE}\n{classes}\n{MADE.format(task=task)}")
+    words = ["--module", name, "--config", "made", "--dry-run", "--user-code.preflight-timeout-s"]
+    code, out, err = command(*words, "0.2")
+    assert code == 0 and "steps  " in out
+    assert err.startswith(
+        "warning: tasks.mine was not tried to its end (the rollout of the first example: no answer within 0.2 s"
+    )
+    assert err.count("\n") == 1 and "the run begins all the same; user_code.preflight_timeout_s sets this limit" in err
+    assert command(*words, "0")[2] == ""
+
+
+USED = """
+class Counted(Env):
+    async def reset(self):
+        SEEN.append("reset")
+        return await super().reset()
+    async def close(self): SEEN.append("close")
+
+class CountedTask(Own):
+    async def setup(self, policy):
+        await super().setup(policy)
+        SEEN.append("setup")
+    def make_env(self, sample): return Counted()
+    async def close(self): SEEN.append("end")
+"""
+
+
+def test_a_task_is_set_up_run_and_closed_once_and_its_prompt_shown(command, config_module, renderer, tokenizer):
+    name, file = config_module(f"{MODULE}\n{USED}\n{MADE.format(task='own(CountedTask)')}")
+    code, out, err = command("--module", name, "--config", "made", "--dry-run")
+    assert (code, err) == (0, "")
+    assert __import__(name).SEEN == ["setup", "reset", "close", "end"]
+    ids = renderer.render_ids([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    prompt = tokenizer.decode(ids)
+    shown = [
+        "task           mine: CountedTask, GRPO, groups of 8, 2 turns and 128 tokens a rollout at most",
+        f"prompt         the first of mine, {len(ids)} tokens, as the model sees it:",
+        *(f"  | {line}" for line in prompt.split("\n")),
+        f"tokens         {' '.join(map(str, ids))}",
+    ]
+    assert out.splitlines()[-len(shown) :] == shown
+    assert "weights        " in out and "learning rate  " in out
