@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -90,6 +91,20 @@ def test_the_plan_prints_degrees_shapes_and_the_bottleneck():
 def test_shapes_are_a_quarter_a_half_and_all_of_a_row_in_whole_blocks():
     assert RowShapes.of(8, 500).shapes == ((1, 128), (8, 128), (8, 256), (8, 512))
     assert RowShapes.of(1, 512).shapes == ((1, 128), (1, 256), (1, 512))
+
+
+def test_the_page_on_clusters_lists_each_config_as_it_is_planned():
+    page = Path(__file__).parents[2] / "docs/clusters.md"
+    rows = dict(re.findall(r"^\| `(rl_grpo_qwen3_\w+)` \| (.*) \|$", page.read_text(), re.MULTILINE))
+    assert list(rows) == ON_GPUS
+    for name, row in rows.items():
+        plan, size = plan_of(name), re.search(r"GPUs( of \d+ GB)?", getattr(config_registry, name).__doc__)[1] or ""
+        tensor, engine = plan.trainer_tensor_parallel_degree, plan.tensor_parallel_degree
+        gpus = plan.trainer_ranks + plan.generator_replicas * engine
+        ranks = f"{plan.trainer_ranks}{f' in {tensor}s' if tensor > 1 else ''}"
+        generators = f"{plan.generator_replicas}{f' of {engine}' if engine > 1 else ''}"
+        costs = plan.balance.line().partition("generators = ")[2].removesuffix(" (config/balance.py)")
+        assert row == f"{gpus}{size} | {ranks} | {generators} | {costs}"
 
 
 def test_a_dry_run_says_how_many_gpus_this_host_lacks(monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from tests.unit.command_line import assert_one_line
 from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.hosts import slurm
+from torchtitan.experiments.rl.hosts import slurm, slurm_queue
 from torchtitan.experiments.rl.hosts.jobs import JobConfig, SlurmJob
 from torchtitan.experiments.rl.process.descendants import descendants
 
@@ -34,6 +34,12 @@ def programs(tmp_path, monkeypatch):
     return make
 
 
+@pytest.fixture(autouse=True)
+def queue(programs) -> None:
+    """squeue, of which tests say otherwise where they mean it."""
+    programs("squeue", "exit 1")
+
+
 def test_the_command_submits_itself_and_says_how_to_follow_stop_and_resume(command, programs, tmp_path):
     programs("sbatch", f'echo "$@" > {tmp_path}/arguments; echo "4242;cluster"')
     run = tmp_path / "run"
@@ -42,10 +48,10 @@ def test_the_command_submits_itself_and_says_how_to_follow_stop_and_resume(comma
     assert (code, err) == (0, "")
     assert out.splitlines() == [
         f"submitted   Slurm job 4242: {run}/job.sh",
-        "state       squeue --job 4242",
         f"follow      tail -F {run}/slurm-4242.log",
         "stop        scancel --batch --signal=TERM 4242  (after the step, with a checkpoint; plain scancel: at once)",
         f"go on       the same command with --resume {run}, when the job has ended",
+        "state       squeue --job 4242",
     ]
     assert (tmp_path / "arguments").read_text().split() == ["--parsable", f"{run}/job.sh"]
     assert sorted(file.name for file in run.iterdir()) == ["job.sh"]
@@ -117,10 +123,66 @@ def test_a_refusal_of_sbatch_is_one_line(command, programs, tmp_path, text, said
     assert_one_line(err, said)
 
 
+QUEUE = """
+echo "$@" >> {folder}/asked
+sed -n "$(wc -l < {folder}/asked)p" {folder}/answers
+"""
+"""Answers the nth call with the nth line."""
+
+
+@pytest.fixture
+def answers(programs, tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm_queue, "POLL_S", 0.0)
+    programs("sbatch", "echo 4242")
+    programs("squeue", QUEUE.format(folder=tmp_path))
+
+    def say(*lines: str) -> Path:
+        (tmp_path / "answers").write_text("\n".join(lines) + "\n")
+        return tmp_path / "asked"
+
+    return say
+
+
+def states(out: str) -> list[str]:
+    return [line.strip() for line in out.partition("squeue --job 4242\n")[2].splitlines()]
+
+
+def test_a_submission_says_why_the_job_waits(command, answers, tmp_path):
+    asked = answers("PENDING Priority", "PENDING Resources")
+    code, out, err = command("--config", "rl_grpo_qwen3_debug", *SLURM, "--run-dir", str(tmp_path / "run"))
+    assert (code, err, states(out)) == (0, "", ["PENDING (Priority)"])
+    assert asked.read_text() == "--job 4242 --noheader --format=%T %r\n"
+
+
+def test_a_command_that_waits_says_each_reason_once_until_the_job_starts(answers, tmp_path):
+    asked = answers(*["PENDING None"] * 2, *["PENDING Priority"] * 3, "CONFIGURING None", "RUNNING None", "RUNNING None")
+    lines = list(SlurmJob(wait=True).submit("", str(tmp_path)))
+    assert [line.strip() for line in lines[5:]] == ["PENDING", "PENDING (Priority)", "CONFIGURING", "RUNNING"]
+    assert len(asked.read_text().splitlines()) == 7
+
+
+def test_a_job_that_is_taken_out_of_the_queue_ends_the_wait(answers, tmp_path):
+    answers("PENDING QOSMaxJobsPerUserLimit")
+    lines = list(SlurmJob(wait=True).submit("", str(tmp_path)))
+    gone = "UNKNOWN (squeue does not know the job any more)"
+    assert [line.strip() for line in lines[5:]] == ["PENDING (QOSMaxJobsPerUserLimit)", gone]
+
+
+def test_ctrl_c_while_waiting_leaves_the_job_in_the_queue(command, answers, monkeypatch, tmp_path):
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    answers("PENDING Priority")
+    monkeypatch.setattr(slurm_queue.time, "sleep", interrupted)
+    words = ("--config", "rl_grpo_qwen3_debug", *SLURM, "--provision.job.wait", "--run-dir", str(tmp_path / "run"))
+    code, out, err = command(*words)
+    assert (code, err, states(out)) == (130, "", ["PENDING (Priority)"])
+
+
 def test_a_machine_without_slurm_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RunError, match="there is no sbatch here: submit from a login node"):
-        SlurmJob().submit("", str(tmp_path))
+        next(SlurmJob().submit("", str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -171,12 +171,13 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
 def _submit(config: Any, start: Any) -> int:
     """Hand the run to a scheduler."""
     try:
-        lines = config.provision.job.submit(start.script, start.run_dir)
+        for line in config.provision.job.submit(start.script, start.run_dir):
+            write_line(sys.stdout, printable_line(line))
     except RunError as error:
         write_line(sys.stderr, f"error: {printable_line(str(error))}")
         return 1
-    for line in lines:
-        write_line(sys.stdout, printable_line(line))
+    except KeyboardInterrupt:  # the job stays in the queue
+        return 130
     return 0
 
 

@@ -1,6 +1,6 @@
 """What a config says about the job that gives a run its hosts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -63,8 +63,8 @@ class JobConfig:
         """What ``start`` asks the scheduler for, as text for ``--dry-run``; "" where there is none."""
         return ""
 
-    def submit(self, script: str, run_dir: str) -> list[str]:
-        """Hand the run to the scheduler. Returns lines for people: its id, how to follow, stop and resume it.
+    def submit(self, script: str, run_dir: str) -> Iterator[str]:
+        """Hand the run to the scheduler. Gives lines for people: its id, how to follow, stop and resume it, its state.
 
         Raises:
             RunError: the scheduler refuses.

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.bounds import PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.hosts.job import ClusterJob, Device
 from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.hosts.slurm_queue import job_states
 from torchtitan.experiments.rl.process.network import network_address
 
 HOSTS_VARIABLE = "TORCHTITAN_RL_SLURM_HOSTS"
@@ -50,6 +51,8 @@ class SlurmJob(ClusterJob):
     """A line of bash that each host runs first, such as "module load cuda"."""
     port: Annotated[int, Ge(1024), Le(65535)] = 22222
     """Of the agents. Two runs that share a host need two ports."""
+    wait: bool = False
+    """The command stays until the job starts, and says why it waits. Ctrl-C then leaves the job in the queue."""
     start_timeout_s: PositiveFloat = 600.0
     """How long agents may take to answer once the allocation is there."""
 
@@ -118,7 +121,7 @@ class SlurmJob(ClusterJob):
             ]
         )
 
-    def submit(self, script: str, run_dir: str) -> list[str]:
+    def submit(self, script: str, run_dir: str) -> Iterator[str]:
         if shutil.which("sbatch") is None:
             raise RunError("there is no sbatch here: submit from a login node of the Slurm cluster")
         path = Path(run_dir) / SCRIPT_FILE
@@ -129,13 +132,13 @@ class SlurmJob(ClusterJob):
             said = " ".join((answer.stderr or answer.stdout).split()) or f"exit code {answer.returncode}"
             raise RunError(f"sbatch refuses the job: {said}")
         log = Path(run_dir) / LOG_FILE.format(job=job)
-        return [
-            f"submitted   Slurm job {job}: {path}",
-            f"state       squeue --job {job}",
-            f"follow      tail -F {shlex.quote(str(log))}",
-            f"stop        scancel --batch --signal=TERM {job}  (after the step, with a checkpoint; plain scancel: at once)",
-            f"go on       the same command with --resume {shlex.quote(run_dir)}, when the job has ended",
-        ]
+        yield f"submitted   Slurm job {job}: {path}"
+        yield f"follow      tail -F {shlex.quote(str(log))}"
+        yield f"stop        scancel --batch --signal=TERM {job}  (after the step, with a checkpoint; plain scancel: at once)"
+        yield f"go on       the same command with --resume {shlex.quote(run_dir)}, when the job has ended"
+        yield f"state       squeue --job {job}"
+        for state in job_states(job, wait=self.wait):
+            yield f"            {state}"
 
     def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool:
         from monarch.actor import attach_to_workers, enable_transport
