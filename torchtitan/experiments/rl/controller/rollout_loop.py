@@ -62,12 +62,14 @@ class RolloutLoop:
         ledger: Ledger | None = None,
         recorder: RolloutRecorder | None = None,
         gate: Gate | None = None,
+        note: Callable[[str], None] = lambda line: None,
     ):
         """
         Args:
             total_groups: groups the run will train on; the loop starts no more than may still be needed.
             max_drops_in_a_row: limit of the stall detectors (`stall.py`).
             gate: calls the samplers, the mix and the filters.
+            note: prints a line.
         """
         self._tasks, self._runner, self._policy = tasks, runner, policy
         self._parts = UserParts(gate or Gate(), mix=mix, tasks=tasks)
@@ -78,7 +80,7 @@ class RolloutLoop:
         self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
         self._running: set[asyncio.Task[None]] = set()
         self._started = 0
-        self._stall = StallDetectors(max_drops_in_a_row, list(tasks))
+        self._stall = StallDetectors(max_drops_in_a_row, list(tasks), note)
         self._dropped_groups = 0
         self._filter_matches: Counter[str] = Counter()
         self._changed = asyncio.Event()
@@ -302,6 +304,7 @@ class RolloutLoop:
     async def _settle(self, group: RolloutGroup, entry: OpenGroup) -> None:
         """Keep the rollouts of a scored group that may be trained on; end the others in their columns."""
         entry.group = group
+        self._stall.arrived(group)
         for rollout in group.rollouts:
             if rollout.reward is None:
                 self._open.end(entry, rollout.rollout_id, f"failed/{rollout.status.value}", rollout.error)

@@ -26,6 +26,7 @@ from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.run_checkpoints import RunCheckpoints
 from torchtitan.experiments.rl.controller.run_start import Resumed, trainer_start
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
+from torchtitan.experiments.rl.controller.step_warnings import StepWarnings
 from torchtitan.experiments.rl.controller.supervision import Supervisor
 from torchtitan.experiments.rl.controller.task_set import TaskSet
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
@@ -180,6 +181,10 @@ class RunParts:
             ledger=Ledger(self._files["ledger"]),
             recorder=recorder,
             gate=self._gate,
+            note=self._console.note,
+        )
+        self._warnings = StepWarnings(
+            self._console.note, compares_rewards=any(task.algorithm.group_relative for task in tasks.values())
         )
         if self._failure is not None:  # while this was built
             self._rollouts.fail(self._failure)
@@ -262,6 +267,7 @@ class RunParts:
         if record.validation is not None and record.validation.reward is not None:
             self._validations.append(record.validation.reward)
         self._console.step(record.report())
+        self._warnings.step(record.metrics)
 
     def _early_end_report(self, metrics: MetricsLogger, why: str, reports: Sequence[ValidationReport]) -> None:
         self.ended_early = why

@@ -5,8 +5,9 @@ it is what success looks like: with a filter that drops such groups, a run on ma
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
+from torchtitan.experiments.rl.controller.first_failures import FirstFailures
 from torchtitan.experiments.rl.controller.saved_state import DropsState, MasteryState, NoSignalState, StallState
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
@@ -164,10 +165,16 @@ class NoSignalFromStart:
 class StallDetectors:
     """All of them, for the groups of a run."""
 
-    def __init__(self, limit: int, tasks: Collection[str]):
+    def __init__(self, limit: int, tasks: Collection[str], note: Callable[[str], None] = lambda line: None):
+        """``note`` prints the first failure of each kind."""
+        self._failures = FirstFailures(note, limit)
         # A post-batch filter may drop every group that the pre-batch filters kept: its drops are counted on their own.
         self._drops, self._emptied = ConsecutiveDrops(limit), ConsecutiveDrops(limit)
         self._no_signal, self._mastery = NoSignalFromStart(limit), Mastery(limit, tasks)
+
+    def arrived(self, group: RolloutGroup) -> None:
+        """A group has arrived, scored or failed."""
+        self._failures.arrived(group)
 
     def scored(self, group: RolloutGroup, *, signal: bool) -> None:
         """A group was scored.
@@ -190,9 +197,11 @@ class StallDetectors:
         """A group was dropped; its rollouts ended in these ``columns`` of the ledger. ``taken``: a step had taken it.
 
         Raises:
-            RunError: too many in a row.
+            RunError: too many in a row, or the first groups of the run all failed in one way.
             NothingLeftToLearn: every task is mastered.
         """
+        if group.failure is not None:
+            self._failures.group_failed()
         tie = self._mastery.dropped(columns, group, signal=signal)
         (self._emptied if taken else self._drops).add(columns, group, tie=tie)
 
@@ -207,6 +216,7 @@ class StallDetectors:
 
     def restore(self, state: StallState) -> None:
         """Continue from a checkpoint."""
+        self._failures.resumed()
         self._drops.restore(state.drops)
         self._emptied.restore(state.emptied)
         self._no_signal.restore(state.no_signal)

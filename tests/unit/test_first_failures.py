@@ -1,0 +1,82 @@
+"""The first failure of each kind on the terminal, and the end of a run whose first groups all fail in one way."""
+
+import pytest
+
+from tests.unit.test_rollout_loop import Loop, StubTask, train_until
+from torchtitan.experiments.rl.controller.first_failures import FEW_GROUPS, FirstFailures
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+
+
+def group(*errors, task="sums", failure="0 of 2 rollouts scored"):
+    """One rollout an error; None is one that was scored."""
+    sample = DataSample(sample_id="s", env_input=None)
+    rollouts = [
+        Rollout(group_id="g", index_in_group=i, task_name=task, error=error, reward=None if error else 1.0)
+        for i, error in enumerate(errors)
+    ]
+    return RolloutGroup(group_id="g", task_name=task, data_sample=sample, rollouts=rollouts, failure=failure)
+
+
+def fail(failures, groups):
+    for entry in groups:
+        failures.arrived(entry)
+        if entry.failure is not None:
+            failures.group_failed()
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+def test_each_kind_is_printed_once_where_it_comes_first(said):
+    failures = FirstFailures(said.append, limit=100)
+    fail(
+        failures,
+        [group("Env.reset: no port 8001", None, failure=None), group("Env.reset: no port 8002", "late"), group("late")],
+    )
+    fail(failures, [group("late", task="other")])
+    assert [line.split(";")[0] for line in said] == [
+        "a rollout failed: Env.reset: no port 8001 (task sums)",
+        "a rollout failed: late (task sums)",
+        "a rollout failed: late (task other)",
+    ]
+
+
+def test_first_groups_that_fail_in_one_way_end_the_run_with_that_cause(said):
+    groups = [group(f"Env.reset: no port {i}", f"Env.reset: no port {i + 100}") for i in range(FEW_GROUPS)]
+    failures = FirstFailures(said.append, limit=100)
+    fail(failures, groups[:-1])
+    with pytest.raises(RunError, match="^the first 8 groups all failed in the same way: Env.reset: no port 0 .task sums.$"):
+        fail(failures, groups[-1:])
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    "others", [[group("one"), group("another")], [group("one", None, failure=None)]], ids=["two ways", "one that was scored"]
+)
+def test_first_groups_that_fail_otherwise_do_not(said, others):
+    fail(FirstFailures(said.append, limit=100), [*others, *[group("one")] * 2 * FEW_GROUPS])
+
+
+def test_a_lower_limit_of_the_run_and_a_resumed_run_have_no_such_end(said):
+    fail(FirstFailures(said.append, limit=FEW_GROUPS), [group("one")] * 2 * FEW_GROUPS)
+    failures = FirstFailures(said.append, limit=100)
+    failures.resumed()
+    fail(failures, [group("one")] * 2 * FEW_GROUPS)
+
+
+async def test_a_run_ends_so_and_its_ledger_balances():
+    class FailsAlike(StubTask):
+        async def score_group(self, group):
+            for rollout in group.rollouts:
+                rollout.status, rollout.reward = RolloutStatus.ERROR, None
+                rollout.error = f"Env.reset: no port {group.group_id.rpartition('-')[2]}"
+            group.failure = "0 of 2 rollouts scored"
+
+    loop = Loop(FailsAlike(lambda number: [0.0, 1.0]), groups_per_step=1, steps=1000, max_drops=100)
+    said = await train_until(loop, RunError)
+    assert said.startswith("the first 8 groups all failed in the same way: Env.reset: no port ")
+    counts = loop.ledger.counts()
+    assert 2 * FEW_GROUPS <= counts["stub/failed/error"] <= 2 * FEW_GROUPS + 4  # two groups may have run beside the last

@@ -1,0 +1,56 @@
+"""Warnings of a run that goes on and learns nothing."""
+
+import pytest
+
+from torchtitan.experiments.rl.controller.step_warnings import StepWarnings
+
+HEALTHY = {
+    "perf/event_loop_lag_max_s": 0.1,
+    "rollout/reward_mean": 0.5,
+    "rollout/reward_std": 0.4,
+    "rollout/completion_tokens_mean": 12.0,
+    "rollout/status/completed": 0.75,
+    "rollout/status/truncated_length": 0.25,
+    "perf/generator_0/busy": 0.9,
+    "perf/generator_1/busy": 0.1,
+    "time/wait_s": 8.0,
+    "time/step_s": 10.0,
+}
+WRONG = {
+    "a blocked loop": ({"perf/event_loop_lag_max_s": 2.34}, "blocks the event loop of the rollouts, for 2.3 s"),
+    "one reward": ({"rollout/reward_std": 0.0}, "every reward of the last 3 steps is 0.5: nothing is learned"),
+    "all cut off": (
+        {"rollout/status/truncated_length": 0.5, "rollout/status/truncated_max_turns": 0.5},
+        "was cut off, at 12 tokens on average: raise the task's sampling.max_tokens",
+    ),
+    "idle generators": (
+        {"perf/generator_0/busy": 0.15},
+        "the trainer waits for 80% of the step, and the generators work for 15% of it",
+    ),
+}
+
+
+def warned(*steps, compares_rewards=True):
+    lines = []
+    warnings = StepWarnings(lines.append, compares_rewards=compares_rewards)
+    for step in steps:
+        warnings.step(HEALTHY | step)
+    return lines
+
+
+@pytest.mark.parametrize("wrong, text", WRONG.values(), ids=WRONG)
+def test_three_steps_in_a_row_are_warned_of_once(wrong, text):
+    assert warned(wrong, wrong) == []
+    (line,) = warned(wrong, wrong, wrong, wrong, {}, wrong, wrong, wrong)
+    assert line.startswith("warning: ") and text in line
+
+
+@pytest.mark.parametrize("wrong, text", WRONG.values(), ids=WRONG)
+def test_odd_steps_among_others_are_not(wrong, text):
+    assert warned(wrong, wrong, {}, wrong, wrong, {}) == []
+
+
+def test_a_healthy_run_and_one_that_learns_from_no_reward_are_not_warned_of():
+    assert warned({}, {}, {}, {}) == []
+    one = {"rollout/reward_std": 0.0}
+    assert warned(one, one, one, compares_rewards=False) == []

@@ -1,0 +1,56 @@
+"""The first failure of each kind, on the terminal; and the end of a run whose first groups all fail in one way."""
+
+import re
+from collections.abc import Callable
+
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.printable import one_sentence
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+
+FEW_GROUPS = 8
+"""The first groups of a run. If all of them fail in one way, more would too."""
+MOST_KINDS = 20
+"""That are printed."""
+_VARIES = re.compile(r"0x[0-9a-f]+|\d+")
+
+
+class FirstFailures:
+    """Failures are of one kind if their task is the same, and their causes but for numbers."""
+
+    def __init__(self, note: Callable[[str], None], limit: int):
+        """
+        Args:
+            note: prints a line.
+            limit: groups in a row that end the run whatever they failed of.
+        """
+        self._note, self._few = note, FEW_GROUPS if limit > FEW_GROUPS else None
+        self._kinds: dict[tuple[str, str], str] = {}
+        """The first cause of each."""
+        self._failed = 0
+        self._began = False
+
+    def arrived(self, group: RolloutGroup) -> None:
+        """A group has arrived: print the failures of its rollouts that are the first of their kind."""
+        for rollout in group.rollouts:
+            if rollout.reward is None and rollout.error:
+                kind = (group.task_name, _VARIES.sub("#", rollout.error))
+                if kind not in self._kinds and len(self._kinds) < MOST_KINDS:
+                    self._kinds[kind] = cause = f"{one_sentence(rollout.error)} (task {group.task_name})"
+                    self._note(f"a rollout failed: {cause}; the first of its kind, logs/controller.jsonl has all")
+        if group.failure is None:
+            self._began = True
+
+    def group_failed(self) -> None:
+        """A group was dropped because its rollouts failed.
+
+        Raises:
+            RunError: the first groups of the run all failed, in one way.
+        """
+        self._failed += 1
+        if not self._began and self._failed == self._few and len(self._kinds) == 1:
+            (cause,) = self._kinds.values()
+            raise RunError(f"the first {self._failed} groups all failed in the same way: {cause}")
+
+    def resumed(self) -> None:
+        """The groups to come are not the run's first."""
+        self._began = True
