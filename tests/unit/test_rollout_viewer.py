@@ -63,6 +63,9 @@ async def test_conversation_reads_from_top_to_bottom(run_folder, capsys):
         (["--min-reward", "0.5"], "0"),
         (["--max-reward", "0.5"], "1"),
         (["--task", "calculator", "--status", "completed"], "01"),
+        (["--group", "calculator-0"], "012"),
+        (["--step", "3", "--limit", "1"], "0"),
+        (["--last", "--limit", "2"], "12"),
     ],
 )
 async def test_options_choose_rollouts(run_folder, capsys, options, shown):
@@ -70,6 +73,28 @@ async def test_options_choose_rollouts(run_folder, capsys, options, shown):
     text = capsys.readouterr().out
     assert [number for number in "012" if f"calculator-0/{number}" in text] == list(shown)
     assert ("the engine is gone" in text) == ("2" in shown)
+
+
+async def test_options_order_rollouts(run_folder, capsys):
+    """The rewards are 1, 0 and none; the second samples least of those that sampled."""
+    for key, order in (("reward", [0, 1, 2]), ("tokens", [0, 1, 2]), ("turns", [0, 1, 2])):
+        assert main([str(run_folder), "--last", "--sort", key]) == 0
+        shown = capsys.readouterr().out
+        assert sorted(range(3), key=lambda number: shown.find(f"calculator-0/{number} ")) == order
+    assert main([str(run_folder), "--last", "--limit", "2", "--sort", "reward"]) == 0
+    shown = capsys.readouterr().out
+    assert -1 < shown.find("calculator-0/1 ") < shown.find("calculator-0/2 ") and "calculator-0/0 " not in shown
+
+
+async def test_a_rollout_is_shown_with_the_mean_of_its_group_its_weights_and_its_tokens(run_folder, tokenizer, capsys):
+    assert main([str(run_folder), "--max-reward", "0.5", "--tokens"]) == 0
+    shown = capsys.readouterr().out
+    assert "reward 0 · trained · policy 3 · group's mean 0.5 " in shown  # of 1 and 0; the third has none
+    ids = tokenizer.encode("40<|im_end|>", add_special_tokens=False)
+    pairs = " ".join(f"{token}:{-(i + 1) / 8:.2f}" for i, token in enumerate(ids))  # as the stub samples
+    assert f"   tokens {pairs}\n" in shown
+    assert main([str(run_folder), "--max-reward", "0.5"]) == 0
+    assert "   tokens " not in capsys.readouterr().out
 
 
 async def test_nothing_to_show_is_said(run_folder, tmp_path, capsys):
