@@ -36,7 +36,7 @@ def summary(**changes) -> RunSummary:
 
 def test_a_step_line_shows_every_field_in_short():
     line = step_line(report(val_reward=0.5, val_step=10))
-    assert line.split() == "12/110 0.483 0.500 @10 12.0k 0.75/2 0.10 61.2 0.02 0".split()
+    assert line.split() == "12/110 0.483 0.500@10 12.0k 0.75/2 0.10 61.2 0.02 0".split()
 
 
 def test_a_step_without_validation_or_reward_says_so_without_moving_its_columns():
@@ -48,7 +48,7 @@ def test_a_step_without_validation_or_reward_says_so_without_moving_its_columns(
 @pytest.mark.parametrize("scale", [1, 1_000])
 def test_columns_end_where_their_titles_end(scale):
     line = step_line(report(step=9 * scale, tokens_per_second=900.0 * scale, wait_s=1.0 * scale, groups_dropped=scale))
-    assert len(line) == len(title_line()) <= WIDTH
+    assert len(line) == len(title_line()) <= WIDTH == 80
 
 
 def test_titles_return_before_they_scroll_away():

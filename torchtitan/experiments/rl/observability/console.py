@@ -1,4 +1,4 @@
-"""What a run prints: a header, one line a step, a summary. Everything but paths fits 100 columns.
+"""What a run prints: a header, one line a step, a summary. Everything but paths fits 80 columns.
 
 The `*_lines` functions turn records into text and print nothing; `Console` prints them. ASCII only, because a terminal's
 encoding is not ours to choose, and colours only on a terminal.
@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.printable import one_sentence, printable_line
 
 logger = logging.getLogger(__name__)
 
-WIDTH = 100
+WIDTH = 80
 LABEL_WIDTH = 12
 COMMAND = "python -m torchtitan.experiments.rl.grpo"
 TITLE_EVERY = 40
@@ -84,14 +84,14 @@ class RunSummary:
 
 _COLUMNS = {
     "step": 11,
-    "reward": 8,
-    "val": 12,
-    "tokens/s": 9,
-    "age mean/max": 12,
-    "wait s": 8,
-    "train s": 8,
-    "sync s": 8,
-    "dropped": 8,
+    "reward": 7,
+    "val": 10,
+    "tokens/s": 8,
+    "age": 8,
+    "wait s": 6,
+    "train s": 7,
+    "sync s": 6,
+    "dropped": 7,
 }  # title: width
 
 
@@ -109,7 +109,7 @@ def step_line(report: StepReport) -> str:
     cells = (
         f"{report.step}/{report.total_steps}",
         _reward(report.reward),
-        "" if report.val_reward is None else f"{_reward(report.val_reward)} @{report.val_step}",
+        "" if report.val_reward is None else f"{_reward(report.val_reward)}@{report.val_step}",
         _count(report.tokens_per_second),
         f"{report.age_mean:.2f}/{report.age_max}",
         _seconds(report.wait_s),
