@@ -30,6 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
         set_up_process()
         if command.list_configs:
             return _list(command.module)
+        if command.model is not None:
+            from torchtitan.experiments.rl.config.hub_model import model_folder
+
+            command.overrides += ["--model.hf-assets-path", model_folder(command.model)]
         resumed, command = _resumed(command)
         config, name = load_config(command), str(command.config_name)
         try:

@@ -4,10 +4,12 @@ Both try again for a minute where the network has no hub. Both read HF_HUB_OFFLI
 they look at from then on.
 """
 
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 LIMIT_S = 5.0
 
@@ -30,12 +32,14 @@ def hub_fault(limit_s: float = LIMIT_S) -> str | None:
 @contextmanager
 def without_hub() -> Iterator[None]:
     """In the block both use what they have downloaded before, and ask nobody."""
-    import datasets
     from huggingface_hub import constants
 
-    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    both: list[Any] = [constants, *([sys.modules["datasets.config"]] if "datasets.config" in sys.modules else [])]
+    before = [module.HF_HUB_OFFLINE for module in both]
     try:
+        for module in both:
+            module.HF_HUB_OFFLINE = True
         yield
     finally:
-        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+        for module, offline in zip(both, before, strict=True):
+            module.HF_HUB_OFFLINE = offline

@@ -33,7 +33,9 @@ class Command:
     run_dir: str | None
     resume: str | None
     init_from: str | None
-    overrides: list[str]
+    model: str | None = None
+    """A folder, or a model of the hub."""
+    overrides: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     """All of them, as they were given."""
 
@@ -66,6 +68,11 @@ def parse_command(arguments: list[str]) -> Command:
     parser.add_argument("--config", metavar="NAME", help="a named config; --list prints them")
     parser.add_argument(
         "--module", default=DEFAULT_MODULE, help="module whose functions are the configs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="a folder in hub format, or a model of the hub, such as Qwen/Qwen3-0.6B: it is downloaded",
     )
     parser.add_argument("--list", action="store_true", help="print the configs with a line each")
     parser.add_argument("--dry-run", action="store_true", help="print what the config amounts to; start nothing")
@@ -101,6 +108,7 @@ def parse_command(arguments: list[str]) -> Command:
         run_dir=known.run_dir,
         resume=known.resume,
         init_from=known.init_from,
+        model=known.model,
         overrides=overrides,
         words=arguments,
     )
