@@ -83,7 +83,7 @@ def test_the_plan_prints_degrees_shapes_and_the_bottleneck():
     assert lines[-2] == "shapes         4 of rows x tokens: 1 x 128, 1 x 2048, 1 x 4096, 1 x 8192"
     assert lines[-1].startswith("bottleneck ")
     debug = plan_run(config_registry.rl_grpo_qwen3_debug()).lines()
-    assert [line.split()[0] for line in debug[-3:]] == ["memory", "weights", "disk"], (
+    assert [line.split()[0] for line in debug[-3:]] == ["memory", "shared", "disk"], (
         "the cost model has no numbers for CPU cores"
     )
 
@@ -136,4 +136,4 @@ def test_the_plan_counts_the_weights_in_each_hosts_memory():
     # 32.76 billion parameters in bfloat16, twice. Two hosts train and two generate.
     both = 2 * 2 * 32_762_123_264
     assert plan.shared_weights == {0: both / 2, 1: both / 2, 2: both, 3: both}
-    assert "weights        two versions in shared memory: 61.02 GiB on hosts 0-1, 122.05 GiB on hosts 2-3" in plan.lines()
+    assert "shared memory  two versions of the weights: 61.02 GiB on hosts 0-1, 122.05 GiB on hosts 2-3" in plan.lines()

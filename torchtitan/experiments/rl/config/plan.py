@@ -93,7 +93,7 @@ class RunPlan:
             f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",
             f"processes      {self.processes} on {on}: {degrees}, {generators}",
             f"memory         about {self.trainer_gib:.2f} GiB a trainer rank ({held}), {share} a generator process",
-            f"weights        two versions in shared memory: {self._shared_weights()}",
+            f"shared memory  two versions of the weights: {self._shared_weights()}",
             f"disk           about {self.disk_gib:.2f} GiB: {self.checkpoints_kept} checkpoints of {self.checkpoint_gib:.2f} "
             "GiB are kept, another while it is written, and the policy",
         ]
