@@ -106,12 +106,12 @@ def killed_and_resumed(
         command = case.go_on(words)
         base = steps_recorded(case.run)
         came = wait_for_moment(kill, command, case.limit_s) is not None
-        was = steps_recorded(case.run)
+        was, ended = steps_recorded(case.run), not command.lives
         command.kill_session()
         if not came and command.process.returncode not in (0, -signal.SIGKILL):
             case.faults.append(f"exit code {command.process.returncode} before the kill")
-        late = [] if came else ["the run had ended before it could be killed"]
-        yield kill, f"from step {max(base, 0)}, at step {was}", late + check()
+        missed = "the run had ended before it could be killed" if ended else f"the moment did not come in {case.limit_s:g} s"
+        yield kill, f"from step {max(base, 0)}, at step {was}", ([] if came else [missed]) + check()
     case.end(case.go_on(words))
 
 

@@ -6,8 +6,10 @@ training        a step was reported
 weight update   a generator logs that it loads a version, which takes some 20 ms
 checkpoint      its folder lies there, unfinished
 shutdown        the last step was reported
+rebuild         the trainer was killed after a step, and the process is there again; then up to BUILD_S
 """
 
+import os
 import random
 import signal
 import time
@@ -16,7 +18,7 @@ from typing import Literal, get_args
 
 from tests.kills.command import Command, steps_recorded
 
-Moment = Literal["build", "validation", "training", "weight update", "checkpoint", "shutdown"]
+Moment = Literal["build", "validation", "training", "weight update", "checkpoint", "shutdown", "rebuild"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 BUILD_S = 15.0
@@ -27,10 +29,12 @@ LATEST_S: dict[Moment, float] = {
     "weight update": 0.03,
     "checkpoint": 0.15,
     "shutdown": 2.0,
+    "rebuild": BUILD_S,
 }
 """How long after its first sign each moment lasts, at the most."""
 LOADING, HOLDS = "loading version", "holds version"
 """A generator logs the first when it begins to load a version, and the second when it has."""
+TRAINER = "trainer-0"
 READY = "trainer and generators agree on version"
 
 
@@ -68,6 +72,8 @@ def draw(random_: random.Random, part: str, moment: Moment, *, steps: int, inter
 def wait_for_moment(kill: Kill, command: Command, limit_s: float) -> int | None:
     """Return the process to kill when the moment has come. None: the run ended first, or the time."""
     deadline = command.began + limit_s
+    if kill.moment == "rebuild":
+        return wait_for_rebuild(kill, command, limit_s)
     generator = kill.part if kill.part.startswith("generator-") else "generator-0"
     loads, controller = LogTail(command, generator), LogTail(command, "controller")
     pid, ready, reached = None, False, False
@@ -92,6 +98,21 @@ def wait_for_moment(kill: Kill, command: Command, limit_s: float) -> int | None:
         if came:
             return pid if waited(kill, command) else None
         time.sleep(0.002)
+    return None
+
+
+def wait_for_rebuild(kill: Kill, command: Command, limit_s: float) -> int | None:
+    """Kill the trainer after a step, and return the process that is then made as ``kill.part``. The command's own stays."""
+    made = TRAINER if kill.part == "controller" else kill.part
+    trainer = wait_for_moment(replace(kill, part=TRAINER, moment="training", delay_s=0.0), command, limit_s)
+    before = command.pid_of(made)
+    if trainer is None or before is None:
+        return None
+    os.kill(trainer, signal.SIGKILL)
+    while command.lives and time.monotonic() < command.began + limit_s:
+        if (pid := command.pid_of(made)) not in (None, before):
+            return (command.process.pid if kill.part == "controller" else pid) if waited(kill, command) else None
+        time.sleep(0.05)
     return None
 
 

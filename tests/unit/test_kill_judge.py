@@ -121,9 +121,9 @@ def test_an_example_that_is_served_once_more_or_less_is_a_fault():
 
 
 def test_a_seed_draws_the_same_kills_and_every_part_at_every_moment():
-    drawn = [kill for kill, _ in zip(kill_matrix.kills(3), range(70), strict=False)]
-    assert drawn == [kill for kill, _ in zip(kill_matrix.kills(3), range(70), strict=False)]
-    cases = {(kind.name, kill.part, kill.moment) for kind, kill in drawn[:60]}
+    drawn = [kill for kill, _ in zip(kill_matrix.kills(3), range(80), strict=False)]
+    assert drawn == [kill for kill, _ in zip(kill_matrix.kills(3), range(80), strict=False)]
+    cases = {(kind.name, kill.part, kill.moment) for kind, kill in drawn[:70]}
     assert cases == {(kind.name, part, moment) for kind in kill_matrix.RUNS for part in kind.parts for moment in MOMENTS}
     assert {kill.number for _, kill in drawn} == {signal.SIGKILL, signal.SIGSTOP}
     assert all(0 <= kill.step <= kill_matrix.STEPS for _, kill in drawn)
