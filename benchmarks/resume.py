@@ -4,9 +4,9 @@
 
 1. Time to resume: from the start of the command with ``--resume`` until its first new step is in the metrics. Beside it, from
    the start of a new run until its first step. The run is the demo's, without evaluations.
-2. Cost: the same run with a checkpoint every 20 steps, the default, and with none, in turns. Its time is that from step
-   ``WARM_UP`` to the last one that a checkpoint's writing can run beside. And what the steps say that they waited for
-   checkpoints themselves, which other work on the machine disturbs less.
+2. Cost: the same run with a checkpoint every 20 steps, the default, and with none, in turns. Its time is that of the steps
+   after ``WARM_UP``, with what they waited for a checkpoint and what its writing beside them slowed them. And the wait alone,
+   which other work on the machine disturbs less.
 
 Every figure is a median; the spread is that of the repeats.
 """
@@ -26,8 +26,8 @@ from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa
 COMMAND = [sys.executable, "-m", "torchtitan.experiments.rl.grpo"]
 DEMO = "--config rl_grpo_qwen3_debug --validation.every 0 --trainer.no-save-final-model".split()
 INTERVAL = 20
-WARM_UP = 10
-"""Steps; the first ones compile and allocate."""
+WARM_UP = 20
+"""Steps; the first ones compile and allocate. A multiple of INTERVAL: a step reports what was waited after the step before."""
 
 
 def started(words: list[str], output: Path) -> subprocess.Popen:
@@ -55,11 +55,11 @@ def seconds_to_step(step: int, words: list[str], run: Path, output: Path) -> flo
 
 
 def step_seconds(run: Path) -> tuple[float, float]:
-    """Seconds of a step, and the part of them in which it waited for a checkpoint."""
+    """Seconds of a step with the wait for a checkpoint before it, and that wait."""
     records = [record for record in read_metrics(run / "metrics.jsonl") if record["step"] > WARM_UP]
-    taken = sum(record["time/step_s"] for record in records)
     waited = sum(record.get("time/checkpoint_s", 0.0) for record in records)
-    return taken / len(records), waited / len(records)
+    taken = sum(record["time/step_s"] for record in records)  # without the wait
+    return (taken + waited) / len(records), waited / len(records)
 
 
 def said(values: list[float], unit: str = "s") -> str:
@@ -71,6 +71,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60, help="of a run whose checkpoints are measured")
     arguments, overrides = parser.parse_known_args()
+    if arguments.steps <= WARM_UP or arguments.steps % INTERVAL:
+        parser.error(f"--steps {arguments.steps}: give a multiple of {INTERVAL} above {WARM_UP}")
     demo = [*DEMO, *overrides]
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)
