@@ -191,7 +191,10 @@ def test_a_mistake_in_a_task_is_refused_in_one_line(refused, config_module, made
 WORDS = {
     "a config there is not": (["--config", "rl_grpo_qwen3_debg"], "did you mean rl_grpo_qwen3_debug?"),
     "no config": (["--steps", "3"], "--config = None: name a config; --list prints them"),
-    "a misspelt option": ([*DEBUG, "--stepz", "3"], "--stepz"),
+    "a misspelt option": ([*DEBUG, "--step", "3"], "Unrecognized options: --step, 3; perhaps you meant --steps\n"),
+    "the end of an option": ([*DEBUG, "--lr=1e-4"], "perhaps you meant --trainer.optimizer.lr\n"),
+    "another misspelt one": ([*DEBUG, "--steps", "3", "--max_retry", "1"], "meant --tasks.sum-digits.max-retries\n"),
+    "an option like none": ([*DEBUG, "--zebra", "3"], "Unrecognized options: --zebra, 3\n"),
     "a number that is none": ([*DEBUG, "--steps", "three"], "three"),
     "a number out of bounds": ([*DEBUG, "--steps", "0"], "steps = 0: must be at least 1"),
     "a group of one": (

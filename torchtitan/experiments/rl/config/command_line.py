@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import importlib
 import inspect
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -194,6 +195,39 @@ def _override(config: Any, overrides: list[str]) -> Any:
     except SystemExit as end:
         if end.code in (0, None):  # --help
             raise
-        raise ConfigError("overrides", " ".join(overrides), error_message(errors.getvalue())) from None
+        message = error_message(errors.getvalue())
+        if message.startswith("Unrecognized") and (near := _nearest_option(config, overrides)) is not None:
+            message = f"{message.partition('; perhaps')[0]}; perhaps you meant --{near}"
+        raise ConfigError("overrides", " ".join(overrides), message) from None
     except Exception as error:  # tyro's own, of a config whose fields it can't make options of
         raise ConfigError("overrides", " ".join(overrides), f"can't be applied to this config: {fault_of(error)}") from error
+
+
+def _nearest_option(config: Any, overrides: list[str]) -> str | None:
+    """The field that the first unknown option of ``overrides`` probably means: one of a like path, else one of a like name.
+
+    tyro's own guess for --step is --groups-per-step.
+    """
+    paths = list(_option_paths(config))
+    options = (word[2:].partition("=")[0].replace("_", "-") for word in overrides if word.startswith("--"))
+    unknown = next((option for option in options if option not in paths), None)
+    if unknown is None:
+        return None
+    if near := difflib.get_close_matches(unknown, paths, n=1, cutoff=0.8):
+        return near[0]
+    ends = {path.rpartition(".")[2]: path for path in reversed(paths)}
+    near = difflib.get_close_matches(unknown.rpartition(".")[2], ends, n=1, cutoff=0.8)
+    return ends[near[0]] if near else None
+
+
+def _option_paths(config: Any, before: str = "") -> Iterator[str]:
+    """Of every field, as the command line writes it."""
+    entries: dict[str, Any] = {}
+    if dataclasses.is_dataclass(config):
+        entries = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
+    elif isinstance(config, dict):
+        entries = {name: value for name, value in config.items() if isinstance(name, str)}
+    for name, value in entries.items():
+        path = before + name.replace("_", "-")
+        yield path
+        yield from _option_paths(value, f"{path}.")
