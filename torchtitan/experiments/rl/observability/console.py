@@ -189,15 +189,16 @@ def _labelled(label: str, text: str) -> str:
 
 
 def _wrapped(label: str, items: list[str]) -> list[str]:
-    """Items after a label, broken between words and continued under the first of them."""
-    return textwrap.wrap(
-        ", ".join(items),
+    """Items after a label, broken between them and continued under the first."""
+    lines = textwrap.wrap(
+        ", ".join(item.replace(" ", "\xa0") for item in items),  # at which textwrap does not break
         WIDTH,
         initial_indent=_labelled(label, ""),
         subsequent_indent=" " * LABEL_WIDTH,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return [line.replace("\xa0", " ") for line in lines]
 
 
 def _reward(value: float | None) -> str:
