@@ -59,14 +59,19 @@ class GRPO(Algorithm):
     def score_group(self, group: RolloutGroup) -> None:
         if not group.scored:
             return
-        rewards = np.array(group.rewards)
-        if self.config.length_penalty != "none":
-            rewards = shorten(rewards, np.array([self.cost(rollout) for rollout in group.scored]))
+        rewards = self.shaped_rewards(group)
         advantages = centered(rewards)
         if self.config.normalize_std:
             advantages /= np.std(rewards) + 1e-6
         for rollout, advantage in zip(group.scored, advantages, strict=True):
             rollout.assign_advantages(float(advantage))
+
+    def shaped_rewards(self, group: RolloutGroup) -> np.ndarray:
+        """What the advantages are of: float64 [G], one for each scored rollout, of which there is at least one."""
+        rewards = np.array(group.rewards)
+        if self.config.length_penalty == "none":
+            return rewards
+        return shorten(rewards, np.array([self.cost(rollout) for rollout in group.scored]))
 
     def cost(self, rollout: Rollout) -> float:
         """What the length penalty counts: turns, or weighted tokens."""

@@ -1,0 +1,47 @@
+"""DAPO's credit: GRPO with the standard deviation, and a penalty on answers that come near the length limit."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from annotated_types import Ge
+
+from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.bounds import Cure, PositiveInt
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+
+
+class DAPO(GRPO):
+    """Decoupled clip and dynamic sampling policy optimization (Yu et al., arXiv:2503.14476): its credit (eq. 9 and 13).
+
+        r' = r - clip((c - (L - B)) / B, 0, 1)     c: sampled tokens of the rollout, L: overlong_limit, B: overlong_buffer
+        A = (r' - mean(r')) / std(r')
+
+    The rest of DAPO belongs to the run, and ``config.recipes.dapo`` sets it: the loss ``PPOClip`` with clip_high 0.28, and the
+    filter ``ZeroAdvantage`` before the batch, which is its dynamic sampling. Its token-level loss is what every run has.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GRPO.Config):
+        normalize_std: bool = True
+        overlong_limit: Annotated[int | None, Ge(1), Cure("None is no penalty")] = None
+        """L: tokens from which the penalty is 1; ``sampling.max_tokens`` in a task of one turn. None: no penalty."""
+        overlong_buffer: PositiveInt = 4096
+        """B: tokens below the limit in which the penalty rises from 0 to 1."""
+
+        def validate(self, *, field: str, **context) -> None:
+            super(DAPO.Config, self).validate(field=field, **context)
+            if self.overlong_limit is not None and self.overlong_buffer > self.overlong_limit:
+                cure = f"must be at most overlong_limit = {self.overlong_limit}: else an empty answer has a penalty"
+                raise ConfigError(f"{field}.overlong_buffer", self.overlong_buffer, cure)
+
+    config: Config
+
+    def shaped_rewards(self, group: RolloutGroup) -> np.ndarray:
+        rewards = super().shaped_rewards(group)
+        if self.config.overlong_limit is None:
+            return rewards
+        lengths = np.array([rollout.completion_tokens for rollout in group.scored])
+        begin = self.config.overlong_limit - self.config.overlong_buffer
+        return rewards - np.clip((lengths - begin) / self.config.overlong_buffer, 0, 1)

@@ -1,0 +1,75 @@
+"""Turn-level credit: each turn's tokens are credited with what the env rewarded from that turn on."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.algorithms.grpo import centered
+from torchtitan.experiments.rl.bounds import NonEmptyStr, NonNegativeFloat, Share
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
+
+
+class TurnCredit(Algorithm):
+    """Discounted returns of a conversation's turns (Ding et al., GTPO, arXiv:2511.14846; turn-level rewards: Zeng et al.,
+    arXiv:2505.11821).
+
+        R_k = r_k + γ·R_(k+1)              r_k: what the env rewarded in turn k, the last turn also outcome_weight·reward
+        A_k = R_k - mean of R_k            over the group's scored rollouts that have a turn k
+
+    for every token sampled in turn k; ``normalize_std`` also divides by their standard deviation, as the paper does. The
+    mean is by turn, because later turns have less left to earn. A turn that one rollout alone has reached gets 0.
+    """
+
+    group_relative: ClassVar[bool] = True
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        gamma: Share = 1.0
+        """γ: what a turn is credited with of the next turn's return."""
+        components: list[NonEmptyStr] = field(default_factory=list)
+        """Names among ``StepOutput.reward_components`` that count; empty: all of them."""
+        outcome_weight: NonNegativeFloat = 0.0
+        """Weight of the rubric's reward in the last turn. 0 where the rubric only sums up what the env rewarded."""
+        normalize_std: bool = False
+        """Divide by the standard deviation (of the population) of the returns that a turn is compared with."""
+
+    config: Config
+
+    def score_group(self, group: RolloutGroup) -> None:
+        if not self.config.outcome_weight and not any(self._rewarded(rollout) for rollout in group.scored):
+            named = f"among {self.config.components}" if self.config.components else "at all"
+            raise ValueError(
+                f"the env rewarded no turn of the group ({named}): return reward_components from step_message, or set "
+                "outcome_weight"
+            )
+        returns = [self._returns(rollout) for rollout in group.scored]
+        advantages = [np.zeros(len(own)) for own in returns]
+        for k in range(max(map(len, returns), default=0)):
+            reached = [index for index, own in enumerate(returns) if len(own) > k]
+            at_k = np.array([returns[index][k] for index in reached])
+            scale = np.std(at_k) + 1e-6 if self.config.normalize_std else 1.0
+            for index, advantage in zip(reached, centered(at_k) / scale, strict=True):
+                advantages[index][k] = advantage
+        for rollout, own in zip(group.scored, advantages, strict=True):
+            sampled = np.array([len(turn.completion.token_ids) for turn in rollout.turns], int)
+            rollout.assign_advantages(np.repeat(own, sampled).tolist())
+
+    def _rewarded(self, rollout: Rollout) -> bool:
+        return any(self._counts(name) for turn in rollout.turns for name in turn.reward_components)
+
+    def _counts(self, name: str) -> bool:
+        return not self.config.components or name in self.config.components
+
+    def _returns(self, rollout: Rollout) -> np.ndarray:
+        """R_k of each turn: float64 [turns]."""
+        returns = np.array(
+            [sum(value for name, value in turn.reward_components.items() if self._counts(name)) for turn in rollout.turns],
+            float,
+        )
+        if len(returns) and rollout.reward is not None:
+            returns[-1] += self.config.outcome_weight * rollout.reward
+        for k in range(len(returns) - 2, -1, -1):
+            returns[k] += self.config.gamma * returns[k + 1]
+        return returns
