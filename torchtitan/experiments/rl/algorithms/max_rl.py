@@ -1,15 +1,12 @@
 """MaxRL: reinforcement learning that climbs the log of the success rate."""
 
-from typing import ClassVar
-
 import numpy as np
 
-from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.algorithms.grpo import centered
+from torchtitan.experiments.rl.algorithms.length_penalty import GroupRewards, centered
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 
-class MaxRL(Algorithm):
+class MaxRL(GroupRewards):
     """Maximum-likelihood reinforcement learning (Tajwar et al., arXiv:2602.02710, algorithm 1).
 
         m = mean(r),   A = (r - m) / m,   and 0 where m <= 0
@@ -18,12 +15,10 @@ class MaxRL(Algorithm):
     logarithm: rare successes weigh more. Made for rewards of 0 and 1.
     """
 
-    group_relative: ClassVar[bool] = True
-
     def score_group(self, group: RolloutGroup) -> None:
         if not group.scored:
             return
-        rewards = np.array(group.rewards)
+        rewards = self.shaped_rewards(group)
         mean = rewards.mean()
         # Rewards of both signs can cancel but for rounding: such a mean is 0, not a divisor of 1e-17.
         positive = mean > 1e-9 * np.abs(rewards).max()
