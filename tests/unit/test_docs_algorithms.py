@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.config.command_line import load_config, parse_com
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.losses import Correction
 from torchtitan.experiments.rl.models.policy import ModelConfig, parameter_count, policy_spec
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
@@ -60,6 +61,9 @@ def test_every_algorithm_and_loss_is_in_its_table():
         assert f"| `{name}` |" in PAGE
     for name in ("DPPO", "PPOClip", "CISPO", "GSPO", "CustomRLLoss"):
         assert name in losses.__all__ and f"| rl: `{name}`" in PAGE
+    for kind in Correction.__subclasses__():
+        if kind.__module__.startswith("torchtitan."):
+            assert kind.__name__ in losses.__all__ and f"| `{kind.__name__}` |" in PAGE
 
 
 @pytest.fixture

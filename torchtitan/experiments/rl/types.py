@@ -190,11 +190,12 @@ class DataParallel:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class LossDenominators:
-    """Member tokens of each loss component over the whole optimizer step: all microbatches, all data-parallel ranks.
+    """What each loss component is divided by: by default its member tokens over the whole optimizer step, which is all
+    microbatches and all data-parallel ranks.
 
-    Each is at least 1, so an empty component divides 0 by 1.
+    Each is above 0; an empty component divides 0 by 1.
     """
 
-    rl: int
-    ce: int
-    ref_kl: int
+    rl: float
+    ce: float
+    ref_kl: float

@@ -26,6 +26,9 @@ class Algorithm(UserConfigurable):
     group_relative: ClassVar[bool] = False
     """Whether credit compares the rollouts of a group, so that a group of one teaches nothing."""
 
+    batch_normalized: ClassVar[bool] = False
+    """Whether its advantages are meant to be normalised over the step: ``trainer.loss.normalize_advantages``."""
+
     replaces: ClassVar[tuple[str, ...]] = ()
     """Fields of a training sample, beside its credit, that ``score_rollout`` replaces. A change of any other is an error."""
 

@@ -10,6 +10,7 @@ from torchtitan.experiments.rl.bounds import FieldTypes, NonNegativeInt, Positiv
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.balance import Balance, balance
 from torchtitan.experiments.rl.config.engine_fit import check_cores, check_engine_fits
+from torchtitan.experiments.rl.config.loss_checks import check_loss
 from torchtitan.experiments.rl.config.memory import ModelSizes, shared_weights, trainer_memory
 from torchtitan.experiments.rl.config.plan import RunPlan, checkpoint_gib
 from torchtitan.experiments.rl.config.profiled_steps import profiled_steps
@@ -67,6 +68,7 @@ def check(config: RunConfig) -> None:
     with user_code("generator.engine", type(config.generator.engine).__name__, "its validate failed"):
         config.generator.engine.validate(field="generator.engine")
     config.trainer.parallelism.validate(field="trainer.parallelism", ranks=config.trainer.ranks)
+    check_loss(config)
     if config.rollout_workers and config.max_offpolicy_steps == 0:
         cure = "synchronous runs repeat bit for bit, which takes one process: set it to 0, or max_offpolicy_steps to 1 or more"
         raise ConfigError("rollout_workers", config.rollout_workers, cure)

@@ -3,7 +3,7 @@
 config = dapo(rl_grpo_qwen3_4b())
 """
 
-from torchtitan.experiments.rl.algorithms import DAPO, GRPO
+from torchtitan.experiments.rl.algorithms import DAPO, GRPO, ReinforcePP
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.losses import PPOClip
@@ -21,4 +21,36 @@ def dapo(config: RunConfig) -> RunConfig:
     for task in config.tasks.values():
         if built_class(task.algorithm) is GRPO:
             task.algorithm = DAPO.Config()
+    return config
+
+
+def dr_grpo(config: RunConfig) -> RunConfig:
+    """Dr. GRPO (Liu et al., arXiv:2503.20783), for every task that learns by GRPO: no division by the standard deviation, and a
+    sum over tokens divided by a constant, so that neither a group's spread nor an answer's length changes a token's weight.
+
+    The constant is the most tokens that a step can sample: rollouts of a step · turns · ``sampling.max_tokens``.
+    """
+    tasks = config.tasks.values()
+    for task in tasks:
+        if isinstance(task.algorithm, GRPO.Config) and built_class(task.algorithm) is GRPO:
+            task.algorithm.normalize_std = False
+    longest = max(task.sampling.max_tokens * task.env.max_turns for task in tasks)
+    rollouts = config.rollouts_per_step or config.groups_per_step * max(task.group_size for task in tasks)
+    config.trainer.loss.rl = PPOClip.Config()
+    config.trainer.loss.rl_denominator = float(rollouts * longest)
+    return config
+
+
+def reinforce_pp(config: RunConfig) -> RunConfig:
+    """REINFORCE++ (Hu et al., arXiv:2501.03262), for every task that learns by GRPO: rewards normalised over the whole step.
+
+    Groups of equal rewards teach by it, so a filter that drops them is taken out.
+    """
+    config.trainer.loss.normalize_advantages = True
+    config.trainer.loss.rl = PPOClip.Config()
+    for slot in (config.pre_batch_filters, config.post_batch_filters):
+        slot[:] = [entry for entry in slot if built_class(entry) is not ZeroAdvantage]
+    for task in config.tasks.values():
+        if built_class(task.algorithm) is GRPO:
+            task.algorithm = ReinforcePP.Config()
     return config

@@ -1,9 +1,20 @@
 """What the trainer minimises: three per-token components, rl, ce and ref_kl, summed. Start with ``loss.py``."""
 
+from torchtitan.experiments.rl.losses.ce import CrossEntropy
+from torchtitan.experiments.rl.losses.corrections import (
+    Correction,
+    GeometricMask,
+    IcePop,
+    ProbabilityMask,
+    SequenceMask,
+    TruncatedImportance,
+    check_corrections,
+)
 from torchtitan.experiments.rl.losses.loss import LossConfig, compute_loss
-from torchtitan.experiments.rl.losses.members import count_members
+from torchtitan.experiments.rl.losses.members import count_denominators, count_members, step_denominators
 from torchtitan.experiments.rl.losses.metrics import MetricSums
 from torchtitan.experiments.rl.losses.mismatch import mismatch_metrics
+from torchtitan.experiments.rl.losses.normalization import advantage_sums, with_normalized_advantages
 from torchtitan.experiments.rl.losses.ref_kl import RefKL
 from torchtitan.experiments.rl.losses.variants import CISPO, DPPO, GSPO, CustomRLLoss, PPOClip, RLLoss, RLTokens
 
@@ -11,14 +22,26 @@ __all__ = [
     "CISPO",
     "DPPO",
     "GSPO",
+    "Correction",
+    "CrossEntropy",
     "CustomRLLoss",
+    "GeometricMask",
+    "IcePop",
     "LossConfig",
     "MetricSums",
     "PPOClip",
+    "ProbabilityMask",
     "RLLoss",
     "RLTokens",
     "RefKL",
+    "SequenceMask",
+    "TruncatedImportance",
+    "advantage_sums",
+    "check_corrections",
     "compute_loss",
+    "count_denominators",
     "count_members",
     "mismatch_metrics",
+    "step_denominators",
+    "with_normalized_advantages",
 ]

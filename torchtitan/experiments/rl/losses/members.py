@@ -1,8 +1,12 @@
 """Which tokens of a batch each loss component is about, and which packed sample each token lies in."""
 
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
 
-from torchtitan.experiments.rl.types import TrainingBatch
+from torchtitan.experiments.rl.bounds import PositiveFloat
+from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch
 
 
 def rl_members(batch: TrainingBatch) -> torch.Tensor:
@@ -26,6 +30,36 @@ def count_members(batch: TrainingBatch) -> torch.Tensor:
     Summed over microbatches and all-reduced once a step, then clamped to at least 1, they are the step's LossDenominators.
     """
     return torch.stack([members(batch).sum() for members in (rl_members, ce_members, ref_kl_members)])
+
+
+Denominator = Literal["members", "weights"] | PositiveFloat
+"""What a component's sum over the step is divided by: its member tokens, the sum of their absolute weights, or a number."""
+
+
+def count_denominators(batch: TrainingBatch, denominators: Sequence[Denominator]) -> torch.Tensor:
+    """This batch's part of the denominators of rl, ce and ref_kl: float64 [3], on the batch's device.
+
+    Summed over microbatches and all-reduced once a step; ``step_denominators`` makes the step's of the sums.
+    """
+    counts = []
+    for wanted, members, weights in zip(
+        denominators,
+        (rl_members, ce_members, ref_kl_members),
+        (batch.rl_weights, batch.ce_weights, batch.ref_kl_weights),
+        strict=True,
+    ):
+        member = members(batch)
+        counts.append(torch.where(member, weights.double().abs(), 0).sum() if wanted == "weights" else member.sum().double())
+    return torch.stack(counts)
+
+
+def step_denominators(sums: torch.Tensor, denominators: Sequence[Denominator]) -> LossDenominators:
+    """The step's denominators. An empty component divides 0 by 1."""
+    rl, ce, ref_kl = (
+        wanted if not isinstance(wanted, str) else float(value) or 1.0
+        for wanted, value in zip(denominators, sums.tolist(), strict=True)
+    )
+    return LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl)
 
 
 def sequence_ids(positions: torch.Tensor) -> torch.Tensor:

@@ -6,9 +6,11 @@ import torch
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import NonNegativeFloat
+from torchtitan.experiments.rl.configurable import UserConfigurable
+from torchtitan.experiments.rl.losses.variants import PerToken
 
 
-class RefKL(Configurable):
+class RefKL(UserConfigurable):
     """Policy gradient of the reverse KL to a reference model, one sampled token at a time.
 
     The gain of token t is ``g = stopgrad(ref_logp - logp)``: sampled from the policy, -g has the expectation KL(policy ‖ ref),
@@ -30,10 +32,9 @@ class RefKL(Configurable):
     def __init__(self, config: Config):
         self.config = config
 
-    def per_token(
-        self, logprobs: torch.Tensor, generator_logprobs: torch.Tensor, ref_logprobs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses [B, L], before the token's weight, and bool [B, L]: the dropped tokens. The inputs are [B, L]."""
+    def per_token(self, logprobs: torch.Tensor, generator_logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> PerToken:
+        """Losses [B, L], before the token's weight, and bool [B, L]: the dropped tokens. The inputs are [B, L]. A subclass may
+        return metrics of its own too, as for ``RLLoss``."""
         c = self.config
         lr = logprobs - generator_logprobs
         d = logprobs.detach().exp() - generator_logprobs.exp()

@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.bounds import NonNegativeFloat
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.losses.own_metrics import OwnMetrics
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
 
@@ -36,6 +37,19 @@ class RLTokens:
     """int64, in [0, B * L). The same for all tokens of one packed training sample."""
 
 
+PerToken = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, OwnMetrics]
+"""What a loss with a mask returns: losses, masked tokens, and metrics of its own if it has any."""
+
+
+def sequence_log_ratios(tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each token the sum of lr over its sequence, and the sequence's number of member tokens: float64 [B, L], constants."""
+    ids = tokens.sequence_ids.flatten()
+    lr = (tokens.logprobs - tokens.generator_logprobs).detach().double()  # 0 on tokens that are no member
+    lr_sum = lr.new_zeros(ids.numel()).index_add(0, ids, lr.flatten())
+    count = lr.new_zeros(ids.numel()).index_add(0, ids, tokens.member.flatten().double())
+    return lr_sum[ids].view_as(lr), count[ids].view_as(lr)
+
+
 class RLLoss(UserConfigurable, abc.ABC):
     """Base of the rl variants."""
 
@@ -47,8 +61,11 @@ class RLLoss(UserConfigurable, abc.ABC):
         self.config = config
 
     @abc.abstractmethod
-    def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """Losses [B, L], before the token's weight, and bool [B, L]: where a mask or clip took or capped the gradient."""
+    def per_token(self, tokens: RLTokens) -> PerToken:
+        """Losses [B, L], before the token's weight, and bool [B, L]: where a mask or clip took or capped the gradient.
+
+        A third entry, a dict of values [B, L] by name, gives the metrics ``rl/own/<name>``.
+        """
 
 
 class DPPO(RLLoss):
@@ -163,17 +180,16 @@ class GSPO(RLLoss):
     config: Config
 
     def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, ids = tokens.logprobs, tokens.sequence_ids.flatten()
-        lr = (logprobs - tokens.generator_logprobs).detach().double()  # 0 on tokens that are no member
-        lr_sum = lr.new_zeros(ids.numel()).index_add(0, ids, lr.flatten())
-        count = lr.new_zeros(ids.numel()).index_add(0, ids, tokens.member.flatten().double())
-        log_s = (lr_sum / count.clamp(min=1))[ids].view_as(lr).to(logprobs.dtype)
+        logprobs = tokens.logprobs
+        lr_sum, count = sequence_log_ratios(tokens)
+        log_s = (lr_sum / count.clamp(min=1)).to(logprobs.dtype)
         log_s_t = log_s + (logprobs - logprobs.detach())
         return clipped_surrogate(log_s_t, tokens.advantages, self.config.clip_low, self.config.clip_high)
 
 
 class CustomRLLoss(RLLoss):
-    """A function of yours: RLTokens in, losses [B, L] out, one per token and before its weight. It is given copies.
+    """A function of yours: RLTokens in, losses [B, L] out, one per token and before its weight; or these and a dict of values
+    [B, L], for the metrics ``rl/own/<name>``. It is given copies.
 
     Raises:
         ValueError: the function returned something else. Names the function.
@@ -182,18 +198,20 @@ class CustomRLLoss(RLLoss):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RLLoss.Config):
-        function: Callable[[RLTokens], torch.Tensor]
+        function: Callable[[RLTokens], torch.Tensor | tuple[torch.Tensor, OwnMetrics]]
         """Importable by the trainer's processes: defined at the top level of a module."""
 
     config: Config
 
-    def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
+    def per_token(self, tokens: RLTokens) -> PerToken:
         owner = loss_name(self.config)
         copies = {entry.name: getattr(tokens, entry.name).clone() for entry in fields(tokens)}
         try:
-            losses = self.config.function(RLTokens(**copies))
+            returned = self.config.function(RLTokens(**copies))
         except BaseException as error:  # an exit would end the trainer's thread without a cause
             raise RunError(f"{owner}: {cause_of(error)}") from error
+        with_metrics = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)
+        losses, own = returned if with_metrics else (returned, {})
         if not isinstance(losses, torch.Tensor) or not losses.is_floating_point():
             kind = losses.dtype if isinstance(losses, torch.Tensor) else type(losses).__name__
             raise ValueError(f"{owner} returned {kind}, want a floating-point tensor of losses")
@@ -204,7 +222,7 @@ class CustomRLLoss(RLLoss):
             )
         if tokens.logprobs.requires_grad and not losses.requires_grad:
             raise ValueError(f"{owner} returned losses without a gradient: compute them from tokens.logprobs")
-        return losses, torch.zeros_like(tokens.member)
+        return losses, torch.zeros_like(tokens.member), own
 
 
 def loss_name(config: RLLoss.Config) -> str:

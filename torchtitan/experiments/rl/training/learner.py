@@ -1,7 +1,7 @@
 """One rank of the policy's training: model, optimizer, schedule, checkpoint. Synchronous; it knows tokens and weights only."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,16 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.losses import LossConfig, MetricSums, compute_loss, count_members, mismatch_metrics
+from torchtitan.experiments.rl.losses import (
+    LossConfig,
+    MetricSums,
+    advantage_sums,
+    compute_loss,
+    count_denominators,
+    mismatch_metrics,
+    step_denominators,
+    with_normalized_advantages,
+)
 from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
@@ -110,11 +119,14 @@ class Learner:
             Metrics of the whole step, the same on every rank.
         """
         denominators = self._denominators(microbatches)
+        advantages = self._summed(map(advantage_sums, microbatches)) if self.config.loss.normalize_advantages else None
         sums = MetricSums()
         for index, microbatch in enumerate(microbatches):
             on_microbatch()
             self._synchronise_gradients(last=index == len(microbatches) - 1)
             batch = microbatch.to(self._device)
+            if advantages is not None:
+                batch = with_normalized_advantages(batch, advantages)
             with self._traced("forward"):
                 logprobs, entropy = batch_logprobs(self._policy, batch)
                 loss, metrics = compute_loss(logprobs, batch, denominators, self.config.loss)
@@ -209,11 +221,15 @@ class Learner:
                 torch.cuda.synchronize(self._device)
 
     def _denominators(self, microbatches: list[TrainingBatch]) -> LossDenominators:
-        counts = torch.stack([count_members(batch) for batch in microbatches]).sum(0).to(self._device)
+        wanted = self.config.loss.denominators
+        return step_denominators(self._summed(count_denominators(batch, wanted) for batch in microbatches), wanted)
+
+    def _summed(self, of_microbatches: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Sums over the whole step: all microbatches, all data-parallel ranks. Collective."""
+        sums = torch.stack([*of_microbatches]).sum(0).to(self._device)
         if self._data_parallel_group is not None:
-            dist.all_reduce(counts, group=self._data_parallel_group)
-        rl, ce, ref_kl = (max(1, int(count)) for count in counts)
-        return LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl)
+            dist.all_reduce(sums, group=self._data_parallel_group)
+        return sums
 
 
 def materialize(model: Any, device: torch.device, *, parameters_on_cpu: bool) -> None:
