@@ -1,8 +1,11 @@
-"""Parts of a config that the command line names by their place: ``--tasks.sums.rubric my_rewards.py:exact``.
+"""Parts of a config that the command line names.
 
-The place is a file or a module, a colon, and a name in it: a class with a Config that fits the field, or, for a rubric, reward
-functions, several of them with commas between. A job has a short name: ``--provision.job slurm``. tyro, which reads the other
-options, knows only what the config already holds.
+By a short name, where the library has it: ``--tasks.sums.algorithm max_rl``, ``--trainer.loss.rl ppo_clip``,
+``--provision.job slurm``; a list with commas between, or none: ``--pre-batch-filters zero_advantage,repetition``. By its place,
+where it is yours: ``--tasks.sums.rubric my_rewards.py:exact``. The place is a file or a module, a colon, and a name in it: a
+class with a Config that fits the field, or, for a rubric, reward functions, several of them with commas between.
+
+Options that set fields of the part follow as for any other. tyro, which reads these, knows only what the config already holds.
 """
 
 import dataclasses
@@ -12,10 +15,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import declared, field_annotations
+from torchtitan.experiments.rl.config.part_names import part_named, parts_that_fit
 from torchtitan.experiments.rl.config.user_faults import user_code
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.hosts.jobs import JobConfig
@@ -36,17 +40,55 @@ def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
             value = words[0] if words else ""
         field = option.removeprefix("--")
         place = _find(config, field.split(".")) if option.startswith("--") else None
-        named_job = place is not None and isinstance(place.value, JobConfig)
-        if place is None or not named_job and ":" not in value:
+        if place is None or not (equals or words) or not _choose(place, value, field=field):
             left.append(word)
-            continue
-        if not equals and words:
+        elif not equals:
             words.pop(0)
-        if named_job:
-            _choose_job(place, value, field=field)
-        else:
-            place.put(_part(place, value, field=field))
     return left
+
+
+def _choose(place: "_Place", value: str, *, field: str) -> bool:
+    """Put the part that ``value`` names in its place. False: it is for tyro to read."""
+    if isinstance(place.value, JobConfig):
+        _choose_job(place, value, field=field)
+    elif isinstance(place.value, list):
+        return _choose_list(place, value, field=field)
+    elif ":" in value:
+        place.put(_part(place, value, field=field))
+    else:
+        parts = parts_that_fit(place.wanted)
+        if not parts or value.startswith("-"):
+            return False
+        wanted = _named(value, parts, field=field, value=value)
+        if type(place.value) is not wanted:  # of the same kind, it keeps what the config says of it
+            place.put(_made(wanted, field=field, value=value))
+    return True
+
+
+def _choose_list(place: "_Place", value: str, *, field: str) -> bool:
+    parts = parts_that_fit(place.wanted_entry)
+    if not parts or value.startswith("-"):
+        return False
+    entries = []
+    for name in value.split(",") if value not in ("", "none", "None") else []:
+        if ":" in name:
+            entries.append(_part(_Place({field: None}, field, entry=place.wanted_entry), name, field=field))
+        else:
+            entries.append(_made(_named(name, parts, field=field, value=value), field=field, value=value))
+    place.put(entries)
+    return True
+
+
+def _named(name: str, parts: dict[str, type[Configurable.Config]], *, field: str, value: str) -> type[Configurable.Config]:
+    found = part_named(name, parts)
+    if found is None:
+        raise ConfigError(field, value, f"name one of {', '.join(parts)}, or a class of yours as my_module:MyClass")
+    return found
+
+
+def _made(wanted: type[Any], *, field: str, value: str) -> Configurable.Config:
+    with user_code(field, value, "its Config can't be made without arguments"):
+        return wanted()
 
 
 def _choose_job(place: "_Place", name: str, *, field: str) -> None:
@@ -64,6 +106,8 @@ class _Place:
 
     holder: Any
     key: str
+    entry: type | None = None
+    """Class of the configs that fit, where the holder does not say it."""
 
     @property
     def value(self) -> Any:
@@ -78,9 +122,18 @@ class _Place:
     @property
     def wanted(self) -> type:
         """Class of the configs that fit: the field's declared one, or, for an entry of a dict, Configurable.Config."""
-        annotation = None if isinstance(self.holder, dict) else field_annotations(type(self.holder), {}).get(self.key)
-        plain = declared(annotation).type
+        plain = self.entry or declared(self._annotation).type
         return plain if inspect.isclass(plain) else Configurable.Config
+
+    @property
+    def wanted_entry(self) -> type:
+        """The same of the entries of a list."""
+        arguments = get_args(declared(self._annotation).type)
+        return arguments[0] if len(arguments) == 1 and inspect.isclass(arguments[0]) else Configurable.Config
+
+    @property
+    def _annotation(self) -> Any:
+        return None if isinstance(self.holder, dict) else field_annotations(type(self.holder), {}).get(self.key)
 
 
 def _find(config: Any, path: list[str]) -> _Place | None:
@@ -95,7 +148,7 @@ def _find(config: Any, path: list[str]) -> _Place | None:
             return None
         place = _Place(holder, key)
         holder = place.value
-    return place if isinstance(holder, Configurable.Config | JobConfig) else None
+    return place if isinstance(holder, Configurable.Config | JobConfig | list) else None
 
 
 def _part(place: _Place, value: str, *, field: str) -> Any:
@@ -112,8 +165,7 @@ def _part(place: _Place, value: str, *, field: str) -> Any:
         config = getattr(first, "Config", None)
         if not inspect.isclass(config) or not issubclass(config, place.wanted):
             raise ConfigError(field, value, f"{names} is no {place.wanted.__qualname__.removesuffix('.Config')}")
-        with user_code(field, value, "its Config can't be made without arguments"):
-            return config()
+        return _made(config, field=field, value=value)
     if not isinstance(place.value, Rubric.Config):
         raise ConfigError(field, value, f"{names} is no class with a Config")
     for name, entry in found.items():
