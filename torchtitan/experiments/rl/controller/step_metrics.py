@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
+from torchtitan.experiments.rl.controller.credit_metrics import advantage_metrics
 from torchtitan.experiments.rl.controller.open_groups import StepGroups
 from torchtitan.experiments.rl.controller.validation import ValidationReport
 from torchtitan.experiments.rl.observability.console import StepReport
@@ -150,6 +151,7 @@ def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
     for task in sorted({rollout.task_name for rollout in rollouts}):
         own = [rollout for rollout in rollouts if rollout.task_name == task]
         metrics[f"rollout/{task}/reward_mean"] = float(np.mean([rollout.reward for rollout in own]))
+        metrics |= advantage_metrics(own, task)
         for name in sorted({name for rollout in own for name in rollout.reward_components}):
             values = [rollout.reward_components[name] for rollout in own if name in rollout.reward_components]
             metrics[f"rollout/{task}/component/{name}"] = float(np.mean(values))

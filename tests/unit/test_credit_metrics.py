@@ -1,0 +1,35 @@
+"""The distribution of advantages, by hand."""
+
+import numpy as np
+import pytest
+
+from tests.unit.test_algorithms import rollout
+from torchtitan.experiments.rl.controller.credit_metrics import advantage_metrics
+
+
+def credited(*advantages: float, weights=None):
+    """A rollout of one sample; its last three tokens are sampled."""
+    scored = rollout(1.0)
+    scored.assign_advantages(list(advantages))
+    if weights is not None:
+        scored.samples[0].rl_weights = np.array(weights, np.float32)
+    return scored
+
+
+def test_each_rollout_counts_once_in_mean_and_zero_and_each_token_in_the_extremes():
+    rollouts = [credited(1, 2, 3), credited(0, 0, 0), credited(-4, 0, 1)]
+    found = advantage_metrics(rollouts, "t")
+    assert found == pytest.approx(
+        {"advantage/t/mean": (2 + 0 - 1) / 3, "advantage/t/zero": 1 / 3, "advantage/t/min": -4, "advantage/t/max": 3}
+    )
+
+
+def test_tokens_without_an_rl_weight_and_rollouts_without_credit_count_for_nothing():
+    rollouts = [credited(1, 2, 9, weights=[1, 1, 1, 1, 0]), credited(5, 5, 5, weights=[0] * 5), rollout(1.0)]
+    assert advantage_metrics(rollouts, "t") == {
+        "advantage/t/mean": 1.5,
+        "advantage/t/zero": 0.0,
+        "advantage/t/min": 1.0,
+        "advantage/t/max": 2.0,
+    }
+    assert advantage_metrics([rollout(1.0)], "t") == {} == advantage_metrics([], "t")

@@ -1,0 +1,34 @@
+"""How the advantages of a step's rollouts are distributed."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from torchtitan.experiments.rl.rollouts.types import Rollout
+from torchtitan.experiments.rl.types import TrainingSample
+
+
+def advantage_metrics(rollouts: Sequence[Rollout], task: str) -> dict[str, float]:
+    """``advantage/<task>/...`` of one task's rollouts; empty where none of their tokens feed rl.
+
+    ``mean`` is the mean over rollouts of each one's mean over its tokens that feed rl, ``zero`` the share of rollouts whose
+    tokens all have advantage 0, ``min`` and ``max`` are over tokens. All are as the algorithm gave them, before the trainer
+    normalises any.
+    """
+    found = [np.concatenate([_advantages(sample) for sample in rollout.samples]) for rollout in rollouts if rollout.samples]
+    found = [advantages for advantages in found if len(advantages)]
+    if not found:
+        return {}
+    return {
+        f"advantage/{task}/mean": float(np.mean([advantages.mean(dtype=np.float64) for advantages in found])),
+        f"advantage/{task}/zero": float(np.mean([not advantages.any() for advantages in found])),
+        f"advantage/{task}/min": float(min(advantages.min() for advantages in found)),
+        f"advantage/{task}/max": float(max(advantages.max() for advantages in found)),
+    }
+
+
+def _advantages(sample: TrainingSample) -> np.ndarray:
+    """Of the tokens that feed rl."""
+    if sample.advantages is None:
+        return np.zeros(0, np.float32)
+    return sample.advantages[sample.loss_mask if sample.rl_weights is None else sample.loss_mask & (sample.rl_weights != 0)]
