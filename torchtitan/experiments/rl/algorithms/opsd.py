@@ -1,7 +1,7 @@
 """OPSD: on-policy self-distillation. The policy itself, shown a demonstration, scores the tokens it sampled without one."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import numpy as np
@@ -30,8 +30,9 @@ class OPSD(Algorithm):
 
         KL(π(· | x) ‖ sg π(· | x, d)) = E[log π(y | x) - log π(y | x, d)]
 
-    Needs no reward and no second model. The demonstration is ``DataSample.info[demonstration_key]``; a subclass may make it
-    from the rollout instead (``demonstration``), or word the prompt in its own way (``demonstrated``).
+    Needs no reward and no second model. The demonstration is ``DataSample.info[demonstration_key]``, or else the field of that
+    name of the data sample or the rollout; a subclass may make it from the rollout instead (``demonstration``), or word the
+    prompt in its own way (``demonstrated``).
     """
 
     action_component: ClassVar[str] = "ref_kl"
@@ -39,7 +40,8 @@ class OPSD(Algorithm):
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
         demonstration_key: NonEmptyStr = "demonstration"
-        """Where in DataSample.info the dataset put the demonstration, a text."""
+        """Where the demonstration is, a text: a key of DataSample.info, else a field of the DataSample, such as "env_input", or
+        of the Rollout."""
         template: str = TEMPLATE
         """Added to the last user message of the prompt."""
         max_concurrency: PositiveInt = 256
@@ -89,12 +91,14 @@ class OPSD(Algorithm):
         Raises:
             ValueError: the data sample has none.
         """
-        return self._demonstration_in(rollout.data_sample)
+        return self._demonstration_in(rollout.data_sample, rollout)
 
-    def _demonstration_in(self, example: DataSample | None) -> str:
-        text = example.info.get(self.config.demonstration_key) if example is not None else None
-        if not isinstance(text, str):
-            key, sample_id = self.config.demonstration_key, example and example.sample_id
+    def _demonstration_in(self, example: DataSample | None, rollout: Rollout | None) -> str:
+        key, sample_id = self.config.demonstration_key, example and example.sample_id
+        info = example.info.get(key) if example is not None else None
+        places = (info, getattr(example, key, None), getattr(rollout, key, None))
+        text = next((place for place in places if isinstance(place, str)), None)
+        if text is None:
             raise ValueError(
                 f"data sample {sample_id!r} has no text in info[{key!r}]: the dataset must put its demonstration there"
             )
@@ -104,12 +108,12 @@ class OPSD(Algorithm):
     def check_example(self, example: DataSample, *, field: str, max_rollout_tokens: int, max_model_len: int) -> None:
         """Refuse an example without a demonstration, and one whose demonstration leaves too little of the generators' context.
 
-        A subclass that makes demonstrations from rollouts has none to check yet.
+        Demonstrations that are made from rollouts, or are a field of them, are not there yet.
         """
-        text = ""
-        if type(self).demonstration is OPSD.demonstration:
+        text, of_rollouts = "", {entry.name for entry in fields(Rollout)}
+        if type(self).demonstration is OPSD.demonstration and self.config.demonstration_key not in of_rollouts:
             try:
-                text = self._demonstration_in(example)
+                text = self._demonstration_in(example, None)
             except ValueError as error:
                 raise ConfigError(f"{field}.algorithm.demonstration_key", self.config.demonstration_key, str(error)) from None
         message: Message = {"role": "user", "content": "x"}
