@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 from annotated_types import Gt, Le
 
 from torchtitan.experiments.rl.bounds import PositiveInt
@@ -71,6 +72,8 @@ class VLLMEngine:
         on_cpu = device == "cpu"
         arguments: dict[str, Any] = {}
         if on_cpu:
+            # vLLM compiles one small function of log-probabilities, also where it is told not to compile: seconds for nothing.
+            torch.compiler.set_stance("force_eager")
             # With a seed per request, vLLM 0.32 can't split a prompt over two steps on CPU: its generators have no offset.
             arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(config.max_model_len, 8192)}
         else:
@@ -174,9 +177,8 @@ class VLLMEngine:
 
 
 def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, Any]:
-    from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     common: dict[str, Any] = {
         "detokenize": False,
