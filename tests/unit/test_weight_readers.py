@@ -118,6 +118,8 @@ async def test_what_was_read_in_part_is_never_announced_and_is_read_again(hosts,
     reader = reader_on("c", monkeypatch)
     hosts.publish(1, random_values(1))
     await reader.bring(1)
+    with pytest.raises(RunError, match="the store has the manifest of version 1, and not of version 3"):
+        await reader.bring(3)  # version 1 was in the same place
     hosts.publish(2, random_values(2))
     hosts.broken = True
     with pytest.raises(PeerGone, match="version 2 can't be read from host b: ConnectionError: no route"):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-import torchstore
 from monarch.actor import Port, current_rank
 
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
@@ -19,8 +18,8 @@ from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
 from torchtitan.experiments.rl.weights.reader import local_snapshot
-from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
-from torchtitan.experiments.rl.weights.store import manifest_key
+from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
+from torchtitan.experiments.rl.weights.store import published
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class Generator(WatchedActor):
         Raises:
             RunError: what was mapped is not what was published, or the engine failed.
         """
-        manifest: Manifest = await torchstore.get(manifest_key(version))
+        manifest = await published(version)
         path = await local_snapshot(manifest)
         return await self._thread.update_weights(manifest, path, canary_token_ids, self.config.weight_update)
 

@@ -57,7 +57,6 @@ class SnapshotPublisher:
         """Of the snapshot in each buffer."""
         self._offered = False
         """Whether readers of other hosts can read this host's buffers."""
-        self._published: list[int] = []
 
     @torch.no_grad()
     def write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -78,8 +77,8 @@ class SnapshotPublisher:
     async def publish(self, version: int, *, remote_readers: bool) -> str:
         """Put a written version into torchstore: every rank calls it, and generators may read when all have returned.
 
-        Rank 0 puts the manifest, and returns the version's fingerprint; the others return "". It also deletes the manifest of
-        version ``v - 2``, which had the same buffer: every generator has answered for it.
+        Rank 0 puts the manifest, and returns the version's fingerprint; the others return "". It replaces that of version
+        ``v - 2``, which had the same buffer: every generator has answered for it.
 
         Args:
             remote_readers: some generator is on a host without trainer ranks.
@@ -102,9 +101,6 @@ class SnapshotPublisher:
             digests=found,
         )
         await torchstore.put(manifest_key(version), manifest)
-        self._published.append(version)
-        while self._published[0] <= version - 2:
-            await torchstore.delete(manifest_key(self._published.pop(0)))
         return manifest.fingerprint
 
     def _reach(self, device: torch.device) -> torch.device:

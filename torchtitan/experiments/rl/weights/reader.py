@@ -14,7 +14,7 @@ from torchtitan.experiments.rl.user_code.endpoint import cause_in, reported_endp
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
 from torchtitan.experiments.rl.weights.remote import RemoteShards, fetch, place
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer
-from torchtitan.experiments.rl.weights.store import copy_key, manifest_key, shards_key
+from torchtitan.experiments.rl.weights.store import copy_key, published, shards_key
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class WeightReader(WatchedActor):
     async def bring(self, version: int) -> Fetched:
         """``fetch``, in this process."""
         started = time.perf_counter()
-        manifest: Manifest = await torchstore.get(manifest_key(version))
+        manifest = await published(version)
         if manifest.whole_on(self._host) is not None:
             return Fetched(nbytes=0, seconds=0.0)
         nbytes = 0
