@@ -23,6 +23,7 @@ from tests.integration.learners import (
 from tests.integration.models import llama_folder
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.losses import LossConfig, PPOClip, TruncatedImportance
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
@@ -111,3 +112,21 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_changes_nothing(one_ran
     with pytest.raises(RunError, match="gradient norm is (nan|inf): the step was not taken"):
         learner.optim_step()
     assert_same(parameters(learner), before, rtol=0, atol=0)
+
+
+def test_what_is_of_the_whole_step_does_not_depend_on_how_it_is_packed(exact):
+    """Advantages normalised over the step, the sum of weights as denominator, a constant, and a correction of the loss."""
+    loss = LossConfig(
+        rl=PPOClip.Config(),
+        corrections=[TruncatedImportance.Config()],
+        normalize_advantages=True,
+        rl_denominator="weights",
+        ce_denominator=100.0,
+    )
+    learner = exact(loss=loss)
+    expected = loss_and_gradient(learner, REFERENCE_LAYOUT)
+    for layout in LAYOUTS.values():
+        assert_same_step(loss_and_gradient(learner, layout), expected)
+    normalised = accumulate(learner, REFERENCE_LAYOUT, samples_of())["loss/rl"]
+    learner.config.loss.normalize_advantages = False
+    assert abs(normalised) > 0 and accumulate(learner, REFERENCE_LAYOUT, samples_of())["loss/rl"] != pytest.approx(normalised)

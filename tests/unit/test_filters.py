@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 
 from tests.unit.test_samples import samples_of, turn_of
+from torchtitan.experiments.rl.config.checks import check
+from torchtitan.experiments.rl.config.recipes import standard_filters
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage, apply_filters
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
@@ -40,6 +43,15 @@ def test_group_of_zero_advantages_is_dropped():
     result = apply_filters(filters(ZeroAdvantage.Config()), group_of(0.0, 0.0))
     assert result.kept == [] and [name for _, name in result.dropped] == ["zero_advantage"] * 2
     assert result.matched == {"zero_advantage": 2}
+
+
+def test_single_rollouts_without_a_signal_are_dropped_where_the_config_says_so():
+    group = group_of(0.0, 0.5, None, 0.0)
+    group.rollouts[3].samples[0].ce_weights = np.array([0, 0, 0.5, 0], np.float32)
+    assert apply_filters(filters(ZeroAdvantage.Config()), group).dropped == []
+    result = apply_filters(filters(ZeroAdvantage.Config(per="rollout")), group)
+    assert result.dropped == [(group.rollouts[0], "zero_advantage")] and result.kept == group.rollouts[1:]
+    assert apply_filters(filters(ZeroAdvantage.Config(per="rollout")), group_of(0.0, 0.0)).kept == []
 
 
 @pytest.mark.parametrize(
@@ -98,3 +110,12 @@ def test_broken_filter_stops_the_run_with_its_name(answer):
 
     with pytest.raises(RunError, match="filter broken"):
         apply_filters(filters(Broken.Config()), group_of(0.0, 0.0))
+
+
+def test_standard_filters_count_before_the_batch_and_drop_from_it():
+    config = standard_filters(rl_grpo_qwen3_debug(), vocab_size=512, rare_from=400)
+    check(config)
+    for slot, mode in ((config.pre_batch_filters, "monitor"), (config.post_batch_filters, "enforce")):
+        assert [entry.build().name for entry in slot] == ["gibberish", "repetition", "zero_advantage"]
+        assert {entry.mode for entry in slot} == {mode}
+        assert (slot[0].vocab_size, slot[0].rare_from) == (512, 400) and slot[1].distinct_ngrams > 0

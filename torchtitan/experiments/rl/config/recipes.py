@@ -3,11 +3,14 @@
 config = dapo(rl_grpo_qwen3_4b())
 """
 
+from typing import Literal
+
 from torchtitan.experiments.rl.algorithms import DAPO, GRPO, ReinforcePP
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.losses import PPOClip
-from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
+from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
+from torchtitan.experiments.rl.rollouts.token_filters import Gibberish, Repetition
 
 
 def dapo(config: RunConfig) -> RunConfig:
@@ -53,4 +56,27 @@ def reinforce_pp(config: RunConfig) -> RunConfig:
     for task in config.tasks.values():
         if built_class(task.algorithm) is GRPO:
             task.algorithm = ReinforcePP.Config()
+    return config
+
+
+def standard_filters(config: RunConfig, *, vocab_size: int, rare_from: int) -> RunConfig:
+    """Gibberish, repetition (of n-grams too) and groups without a signal: counted before the batch, dropped from it.
+
+    Counted before, a rollout still takes its place, so examples that are too easy or too hard do not become more work; dropped
+    after, it is not trained on. ``filter/pre/<name>`` and ``filter/post/<name>`` say how many.
+
+    Args:
+        vocab_size: ids of the policy's vocabulary.
+        rare_from: id from which a token is rare, for ``Gibberish``.
+    """
+
+    def in_mode(mode: Literal["enforce", "monitor"]) -> list[Filter.Config]:
+        return [
+            Gibberish.Config(mode=mode, vocab_size=vocab_size, rare_from=rare_from),
+            Repetition.Config(mode=mode, distinct_ngrams=0.1),
+            ZeroAdvantage.Config(mode=mode),
+        ]
+
+    config.pre_batch_filters += in_mode("monitor")
+    config.post_batch_filters += in_mode("enforce")
     return config

@@ -27,7 +27,8 @@ def ref_kl_members(batch: TrainingBatch) -> torch.Tensor:
 def count_members(batch: TrainingBatch) -> torch.Tensor:
     """Member tokens of rl, ce and ref_kl in this batch: int64 [3], on the batch's device.
 
-    Summed over microbatches and all-reduced once a step, then clamped to at least 1, they are the step's LossDenominators.
+    Summed over microbatches and all-reduced once a step, then clamped to at least 1, they are the LossDenominators of a step
+    whose config names no others (``count_denominators``).
     """
     return torch.stack([members(batch).sum() for members in (rl_members, ce_members, ref_kl_members)])
 

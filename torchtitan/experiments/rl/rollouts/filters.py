@@ -15,6 +15,7 @@ from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.finished import leaving_unchanged
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
+from torchtitan.experiments.rl.types import TrainingSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
 LIBRARY = f"{__name__.rpartition('.')[0]}."
@@ -57,17 +58,27 @@ class Filter(UserConfigurable, abc.ABC):
 
 
 class ZeroAdvantage(Filter):
-    """Matches the whole group when it has no learning signal: every advantage is 0 and no token feeds ce or ref_kl."""
+    """Matches what has no learning signal: every advantage is 0 and no token feeds ce or ref_kl."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Filter.Config):
+        per: Literal["group", "rollout"] = "group"
+        """Match a group in which no rollout has a signal, or each rollout without one. Tokens of the latter count in the loss's
+        denominator and in ``kl_tau``, so that without them the others weigh more."""
+
+    config: Config
 
     def matches(self, group: RolloutGroup) -> list[bool]:
-        samples = [sample for rollout in group.scored for sample in rollout.samples]
-        nothing = all(
-            sample.advantages is not None
-            and not np.any(sample.advantages)
-            and not any(weights is not None and np.any(weights) for weights in (sample.ce_weights, sample.ref_kl_weights))
-            for sample in samples
-        )
-        return [nothing] * len(group.scored)
+        nothing = [all(map(_teaches_nothing, rollout.samples)) for rollout in group.scored]
+        return nothing if self.config.per == "rollout" else [all(nothing)] * len(nothing)
+
+
+def _teaches_nothing(sample: TrainingSample) -> bool:
+    return (
+        sample.advantages is not None
+        and not np.any(sample.advantages)
+        and not any(weights is not None and np.any(weights) for weights in (sample.ce_weights, sample.ref_kl_weights))
+    )
 
 
 class Truncated(Filter):
