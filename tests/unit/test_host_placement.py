@@ -117,12 +117,12 @@ def test_a_job_that_counts_its_hosts_gets_as_few_as_hold_the_run():
     check(config)
     plan = plan_run(config)
     assert plan.hosts == 4
-    assert plan.placement.lines("cuda") == [
+    assert plan.placement.lines("cuda", submitted=True) == [
         "host 0         trainer 0-7 on GPUs 0-7",
         "host 1         trainer 8-15 on GPUs 0-7",
         "host 2         generator 0-3 on GPUs 0-7",
         "host 3         generator 4-7 on GPUs 0-7",
-        "controller     this process, on the host of the command",
+        "controller     the job's own command, on host 0",
     ]
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -173,7 +174,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_in_the_queue(command, answers, monk
         raise KeyboardInterrupt
 
     answers("PENDING Priority")
-    monkeypatch.setattr(slurm_queue.time, "sleep", interrupted)
+    monkeypatch.setattr(slurm_queue, "time", SimpleNamespace(sleep=interrupted))  # other threads sleep too
     words = ("--config", "rl_grpo_qwen3_debug", *SLURM, "--provision.job.wait", "--run-dir", str(tmp_path / "run"))
     code, out, err = command(*words)
     assert (code, err, states(out)) == (130, "", ["PENDING (Priority)"])

@@ -162,7 +162,8 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
     if command.dry_run:
         scheduled = start.script or config.provision.job.plan(start.run_dir, plan.hosts)
         near = numa_lines(plan.device, elsewhere=config.provision.job.has_gpus is not None)
-        print("\n".join([*plan.lines(), *plan.placement.lines(plan.device), *near, *([scheduled] if scheduled else [])]))
+        placed = plan.placement.lines(plan.device, submitted=start.script is not None)
+        print("\n".join([*plan.lines(), *placed, *near, *([scheduled] if scheduled else [])]))
         print("\n".join(shown_tasks(config, tried)))
         for note in [*notes, *lacking.values(), *here]:
             print(f"before a run   {printable_line(str(note))}")

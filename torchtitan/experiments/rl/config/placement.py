@@ -34,8 +34,8 @@ class Placement:
     rollout_workers: tuple[Place, ...] = ()
     """Each has all cores of its host and no GPU. They share the cores, because they wait most of the time."""
 
-    def lines(self, device: Literal["cpu", "cuda"]) -> list[str]:
-        """What stands on each host, for ``--dry-run``."""
+    def lines(self, device: Literal["cpu", "cuda"], *, submitted: bool = False) -> list[str]:
+        """What stands on each host, for ``--dry-run``. ``submitted``: the run is a job of a scheduler, and not this command."""
         what = "GPU" if device == "cuda" else "core"
         roles = {"trainer": self.trainer, "generator": self.generators}
         roles |= {f"hosted model {number}": places for number, places in enumerate(self.hosted)}
@@ -49,7 +49,8 @@ class Placement:
             workers = [index for index, place in enumerate(self.rollout_workers) if place.host == host]
             here += [f"rollout workers {ranges(workers)}"] if workers else []
             lines.append(f"host {host:<10}{'; '.join(here)}")
-        return [*lines, "controller     this process, on the host of the command"]
+        where = "the job's own command, on host 0" if submitted else "this process, on the host of the command"
+        return [*lines, f"controller     {where}"]
 
 
 def plan_placement(
