@@ -44,6 +44,9 @@ SPAWNED_ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     # vLLM prints some hundred lines on stdout otherwise.
     "VLLM_CONFIGURE_LOGGING": "0",
+    # oneDNN keeps a kernel for each batch size that it has met, of up to 1 MB: 1,024 by default. A generator meets new ones at
+    # most steps, and makes a kernel in less time than it computes with it.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
 """Of the processes the command launches, where the command's own environment does not say otherwise."""
 
