@@ -1,13 +1,11 @@
 """DAPO's credit: GRPO with the standard deviation, and a penalty on answers that come near the length limit."""
 
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
-from annotated_types import Ge
 
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
-from torchtitan.experiments.rl.bounds import Cure, PositiveInt
+from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
@@ -25,7 +23,7 @@ class DAPO(GRPO):
     @dataclass(kw_only=True, slots=True)
     class Config(GRPO.Config):
         normalize_std: bool = True
-        overlong_limit: Annotated[int | None, Ge(1), Cure("None is no penalty")] = None
+        overlong_limit: PositiveInt | None = None
         """L: tokens from which the penalty is 1; ``sampling.max_tokens`` in a task of one turn. None: no penalty."""
         overlong_buffer: PositiveInt = 4096
         """B: tokens below the limit in which the penalty rises from 0 to 1."""
