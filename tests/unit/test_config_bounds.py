@@ -164,7 +164,9 @@ def bad_values(annotation: Any) -> list[Any]:
     if get_origin(plain) in (Union, types.UnionType):
         options = get_args(plain)
         values = [value for option in options if option is not types.NoneType for value in bad_values(option)]
-        return [value for value in values if not (value is None and types.NoneType in options)]
+        right = {None} if types.NoneType in options else set()
+        right |= {3} if any(parts(option)[0] in (int, float) for option in options) else set()  # wrong for the others only
+        return [value for value in values if isinstance(value, list) or value not in right]
     values = []
     for bound in bounds:
         match bound:
