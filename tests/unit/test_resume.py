@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.config.resume import files_of_models
 from torchtitan.experiments.rl.config.saved_command import SavedCommand, lock_run_folder, save_command
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.process import temporary
 
 NAME = "rl_grpo_qwen3_debug"
 ROOT = Path(__file__).parents[2]
@@ -114,12 +115,15 @@ def test_auto_takes_the_run_of_the_config_that_was_started_last_or_starts_a_new_
     assert resumed(*words)[1].resume_from == outputs / "a/checkpoints/step-000040"
 
 
-def test_a_run_that_is_complete_has_nothing_to_do(resumed, tmp_path):
+def test_a_run_that_is_complete_has_nothing_to_do_but_to_remove_what_it_left(resumed, tmp_path, monkeypatch):
+    monkeypatch.setattr(temporary, "_parent", lambda: tmp_path)
+    (tmp_path / "torchtitan-rl-killed").mkdir()
     run = make_run(tmp_path / "run", "--steps", "40")
     assert resumed("--resume", str(run))[1] is not None  # its policy is not saved yet
     (run / "checkpoint/step-40").mkdir(parents=True)
     config, start, out = resumed("--resume", str(run))
     assert config is None and out.endswith("the run has taken its 40 steps; a higher --steps goes on\n")
+    assert not (tmp_path / "torchtitan-rl-killed").exists()
     assert resumed("--resume", str(run), "--steps", "41")[1] is not None
 
 

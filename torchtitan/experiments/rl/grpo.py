@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.process.setup import (
     restart_with_utf8,
     set_up_process,
 )
-from torchtitan.experiments.rl.process.temporary import TemporaryFolder
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,7 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:  # while modules are imported; nothing was spawned
         return 130
-    if command.dry_run or start is None:
+    if command.dry_run:
+        return 0
+    if start is None:  # a run that has taken its steps, and may have been killed after them
+        remove_left_over()
         return 0
     return _run(config, start, name) if start.script is None else _submit(config, start)
 

@@ -63,9 +63,9 @@ def _locked_folder(parent: Path) -> tuple[Path, BinaryIO]:
     return unnamed.rename(parent / unnamed.name.removeprefix(".")), lock
 
 
-def remove_left_over(parent: Path) -> None:
-    """Remove the folders in ``parent`` of runs that were killed."""
-    for path in parent.glob(f"{PREFIX}*"):
+def remove_left_over(parent: Path | None = None) -> None:
+    """Remove the folders of runs that were killed. ``parent``: where they are; None: the folder for temporary files."""
+    for path in (parent or _parent()).glob(f"{PREFIX}*"):
         try:
             if path.stat().st_uid != os.getuid():
                 continue
