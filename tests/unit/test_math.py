@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.data import rows
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks.math.answers import same_answer
@@ -144,6 +145,7 @@ def test_a_hub_dataset_is_loaded_by_its_three_names_and_not_before_the_run(monke
         return datasets.Dataset.from_list([GSM8K_ROW])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(rows, "hub_fault", lambda: None)
     task = config("openai/gsm8k", name="main", split="test", answer_marker="####")
     task.validate(field="tasks.t")
     task.check_present(field="tasks.t")
@@ -156,10 +158,16 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\n(LocalEntryNotFoundError)")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ConfigError) as error:
-        config("openai/gsm8k").dataset.build()
-    assert str(error.value).startswith("dataset.path = 'openai/gsm8k': can't be loaded: ConnectionError: Couldn't reach")
-    assert "\n" not in str(error.value)
+    found = {
+        None: "can't be loaded: ConnectionError: Couldn't reach",
+        "no hub answers": "is no file, and was never downloaded from the hub (no hub answers): name a .jsonl",
+    }
+    for fault, cause in found.items():
+        monkeypatch.setattr(rows, "hub_fault", lambda fault=fault: fault)
+        with pytest.raises(ConfigError) as error:
+            config("openai/gsm8k").dataset.build()
+        assert str(error.value).startswith(f"dataset.path = 'openai/gsm8k': {cause}")
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -69,8 +68,5 @@ def test_error_lines_of_the_command_are_safe(capsys, monkeypatch):
         raise ConfigError("tasks", ATTACK, "x\x1b[0m")
 
     monkeypatch.setattr(grpo, "load_config", refuse)
-    monkeypatch.setattr(
-        grpo, "parse_command", lambda arguments: SimpleNamespace(list_configs=False, dry_run=False, resume=None)
-    )
-    assert grpo.main([]) == 2
+    assert grpo.main(["--config", "rl_grpo_qwen3_debug"]) == 2
     assert not ACTS.search(capsys.readouterr().err)
