@@ -6,13 +6,10 @@ import pytest
 import torch
 
 from tests.unit.loss_batches import ONE, batch_of, random_batch
+from tests.unit.loss_variants import VARIANTS
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.losses import (
-    CISPO,
-    DPPO,
-    GSPO,
-    CustomRLLoss,
     GeometricMask,
     IcePop,
     LossConfig,
@@ -29,11 +26,6 @@ from torchtitan.experiments.rl.types import LossDenominators
 torch.set_num_threads(1)
 
 
-def reinforce(tokens):
-    return -tokens.advantages * tokens.logprobs
-
-
-VARIANTS = [DPPO.Config(), PPOClip.Config(), CISPO.Config(), GSPO.Config(), CustomRLLoss.Config(function=reinforce)]
 CORRECTIONS = [
     TruncatedImportance.Config(cap=1.1),
     IcePop.Config(low=0.7, high=1.3),

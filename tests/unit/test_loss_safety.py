@@ -9,10 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.unit.loss_batches import ONE, batch_of, random_batch
+from tests.unit.loss_variants import VARIANTS, reinforce
 from torchtitan.experiments.rl.losses import (
-    CISPO,
     DPPO,
-    GSPO,
     CustomRLLoss,
     LossConfig,
     PPOClip,
@@ -24,13 +23,6 @@ from torchtitan.experiments.rl.losses import (
 from torchtitan.experiments.rl.types import TrainingBatch
 
 torch.set_num_threads(1)
-
-
-def reinforce(tokens):
-    return -tokens.advantages * tokens.logprobs
-
-
-VARIANTS = [DPPO.Config(), PPOClip.Config(), CISPO.Config(), GSPO.Config(), CustomRLLoss.Config(function=reinforce)]
 
 
 def test_membership_is_mask_and_weight_for_rl_and_weight_alone_for_the_others():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.unit.loss_batches import ONE, random_batch
+from tests.unit.loss_variants import reinforce
 from torchtitan.experiments.rl.losses import CrossEntropy, CustomRLLoss, LossConfig, MetricSums, RefKL, RLLoss, compute_loss
 from torchtitan.experiments.rl.losses.members import ce_members, ref_kl_members, rl_members
 
@@ -33,12 +34,8 @@ class Plain(RLLoss):
         return -tokens.advantages * tokens.logprobs, torch.zeros_like(tokens.member), {"a": tokens.advantages}
 
 
-def reinforce(tokens):
+def reinforce_with_metrics(tokens):
     return -tokens.advantages * tokens.logprobs, {"a": tokens.advantages}
-
-
-def reinforce_alone(tokens):
-    return -tokens.advantages * tokens.logprobs
 
 
 OWN = LossConfig(rl=Plain.Config(), ce=Focal.Config(gamma=1.5), ref_kl=Doubled.Config())
@@ -47,7 +44,7 @@ OWN = LossConfig(rl=Plain.Config(), ce=Focal.Config(gamma=1.5), ref_kl=Doubled.C
 def test_each_component_takes_a_loss_of_ones_own():
     logprobs, batch = random_batch(0)
     found = compute_loss(logprobs, batch, ONE, OWN)[1].compute()
-    plain = compute_loss(logprobs, batch, ONE, LossConfig(rl=CustomRLLoss.Config(function=reinforce_alone)))[1].compute()
+    plain = compute_loss(logprobs, batch, ONE, LossConfig(rl=CustomRLLoss.Config(function=reinforce)))[1].compute()
     assert found["loss/rl"] == plain["loss/rl"] and found["loss/ref_kl"] == pytest.approx(2 * plain["loss/ref_kl"], rel=1e-12)
     focal = sum(
         w * -((1 - torch.tensor(p).exp().item()) ** 1.5) * p
@@ -71,12 +68,12 @@ def test_their_metrics_are_means_over_the_components_tokens_of_the_step():
 
 def test_a_function_returns_metrics_too_and_a_wrong_one_is_named():
     logprobs, batch = random_batch(2)
-    found = compute_loss(logprobs, batch, ONE, LossConfig(rl=CustomRLLoss.Config(function=reinforce)))[1].compute()
+    found = compute_loss(logprobs, batch, ONE, LossConfig(rl=CustomRLLoss.Config(function=reinforce_with_metrics)))[1].compute()
     assert found["rl/own/a"] == pytest.approx(batch.advantages[rl_members(batch)].double().mean().item(), rel=1e-9)
     for wrong, shown in ((torch.ones(3), r"shape \(3,\)"), (1.5, "a float")):
 
         def bad(tokens, wrong=wrong):
-            return reinforce_alone(tokens), {"a": wrong}
+            return reinforce(tokens), {"a": wrong}
 
         with pytest.raises(ValueError, match=f"metric rl/own/a has {shown}: want a tensor of shape"):
             compute_loss(logprobs, batch, ONE, LossConfig(rl=CustomRLLoss.Config(function=bad)))

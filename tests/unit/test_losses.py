@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.unit.loss_batches import ONE, batch_of, random_batch
+from tests.unit.loss_variants import reinforce
 from torchtitan.experiments.rl.losses import CISPO, DPPO, GSPO, CustomRLLoss, LossConfig, PPOClip, RefKL, compute_loss
 from torchtitan.experiments.rl.losses.members import sequence_ids
 from torchtitan.experiments.rl.types import LossDenominators
@@ -56,10 +57,6 @@ def by_hand_cispo(c: CISPO.Config, t: Token) -> tuple[float, float]:
 
 def by_hand_gspo(c: GSPO.Config, t: Token) -> tuple[float, float]:
     return by_hand_surrogate(t.s, t.a, c.clip_low, c.clip_high)
-
-
-def reinforce(tokens):
-    return -tokens.advantages * tokens.logprobs
 
 
 def by_hand_reinforce(_: CustomRLLoss.Config, t: Token) -> tuple[float, float]:

@@ -16,8 +16,7 @@ LOCK_FILE = ".lock"
 SHARED_MEMORY_FILE = ".shared-memory"
 """Names of the shared memory of the run's processes, a line each."""
 
-_LONGEST_BELOW = len(f"/{PREFIX}12345678/monarch_process_job_12345678/hosts_99")
-_LONGEST = 107 - _LONGEST_BELOW
+_LONGEST = 107 - len(f"/{PREFIX}12345678/monarch_process_job_12345678/hosts_99")
 """Characters of a folder that sockets fit below: a socket's path has at most 107, and Monarch's own have the longest names."""
 
 
