@@ -116,7 +116,7 @@ def parse_command(arguments: list[str]) -> Command:
 
 
 def config_functions(module_name: str) -> dict[str, Callable[[], Any]]:
-    """The public functions a registry module defines itself and that need no argument.
+    """The public functions that a registry defines itself, in its module or one of its package's, and that need no argument.
 
     Raises:
         ConfigError: no such module, or one that can't be imported.
@@ -125,7 +125,9 @@ def config_functions(module_name: str) -> dict[str, Callable[[], Any]]:
     return {
         name: function
         for name, function in vars(module).items()
-        if inspect.isfunction(function) and function.__module__ == module.__name__ and not name.startswith("_")
+        if inspect.isfunction(function)
+        and f"{function.__module__}.".startswith(f"{module.__name__}.")
+        and not name.startswith("_")
         if not any(p.default is p.empty and p.kind not in _VARIADIC for p in inspect.signature(function).parameters.values())
     }
 

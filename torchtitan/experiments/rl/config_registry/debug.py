@@ -1,7 +1,4 @@
-"""Named configs: each a function that composes a RunConfig. ``--list`` prints them, ``--config NAME`` runs one.
-
-A registry of your own is any module with such functions, named by ``--module my_package.configs``.
-"""
+"""Configs of the tiny models under assets/: minutes on two CPU cores."""
 
 from pathlib import Path
 from typing import Any
@@ -20,30 +17,23 @@ from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.hosts.jobs import ProcessJob
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortDataset, AlphabetSortTask
 from torchtitan.experiments.rl.tasks.calculator.task import CalculatorDataset, CalculatorTask
 from torchtitan.experiments.rl.tasks.guess_number.task import GuessNumberDataset, GuessNumberTask
-from torchtitan.experiments.rl.tasks.math.task import MathDataset, MathTask
 from torchtitan.experiments.rl.tasks.questions.task import QuestionTask
-from torchtitan.experiments.rl.tasks.reasoning_gym.task import PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsTask
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
-from torchtitan.experiments.rl.tasks.verifiers.task import VerifiersDataset, VerifiersTask
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
-from torchtitan.experiments.rl.training.parallelism import Parallelism
 
-TINY_MODEL = str(Path(__file__).parents[3] / "assets" / "tiny_qwen3")
+TINY_MODEL = str(Path(__file__).parents[4] / "assets" / "tiny_qwen3")
 TINY_TEACHER = TINY_MODEL + "_teacher"
 """As TINY_MODEL, trained on right demonstrations only (scripts/make_tiny_teachers.py)."""
 TINY_READER = TINY_MODEL + "_reader"
 """As TINY_MODEL, and follows a demonstration where the prompt has one."""
 TINY_CONVERSATIONS = TINY_MODEL + "_conversations"
 """As TINY_MODEL, with first skills in alphabet_sort, calculator and guess_number (scripts/make_tiny_conversations.py)."""
-HUB_FOLDER = "assets/hf"
-"""Folder of the real models, relative to where the command runs; torchtitan's download script writes them there."""
 
 
 def rl_grpo_qwen3_debug() -> RunConfig:
@@ -188,88 +178,10 @@ def rl_shuffled_cursor_qwen3_debug() -> RunConfig:
     return config
 
 
-def rl_grpo_qwen3_0_6b() -> RunConfig:
-    """Qwen3-0.6B on 2 GPUs: one trains, one generates."""
-    return _qwen3("0.6B", trainer_ranks=1, replicas=1)
-
-
-def rl_grpo_qwen3_1_7b() -> RunConfig:
-    """Qwen3-1.7B on 4 GPUs: two train, two generate."""
-    return _qwen3("1.7B", trainer_ranks=2, replicas=2)
-
-
-def rl_grpo_qwen3_4b() -> RunConfig:
-    """Qwen3-4B on 8 GPUs: four train, four generate."""
-    return _qwen3("4B", trainer_ranks=4, replicas=4)
-
-
-def rl_grpo_qwen3_8b() -> RunConfig:
-    """Qwen3-8B on 8 GPUs of 80 GB: four train, four generate."""
-    return _qwen3("8B", trainer_ranks=4, replicas=4)
-
-
-def rl_grpo_qwen3_14b() -> RunConfig:
-    """Qwen3-14B on 8 GPUs of 80 GB: four train, in pairs that share each layer; two generators of two."""
-    return _qwen3("14B", trainer_ranks=4, trainer_tensor_parallel_degree=2, replicas=2, tensor_parallel_degree=2)
-
-
-def rl_grpo_qwen3_14b_16() -> RunConfig:
-    """Qwen3-14B on 16 GPUs of 80 GB: eight train, four generators of two. On two hosts of 8: docs/clusters.md."""
-    return _qwen3("14B", trainer_ranks=8, replicas=4, tensor_parallel_degree=2)
-
-
-def rl_grpo_qwen3_32b() -> RunConfig:
-    """Qwen3-32B on 8 GPUs of 141 GB: six train, one generator of two."""
-    return _qwen3("32B", trainer_ranks=6, replicas=1, tensor_parallel_degree=2)
-
-
-def rl_grpo_qwen3_32b_32() -> RunConfig:
-    """Qwen3-32B on 32 GPUs of 80 GB: sixteen train, in fours; eight generators of two (docs/clusters.md)."""
-    return _qwen3("32B", trainer_ranks=16, trainer_tensor_parallel_degree=4, replicas=8, tensor_parallel_degree=2)
-
-
-def rl_grpo_qwen3_32b_64() -> RunConfig:
-    """Qwen3-32B on 64 GPUs of 80 GB: 32 train, in fours; sixteen generators of two (docs/clusters.md)."""
-    return _qwen3("32B", trainer_ranks=32, trainer_tensor_parallel_degree=4, replicas=16, tensor_parallel_degree=2)
-
-
-def rl_questions_qwen3() -> RunConfig:
-    """Your own questions and reward function with Qwen3-0.6B on 2 GPUs: name both (README, "Your own data")."""
-    config = rl_grpo_qwen3_0_6b()
-    config.tasks = {"questions": QuestionTask.Config(group_size=16, sampling=SamplingConfig(max_tokens=512))}
-    return config
-
-
 def rl_questions_qwen3_debug() -> RunConfig:
     """Your own questions and reward function with the 1M-parameter model, to try them out on two CPU cores."""
     env = RendererEnvConfig(max_turns=1, max_rollout_tokens=256)
     return _debug(20, questions=QuestionTask.Config(env=env, sampling=SamplingConfig(max_tokens=16)))
-
-
-def rl_math_qwen3_1_7b() -> RunConfig:
-    """Grade-school word problems (GSM8K, from the hub) with Qwen3-1.7B on 4 GPUs."""
-    gsm8k: dict[str, Any] = {"path": "openai/gsm8k", "name": "main", "answer_marker": "####"}
-    train, test = MathDataset.Config(**gsm8k), MathDataset.Config(split="test", **gsm8k)
-    return _qwen3_1_7b(math=MathTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
-
-
-def rl_reasoning_gym_qwen3_1_7b() -> RunConfig:
-    """A mixture of four reasoning_gym puzzles with Qwen3-1.7B on 4 GPUs."""
-    generators = {
-        "chain_sum": PuzzleGenerator(config={"max_terms": 6, "max_digits": 4}),
-        "leg_counting": PuzzleGenerator(),
-        "spell_backward": PuzzleGenerator(),
-        "letter_counting": PuzzleGenerator(weight=0.5),
-    }
-    train = ReasoningGymDataset.Config(generators=generators, count=100_000)
-    test = ReasoningGymDataset.Config(generators=generators, count=256, seed=1_000_000)
-    return _qwen3_1_7b(puzzles=ReasoningGymTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
-
-
-def rl_verifiers_qwen3_1_7b() -> RunConfig:
-    """An environment of the verifiers package, its gsm8k as an example, with Qwen3-1.7B on 4 GPUs."""
-    train, test = (VerifiersDataset.Config(environment="gsm8k", split=split) for split in ("train", "eval"))
-    return _qwen3_1_7b(gsm8k=VerifiersTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
 
 
 def _debug(steps: int, **tasks: Task.Config) -> RunConfig:
@@ -300,51 +212,3 @@ def _sum_digits_rounds(algorithm: Algorithm.Config) -> Task.Config:
 
 def _tiny_teacher() -> HostedModel:
     return HostedModel(path=TINY_TEACHER, engine=VLLMEngineConfig(max_model_len=256))
-
-
-def _qwen3_1_7b(**tasks: Task.Config) -> RunConfig:
-    """rl_grpo_qwen3_1_7b with other tasks."""
-    config = rl_grpo_qwen3_1_7b()
-    config.tasks = tasks
-    return config
-
-
-def _qwen3(
-    flavor: str,
-    *,
-    trainer_ranks: int,
-    replicas: int,
-    trainer_tensor_parallel_degree: int = 1,
-    tensor_parallel_degree: int = 1,
-) -> RunConfig:
-    """A real model on GPUs, in bfloat16 with float32 master weights. Its sums are longer than the demo's."""
-    return RunConfig(
-        tasks={
-            "sum_digits": SumDigitsTask.Config(
-                algorithm=GRPO.Config(),
-                group_size=16,
-                dataset=SumDigitsDataset.Config(min_digits=10, max_digits=40),
-                validation=SumDigitsDataset.Config(split="validation", count=256, seed=1, min_digits=10, max_digits=40),
-                env=RendererEnvConfig(max_turns=1, max_rollout_tokens=4096),
-                sampling=SamplingConfig(max_tokens=3072),
-            )
-        },
-        model=ModelConfig(hf_assets_path=f"{HUB_FOLDER}/Qwen3-{flavor}", flavor=f"qwen3/{flavor}"),
-        trainer=TrainerConfig(
-            ranks=trainer_ranks,
-            parallelism=Parallelism(tensor_parallel_degree=trainer_tensor_parallel_degree),
-            optimizer=OptimizerConfig(lr=1e-6),
-            mixed_precision_param="bfloat16",
-            activation_checkpoint=True,
-        ),
-        generator=GeneratorConfig(
-            replicas=replicas,
-            engine=VLLMEngineConfig(dtype="bfloat16", max_model_len=4096, tensor_parallel_degree=tensor_parallel_degree),
-        ),
-        batcher=Batcher.Config(row_length=8192, rows_per_microbatch=1),
-        steps=200,
-        rollouts_per_step=512,
-        max_offpolicy_steps=2,
-        recorder=RolloutRecorder.Config(fraction=1 / 16),
-        provision=ProvisionConfig(device="cuda"),
-    )
