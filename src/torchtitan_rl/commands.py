@@ -1,5 +1,6 @@
 """The installed commands. Before one imports the library it says in one line what the environment lacks."""
 
+import importlib
 import os
 import re
 import shlex
@@ -13,17 +14,26 @@ NOT_RESOLVED = ("torchstore==0.1.2",)
 
 
 def train() -> int:
-    """``rl-train``: as ``python -m torchtitan.experiments.rl.grpo``, which finds modules in the current folder too."""
+    """``rl-train``: as ``python -m torchtitan.experiments.rl.grpo``."""
+    return _run("grpo")
+
+
+def evaluate() -> int:
+    """``rl-evaluate``: as ``python -m torchtitan.experiments.rl.evaluate``."""
+    return _run("evaluate.command")
+
+
+def _run(module: str) -> int:
+    """The ``main`` of a module of the library, which finds modules in the current folder too, as ``python -m`` does."""
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
     if problem := what_is_lacking():
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    from torchtitan.experiments.rl.grpo import main
     from torchtitan.experiments.rl.process.setup import restart_with_utf8
 
     restart_with_utf8()
-    return main()
+    return importlib.import_module(f"torchtitan.experiments.rl.{module}").main()
 
 
 def what_is_lacking() -> str | None:

@@ -4,12 +4,14 @@ import gzip
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.integration.command_runs import Run, assert_ledger_balances
 from torchtitan.experiments.rl.observability.metrics import without_timing
+from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 
 
 def same_but_for_the_clock(left: Run, right: Run) -> None:
@@ -51,6 +53,19 @@ def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(sync_r
     for name in ("ledger.jsonl", "rollouts.jsonl.gz"):
         assert lines_of(folder / name) == lines_of(sync_runs[0].folder / name)
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [f"step-00000{step}" for step in (1, 2, 3, 4)]
+
+
+def test_evaluate_gives_the_runs_own_validation_figures_of_version_0(sync_runs, start):
+    words = "--max-offpolicy-steps 0 --seed 7 --json"
+    program = (sys.executable, "-m", "torchtitan.experiments.rl.evaluate")
+    evaluation = start(*words.split(), program=program).ended_well()
+    (model,) = json.loads(evaluation.out)["models"]
+    assert {"step": 0, **model["metrics"]} == sync_runs[0].metrics[0]
+    figures = model["tasks"]["sum_digits"]
+    assert figures["avg@1"]["value"] == figures["pass@1"]["value"] == model["metrics"]["validation/reward"]
+    rewards = [record.rollout.reward for record in read_rollouts(evaluation.folder)]
+    assert len(rewards) == 8 and sum(rewards) / 8 == model["metrics"]["validation/reward"]
+    evaluation.assert_nothing_left()
 
 
 def lines_of(path: Path) -> list:

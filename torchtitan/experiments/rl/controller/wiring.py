@@ -6,13 +6,14 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from monarch.actor import Actor, ProcMesh
 
-from torchtitan.experiments.rl.config.placement import Place
+from torchtitan.experiments.rl.config.placement import Place, Placement
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner, WorkerRunner
@@ -112,15 +113,7 @@ class RunActors:
             start=trainer_start,
         )
         self._trainer = owner, trainers
-        policy_model = config.model.hf_assets_path
-        for index, where in enumerate(placement.generators):
-            self._add_generator("", index, f"generator {index}", config.generator, policy_model, "generator", where)
-        for number, (model, places) in enumerate(zip(self._hosted.values(), placement.hosted, strict=True)):
-            own = GeneratorConfig(engine=model.engine, replicas=model.replicas)
-            for index, where in enumerate(places):
-                name = f"hosted model {model.path!r}" + (f" replica {index}" if len(places) > 1 else "")
-                self._add_generator(model.path, index, name, own, model.path, f"hosted_{number}", where)
-
+        self._add_generators(placement)
         trainer_life = Lifetime("trainer")
 
         async def start_guarded_trainer() -> set[str]:
@@ -150,6 +143,14 @@ class RunActors:
         for part in self._generating.values():
             await self.supervisor.connect(part)
         logger.info("trainer and generators agree on version %d", self.policy.version)
+
+    async def start_generators(self, *, policy: bool = True) -> None:
+        """Without a trainer: spawn and connect the generators, unless ``policy`` is False, and the hosted models."""
+        placement = self._placement = place_run(self._config, self._plan, self._hosts)
+        self._add_generators(placement if policy else replace(placement, generators=()))
+        await asyncio.gather(*(self.supervisor.start(part) for part in self._generating.values()))
+        for part in self._generating.values():
+            await self.supervisor.connect(part)
 
     async def start_runner(self, task_set: TaskSet) -> GroupRunner:
         """Set the tasks up where their rollouts will run: here, or in workers that are spawned now.
@@ -212,12 +213,24 @@ class RunActors:
 
             self._hosts.on_death(host_died)
 
+    def _add_generators(self, placement: Placement) -> None:
+        """Of the policy, which come first, and of the hosted models."""
+        config = self._config
+        for index, where in enumerate(placement.generators):
+            name = f"generator {index}"
+            self._add_generator("", index, name, config.generator, config.model.hf_assets_path, "generator", where)
+        for number, (model, places) in enumerate(zip(self._hosted.values(), placement.hosted, strict=True)):
+            own = GeneratorConfig(engine=model.engine, replicas=model.replicas)
+            for index, where in enumerate(places):
+                name = f"hosted model {model.path!r}" + (f" replica {index}" if len(places) > 1 else "")
+                self._add_generator(model.path, index, name, own, model.path, f"hosted_{number}", where)
+
     def _add_generator(
         self, model: str, index: int, name: str, config: GeneratorConfig, path: str, role: str, where: Place
     ) -> None:
         async def connect(process: PartProcess) -> None:
             take_requests = partial(self._replicas.admit, model, index, process)
-            if model:
+            if model or self._trainer is None:
                 await take_requests()
             else:
                 await self.weights.admit(index, process.actor, take_requests)
