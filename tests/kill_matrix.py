@@ -38,7 +38,8 @@ from torchtitan.experiments.rl.process.shared_memory import mapped_by  # noqa: E
 
 STEPS, ROLLOUTS, INTERVAL, EVERY, MAX_AGE = 24, 32, 4, 6, 1
 SMALL = f"""--rollouts-per-step {ROLLOUTS} --validation.examples 256 --validation.every {EVERY} --steps {STEPS}
-    --checkpoint.interval {INTERVAL} --max-offpolicy-steps {MAX_AGE} --supervision.stall-s 20""".split()
+    --checkpoint.interval {INTERVAL} --max-offpolicy-steps {MAX_AGE} --supervision.stall-s 20
+    --post-batch-filters none""".split()
 NOISE = 4.0
 """Standard errors that a final reward may be from the mean, which is 0.1: a policy that lost what it had learned is further."""
 SUSPENDED_S = 30.0

@@ -41,9 +41,10 @@ from tests.kills.moments import Kill, Moment, draw, wait_for_moment  # noqa: E40
 
 ROLLOUTS, GROUP = 32, 8
 STEPS, INTERVAL, EVERY = 16, 3, 4
-SMALL = (
-    f"--config rl_grpo_qwen3_debug --rollouts-per-step {ROLLOUTS} --validation.examples 16 --validation.every {EVERY}".split()
-)
+SMALL = [
+    *f"--config rl_grpo_qwen3_debug --rollouts-per-step {ROLLOUTS} --validation.examples 16".split(),
+    *f"--validation.every {EVERY} --post-batch-filters none".split(),
+]
 SYNC = [*SMALL, *f"--max-offpolicy-steps 0 --steps {STEPS} --checkpoint.interval {INTERVAL}".split()]
 SYNC_MOMENTS: tuple[Moment, ...] = ("build", "training", "checkpoint", "validation", "weight update")
 

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.kills.command import Command, steps_recorded  # noqa: E402
 
 WORDS = """--config rl_grpo_qwen3_debug --rollouts-per-step 8 --tasks.sum-digits.group-size 4 --validation.examples 8
-    --validation.every 50 --trainer.no-save-final-model --rollout-workers 1 --max-drops-in-a-row 1000000""".split()
+    --validation.every 50 --trainer.no-save-final-model --rollout-workers 1 --max-drops-in-a-row 1000000
+    --post-batch-filters none""".split()
 BLOCKS = 10
 LARGE_KB = 128 * 1024
 STALL_S = 300.0

@@ -18,7 +18,8 @@ from torchtitan.experiments.rl.process.shared_memory import SHARED_MEMORY, mappe
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "torchtitan.experiments.rl.grpo"
-SMALL = "--rollouts-per-step 32 --validation.examples 8".split()
+SMALL = "--rollouts-per-step 32 --validation.examples 8 --post-batch-filters none".split()
+"""Without the filters that make a step smaller: so many rollouts are trained in each."""
 ENDLESS = ["--steps", "100000", "--validation.every", "0"]
 PATIENCE_S = 600
 """How long to wait for what must come; nothing is claimed about how long it takes."""

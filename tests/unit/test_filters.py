@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.unit.test_samples import samples_of, turn_of
+from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.checks import check
 from torchtitan.experiments.rl.config.recipes import standard_filters
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
@@ -43,6 +44,14 @@ def test_group_of_zero_advantages_is_dropped():
     result = apply_filters(filters(ZeroAdvantage.Config()), group_of(0.0, 0.0))
     assert result.kept == [] and [name for _, name in result.dropped] == ["zero_advantage"] * 2
     assert result.matched == {"zero_advantage": 2}
+
+
+def test_tokens_of_matching_rollouts_are_counted_by_filter_also_where_it_only_monitors():
+    group = group_of(0.0, 0.5, 0.0)
+    for rollout, sampled in zip(group.rollouts, ([5], [6, 7], [8, 9, 1]), strict=True):
+        rollout.turns = [turn_of([1, 2], sampled), turn_of([1, 2], sampled)]
+    result = apply_filters(filters(ZeroAdvantage.Config(per="rollout", mode="monitor"), Odd.Config()), group)
+    assert result.tokens == {"zero_advantage": 2 * (1 + 3), "odd": 2 * 2}
 
 
 def test_single_rollouts_without_a_signal_are_dropped_where_the_config_says_so():
@@ -119,3 +128,22 @@ def test_standard_filters_count_before_the_batch_and_drop_from_it():
         assert [entry.build().name for entry in slot] == ["gibberish", "repetition", "zero_advantage"]
         assert {entry.mode for entry in slot} == {mode}
         assert (slot[0].vocab_size, slot[0].rare_from) == (512, 400) and slot[1].distinct_ngrams > 0
+        assert slot[2].per == "rollout"
+
+
+def test_standard_filters_take_the_place_of_their_like_and_leave_others():
+    config = rl_grpo_qwen3_debug()
+    config.post_batch_filters = [ZeroAdvantage.Config(), Odd.Config()]
+    standard_filters(standard_filters(config, vocab_size=512, rare_from=400), vocab_size=512, rare_from=300)
+    names = ["gibberish", "repetition", "zero_advantage"]
+    assert [entry.build().name for entry in config.pre_batch_filters] == names
+    assert [entry.build().name for entry in config.post_batch_filters] == [*names, "odd"]
+    assert config.post_batch_filters[0].rare_from == 300
+
+
+@pytest.mark.parametrize("name", [name for name in config_registry.__all__ if name.startswith("rl_")])
+def test_every_shipped_config_has_the_standard_filters(name):
+    config = getattr(config_registry, name)()
+    names = ["gibberish", "repetition", "zero_advantage"]
+    for slot, mode in ((config.pre_batch_filters, "monitor"), (config.post_batch_filters, "enforce")):
+        assert [entry.build().name for entry in slot] == names and {entry.mode for entry in slot} == {mode}

@@ -350,6 +350,9 @@ async def test_second_slot_makes_the_batch_smaller_and_refills_nothing():
     batch = await loop.batch()
     assert ids(batch) == [0] and [rollout.index_in_group for rollout in batch.groups[0].rollouts] == [0]
     assert batch.dropped_groups == 1 and batch.filter_matches == {"post/late": 2, "post/half": 2}
+    assert [[rollout.index_in_group for rollout in group.rollouts] for group in batch.sampled] == [[0, 1], [0, 1]]
+    tokens = [[rollout.completion_tokens for rollout in group.rollouts] for group in batch.sampled]
+    assert batch.filter_tokens == {"post/late": sum(tokens[1]), "post/half": tokens[0][1] + tokens[1][1]}
     loop.step_taken(batch)
     assert loop.ledger.counts() == {
         "stub/dispatched": 8,

@@ -269,6 +269,7 @@ def run_state() -> RunState:
         stall=StallDetectors(4, ["a"]).state(),
         dropped_groups=1,
         filter_matches={"pre/x": 2},
+        filter_tokens={"pre/x": 31},
         samplers={"a": {"cursor": 3}},
         mix=None,
     )

@@ -60,10 +60,11 @@ def reinforce_pp(config: RunConfig) -> RunConfig:
 
 
 def standard_filters(config: RunConfig, *, vocab_size: int, rare_from: int) -> RunConfig:
-    """Gibberish, repetition (of n-grams too) and groups without a signal: counted before the batch, dropped from it.
+    """Gibberish, repetition (of n-grams too) and rollouts without a signal: counted before the batch, dropped from it.
 
     Counted before, a rollout still takes its place, so examples that are too easy or too hard do not become more work; dropped
-    after, it is not trained on. ``filter/pre/<name>`` and ``filter/post/<name>`` say how many.
+    after, it is not trained on. ``filter/<slot>/<name>`` in the metrics says how many, and ``filter/<slot>/<name>/tokens`` what
+    that saves. Filters of these classes that the config has give way; other filters stay.
 
     Args:
         vocab_size: ids of the policy's vocabulary.
@@ -74,9 +75,12 @@ def standard_filters(config: RunConfig, *, vocab_size: int, rare_from: int) -> R
         return [
             Gibberish.Config(mode=mode, vocab_size=vocab_size, rare_from=rare_from),
             Repetition.Config(mode=mode, distinct_ngrams=0.1),
-            ZeroAdvantage.Config(mode=mode),
+            ZeroAdvantage.Config(mode=mode, per="rollout"),  # all of a group where no rollout has a signal
         ]
 
-    config.pre_batch_filters += in_mode("monitor")
-    config.post_batch_filters += in_mode("enforce")
+    def others(slot: list[Filter.Config]) -> list[Filter.Config]:
+        return [entry for entry in slot if built_class(entry) not in (Gibberish, Repetition, ZeroAdvantage)]
+
+    config.pre_batch_filters = [*in_mode("monitor"), *others(config.pre_batch_filters)]
+    config.post_batch_filters = [*in_mode("enforce"), *others(config.post_batch_filters)]
     return config

@@ -7,6 +7,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo, MaxRL
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.provision import ProvisionConfig
+from torchtitan.experiments.rl.config.recipes import standard_filters
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.sampler import ShuffledCursor
@@ -38,7 +39,7 @@ TINY_CONVERSATIONS = TINY_MODEL + "_conversations"
 
 def rl_grpo_qwen3_debug() -> RunConfig:
     """Digit sums with the 1M-parameter model, minutes on two CPU cores: what `make demo` runs."""
-    return RunConfig(
+    config = RunConfig(
         tasks={
             "sum_digits": SumDigitsTask.Config(
                 algorithm=GRPO.Config(),
@@ -63,6 +64,8 @@ def rl_grpo_qwen3_debug() -> RunConfig:
         validation=ValidationConfig(every=10, examples=256),
         provision=ProvisionConfig(device="cpu"),
     )
+    # The tiny models' last words: parts of names and of the longer words in questions.
+    return standard_filters(config, vocab_size=768, rare_from=600)
 
 
 def rl_grpo_qwen3_debug_hosts() -> RunConfig:

@@ -5,6 +5,7 @@ from typing import Any
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.provision import ProvisionConfig
+from torchtitan.experiments.rl.config.recipes import standard_filters
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
@@ -119,7 +120,7 @@ def _qwen3(
     tensor_parallel_degree: int = 1,
 ) -> RunConfig:
     """A real model on GPUs, in bfloat16 with float32 master weights. Its sums are longer than the demo's."""
-    return RunConfig(
+    config = RunConfig(
         tasks={
             "sum_digits": SumDigitsTask.Config(
                 algorithm=GRPO.Config(),
@@ -149,3 +150,4 @@ def _qwen3(
         recorder=RolloutRecorder.Config(fraction=1 / 16),
         provision=ProvisionConfig(device="cuda"),
     )
+    return standard_filters(config, vocab_size=151_936, rare_from=100_000)

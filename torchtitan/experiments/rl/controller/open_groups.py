@@ -63,12 +63,16 @@ class OpenGroup:
 class StepGroups:
     """What one optimizer step trains on."""
 
-    groups: list[RolloutGroup]
+    groups: list[RolloutGroup] = field(default_factory=list)
     """With only those rollouts that are trained on."""
-    dropped_groups: int
+    sampled: list[RolloutGroup] = field(default_factory=list)
+    """The groups that the step took, with the rollouts that post-batch filters have dropped."""
+    dropped_groups: int = 0
     """Groups dropped since the step before."""
     filter_matches: Counter[str] = field(default_factory=Counter)
     """Rollouts matched since the step before, by ``<slot>/<filter>``, monitors included."""
+    filter_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens that the policy sampled in these."""
 
 
 class OpenGroups:

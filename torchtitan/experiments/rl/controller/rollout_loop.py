@@ -81,8 +81,8 @@ class RolloutLoop:
         self._running: set[asyncio.Task[None]] = set()
         self._started = 0
         self._stall = StallDetectors(max_drops_in_a_row, list(tasks), note)
-        self._dropped_groups = 0
-        self._filter_matches: Counter[str] = Counter()
+        self._next_step = StepGroups()
+        """What there is to tell of the next step: groups dropped, rollouts matched."""
         self._changed = asyncio.Event()
         self._failure: Exception | None = None
         self._rollouts_failing = False
@@ -158,6 +158,7 @@ class RolloutLoop:
             if taken is None:
                 await self._changed.wait()
                 continue
+            sampled = [self._open[group_id].kept() for group_id in taken]
             groups = [await self._filtered_again(group_id) for group_id in taken]
             if any(group.rollouts for group in groups):
                 break
@@ -169,11 +170,10 @@ class RolloutLoop:
         for group in groups:
             if not group.rollouts:  # its slot frees with the others of the step
                 self._drop(group.group_id, counted=False)
-        groups = [group for group in groups if group.rollouts]
         self._groups_left -= len(taken)
-        taken_groups = StepGroups(groups=groups, dropped_groups=self._dropped_groups, filter_matches=self._filter_matches)
-        self._dropped_groups, self._filter_matches = 0, Counter()
-        return taken_groups
+        step, self._next_step = self._next_step, StepGroups()
+        step.groups, step.sampled = [group for group in groups if group.rollouts], sampled
+        return step
 
     def trained(self, taken: StepGroups) -> None:
         """The optimizer step on these groups was taken: their rollouts end as trained."""
@@ -243,8 +243,9 @@ class RolloutLoop:
                 slots=self._pacer.state(),
                 ledger=self.ledger.state(),
                 stall=self._stall.state(),
-                dropped_groups=self._dropped_groups,
-                filter_matches=dict(self._filter_matches),
+                dropped_groups=self._next_step.dropped_groups,
+                filter_matches=dict(self._next_step.filter_matches),
+                filter_tokens=dict(self._next_step.filter_tokens),
                 samplers=samplers,
                 mix=mix,
             )
@@ -258,8 +259,9 @@ class RolloutLoop:
         """
         await self._parts.restore(state.samplers, state.mix)
         examples = await self._parts.examples_of(state.groups)
-        self._started, self._dropped_groups = state.started, state.dropped_groups
-        self._filter_matches = Counter(state.filter_matches)
+        self._started = state.started
+        matches, tokens = Counter(state.filter_matches), Counter(state.filter_tokens)
+        self._next_step = StepGroups(dropped_groups=state.dropped_groups, filter_matches=matches, filter_tokens=tokens)
         self._stall.restore(state.stall)
         self.ledger.restore(state.ledger)
         lost = self._open.restore(state.groups, finished, self._tasks, examples)
@@ -334,13 +336,14 @@ class RolloutLoop:
 
     async def _filter(self, slot: FilterSlot, group: RolloutGroup, entry: OpenGroup) -> None:
         filtered = await self._parts.filter(slot, group)
-        self._filter_matches.update(filtered.matched)
+        self._next_step.filter_matches.update(filtered.matched)
+        self._next_step.filter_tokens.update(filtered.tokens)
         for rollout, name in filtered.dropped:
             self._open.end(entry, rollout.rollout_id, f"filtered/{name}")
 
     def _drop(self, group_id: str, *, taken: bool = False, counted: bool = True) -> None:
         """Close a group of which nothing is left to train on. ``counted``: towards a stall of the run."""
         entry = self._open.leave(group_id)
-        self._dropped_groups += 1
+        self._next_step.dropped_groups += 1
         if counted and entry.group is not None:
             self._stall.dropped(list(entry.outcomes.values()), entry.group, signal=entry.signal, taken=taken)

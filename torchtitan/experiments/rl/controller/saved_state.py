@@ -13,7 +13,7 @@ import msgspec
 from torchtitan.experiments.rl.errors import RunError
 
 CONTROLLER_FILE = "controller.json"
-FORMAT = 2
+FORMAT = 3
 """Of the records below. A change that an older file does not meet takes the next number."""
 
 
@@ -98,6 +98,7 @@ class RolloutLoopState(Record):
     stall: StallState
     dropped_groups: int
     filter_matches: dict[str, int]
+    filter_tokens: dict[str, int]
     samplers: dict[str, Any]
     """What each task's sampler says of itself."""
     mix: Any

@@ -71,6 +71,7 @@ class StepRecord:
             **{f"policy/age/{age}": float(np.mean(self._ages == age)) for age in np.unique(self._ages).tolist()},
             "policy/mixed_version_completions": _mixed_version_share(taken),
             **{f"filter/{name}": count for name, count in taken.filter_matches.items()},
+            **{f"filter/{name}/tokens": count for name, count in taken.filter_tokens.items()},
             **{f"time/{name}_s": seconds for name, seconds in spans.items()},
             "time/step_s": self._seconds,
             "perf/trained_tokens_per_s": packed.tokens / self._seconds,
@@ -132,9 +133,10 @@ def _mixed_version_share(taken: StepGroups) -> float:
 
 
 def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
-    rollouts = [rollout for group in taken.groups for rollout in group.rollouts]
+    """Of what the step took, with what post-batch filters dropped: without it a filter of ties would hide the reward."""
+    rollouts = [rollout for group in taken.sampled for rollout in group.rollouts]
     rewards = np.array([rollout.reward for rollout in rollouts])
-    spreads = [np.std(group.rewards) for group in taken.groups]
+    spreads = [np.std(group.rewards) for group in taken.sampled]
     lengths = np.array([rollout.completion_tokens for rollout in rollouts])
     metrics = {
         "rollout/count": len(rollouts),

@@ -96,6 +96,8 @@ class FilterResult:
     """The others, each with the first enforcing filter that matched: a rollout is in one column of the ledger."""
     matched: Counter[str] = field(default_factory=Counter)
     """Matching rollouts by filter, monitors included; one rollout counts for every filter it matches."""
+    tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens that were sampled in these: what a filter that enforces saves, and what a monitor would."""
 
 
 def matches_of(entry: Filter, group: RolloutGroup) -> list[bool]:
@@ -130,6 +132,8 @@ def combine(filters: Sequence[tuple[Filter, str]], group: RolloutGroup, matches:
     result = FilterResult()
     for (_, name), entries in zip(filters, matches, strict=True):
         result.matched[name] += sum(entries)
+        matching = (rollout for rollout, match in zip(group.scored, entries, strict=True) if match)
+        result.tokens[name] += sum(rollout.completion_tokens for rollout in matching)
     for index, rollout in enumerate(group.scored):
         by = next(
             (
