@@ -216,6 +216,8 @@ def test_turns_that_extend_or_rewrite_each_other_are_read_exactly(tmp_path_facto
         turn = turn_of(prompt, sampled, logprobs=[-0.1] * len(sampled), versions=[len(turns)] * len(sampled))
         turn.prompt_role_ids = np.array([[2, -1, 4][token] for token in prompt], np.int8)
         turn.prompt_is_content = np.array(prompt, bool)
+        if len(sampled) != 1:  # as of a turn whose messages are not known
+            turn.prompt_message_indices = np.array([[0, -1, 3][token] for token in prompt], np.int16)
         turns.append(turn)
         history = prompt + sampled
     rollout = rollout_of(turns=turns)

@@ -1,6 +1,7 @@
 """OPD, OPSD, SFT and Echo: the streams they write, worked out by hand, and whom they sample from and ask."""
 
 import asyncio
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,7 @@ from torchtitan.experiments.rl.generation.references import FrozenModel, HostedM
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage, apply_filters
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.tool_names import tool_names
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component
 from torchtitan.experiments.rl.tasks.task import Task
@@ -319,6 +321,76 @@ async def test_echos_filter_leaves_out_turns_or_tokens(run, tokenizer):
 
     group = await echo(run, tokenizer, {"user": 0.5}, keep=digits)
     assert [text.strip() for text, _ in weighted(group.rollouts[0].samples[0], tokenizer)] == ["1", "2"]
+
+
+class Tools(TalkingEnv):
+    """Answers as two tools at once."""
+
+    async def step_message(self, message):
+        step = await super().step_message(message)
+        answers = [("search", f"found {len(self.received)}"), ("sum", f"is {len(self.received)}")]
+        step.env_messages = [{"role": "tool", "content": text, "name": name} for name, text in answers]
+        return step
+
+
+class TalkOfTools(Talk):
+    def make_env(self, sample):
+        return Tools(self.config.turns)
+
+
+@pytest.mark.parametrize(
+    ("options", "of_search", "of_sum"),
+    [
+        ({"tool_names": {"search": 0.3, "sum": 0.05}}, 0.3, 0.05),
+        ({"tool_names": {"search": 0.3}}, 0.3, 0.1),
+        ({"tool_names": {"search": 0.3}, "alpha": {}}, 0.3, None),
+        ({"tool_names": {"other": 0.3}, "alpha": {"user": 0.2}}, None, None),
+        ({}, 0.1, 0.1),
+    ],
+)
+async def test_echo_weighs_what_tools_answer_by_their_names(renderer, tokenizer, options, of_search, of_sum):
+    algorithm = Echo.Config(**options)
+    check_config(algorithm, field="a", group_size=2, temperature=1.0)
+    task = TalkOfTools.Config(algorithm=algorithm, turns=3).build(name="talk", renderer=renderer)
+    group = await task.run_group(SAMPLE, ScriptedPolicy(tokenizer), group_id="g", seed=0)
+    assert await task.score_group(group) is None
+    spoken = [
+        (f"found {n}", of_search) if name == "search" else (f"is {n}", of_sum) for n in (1, 2) for name in ("search", "sum")
+    ]
+    assert weighted(group.rollouts[0].samples[0], tokenizer) == [entry for entry in spoken if entry[1] is not None]
+
+
+def test_a_tools_name_is_found_by_its_message_its_call_or_the_order_of_calls():
+    def calls(*pairs):
+        listed = [{"type": "function", "function": {"name": name, "arguments": "{}"}} | given for name, given in pairs]
+        return {"role": "assistant", "content": "", "tool_calls": listed}
+
+    def answer(**given):
+        return {"role": "tool", "content": "x", **given}
+
+    assert tool_names([answer(), {"role": "user", "content": "x"}, answer(name="own")]) == [None, None, "own"]
+    named = [calls(("a", {"id": "1"}), ("b", {"id": "2"})), answer(tool_call_id="2"), answer(), answer()]
+    assert tool_names(named) == [None, "b", "a", None]
+    assert tool_names([calls(("a", {}), ("b", {})), answer(), answer()]) == [None, "a", "b"]
+    assert tool_names([calls(("a", {}), ("b", {})), answer(name="b"), answer()]) == [None, "b", "a"]
+    assert tool_names([calls(("a", {})), calls(("b", {})), answer(), answer(tool_call_id="9")]) == [None, None, "b", None]
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (np.ones(3, bool), r"keep returned the shape \(3,\), want one bool, or \d+: the tokens of the turn's prompt"),
+        (np.ones((1, 1), bool), r"keep returned the shape \(1, 1\)"),
+        (0.5, "keep returned float64 values, want one bool"),
+        (None, "keep returned object values, want one bool"),
+    ],
+)
+async def test_a_mask_of_another_shape_or_type_fails_the_rollout(renderer, tokenizer, mask, message):
+    algorithm = Echo.Config(alpha={"user": 0.5}, keep=lambda rollout, turn: mask)
+    task = Talk.Config(algorithm=algorithm, turns=2).build(name="talk", renderer=renderer)
+    group = await task.run_group(SAMPLE, ScriptedPolicy(tokenizer), group_id="g", seed=0)
+    for rollout in group.rollouts:
+        assert rollout.status is RolloutStatus.ERROR and re.search(f"Echo.*{message}", rollout.error)
 
 
 def test_what_weighs_tokens_by_role_is_refused_with_a_renderer_that_attributes_none(tokenizer_path):

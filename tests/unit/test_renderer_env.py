@@ -140,6 +140,36 @@ async def test_every_prompt_says_whose_each_of_its_tokens_is(wrap, tokenizer):
     assert np.shares_memory(env.turns[0].prompt_is_content, env.turns[1].prompt_is_content)
 
 
+def bodies(turn, tokenizer) -> list[str]:
+    """Of each message of the turn's prompt, the text of the tokens that are said to be its body."""
+    indices, is_content = turn.prompt_message_indices, turn.prompt_is_content
+    assert indices.dtype == np.int16 and indices.shape == turn.prompt_token_ids.shape and indices[-1] == -1
+    assert np.array_equal(indices < 0, turn.prompt_role_ids < 0)
+    count = len(turn.prompt_messages)
+    return [tokenizer.decode(turn.prompt_token_ids[(indices == index) & is_content]) for index in range(count)]
+
+
+@pytest.mark.parametrize("retention", ["all", "tool_cycle"])
+async def test_every_prompt_says_which_message_each_of_its_tokens_is_of(tokenizer_path, tokenizer, retention):
+    """Where the renderer goes on from the sampled tokens ("all"), and where it renders anew after a user's message."""
+
+    class Two(TalkingEnv):
+        async def step_message(self, message):
+            step = await super().step_message(message)
+            step.env_messages.insert(0, {"role": "tool", "content": f"found {len(self.received)}", "name": "search"})
+            return step
+
+    config = RendererConfig(thinking_retention=retention)
+    env = RendererEnv(message_env=Two(turns=3), renderer=build_renderer(config, tokenizer_path), config=RendererEnvConfig())
+    await env.initial_prompt()
+    for reply in ("one", "two", "three"):
+        await env.step_completion(completion_of(tokenizer, reply))
+    said = ["start", "one", "found 1", "more 1", "two", "found 2", "more 2"]
+    for turn, count in zip(env.turns, (1, 4, 7), strict=True):
+        assert [text.removesuffix("<|im_end|>") for text in bodies(turn, tokenizer)] == said[:count]
+        assert [message["content"] for message in turn.prompt_messages] == said[:count]
+
+
 async def test_completion_that_goes_on_after_its_end_is_cut_there_and_the_rest_keeps_its_roles(wrap, tokenizer):
     env = wrap(TalkingEnv(turns=2, role="tool"))
     first = (await env.initial_prompt()).next_prompt_token_ids
@@ -512,6 +542,7 @@ async def test_default_renderer_follows_the_tokenizers_template_and_attributes_n
     assert "<|im_start|>assistant\none<|im_end|>\n<|im_start|>user\nmore 1" in tokenizer.decode(second.next_prompt_token_ids)
     assert (await env.step_completion(completion_of(tokenizer, "two"))).status is RolloutStatus.COMPLETED
     assert {int(role) for turn in env.turns for role in turn.prompt_role_ids} <= {-1, ROLES.index("assistant")}
+    assert {int(index) for turn in env.turns for index in turn.prompt_message_indices} <= {-1, 1}
 
 
 def test_default_renderer_is_refused_where_it_can_not_do_what_the_config_asks(tokenizer_path, tmp_path):

@@ -11,6 +11,7 @@ from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
+from torchtitan.experiments.rl.rollouts.tool_names import tool_names
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutTurn
 from torchtitan.experiments.rl.types import ROLES
 
@@ -25,6 +26,8 @@ class Echo(GRPO):
 
         ℓ = ℓ_rl(sampled tokens) + alpha[role]·(-logp)    on body tokens of env messages after the first sampled token
 
+    What a tool that ``tool_names`` has answered, weighs by the tool's name instead.
+
     Only bodies count, not the template around them. Where a prompt was rendered anew and starts a sample of its own, what
     stands in it comes before that sample's first sampled token, and has no weight.
     """
@@ -33,16 +36,19 @@ class Echo(GRPO):
     class Config(GRPO.Config):
         alpha: dict[str, RoleWeight] = field(default_factory=lambda: {"tool": 0.1})
         """Weight by message role. Setting any role replaces the whole table."""
+        tool_names: dict[str, RoleWeight] = field(default_factory=dict)
+        """Weight of what a tool answers by the tool's name, in the place of ``alpha["tool"]``. Other tools have that one, and
+        none if ``alpha`` doesn't name the role."""
         keep: Callable[[Rollout, RolloutTurn], bool | np.ndarray] | None = None
         """A user's filter: whether the env's messages before this turn are trained on; or bool [P], for each token of the
         turn's prompt. Importable: defined at the top level of a module."""
 
         def needs_roles(self) -> str | None:
-            return "alpha"
+            return "alpha" if self.alpha else "tool_names"
 
         def validate(self, *, field: str, **context) -> None:
             super(Echo.Config, self).validate(field=field, **context)
-            if not self.alpha:
+            if not (self.alpha or self.tool_names):
                 raise ConfigError(
                     f"{field}.alpha", self.alpha, 'no role has a weight: name one, such as {"tool": 0.1}, or use GRPO'
                 )
@@ -59,10 +65,31 @@ class Echo(GRPO):
         for turn, span in zip(rollout.turns, turn_spans(rollout.turns), strict=True):
             if span is None or span.new == 0:  # a sample's first prompt: nothing was sampled before it
                 continue
-            weights = alpha[turn.prompt_role_ids] * turn.prompt_is_content
+            weights = alpha[turn.prompt_role_ids]
+            if self.config.tool_names and turn.prompt_message_indices is not None:
+                names = [*tool_names(turn.prompt_messages), None]  # -1, of no message, is the last
+                by_tool = self.config.tool_names
+                of_message = np.array([-1.0 if name is None else by_tool.get(name, -1.0) for name in names], np.float32)
+                by_name = of_message[turn.prompt_message_indices]
+                weights = np.where(by_name < 0, weights, by_name)
+            weights = weights * turn.prompt_is_content
             if self.config.keep is not None:
-                weights = weights * np.asarray(self.config.keep(rollout, turn), bool)
+                weights = weights * checked_mask(self.config.keep(rollout, turn), len(weights))
             answered = slice(span.new, span.completion)
             ce_weights[span.sample][answered] = weights[answered]
         for sample, weights in zip(rollout.samples, ce_weights, strict=True):
             sample.ce_weights = weights
+
+
+def checked_mask(mask: object, tokens: int) -> np.ndarray:
+    """What ``keep`` returned, as bool [] or bool [tokens].
+
+    Raises:
+        TypeError, ValueError: it is neither.
+    """
+    array = np.asarray(mask)
+    if array.dtype != np.bool_:
+        raise TypeError(f"keep returned {array.dtype} values, want one bool, or one for each token of the turn's prompt")
+    if array.shape not in ((), (tokens,)):
+        raise ValueError(f"keep returned the shape {array.shape}, want one bool, or {tokens}: the tokens of the turn's prompt")
+    return array

@@ -40,6 +40,8 @@ class Prompt:
     """int8 [P]. See RolloutTurn.prompt_role_ids."""
     is_content: np.ndarray
     """bool [P]. See RolloutTurn.prompt_is_content."""
+    message_indices: np.ndarray
+    """int16 [P]. See RolloutTurn.prompt_message_indices."""
     extends: bool = False
     """Starts with the last prompt and its completion, token for token."""
 
@@ -72,6 +74,8 @@ async def next_prompt(
         ValueError: a message that is not text, or of a role the model's template hasn't.
     """
 
+    answer = len(conversation) - len(new) - 1  # the completion's message
+
     def bridged() -> Prompt | None:
         rendered = renderer.bridge_to_next_turn(last.ids, sampled_ids, new, tools=tools)
         if rendered is None:
@@ -79,12 +83,12 @@ async def next_prompt(
         # It describes the new messages alone. It kept less than all where a completion goes on after the end of its turn.
         kept = _kept(rendered, last, sampled_ids)
         check_all_rendered(rendered, new, start=kept)
-        return _prompt(rendered, last, sampled_ids, kept=kept)
+        return _prompt(rendered, last, sampled_ids, kept=kept, answer=answer, first=answer + 1)
 
     def anew() -> Prompt:
         rendered = _rendered_anew(renderer, conversation, tools)
         kept = _kept(rendered, last, sampled_ids)
-        return _prompt(rendered, last, sampled_ids, kept=kept if kept == len(last.ids) + len(sampled_ids) else 0)
+        return _prompt(rendered, last, sampled_ids, kept=kept if kept == len(last.ids) + len(sampled_ids) else 0, answer=answer)
 
     prompt = await off_the_loop_if(_characters(new) > LARGE_TEXT, bridged)
     if prompt is None:
@@ -123,12 +127,22 @@ def _kept(rendered: RenderedTokens, last: Prompt, sampled_ids: list[int]) -> int
     return next((index for index, (new, old) in pairs if new != old), min(end, len(rendered.token_ids)))
 
 
-def _prompt(rendered: RenderedTokens, last: Prompt | None = None, sampled_ids: Sequence[int] = (), *, kept: int = 0) -> Prompt:
+def _prompt(
+    rendered: RenderedTokens,
+    last: Prompt | None = None,
+    sampled_ids: Sequence[int] = (),
+    *,
+    kept: int = 0,
+    answer: int = 0,
+    first: int = 0,
+) -> Prompt:
     """
     Args:
         last: the last prompt; ``sampled_ids`` are its completion.
         kept: tokens of these two that the prompt starts with, described as they are there. Only the others are converted, or
             the turns of a long conversation would cost milliseconds each.
+        answer: index of the completion's message in the conversation.
+        first: that of the first message that ``rendered`` describes.
     """
     if rendered.multi_modal_data is not None and not rendered.multi_modal_data.is_empty():
         raise ValueError("the env sent an image or a video: only text reaches the model")
@@ -140,25 +154,36 @@ def _prompt(rendered: RenderedTokens, last: Prompt | None = None, sampled_ids: S
     if new_ids.size and new_ids.item(new_ids.argmax()) > MAX_TOKEN_ID:
         raise ValueError(f"the prompt has a token id of {new_ids.max()}")
     token_ids, role_ids, is_content = np.empty(len(ids), np.int32), np.empty(len(ids), np.int8), np.empty(len(ids), bool)
+    message_indices = np.empty(len(ids), np.int16)
     if last is not None and kept:
         prompted = min(kept, len(last.ids))
         token_ids[:prompted] = last.token_ids[:prompted]
         role_ids[:prompted] = last.role_ids[:prompted]
         is_content[:prompted] = last.is_content[:prompted]
+        message_indices[:prompted], message_indices[prompted:kept] = last.message_indices[:prompted], answer
         token_ids[prompted:kept] = sampled_ids[: kept - prompted]
         role_ids[prompted:kept], is_content[prompted:kept] = ROLE_IDS["assistant"], True
     token_ids[kept:] = new_ids
     if rendered.is_content:  # without it, roles are guesses (see check_all_rendered)
         is_content[kept:] = rendered.is_content[kept:]
         of_message = np.array([ROLE_IDS.get(role, -1) for role in rendered.message_roles] + [-1], np.int8)
-        new_roles = of_message[rendered.message_indices[kept:]]  # -1, of no message, is the last
+        of_message_index = np.asarray(rendered.message_indices[kept:], np.int16)
+        new_roles = of_message[of_message_index]  # -1, of no message, is the last
         if len(new_roles) != len(new_ids):
             raise ValueError(f"{len(new_roles)} roles for {len(new_ids)} token ids")
         role_ids[kept:] = new_roles
+        message_indices[kept:] = np.where(of_message_index < 0, -1, of_message_index + first)
     else:
-        role_ids[kept:], is_content[kept:] = -1, False
+        role_ids[kept:], is_content[kept:], message_indices[kept:] = -1, False, -1
     extends = last is not None and kept == len(last.ids) + len(sampled_ids)
-    return Prompt(ids=ids, token_ids=token_ids, role_ids=role_ids, is_content=is_content, extends=extends)
+    return Prompt(
+        ids=ids,
+        token_ids=token_ids,
+        role_ids=role_ids,
+        is_content=is_content,
+        message_indices=message_indices,
+        extends=extends,
+    )
 
 
 def _characters(messages: Sequence[Message]) -> int:

@@ -167,6 +167,7 @@ class RendererEnv:
             prompt_token_ids=prompt.token_ids,
             prompt_role_ids=prompt.role_ids,
             prompt_is_content=prompt.is_content,
+            prompt_message_indices=prompt.message_indices,
             completion=completion,
             assistant_message={"role": "assistant", "content": ""},
             tools=self._tools,
@@ -314,6 +315,7 @@ class RendererEnv:
             length = len(turn.prompt_token_ids)
             turn.prompt_token_ids = prompt.token_ids[:length]
             turn.prompt_role_ids, turn.prompt_is_content = prompt.role_ids[:length], prompt.is_content[:length]
+            turn.prompt_message_indices = prompt.message_indices[:length]
 
     def _output(self, turn: RolloutTurn | None) -> TokenizedStepOutput:
         self._prompted_at = time.perf_counter()

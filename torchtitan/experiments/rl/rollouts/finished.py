@@ -31,6 +31,7 @@ _turn_arrays = attrgetter(
     "prompt_token_ids",
     "prompt_role_ids",
     "prompt_is_content",
+    "prompt_message_indices",
     "completion.token_ids",
     "completion.logprobs",
     "completion.policy_versions",

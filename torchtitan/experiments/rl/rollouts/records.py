@@ -136,15 +136,22 @@ def _example_record(example: DataSample) -> dict[str, msgspec.Raw]:
 def _given(turn: RolloutTurn | None) -> dict[str, list | np.ndarray]:
     """What the next turn's fields begin with where the conversation goes on."""
     if turn is None:
-        arrays = {"prompt_token_ids": np.int32, "prompt_role_ids": np.int8, "prompt_is_content": np.bool_}
+        arrays = {
+            "prompt_token_ids": np.int32,
+            "prompt_role_ids": np.int8,
+            "prompt_is_content": np.bool_,
+            "prompt_message_indices": np.int16,
+        }
         return {"prompt_messages": [], "tools": []} | {name: np.empty(0, dtype) for name, dtype in arrays.items()}
     sampled = len(turn.completion.token_ids)
+    indices = np.empty(0, np.int16) if turn.prompt_message_indices is None else turn.prompt_message_indices
     return {
         "prompt_messages": [*turn.prompt_messages, turn.assistant_message, *turn.env_messages],
         "tools": turn.tools or [],
         "prompt_token_ids": np.append(turn.prompt_token_ids, turn.completion.token_ids),
         "prompt_role_ids": np.append(turn.prompt_role_ids, np.full(sampled, ROLE_IDS["assistant"], np.int8)),
         "prompt_is_content": np.append(turn.prompt_is_content, np.ones(sampled, np.bool_)),
+        "prompt_message_indices": np.append(indices, np.full(sampled, len(turn.prompt_messages), np.int16)),
     }
 
 
@@ -159,7 +166,7 @@ def _shared(entries: list | np.ndarray, given: list | np.ndarray) -> int:
 
 def _turn_record(turn: RolloutTurn, before: RolloutTurn | None) -> TurnRecord:
     values = {field.name: getattr(turn, field.name) for field in fields(turn)}
-    given = {name: entries for name, entries in _given(before).items() if name != "tools" or turn.tools is not None}
+    given = {name: entries for name, entries in _given(before).items() if values[name] is not None}
     kept = {name: _shared(values[name], entries) for name, entries in given.items()}
     values |= {name: values[name][count:] for name, count in kept.items()}
     completion = values.pop("completion")

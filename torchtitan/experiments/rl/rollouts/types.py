@@ -87,6 +87,8 @@ class RolloutTurn:
     completion: Completion
     assistant_message: Message
     """The completion, parsed."""
+    prompt_message_indices: np.ndarray | None = None
+    """int16 [P]. Which of ``prompt_messages`` each prompt token belongs to; -1 as in ``prompt_role_ids``. None: not known."""
     tools: list[ToolSpec] | None = None
     """What the model could call; the prompt was rendered with them."""
     env_messages: list[Message] = field(default_factory=list)
