@@ -81,9 +81,9 @@ def accumulate(learner: Learner, layout: dict, samples: list[TrainingSample]) ->
     return learner.forward_backward(plan.microbatches[learner.data_parallel.rank], 0).compute()
 
 
-def loss_and_gradient(learner: Learner, layout: dict) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradient(learner: Learner, layout: dict, samples=None) -> tuple[float, dict[str, torch.Tensor]]:
     """Of one step on the fixed samples; the learner's own gradient is cleared."""
-    loss = accumulate(learner, layout, samples_of())["loss/total"]
+    loss = accumulate(learner, layout, samples or samples_of())["loss/total"]
     gradient = {name: full(parameter.grad) for name, parameter in learner.model.named_parameters()}
     learner.optimizers.zero_grad()
     return loss, {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in gradient.items()}

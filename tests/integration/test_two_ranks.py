@@ -89,6 +89,8 @@ def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_mo
     compute_in_float64(setattr)
     learner = learner_of(f"{folder}/float64", dtype=torch.float64)
     results["float64"] = {name: loss_and_gradient(learner, layout) for name, layout in LAYOUTS.items()}
+    learner.config.loss.normalize_advantages = True
+    results["normalized"] = {name: loss_and_gradient(learner, layout) for name, layout in LAYOUTS.items()}
     learner.close()
     torch.Tensor.float = torch.Tensor.double
     learner = learner_of(f"{folder}/shared", dtype=torch.float64)
@@ -196,6 +198,19 @@ def test_loss_and_gradient_do_not_depend_on_rows_microbatches_or_ranks(exact, tw
     for layout in LAYOUTS.values():
         assert_same_step(loss_and_gradient(learner, layout), expected)
     for result in two_ranks["float64"].values():
+        assert_same_step(result, expected)
+
+
+def test_advantages_are_normalised_over_the_tokens_of_all_rows_microbatches_and_ranks(exact, two_ranks):
+    learner, samples = exact(), samples_of()
+    advantages = np.concatenate([sample.advantages[sample.loss_mask].astype(np.float64) for sample in samples])
+    for sample in samples:
+        normalized = (sample.advantages - advantages.mean()) / (advantages.std() + 1e-6)
+        sample.advantages = np.where(sample.loss_mask, normalized, 0).astype(np.float32)
+    expected = loss_and_gradient(learner, REFERENCE_LAYOUT, samples)
+    assert expected[0] != pytest.approx(loss_and_gradient(learner, REFERENCE_LAYOUT)[0], rel=1e-3)
+    learner.config.loss.normalize_advantages = True
+    for result in [loss_and_gradient(learner, LAYOUTS["short rows"]), *two_ranks["normalized"].values()]:
         assert_same_step(result, expected)
 
 
