@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from tests.unit.test_algorithms import rollout
-from torchtitan.experiments.rl.controller.credit_metrics import advantage_metrics
+from torchtitan.experiments.rl.controller.credit_metrics import advantage_metrics, credit_seconds
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
 
 def credited(*advantages: float, weights=None):
@@ -33,3 +34,13 @@ def test_tokens_without_an_rl_weight_and_rollouts_without_credit_count_for_nothi
         "advantage/t/max": 2.0,
     }
     assert advantage_metrics([rollout(1.0)], "t") == {} == advantage_metrics([], "t")
+
+
+def test_seconds_of_credit_are_a_rollouts_by_task():
+    def group(task: str, credit_s: float, count: int) -> RolloutGroup:
+        sample = DataSample(sample_id="0", env_input=None)
+        rollouts = [rollout(1.0)] * count
+        return RolloutGroup(group_id="g", task_name=task, data_sample=sample, rollouts=rollouts, credit_s=credit_s)
+
+    found = credit_seconds([group("a", 3.0, 4), group("b", 0.5, 2), group("a", 1.0, 1)])
+    assert found == {"time/credit_s/a": 4.0 / 5, "time/credit_s/b": 0.25}

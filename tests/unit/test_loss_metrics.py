@@ -199,6 +199,16 @@ def test_mismatch_is_reported_by_task_and_by_the_age_of_the_weights_that_sampled
     )
 
 
+def test_the_distance_to_a_reference_model_is_reported_by_task():
+    batch = batch_of((2, 2), task_ids=[[0, 0], [1, 1]], ref_kl_weights=[[1, 0.5], [0, 1]], ref_logprobs=[[-1, -2], [9, -1]])
+    batch.task_names = ("taught", "both", "unseen")
+    policy = torch.tensor([[-1.5, -1.0], [-3.0, -1.25]], dtype=torch.float64)
+    found = mismatch_metrics(policy, batch, policy_version=0).compute()
+    # Whatever its weight, a token counts once; the third has none.
+    kl = {"ref_kl/kl/task/taught": (-0.5 + 1.0) / 2, "ref_kl/kl/task/both": -0.25}
+    assert {name: value for name, value in found.items() if name.startswith("ref_kl/")} == pytest.approx(kl, abs=1e-12)
+
+
 def test_distances_are_reported_by_the_replica_and_the_age_that_sampled():
     batch = batch_of(
         (2, 3),

@@ -335,6 +335,10 @@ async def test_algorithm_that_fails_on_a_rollout_makes_it_an_error(build, tokeni
     group = await run(task, ScriptedPolicy(tokenizer))
     assert [rollout.status.is_error() for rollout in group.rollouts] == [False, True, False]
     assert "Picky.score_rollout: ValueError: no teacher" in group.rollouts[1].error
+    before = group.credit_s
+    assert before > 0, "seconds of its calls"
+    await task.score_group(group)
+    assert group.credit_s > before
 
 
 async def test_algorithm_that_fails_on_the_group_fails_it_with_the_cause(build, tokenizer):

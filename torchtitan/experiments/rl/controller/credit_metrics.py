@@ -1,10 +1,10 @@
-"""How the advantages of a step's rollouts are distributed."""
+"""What algorithms gave the rollouts of a step: how advantages are distributed, and what that took."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from torchtitan.experiments.rl.rollouts.types import Rollout
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.types import TrainingSample
 
 
@@ -24,6 +24,17 @@ def advantage_metrics(rollouts: Sequence[Rollout], task: str) -> dict[str, float
         f"advantage/{task}/zero": float(np.mean([not advantages.any() for advantages in found])),
         f"advantage/{task}/min": float(min(advantages.min() for advantages in found)),
         f"advantage/{task}/max": float(max(advantages.max() for advantages in found)),
+    }
+
+
+def credit_seconds(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """``time/credit_s/<task>``: seconds that the task's algorithm took for a rollout, mean."""
+    by_task: dict[str, list[RolloutGroup]] = {}
+    for group in groups:
+        by_task.setdefault(group.task_name, []).append(group)
+    return {
+        f"time/credit_s/{task}": sum(group.credit_s for group in own) / sum(len(group.rollouts) for group in own)
+        for task, own in by_task.items()
     }
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from torchtitan.experiments.rl.losses.members import ref_kl_members
 from torchtitan.experiments.rl.losses.metrics import MetricSums
 from torchtitan.experiments.rl.types import TrainingBatch
 
@@ -20,6 +21,8 @@ def mismatch_metrics(policy_logprobs: torch.Tensor, batch: TrainingBatch, policy
     """Mismatch KL of a microbatch: ``mismatch_kl/all``, ``mismatch_kl/task/<name>`` and ``mismatch_kl/age/<n>``; and where the
     replicas are known, the mean distance by replica and age.
 
+    Also ``ref_kl/kl/task/<name>``, the distance to each task's reference model, E[logp - ref_logp] over its ref_kl tokens.
+
     Counts every token the policy sampled, whatever component it feeds. Waits for the device once, to learn which ages occur.
 
     Args:
@@ -32,7 +35,10 @@ def mismatch_metrics(policy_logprobs: torch.Tensor, batch: TrainingBatch, policy
     kl = mismatch_kl(lr)
     metrics.add_mean("mismatch_kl/all", kl, sampled)
     for task_id, name in enumerate(batch.task_names):
-        metrics.add_mean(f"mismatch_kl/task/{name}", kl, sampled & (batch.task_ids == task_id))
+        own = batch.task_ids == task_id
+        metrics.add_mean(f"mismatch_kl/task/{name}", kl, sampled & own)
+        compared = ref_kl_members(batch) & own
+        metrics.add_mean(f"ref_kl/kl/task/{name}", policy_logprobs.double() - batch.ref_logprobs.double(), compared)
     for version in batch.policy_versions[sampled].unique().tolist():
         metrics.add_mean(f"mismatch_kl/age/{policy_version - version}", kl, sampled & (batch.policy_versions == version))
     if bool((batch.replicas[sampled] >= 0).any()):

@@ -165,6 +165,9 @@ class RolloutGroup:
     """Policy version the generators held when the group was admitted."""
     failure: str | None = None
     """Why the group can't be trained on, in one line; None on one that can."""
+    credit_s: float = 0.0
+    """Seconds that the algorithm took for credit, calls to reference models included; of rollouts that it scored side by side,
+    the sum."""
 
     @property
     def scored(self) -> list[Rollout]:

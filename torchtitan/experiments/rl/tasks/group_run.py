@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import time
 from typing import Any, Protocol
 
 from renderers import Renderer
@@ -136,6 +137,7 @@ class GroupRun:
             return
         name = f"{type(algorithm).__name__}.score_rollout"
         finished = FinishedRollout(rollout)
+        began = time.perf_counter()
         try:
             with trace.span(name):
                 await call_bounded(lambda: algorithm.score_rollout(rollout), timeout_s=self._task.config.env.rollout_timeout_s)
@@ -150,6 +152,8 @@ class GroupRun:
                 drop_unfit_credit(sample)
             rollout.status = RolloutStatus.ERROR
             rollout.error = f"task {rollout.task_name}: {name}: {error}"
+        finally:
+            self._group.credit_s += time.perf_counter() - began
 
     async def _make_envs(self, n: int) -> list[RendererEnv | UserCodeError]:
         """``n`` envs, or ``n`` times the reason there are none."""

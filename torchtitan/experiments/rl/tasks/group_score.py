@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ def give_credit(algorithm: Algorithm, group: RolloutGroup, *, timeout_s: float) 
         return None  # gives no credit at all: for groups that are scored and not trained on
     # The library's own algorithms change nothing: remembering a rollout for them would cost 5 % of its path.
     finished = None if kind.__module__.startswith(f"{LIBRARY}.") else FinishedGroup(group)
+    began = time.perf_counter()
     try:
         with trace.span(f"{kind.__name__}.score_group"):
             call_plain(functools.partial(algorithm.score_group, group), timeout_s=timeout_s)
@@ -86,6 +88,8 @@ def give_credit(algorithm: Algorithm, group: RolloutGroup, *, timeout_s: float) 
             drop_unfit_credit(sample)
         fail(group.rollouts, cause)
         return cause
+    finally:
+        group.credit_s += time.perf_counter() - began
     return None
 
 
