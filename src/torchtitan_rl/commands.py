@@ -23,6 +23,11 @@ def evaluate() -> int:
     return _run("evaluate.command")
 
 
+def report() -> int:
+    """``rl-report``: as ``python -m torchtitan.experiments.rl.report``."""
+    return _run("report.command")
+
+
 def _run(module: str) -> int:
     """The ``main`` of a module of the library, which finds modules in the current folder too, as ``python -m`` does."""
     if not sys.flags.safe_path:

@@ -17,6 +17,7 @@ LIBRARY = ROOT / "torchtitan/experiments/rl"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = packages_distributions()
 EXTRAS = {
+    "report/": "report",
     "tasks/math": "math",
     "tasks/reasoning_gym": "gym",
     "tasks/verifiers": "verifiers",

@@ -83,6 +83,18 @@ def read_group(file: BinaryIO, offset: int) -> tuple[bytes, int]:
     return b"".join(pieces), file.tell() - len(decoder.unused_data)
 
 
+def next_group(file: BinaryIO, offset: int) -> tuple[int, bytes, int] | None:
+    """Offset, lines and end of the first whole group at ``offset`` or behind it. None: there is none, or none yet."""
+    while offset >= 0:
+        try:
+            lines, end = read_group(file, offset)
+        except ValueError:
+            offset = _next_member(file, offset + 1)
+        else:
+            return offset, lines, end
+    return None
+
+
 def read_groups(path: Path) -> Iterator[tuple[int, bytes]]:
     """Offset and lines of each group. Passes over what is torn, with a warning where something follows or nothing comes before.
 

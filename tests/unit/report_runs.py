@@ -1,0 +1,100 @@
+"""Run folders for the tests of the report, written by what writes those of runs."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from torchtitan.experiments.rl.controller.ledger import Ledger
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
+from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
+
+
+def rollout(group: str, index: int, *, reward: float | None, reply: str = "7", task: str = "sums", **fields) -> Rollout:
+    """Of one turn: the prompt's tokens are 1, 2, 3, the completion's 4 and 5."""
+    turn = RolloutTurn(
+        prompt_messages=[{"role": "system", "content": "Add."}, {"role": "user", "content": "3 4"}],
+        prompt_token_ids=np.array([1, 2, 3], np.int32),
+        prompt_role_ids=np.array([0, 2, -1], np.int8),
+        prompt_is_content=np.array([True, True, False]),
+        completion=Completion(
+            token_ids=np.array([4, 5], np.int32),
+            logprobs=np.array([-0.5, -0.25], np.float32),
+            policy_versions=np.array([2, 3], np.int32),
+            finish_reason="stop",
+        ),
+        assistant_message={"role": "assistant", "content": reply},
+    )
+    found = Rollout(
+        group_id=group,
+        index_in_group=index,
+        task_name=task,
+        data_sample=DataSample(sample_id="s", env_input=[3, 4]),
+        turns=[turn],
+        status=RolloutStatus.COMPLETED if reward is not None else RolloutStatus.ERROR,
+        reward=reward,
+        reward_components={} if reward is None else {"right": reward},
+        **fields,
+    )
+    found.samples = samples_from_turns(found.turns, task_name=task, rollout_id=found.rollout_id, temperature=1.0)
+    return found
+
+
+def record(folder: Path, groups: Sequence[Sequence[Rollout]], outcomes: Mapping[str, str], *, step: int = 0) -> None:
+    """Append groups to the folder's records; ``outcomes`` by rollout id."""
+    recorder = RolloutRecorder.Config().build(run_dir=folder)
+    for rollouts in groups:
+        group = RolloutGroup(
+            group_id=rollouts[0].group_id,
+            task_name=rollouts[0].task_name,
+            data_sample=rollouts[0].data_sample,
+            rollouts=list(rollouts),
+            admitted_version=step,
+        )
+        recorder.record(group, outcomes)
+    recorder.close()
+    assert recorder.not_recorded == 0
+
+
+def write_metrics(folder: Path, records: Mapping[int, Mapping[str, float]], *, resume_step: int | None = None) -> None:
+    logger = MetricsLogger.Config(tensorboard=False).build(run_dir=folder, resume_step=resume_step)
+    for step, metrics in records.items():
+        logger.log(step, metrics)
+    logger.close()
+
+
+def write_ledger(folder: Path, ends: Sequence[tuple[str, str, str]]) -> None:
+    """``ends``: task, rollout id and column of each."""
+    ledger = Ledger(folder / "ledger.jsonl")
+    for task, rollout_id, column in ends:
+        ledger.dispatch(task, [rollout_id], version=0)
+        ledger.end(rollout_id, column, version=1)
+    ledger.close()
+
+
+def small_run(folder: Path) -> Path:
+    """Two groups of two tasks, one filtered and one with a failure; three steps; an evaluation of version 0."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first = [rollout("sums-0", 0, reward=1.0), rollout("sums-0", 1, reward=0.0, reply="eight")]
+    first[0].assign_advantages([0.5, 0.75])
+    first[1].assign_advantages(-0.5)
+    second = [
+        rollout("words-0", 0, reward=1.0, task="words"),
+        rollout("words-0", 1, reward=None, task="words", error="it broke"),
+    ]
+    outcomes = {"sums-0/0": "trained", "sums-0/1": "trained", "words-0/0": "filtered/pre/zero_advantage"}
+    outcomes["words-0/1"] = "failed/error"
+    record(folder, [first], outcomes, step=0)
+    record(folder, [second], outcomes, step=1)
+    write_ledger(folder, [(name.split("-")[0], name, column) for name, column in outcomes.items()])
+    counts = {"ledger/sums/dispatched": 3, "ledger/sums/open": 1, "ledger/words/dispatched": 2, "ledger/words/open": 0}
+    steps = {0: {"validation/step": 0, "validation/reward": 0.25, "validation/sums/avg@1": 0.25}}
+    steps |= {n: {"rollout/reward_mean": n / 4, "policy/entropy": 1 / n, "time/step_s": 2.0, **counts} for n in (1, 2, 3)}
+    steps[2] |= {"policy/entropy": float("nan")}
+    write_metrics(folder, steps)
+    config = {"steps": 3, "seed": 7, "tasks": {"sums": {"group_size": 2}}, "judge": {"api_key": "sk-1", "api_key_env": "JUDGE"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,129 @@
+"""The report's index: what it has of a run's files, as they grow, are cut back, and are torn."""
+
+import json
+import sqlite3
+
+import pytest
+
+from tests.unit.report_runs import record, rollout, small_run, write_ledger, write_metrics
+from torchtitan.experiments.rl.report.index import INDEX_FILE, RunIndex
+
+
+def ids(index: RunIndex) -> list[str]:
+    return [row[0] for row in index.rows("SELECT rollout_id FROM rollouts ORDER BY place, line")]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return small_run(tmp_path / "run")
+
+
+def test_the_index_has_every_rollout_once_however_often_it_is_refreshed(run):
+    for _ in range(2):
+        index = RunIndex(run)
+        assert index.refresh() and index.refresh()
+        assert ids(index) == ["sums-0/0", "sums-0/1", "words-0/0", "words-0/1"]
+        assert index.rows("SELECT COUNT(*) FROM ledger")[0][0] == 4 and index.unread_bytes() == 0
+        index.close()
+    assert (run / INDEX_FILE).exists()
+
+
+def test_what_is_appended_is_read_and_nothing_else(run):
+    index = RunIndex(run)
+    index.refresh()
+    record(run, [[rollout("sums-9", 0, reward=0.5)]], {"sums-9/0": "trained"}, step=3)
+    write_ledger(run, [("sums", "sums-9/0", "trained")])
+    assert index.unread_bytes() > 0
+    index.refresh()
+    assert ids(index)[-1] == "sums-9/0" and index.rows("SELECT COUNT(*) FROM ledger")[0][0] == 5
+    row = dict(index.rows("SELECT * FROM rollouts WHERE rollout_id = 'sums-9/0'")[0])
+    assert (row["reward"], row["step"], row["turns"], row["tokens"], row["outcome"]) == (0.5, 3, 1, 2, "trained")
+
+
+def test_a_part_of_the_records_at_a_time_gives_the_same(run):
+    for number in range(30):
+        record(run, [[rollout(f"sums-{number + 1}", 0, reward=0.0)]], {})
+    index = RunIndex(run)
+    rounds = 1
+    while not index.refresh(most_bytes=1):
+        rounds += 1
+    assert len(ids(index)) == 34 and rounds <= 34
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_whole(run):
+    index = RunIndex(run)
+    index.refresh()
+    line = json.dumps({"step": 4, "rollout/reward_mean": 0.9}).encode() + b"\n"
+    with (run / "metrics.jsonl").open("ab", buffering=0) as file:
+        file.write(line[:10])
+        index.refresh()
+        assert index.rows("SELECT MAX(step) FROM metrics")[0][0] == 3
+        file.write(line[10:])
+        index.refresh()
+    assert index.rows("SELECT value FROM metrics WHERE step = 4")[0][0] == 0.9
+
+
+def test_files_that_a_resumed_run_has_cut_back_are_read_again(run):
+    index = RunIndex(run)
+    index.refresh()
+    size = (run / "rollouts.jsonl.gz").stat().st_size
+    write_metrics(run, {2: {"rollout/reward_mean": 0.75}}, resume_step=1)
+    (run / "rollouts.jsonl.gz").unlink()
+    (run / "ledger.jsonl").unlink()
+    record(run, [[rollout(f"sums-{n}", 0, reward=1.0)] for n in range(20)], {})
+    assert (run / "rollouts.jsonl.gz").stat().st_size > size
+    write_ledger(run, [("sums", "sums-0/0", "lost")])
+    index.refresh()
+    assert ids(index) == [f"sums-{n}/0" for n in range(20)]
+    assert [tuple(row) for row in index.rows("SELECT rollout_id, column_ FROM ledger")] == [("sums-0/0", "lost")]
+    assert [row[0] for row in index.rows("SELECT DISTINCT step FROM metrics ORDER BY step")] == [0, 1, 2]
+    assert index.rows("SELECT value FROM metrics WHERE name = 'rollout/reward_mean' AND step = 2")[0][0] == 0.75
+
+
+def test_a_torn_group_is_passed_over_where_others_follow_and_waited_for_at_the_end(run):
+    path = run / "rollouts.jsonl.gz"
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:40])
+    record(run, [[rollout("sums-5", 0, reward=1.0)]], {})
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:40])
+    index = RunIndex(run)
+    assert index.refresh()
+    assert ids(index)[-1] == "sums-5/0" and len(ids(index)) == 5
+    path.write_bytes(whole)
+    record(run, [[rollout("sums-6", 0, reward=1.0)]], {})
+    index.refresh()
+    assert ids(index)[-1] == "sums-6/0" and len(ids(index)) == 6
+
+
+def test_half_a_character_in_a_record_loses_nothing(run):
+    record(run, [[rollout("sums-7", 0, reward=None, reply="\udfff", error="half \ud800")]], {})
+    index = RunIndex(run)
+    index.refresh()
+    assert ids(index)[-1] == "sums-7/0"
+    assert index.rows("SELECT error FROM rollouts WHERE rollout_id = 'sums-7/0'")[0][0] == "half \\ud800"
+
+
+def test_an_index_of_another_format_or_none_at_all_is_made_anew(run):
+    index = RunIndex(run)
+    index.refresh()
+    index.close()
+    with sqlite3.connect(run / INDEX_FILE) as old:
+        old.execute("PRAGMA user_version = 99")
+        old.execute("DELETE FROM rollouts")
+    index = RunIndex(run)
+    index.refresh()
+    assert len(ids(index)) == 4
+    index.close()
+    (run / INDEX_FILE).write_bytes(b"no database" * 1000)
+    index = RunIndex(run)
+    index.refresh()
+    assert len(ids(index)) == 4
+
+
+def test_a_place_without_a_record_is_a_lookup_error(run):
+    index = RunIndex(run)
+    for place, line in ((1, 0), (-5, 0), (10**30, 0), (0, 2), (0, -1)):
+        with pytest.raises(LookupError):
+            index.record(place, line)
+    assert b"sums-0/1" in index.record(0, 1)

@@ -1,0 +1,279 @@
+"""The report's API: its figures are those of metrics.jsonl and ledger.jsonl, and nothing that a request names is a path."""
+
+import base64
+import gzip
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.unit.report_runs import record, rollout, small_run, write_metrics
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.report.app import report_app
+from torchtitan.experiments.rl.report.export import exported
+from torchtitan.experiments.rl.report.files import SERVED, STATIC
+from torchtitan.experiments.rl.report.run import ReportedRun, is_locked
+
+HOSTILE = "<script>alert(1)</script></textarea>\x1b[31m\x1b]0;title\x07\u202e\udfff"
+
+
+@pytest.fixture
+def run(tmp_path):
+    small_run(tmp_path / "run")
+    reported = ReportedRun(tmp_path / "run")
+    reported.index.refresh()
+    yield reported
+    reported.close()
+
+
+def client_of(*runs, **options):
+    return TestClient(report_app(runs, **options), base_url="http://127.0.0.1:8765", follow_redirects=False)
+
+
+@pytest.fixture
+def get(run):
+    client = client_of(run)
+
+    def get(path: str):
+        answer = client.get(f"/api/runs/0/{path}")
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    return get
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_curves_are_those_of_the_metrics_file(run, get):
+    lines = {name: points for chart in get("page/overview")["charts"] for name, points in chart["lines"].items()}
+    records = lines_of(run.folder / "metrics.jsonl")
+    for name in ("rollout/reward_mean", "policy/entropy", "time/step_s"):
+        assert lines[name] == [[r["step"], r[name]] for r in records if name in r]
+        assert get(f"metrics?name={name}")["points"] == lines[name]
+    assert lines["policy/entropy"][1] == [2, None]  # what is null in the file is no point
+
+
+def test_a_validation_is_drawn_at_the_version_it_measured(run):
+    write_metrics(run.folder, {3: {"validation/step": 1, "validation/reward": 0.5}}, resume_step=2)
+    run.index.refresh()
+    page = client_of(run).get("/api/runs/0/page/overview").json()
+    (chart,) = [chart for chart in page["charts"] if chart["title"] == "Validation"]
+    assert chart["lines"]["validation/reward"] == [[0, 0.25], [1, 0.5]]
+    rows = client_of(run).get("/api/runs/0/page/evaluations").json()["evaluations"]
+    assert [(row["version"], row["reported"], row["metrics"]["validation/reward"]) for row in rows] == [
+        (0, 0, 0.25),
+        (1, 3, 0.5),
+    ]
+
+
+def test_the_ledgers_boxes_count_the_lines_of_the_ledger_file(run, get):
+    wanted = Counter((line["task"], line["column"]) for line in lines_of(run.folder / "ledger.jsonl"))
+    tasks = {task["task"]: task for task in get("page/ledger")["tasks"]}
+    assert {(t, c): n for t, task in tasks.items() for c, n in task["columns"].items()} == dict(wanted)
+    assert (tasks["sums"]["dispatched"], tasks["sums"]["open"], tasks["words"]["dispatched"]) == (3, 1, 2)
+    for task, column in wanted:
+        assert get(f"rollouts?task={task}&outcome={column}")["total"] == wanted[task, column] == tasks[task]["recorded"][column]
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("", ["words-0/0", "words-0/1", "sums-0/0", "sums-0/1"]),
+        ("task=sums", ["sums-0/0", "sums-0/1"]),
+        ("step=1", ["words-0/0", "words-0/1"]),
+        ("status=error", ["words-0/1"]),
+        ("outcome=failed", ["words-0/1"]),
+        ("outcome=fail", []),
+        ("outcome=trained&min_reward=0.5", ["sums-0/0"]),
+        ("max_reward=0.5", ["sums-0/1"]),
+        ("group=words-0&sort=lowest", ["words-0/0", "words-0/1"]),
+        ("text=EIGHT", ["sums-0/1"]),
+        ("text=nowhere", []),
+        ("sort=highest&limit=1", ["words-0/0"]),
+        ("limit=2&offset=2", ["sums-0/0", "sums-0/1"]),
+        ("task=' OR 1=1 --", []),
+    ],
+)
+def test_filters_choose_rollouts(get, query, found):
+    assert [row["rollout_id"] for row in get(f"rollouts?{query}")["rows"]] == found
+
+
+def test_a_rollout_is_a_conversation_with_its_credit(get):
+    key = get("rollouts?text=eight")["rows"][0]["key"]
+    page = get(f"rollouts/{key}")
+    assert [m["role"] for m in page["turns"][0]["messages"]] == ["system", "user"] and page["turns"][0]["reply"][
+        "text"
+    ] == "eight"
+    assert page["reward_components"] == {"right": 0.0} and page["advantage"] == {"min": -0.5, "mean": -0.5, "max": -0.5}
+    assert page["samples"] == [{"tokens": 5, "trained": 2}] and page["example"] == {"sample_id": "s", "env_input": "[3, 4]"}
+    group = get(f"groups/{page['place']}")
+    assert [member["reward"] for member in group["members"]] == [1.0, 0.0] and (group["mean"], group["std"]) == (0.5, 0.5)
+    assert group["members"][0]["advantage"] == {"min": 0.5, "mean": 0.625, "max": 0.75}
+    filtered = get("rollouts/" + get("rollouts?outcome=filtered")["rows"][0]["key"])
+    assert filtered["advantage_is"] == "Dropped by the pre_batch_filters entry zero_advantage."
+
+
+def test_tokens_have_their_streams(get):
+    page = get(f"rollouts/{get('rollouts?task=sums')['rows'][0]['key']}/tokens")
+    assert page["ids"] == [1, 2, 3, 4, 5] and page["texts"] is None
+    streams = page["streams"]
+    assert streams["generator_logprobs"] == [0, 0, 0, -0.5, -0.25] and streams["policy_versions"] == [-1, -1, -1, 2, 3]
+    assert streams["advantages"] == [0, 0, 0, 0.5, 0.75] and streams["loss_mask"] == [False] * 3 + [True] * 2
+    assert streams["role_ids"] == ["system", "user", None, "assistant", "assistant"] and streams["rl_weights"] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+    ]
+    assert "ce_weights" not in streams
+
+
+def test_hostile_and_huge_texts_arrive_as_data(run):
+    record(
+        run.folder, [[rollout("bad-0", 0, reward=1.0, reply=HOSTILE), rollout("bad-0", 1, reward=1.0, reply="x" * 2**20)]], {}
+    )
+    run.index.refresh()
+    client = client_of(run)
+    row, huge = client.get("/api/runs/0/rollouts?group=bad-0").json()["rows"]
+    answer = client.get(f"/api/runs/0/rollouts/{row['key']}")
+    assert answer.headers["content-type"] == "application/json" and answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.json()["turns"][0]["reply"]["text"] == HOSTILE
+    answer = client.get(f"/api/runs/0/rollouts/{huge['key']}")
+    assert len(answer.content) < 50_000 and "1,028,576 characters more" in answer.text
+    assert len(client.get(f"/api/runs/0/rollouts/{huge['key']}?whole=true").content) > 2**20
+    page = exported([run], sample=10)
+    assert "<script>alert" not in page and page.count("</script>") == 2
+    held = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    assert held[f"api/runs/0/rollouts/{row['key']}"]["turns"][0]["reply"]["text"] == HOSTILE
+
+
+def test_scripts_make_no_html_from_texts():
+    """What a page shows goes into text nodes; the policy of the page would stop what went past that."""
+    for name, _ in SERVED.values():
+        text = (STATIC / name).read_text()
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function|https?://(?!www\.w3)", text
+        )
+
+
+def test_every_answer_has_a_policy_that_runs_no_script_of_a_text(run):
+    for path in (*SERVED, "/api/runs", "/nowhere"):
+        policy = client_of(run).get(path).headers["content-security-policy"]
+        assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy and "unsafe" not in policy
+    page = exported([run], sample=1)
+    script, style = (
+        re.search(r"<script>(.*)</script>", page, re.DOTALL)[1],
+        re.search(r"<style>(.*)</style>", page, re.DOTALL)[1],
+    )
+    for kind, text in (("script", script), ("style", style)):
+        assert f"{kind}-src 'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" in page
+
+
+def test_no_path_leads_out_of_the_run(run, tmp_path):
+    (tmp_path / "secret.json").write_text("the secret")
+    client = client_of(run)
+    for place in ("/{}", "/api/runs/{}", "/api/runs/0/page/{}", "/api/runs/0/traces/{}", "/api/runs/0/rollouts/{}"):
+        for name in (
+            "../../secret.json",
+            "..%2f..%2fsecret.json",
+            "%2e%2e/secret.json",
+            "/etc/passwd",
+            "%2e%2e",
+            "secret.json%00",
+        ):
+            answer = client.get(place.format(name))
+            assert answer.status_code in (404, 422) or answer.url.path == "/", (place, name)
+            assert "the secret" not in answer.text and "root:" not in answer.text
+
+
+def test_no_value_of_a_filter_breaks_the_list(run):
+    client = client_of(run)
+    for field in "task step status outcome group min_reward max_reward text sort limit offset".split():
+        for value in ("../../secret.json", "x" * 2000, "1e999", "9" * 40, "\x00", "\ud800", "'; DROP TABLE rollouts; --"):
+            answer = client.get("/api/runs/0/rollouts", params={field: value.encode("utf-8", "surrogatepass")})
+            assert answer.status_code in (200, 422), (field, value)
+    assert client.get("/api/runs/0/rollouts").json()["total"] == 4
+
+
+def test_a_trace_is_served_and_a_link_with_its_name_is_not(run, tmp_path):
+    (run.folder / "trace-steps-2-3.json").write_text("{}")
+    (tmp_path / "secret.json").write_text("the secret")
+    (run.folder / "trace-steps-4-5.json").symlink_to(tmp_path / "secret.json")
+    client = client_of(run)
+    assert client.get("/api/runs/0/page/timeline").json()["traces"] == ["trace-steps-2-3.json"]
+    assert client.get("/api/runs/0/traces/trace-steps-2-3.json").json() == {}
+    assert client.get("/api/runs/0/traces/trace-steps-4-5.json").status_code == 404
+
+
+def test_without_a_token_only_local_names_are_answered(run):
+    app = report_app([run])
+    for host in ("127.0.0.1:8765", "localhost", "[::1]:8765", "[::1]"):
+        assert TestClient(app, base_url=f"http://{host}").get("/").status_code == 200
+    for host in ("evil.example", "evil.example:8765", "127.0.0.1.evil.example"):
+        assert TestClient(app, base_url=f"http://{host}").get("/api/runs").status_code == 400
+
+
+def test_with_a_token_nothing_is_answered_without_it(run):
+    client = client_of(run, token="right")
+    assert client.get("/api/runs").status_code == client.get("/?token=wrong").status_code == 401
+    opened = client.get("/?token=right")
+    assert opened.status_code == 303 and opened.headers["location"] == "/" and "HttpOnly" in opened.headers["set-cookie"]
+    assert client.get("/api/runs").status_code == 200
+    other = client_of(run, token="right")
+    other.cookies.set("report-token", "wrong")
+    assert other.get("/api/runs").status_code == 401
+
+
+def test_keys_are_on_no_page(run):
+    text = client_of(run).get("/api/runs").text + exported([run], sample=2)
+    assert "sk-1" not in text and "(hidden)" in text and "JUDGE" in text
+
+
+def test_several_runs_show_the_fields_that_differ(run, tmp_path):
+    other = small_run(tmp_path / "other")
+    config = json.loads((other / "config.json").read_text()) | {"seed": 8, "new": [1]}
+    (other / "config.json").write_text(json.dumps(config))
+    second = ReportedRun(other)
+    answer = client_of(run, second).get("/api/runs").json()
+    assert answer["config"] == {"new": [None, "[1]"], "seed": [7, 8]} and [r["name"] for r in answer["runs"]] == [
+        "run",
+        "other",
+    ]
+    second.close()
+
+
+def test_states_follow_the_files_and_the_lock(run, tmp_path):
+    import fcntl
+
+    assert run.state()["state"] == "done"
+    config = json.loads((run.folder / "config.json").read_text()) | {"steps": 9}
+    (run.folder / "config.json").write_text(json.dumps(config))
+    assert run.state()["state"] == "stopped"
+    with (run.folder / ".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert is_locked(run.folder / ".lock") and run.state()["state"] == "running"
+        os.utime(run.folder / "metrics.jsonl", (0, 0))
+        page = client_of(run).get("/api/runs/0/page/overview").json()
+        assert page["state"]["state"] == "stalled" and page["hints"][0]["text"].startswith("Stalled")
+    assert not is_locked(run.folder / ".lock")
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(RunError, match="no run"):
+        ReportedRun(tmp_path)
+
+
+def test_records_of_before_a_run_of_any_kind_are_read_as_they_are(run):
+    """The raw record is the line of the file."""
+    with gzip.open(run.folder / "rollouts.jsonl.gz") as file:
+        lines = file.read().splitlines()
+    rows = client_of(run).get("/api/runs/0/rollouts?sort=oldest").json()["rows"]
+    assert [client_of(run).get(f"/api/runs/0/rollouts/{row['key']}/raw").content for row in rows] == lines

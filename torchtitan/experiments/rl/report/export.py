@@ -1,0 +1,81 @@
+"""One HTML file with the curves of the runs and a sample of their rollouts, which needs no server."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+from torchtitan.experiments.rl.report import overview, rollouts
+from torchtitan.experiments.rl.report.files import SCRIPTS, STATIC
+from torchtitan.experiments.rl.report.run import ReportedRun
+from torchtitan.experiments.rl.report.tokens import TokenTexts
+
+PAGE_METRICS = ("validation/reward", "rollout/reward_mean")
+"""That the page Runs asks for."""
+
+
+def exported(runs: Sequence[ReportedRun], *, sample: int) -> str:
+    """
+    Args:
+        sample: rollouts of each run: half of the highest and half of the lowest rewards, the newest of each.
+    """
+    held = answers(runs, sample)
+    # In a script element only "<" could end it or begin a comment.
+    data = json.dumps(held).replace("<", "\\u003c")
+    script = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    style = (STATIC / "report.css").read_text(encoding="utf-8")
+    page = (STATIC / "page.html").read_text(encoding="utf-8")
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{_digest(script)}'; style-src 'sha256-{_digest(style)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    page = page.replace('<link rel="stylesheet" href="report.css">', f"<style>{style}</style>")
+    for name in SCRIPTS:
+        page = page.replace(f'<script src="{name}" defer></script>\n', "")
+    page = page.replace(
+        '<meta charset="utf-8">', f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    )
+    scripts = f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n'
+    return page.replace("</body>", f"{scripts}</body>")
+
+
+def answers(runs: Sequence[ReportedRun], sample: int) -> dict[str, Any]:
+    """What the server would answer, by the address that the page asks for."""
+    held: dict[str, Any] = {
+        "api/runs": {
+            "runs": [{"number": n, "name": run.name, "state": run.state(), "tasks": run.tasks()} for n, run in enumerate(runs)],
+            "config": overview.config_differences(runs),
+        }
+    }
+    for number, run in enumerate(runs):
+        base = f"api/runs/{number}"
+        for name, page in overview.PAGES.items():
+            held[f"{base}/page/{name}"] = page(run)
+        for metric in PAGE_METRICS:
+            held[f"{base}/metrics?name={quote(metric, safe='')}"] = {"points": overview.series(run, [metric]).get(metric, [])}
+        chosen: dict[str, dict[str, Any]] = {}
+        for order in ("highest", "lowest"):
+            for row in rollouts.listed(run, rollouts.Wanted(sort=order, limit=max(1, sample // 2)))["rows"]:
+                chosen[row["key"]] = row
+        listed = {"rows": list(chosen.values()), "total": len(chosen), "next": None, "choices": rollouts.choices(run)}
+        held[f"{base}/rollouts?"] = listed
+        texts = TokenTexts(run.folder)
+        for row in chosen.values():
+            _add_rollout(held, base, run, row["place"], row["line"], texts)
+    return held
+
+
+def _add_rollout(held: dict[str, Any], base: str, run: ReportedRun, place: int, line: int, texts: TokenTexts) -> None:
+    one = rollouts.rollout(run, place, line)
+    held[f"{base}/rollouts/{place}-{line}"] = one
+    held[f"{base}/rollouts/{place}-{line}/raw"] = json.loads(rollouts.raw(run, place, line))
+    held[f"{base}/groups/{place}"] = rollouts.group(run, place)
+    for number in range(len(one["samples"])):
+        part = rollouts.tokens(run, place, line, number, 0, texts)
+        held[f"{base}/rollouts/{place}-{line}/tokens?sample={number}&offset=0"] = part
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

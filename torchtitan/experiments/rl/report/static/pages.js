@@ -1,0 +1,116 @@
+"use strict";
+// The pages Runs, Overview, Ledger, Evaluations and Timeline. Each takes (run number, parameters) and returns what to show.
+
+const STATES = { running: "good", done: "good", starting: "quiet", stopped: "warning", stalled: "error" };
+
+function stateText(state) {
+  const steps = state.step === null ? "no step yet" : `step ${number(state.step)}${state.steps ? ` of ${number(state.steps)}` : ""}`;
+  const silent = state.silent_s !== null && state.state !== "done" ? `, last written ${duration(state.silent_s)} ago` : "";
+  const unread = state.unread_bytes ? `, ${(state.unread_bytes / 2 ** 20).toFixed(0)} MB of records not indexed yet` : "";
+  return `${state.state}, ${steps}${silent}${unread}`;
+}
+
+function duration(seconds) {
+  if (seconds < 120) return `${seconds.toFixed(0)} s`;
+  if (seconds < 7200) return `${(seconds / 60).toFixed(0)} min`;
+  return `${(seconds / 3600).toFixed(1)} h`;
+}
+
+async function runsPage() {
+  const all = await api("api/runs");
+  const lines = {};
+  for (const metric of ["validation/reward", "rollout/reward_mean"]) {
+    lines[metric] = {};
+    for (const run of all.runs) {
+      const { points } = await api(`api/runs/${run.number}/metrics?name=${encodeURIComponent(metric)}`);
+      if (points.length) lines[metric][`${run.number}: ${run.name}`] = points;
+    }
+  }
+  const rows = all.runs.map((run) => [link(`#/${run.number}/overview`, `${run.number}: ${run.name}`), run.tasks.join(", "), stateText(run.state)]);
+  const fields = Object.entries(all.config).map(([field, values]) => [field, ...values.map((value) => (value === null ? "–" : String(value)))]);
+  return [
+    html("h1", {}, "Runs"),
+    table(["Run", "Tasks", "State"], rows),
+    html("div", { class: "charts" }, ...Object.entries(lines).filter(([, own]) => Object.keys(own).length)
+      .map(([metric, own]) => lineChart({ title: metric, unit: "reward", lines: own }))),
+    html("h2", {}, all.runs.length > 1 ? "Config fields that differ" : "Config"),
+    table(["Field", ...all.runs.map((run) => `${run.number}: ${run.name}`)], fields, { wide: true }),
+  ];
+}
+
+async function overviewPage(run) {
+  const page = await api(`api/runs/${run}/page/overview`);
+  const hints = page.hints.map((hint) => html("li", { class: hint.severity },
+    html("b", {}, hint.text), ". ", html("span", {}, `Turn: ${hint.field}`), html("span", { class: "quiet" }, ` (${hint.metric})`)));
+  return [
+    html("h1", {}, page.name),
+    html("p", { class: STATES[page.state.state] }, stateText(page.state)),
+    hints.length ? html("ul", { class: "hints", "aria-label": "What is wrong" }, ...hints)
+      : html("p", { class: "good" }, "Nothing stands out: no hint applies."),
+    html("div", { class: "charts" }, ...page.charts.map(lineChart)),
+    page.charts.length ? null : html("p", {}, "No step has been taken yet."),
+  ];
+}
+
+async function ledgerPage(run) {
+  const page = await api(`api/runs/${run}/page/ledger`);
+  const parts = [html("h1", {}, "Where every rollout went")];
+  for (const task of page.tasks) {
+    const boxes = Object.entries(task.columns).sort((a, b) => b[1] - a[1]).map(([column, count]) => ({
+      name: column, count, note: `${number(task.recorded[column] || 0)} recorded`,
+      href: `#/${run}/rollouts?${new URLSearchParams({ task: task.task, outcome: column })}`,
+    }));
+    if (task.open) boxes.push({ name: "open", count: task.open, note: "in flight, or waiting for a step" });
+    const lines = Object.fromEntries(Object.entries(task.lines));
+    parts.push(html("h2", {}, task.task),
+      flow({ from: "dispatched", total: task.dispatched, boxes }),
+      html("div", { class: "charts" }, lineChart({ title: "Ended, by version", unit: "rollouts", lines, xLabel: "policy version" })),
+      table(["Column", "Rollouts", "Share", "Recorded"], boxes.map((box) => [
+        box.href ? link(box.href, box.name) : box.name, number(box.count), percent(box.count, task.dispatched),
+        box.href ? number(task.recorded[box.name] || 0) : "–"])));
+  }
+  if (!page.tasks.length) parts.push(html("p", {}, "No rollout has ended yet."));
+  return parts;
+}
+
+async function evaluationsPage(run) {
+  const page = await api(`api/runs/${run}/page/evaluations`);
+  const names = [...new Set(page.evaluations.flatMap((row) => Object.keys(row.metrics)))]
+    .filter((name) => /(avg@|pass@)\d+$|\/failed$|\/truncated$/.test(name)).sort();
+  const rows = page.evaluations.map((row) => [number(row.version), number(row.reported), ...names.map((name) => number(row.metrics[name]))]);
+  const parts = [html("h1", {}, "Evaluations")];
+  if (Object.keys(page.lines).length) {
+    parts.push(html("div", { class: "charts" }, lineChart({ title: "avg@k and pass@k", unit: "share", lines: page.lines, xLabel: "policy version" })));
+  }
+  parts.push(rows.length ? table(["Version", "Reported with step", ...names.map((name) => name.replace("validation/", ""))], rows)
+    : html("p", {}, "No evaluation has ended."));
+  return parts;
+}
+
+async function timelinePage(run) {
+  const page = await api(`api/runs/${run}/page/timeline`);
+  const traces = page.traces.map((name) => html("li", {}, link(`api/runs/${run}/traces/${encodeURIComponent(name)}`, name),
+    " opens in ui.perfetto.dev or chrome://tracing"));
+  const charts = [["Processes made again", "restarts so far", page.restarts], ["Use of processes", "share of the time", page.busy]]
+    .filter(([, , lines]) => Object.keys(lines).length).map(([title, unit, lines]) => lineChart({ title, unit, lines }));
+  return [
+    html("h1", {}, "Timeline"),
+    html("div", { class: "charts" }, ...charts),
+    Object.keys(page.restarts).length ? null : html("p", { class: "good" }, "No process was made again."),
+    html("h2", {}, "Profiled steps"),
+    traces.length ? html("ul", {}, ...traces) : html("p", {}, "None: --profile-steps 3:5 records steps 3 to 5."),
+    html("h2", {}, "Logs in the run's folder"),
+    html("p", {}, page.logs.map((name) => `logs/${name}`).join(", ") || "none"),
+  ];
+}
+
+function link(href, text) {
+  return html("a", { href }, text);
+}
+
+function table(head, rows, { wide = false } = {}) {
+  const cells = (row) => row.map((cell, i) => html("td", wide && i ? { class: "wide" } : {}, cell));
+  return html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": head.join(", ") },
+    html("table", {}, html("thead", {}, html("tr", {}, ...head.map((name) => html("th", { scope: "col" }, name)))),
+      html("tbody", {}, ...rows.map((row) => html("tr", {}, ...cells(row))))));
+}
