@@ -5,10 +5,14 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.unit.rollout_stubs import TalkingEnv, completion_of
+from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv, completion_of
+from torchtitan.experiments.rl.algorithms import GRPO
+from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.group_prompts import MAX_SHARED_TOKENS, GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
-from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
+from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
+from torchtitan.experiments.rl.tasks.task import Task
 
 
 class CountingRenderer:
@@ -98,3 +102,36 @@ async def test_renderer_that_fails_is_asked_again_by_the_next_rollout(group):
     assert (await first.initial_prompt()).status is RolloutStatus.ERROR
     assert (await second.initial_prompt()).status is RolloutStatus.ONGOING
     assert failing.calls == ["render", "render"] and isinstance(second.prompt_token_ids, np.ndarray)
+
+
+RUBRIC = Rubric.Config(reward_fns=[env_component("steps")])
+
+
+class OneExample(Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return DataSample(sample_id="a", env_input=None)
+
+
+class TalkTask(Task):
+    def make_env(self, sample):
+        self.noted.append("env")
+        return TalkingEnv()
+
+
+async def test_first_requests_leave_before_the_envs_of_many_other_groups_are_made(renderer, tokenizer):
+    config = TalkTask.Config(algorithm=GRPO.Config(), dataset=OneExample.Config(), rubric=RUBRIC, group_size=2)
+    task = config.build(name="talk", renderer=renderer)
+    noted = task.noted = []
+
+    def reply(rollout_id, turn):
+        noted.append("request")
+        return "ok"
+
+    policy = ScriptedPolicy(tokenizer, reply)
+    groups = (task.run_group(task.dataset[0], policy, group_id=f"talk-{number}", seed=0) for number in range(40))
+    await asyncio.gather(*groups)
+    assert len(noted) == 160
+    assert noted[: noted.index("request")].count("env") < 40  # of 80

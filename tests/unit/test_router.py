@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.generation.messages import (
 )
 from torchtitan.experiments.rl.generation.router import AHEAD, Router
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.yield_queue import yield_queue
+from torchtitan.experiments.rl.rollouts.yield_queue import Line, yield_queue
 
 PROMPT = np.array([6, 7, 0], np.int32)
 STOP = 2
@@ -403,7 +403,7 @@ async def test_requests_of_rollouts_that_render_one_after_another_leave_together
     gate = yield_queue()
 
     async def rollout(seed):
-        await gate.wait()  # one in each iteration of the loop
+        await gate.wait(Line.ANSWER)  # one in each iteration of the loop
         await open_session(client, seed).generate(PROMPT, max_tokens=4)
 
     work = [asyncio.create_task(rollout(seed)) for seed in range(FULL_MESSAGE + 9)]

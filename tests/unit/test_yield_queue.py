@@ -3,7 +3,7 @@
 import asyncio
 
 from tests.unit.waiting import LIMIT_S
-from torchtitan.experiments.rl.rollouts.yield_queue import YieldQueue, yield_queue
+from torchtitan.experiments.rl.rollouts.yield_queue import Line, YieldQueue, yield_queue
 
 
 async def iterations(counter: list[int]) -> None:
@@ -17,7 +17,7 @@ async def test_one_caller_an_iteration_in_the_order_they_came():
 
     async def caller(number: int) -> None:
         for _ in range(3):
-            await queue.wait()
+            await queue.wait(Line.ANSWER)
             seen.append((number, counter[0]))
 
     ticker = asyncio.create_task(iterations(counter))
@@ -27,11 +27,24 @@ async def test_one_caller_an_iteration_in_the_order_they_came():
     assert len({iteration for _, iteration in seen}) == 60
 
 
+async def test_first_prompts_come_before_new_groups_and_these_before_answers():
+    queue, seen = YieldQueue(), []
+
+    async def caller(line: Line, number: int) -> None:
+        await queue.wait(line)
+        seen.append((line, number))
+
+    lines = [Line.ANSWER, Line.NEW_GROUP, Line.FIRST_PROMPT] * 2
+    await asyncio.gather(*(caller(line, number) for number, line in enumerate(lines)))
+    prompts, groups, answers = Line.FIRST_PROMPT, Line.NEW_GROUP, Line.ANSWER
+    assert seen == [(prompts, 2), (prompts, 5), (groups, 1), (groups, 4), (answers, 0), (answers, 3)]
+
+
 async def test_caller_that_is_cancelled_while_it_waits_holds_up_nobody():
     queue, seen = YieldQueue(), []
 
     async def caller(number: int) -> None:
-        await queue.wait()
+        await queue.wait(Line.ANSWER)
         seen.append(number)
 
     waiting = [asyncio.create_task(caller(number)) for number in range(6)]
@@ -49,7 +62,7 @@ async def test_caller_holds_its_place_until_it_awaits_something():
 
     async def caller() -> list[bool]:
         held = [queue.held]
-        await queue.wait()
+        await queue.wait(Line.ANSWER)
         held.append(queue.held)
         await asyncio.sleep(0)
         return [*held, queue.held]
@@ -59,11 +72,11 @@ async def test_caller_holds_its_place_until_it_awaits_something():
 
 def test_every_event_loop_has_its_own():
     async def mine() -> YieldQueue:
-        await asyncio.wait_for(yield_queue().wait(), LIMIT_S)
+        await asyncio.wait_for(yield_queue().wait(Line.ANSWER), LIMIT_S)
         return yield_queue()
 
     async def abandoned() -> None:
-        asyncio.ensure_future(yield_queue().wait())
+        asyncio.ensure_future(yield_queue().wait(Line.ANSWER))
         await asyncio.sleep(0)
 
     asyncio.run(abandoned())

@@ -10,7 +10,7 @@ import numpy as np
 from renderers import Message, RenderedTokens, Renderer, ToolSpec
 
 from torchtitan.experiments.rl.envs.messages import check_all_rendered
-from torchtitan.experiments.rl.rollouts.yield_queue import yield_queue
+from torchtitan.experiments.rl.rollouts.yield_queue import Line, yield_queue
 from torchtitan.experiments.rl.types import ROLE_IDS
 
 T = TypeVar("T")
@@ -53,7 +53,9 @@ async def first_prompt(renderer: Renderer, conversation: list[Message], tools: l
         ValueError: a message that is not text, or of a role the model's template hasn't.
     """
     return await off_the_loop_if(
-        _characters(conversation) > LARGE_TEXT, lambda: _prompt(_rendered_anew(renderer, conversation, tools))
+        _characters(conversation) > LARGE_TEXT,
+        lambda: _prompt(_rendered_anew(renderer, conversation, tools)),
+        line=Line.FIRST_PROMPT,
     )
 
 
@@ -101,13 +103,13 @@ def cannot_fit(messages: Sequence[Message], tokens: int) -> bool:
     return _characters(messages) > LONGEST_TOKEN * tokens
 
 
-async def off_the_loop_if(large: bool, call: Callable[[], T]) -> T:
+async def off_the_loop_if(large: bool, call: Callable[[], T], *, line: Line = Line.ANSWER) -> T:
     """Compute something in a thread if it is large, or else here, in an iteration of the event loop of its own."""
     if large:
         return await asyncio.get_running_loop().run_in_executor(_RENDER_THREAD, call)
     queue = yield_queue()
     if not queue.held:
-        await queue.wait()
+        await queue.wait(line)
     return call()
 
 

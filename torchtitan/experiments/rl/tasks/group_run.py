@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.streams import check_streams, drop_unfit_credit
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rollouts.yield_queue import Line, yield_queue
 from torchtitan.experiments.rl.tasks.checked_session import CheckedSession
 from torchtitan.experiments.rl.tasks.used_envs import first_use
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded
@@ -72,6 +73,7 @@ class GroupRun:
     async def run(self) -> None:
         """Give every rollout of the group a terminal status, its turns and its samples. Raises nothing but CancelledError."""
         try:
+            await yield_queue().wait(Line.NEW_GROUP)
             envs = await self._make_envs(len(self._group.rollouts))
             triples = zip(self._group.rollouts, envs, self._first_sessions, strict=True)
             await asyncio.gather(*(self._traced(*triple) for triple in triples))
