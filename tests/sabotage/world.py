@@ -122,10 +122,11 @@ class World:
             tokens = sync.canary_token_ids
             return self._trainers(tokens) if sabotage is None else np.zeros(len(tokens), np.float32)
 
-        trainer = SimpleNamespace(
-            publish_weights=SimpleNamespace(call=lambda version, remote: answer({0: manifest.fingerprint})),
-            slice=lambda procs: SimpleNamespace(canary=SimpleNamespace(choose=lambda: answer(canary()))),
+        rank0 = SimpleNamespace(
+            publish_weights=SimpleNamespace(choose=lambda version, remote: answer(manifest.fingerprint)),
+            canary=SimpleNamespace(choose=lambda: answer(canary())),
         )
+        trainer = SimpleNamespace(size=lambda dim: 1, slice=lambda procs: rank0)
         generators = cast(Any, SimpleNamespace(update_weights=receipts))
         sync = WeightSync(trainer, generators, vocab_size=VOCABULARY, tolerance=self._tolerance)
         try:

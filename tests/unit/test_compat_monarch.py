@@ -4,11 +4,21 @@ import asyncio
 import logging
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host, this_proc
 
-from torchtitan.experiments.rl.compat.monarch import ENVIRONMENT, ProcessDeath, original, process_death, process_death_behind
+from torchtitan.experiments.rl.compat.monarch import (
+    ENVIRONMENT,
+    OneActor,
+    ProcessDeath,
+    ask_each,
+    original,
+    process_death,
+    process_death_behind,
+    ranks_of,
+)
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process.setup import set_up_logging
 
@@ -81,6 +91,35 @@ def test_what_an_actor_raised_arrives_as_it_was(worker):
     error = original(caught.value)
     assert type(error) is RunError and str(error) == "the batch is empty", "ActorError no longer has it in `exception`"
     assert process_death_behind(caught.value) is None
+
+
+async def test_each_rank_is_asked_and_what_one_raises_arrives(worker):
+    own = await worker.pid.call_one()
+    assert own != os.getpid()
+    assert await ask_each(ranks_of(worker), "pid") == [own]
+    with pytest.raises(ActorError):
+        await ask_each(ranks_of(worker), "refuse")
+
+
+async def test_one_actor_answers_by_whatever_way_it_is_called(worker):
+    only, own = OneActor(worker), await worker.pid.call_one()
+    assert await only.pid.call_one() == await only.pid.call() == own
+    with pytest.raises(ActorError):
+        await only.refuse.call_one()
+
+
+async def test_ranks_are_asked_in_their_order_with_the_same_arguments():
+    class Rank:
+        def __init__(self, number: int):
+            self.double = SimpleNamespace(choose=lambda by: self._later(number * by))
+
+        async def _later(self, value: int) -> int:
+            for _ in range(10 - value):  # the first rank answers last
+                await asyncio.sleep(0)
+            return value
+
+    mesh = SimpleNamespace(size={"procs": 3}.get, slice=lambda procs: Rank(procs))
+    assert await ask_each(ranks_of(mesh), "double", 2) == [0, 2, 4]
 
 
 def test_errors_inside_several_actor_errors_are_found():

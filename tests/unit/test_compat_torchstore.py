@@ -1,11 +1,14 @@
 """What this library takes from inside torchstore."""
 
 import inspect
+from typing import Any
 
 import torchstore.api
 import torchstore.controller
 
-from torchtitan.experiments.rl.compat.torchstore import AsyncController, use_async_controller
+from torchtitan.experiments.rl.compat.monarch import OneActor
+from torchtitan.experiments.rl.compat.torchstore import AsyncController, SparingClient, use_async_controller
+from torchtitan.experiments.rl.weights.store import OneVolume
 
 
 def endpoints_of(actor: type) -> dict[str, object]:
@@ -40,6 +43,41 @@ def test_torchstore_spawns_the_controller_its_api_module_names(monkeypatch):
     use_async_controller()
     assert torchstore.api.Controller is AsyncController
     assert "Controller" in torchstore.api._controller.__code__.co_names, "torchstore.api no longer looks Controller up by name"
+
+
+async def test_torchstores_client_calls_in_the_way_that_keeps_little(monkeypatch):
+    called = []
+
+    class Endpoint:
+        def __init__(self, name: str):
+            self._name = name
+
+        async def choose(self, *args) -> Any:
+            called.append(self._name)
+            return OneVolume() if self._name == "get_controller_strategy" else {"the volume": None}
+
+        call_one = choose  # torchstore's own way, before there is a client
+
+    class Mesh:
+        def __getattr__(self, name: str) -> Endpoint:
+            return Endpoint(name)
+
+    async def controller(store_name):
+        return Mesh()
+
+    use_async_controller()
+    monkeypatch.setattr(torchstore.api, "_controller", controller)
+    client = await torchstore.client("a store of this test")
+    assert isinstance(client, SparingClient), "torchstore.api no longer looks LocalClient up by name"
+    assert isinstance(client._controller, OneActor), "torchstore's client keeps its controller elsewhere now"
+    assert await client.exists("key") and called == ["get_controller_strategy", "locate_volumes"]
+
+
+def test_the_volume_is_called_in_that_way_too():
+    strategy = OneVolume()
+    strategy.storage_volumes, strategy.volume_id_to_coord = object(), {strategy.get_client_id(): {}}
+    volume, _ = strategy.select_storage_volume()
+    assert isinstance(volume, OneActor), "torchstore's strategy no longer asks get_storage_volume for it"
 
 
 async def test_a_store_is_given_up_without_asking_its_volume():

@@ -157,15 +157,18 @@ class Trainer:
 
     def __init__(self):
         self.score = SimpleNamespace(call=self._score)
-        self.publish_weights = SimpleNamespace(call=self._publish)
+        self.publish_weights = SimpleNamespace(choose=self._publish)
         self.canary = Endpoint(lambda: np.full(2, self.published / 10, np.float32))
 
-    async def _publish(self, version: int, remote_readers: bool) -> dict[int, str]:
+    async def _publish(self, version: int, remote_readers: bool) -> str:
         self.published = version
-        return {0: "f"}
+        return "f"
 
     async def _score(self, token_ids):
         return {0: np.zeros(2, np.float32)}
+
+    def size(self, dim: str) -> int:
+        return 1
 
     def slice(self, *, procs: int) -> "Trainer":
         return self

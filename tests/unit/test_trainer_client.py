@@ -19,10 +19,12 @@ class Mesh:
         self._broken = broken
         self.sent: dict[int, tuple] = {}
         self.data_parallel = SimpleNamespace(call=lambda: self._answers(self._coordinates))
-        self.optim_step = SimpleNamespace(call=lambda: self._answers([{"train/lr": 0.3}] * len(coordinates)))
 
     async def _answers(self, values: list) -> dict:
         return dict(enumerate(values))
+
+    def size(self, dim: str) -> int:
+        return len(self._coordinates)
 
     def slice(self, *, procs: int):
         async def forward_backward(microbatches, version):
@@ -31,7 +33,12 @@ class Mesh:
                 raise RuntimeError(f"rank {procs} is broken")
             return {"loss/total": 0.5}
 
-        return SimpleNamespace(forward_backward=SimpleNamespace(choose=forward_backward))
+        async def optim_step():
+            return {"train/lr": 0.3 if procs == 0 else None}
+
+        return SimpleNamespace(
+            forward_backward=SimpleNamespace(choose=forward_backward), optim_step=SimpleNamespace(choose=optim_step)
+        )
 
 
 def plan_of(*microbatches) -> BatchPlan:

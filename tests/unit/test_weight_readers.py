@@ -213,10 +213,11 @@ def sync_with(copies: WeightReaders, load) -> WeightSync:
     async def answer(value):
         return value
 
-    trainer = SimpleNamespace(
-        publish_weights=SimpleNamespace(call=lambda version, remote: answer({0: "aa"})),
-        slice=lambda procs: SimpleNamespace(canary=SimpleNamespace(choose=lambda: answer(np.zeros(CANARY_TOKENS)))),
+    rank0 = SimpleNamespace(
+        publish_weights=SimpleNamespace(choose=lambda version, remote: answer("aa")),
+        canary=SimpleNamespace(choose=lambda: answer(np.zeros(CANARY_TOKENS))),
     )
+    trainer = SimpleNamespace(size=lambda dim: 1, slice=lambda procs: rank0)
     return WeightSync(trainer, SimpleNamespace(update_weights=load), vocab_size=96, tolerance=1e-3, copies=copies)
 
 

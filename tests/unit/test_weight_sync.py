@@ -21,10 +21,13 @@ async def update(*receipts: WeightReceipt):
     async def answer(value):
         return value
 
-    rank0 = SimpleNamespace(canary=SimpleNamespace(choose=lambda: answer(np.full(CANARY_TOKENS, -1.0, np.float32))))
-    trainer = SimpleNamespace(
-        publish_weights=SimpleNamespace(call=lambda version, remote: answer({0: "aa", 1: ""})), slice=lambda procs: rank0
-    )
+    def rank(procs: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            canary=SimpleNamespace(choose=lambda: answer(np.full(CANARY_TOKENS, -1.0, np.float32))),
+            publish_weights=SimpleNamespace(choose=lambda version, remote: answer(["aa", ""][procs])),
+        )
+
+    trainer = SimpleNamespace(size=lambda dim: 2, slice=rank)
     generators = SimpleNamespace(update_weights=lambda version, canary: answer(dict(enumerate(receipts))))
     sync = WeightSync(trainer, generators, vocab_size=96, tolerance=1e-3)
     return await sync.update(CopiedOut(version=5, seconds=1.0))

@@ -3,9 +3,13 @@
 ``monarch`` is imported when a function needs it: this module's environment has to be set before.
 """
 
+import asyncio
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 ENVIRONMENT = {
@@ -69,9 +73,31 @@ def ask(endpoint: Any, *args: Any) -> Any:
     """Call the only actor of a mesh, where a run does so at every step.
 
     Monarch does not give back what a call takes. The calling process keeps 1.4 kB of each ``call_one`` (5 kB where the mesh is
-    a new slice), 0.6 kB of ``call`` and less than 0.1 kB of ``choose``; the called process 0.5 kB (`tests/monarch_memory.py`).
+    a new slice), 0.6 kB of ``call`` and less than 0.1 kB of ``choose``; the called process 0.5 kB, which is a sequence number
+    for the port of each answer (`tests/monarch_memory.py`).
     """
     return endpoint.choose(*args)
+
+
+def ranks_of(mesh: Any) -> list[Any]:
+    """The actor of each rank. Keep them: see ``ask`` for what a new slice costs."""
+    return [mesh.slice(procs=rank) for rank in range(mesh.size("procs"))]
+
+
+async def ask_each(ranks: Iterable[Any], endpoint: str, *args: Any) -> list[Any]:
+    """What each rank answers, in their order. Raises what the first that fails has raised."""
+    return await asyncio.gather(*(ask(getattr(rank, endpoint), *args) for rank in ranks))
+
+
+class OneActor:
+    """The only actor of a mesh, for a library that says ``call_one`` or ``call`` at every step. Each call is an ``ask``."""
+
+    def __init__(self, mesh: Any):
+        self._mesh = mesh
+
+    def __getattr__(self, endpoint: str) -> Any:
+        called = partial(ask, getattr(self._mesh, endpoint))
+        return SimpleNamespace(call_one=called, call=called)
 
 
 def original(error: BaseException) -> BaseException:

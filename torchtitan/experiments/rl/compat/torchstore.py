@@ -1,4 +1,4 @@
-"""torchstore 0.1.2 on Monarch 0.7.0: a controller that Monarch accepts.
+"""torchstore 0.1.2 on Monarch 0.7.0: a controller that Monarch accepts, and a client whose calls keep little memory.
 
 torchstore's own mixes sync and async endpoints in one actor, which Monarch refuses. Here all of them are async. Importing
 torchstore sets ``HYPERACTOR_CODEC_MAX_FRAME_LENGTH``, with a warning on the terminal, where it is not set.
@@ -8,7 +8,10 @@ from typing import Any
 
 import torchstore.api
 from monarch.actor import endpoint
+from torchstore.client import LocalClient
 from torchstore.controller import Controller
+
+from torchtitan.experiments.rl.compat.monarch import OneActor
 
 
 class AsyncController(Controller):
@@ -40,6 +43,14 @@ class AsyncController(Controller):
         Controller.notify_delete._method(self, key, storage_volume_id)
 
 
+class SparingClient(LocalClient):
+    """Each ``get`` makes two calls to the controller, and each ``put`` one: the calling process kept 3 kB of a ``get``."""
+
+    def __init__(self, controller: Any, strategy: Any):
+        super().__init__(OneActor(controller), strategy)
+
+
 def use_async_controller() -> None:
     """Make this process's torchstore spawn, and speak to, the async controller. Call before any put or get."""
     torchstore.api.Controller = AsyncController
+    torchstore.api.LocalClient = SparingClient

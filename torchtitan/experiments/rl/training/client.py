@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
-from torchtitan.experiments.rl.compat.monarch import ask
+from torchtitan.experiments.rl.compat.monarch import ask, ask_each, ranks_of
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.types import DataParallel
 
@@ -28,7 +28,7 @@ class TrainerClient:
     async def connect(self) -> None:
         """Ask every rank, once it is set up, for its data-parallel coordinate."""
         self._coordinates = list((await self._life.call(self._mesh.data_parallel.call())).values())
-        self._ranks = [self._mesh.slice(procs=rank) for rank in range(len(self._coordinates))]
+        self._ranks = ranks_of(self._mesh)
 
     @property
     def data_parallel_size(self) -> int:
@@ -53,7 +53,7 @@ class TrainerClient:
         ]
         try:
             metrics = (await self._life.call(asyncio.gather(*calls)))[0]
-            return metrics | next(iter((await self._life.call(self._mesh.optim_step.call())).values()))
+            return metrics | (await self._life.call(ask_each(self._ranks, "optim_step")))[0]
         except ProcessLost:  # the batch need not be to blame
             raise
         except Exception:

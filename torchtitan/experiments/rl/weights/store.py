@@ -5,16 +5,17 @@ from typing import Any
 import torchstore
 from monarch.actor import ProcMesh
 
+from torchtitan.experiments.rl.compat.monarch import OneActor
 from torchtitan.experiments.rl.compat.torchstore import use_async_controller
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.weights.snapshot import Manifest
 
 
 class OneVolume(torchstore.SingletonStrategy):
-    """Gives the store's only volume without a slice of its mesh: Monarch keeps 5 kB of each (``compat.monarch.ask``)."""
+    """Gives the store's only volume without a slice of its mesh, and for calls that keep little (``compat.monarch.ask``)."""
 
     def get_storage_volume(self, volume_id: str) -> Any:
-        return self.storage_volumes
+        return OneActor(self.storage_volumes)
 
 
 async def start_store(mesh: ProcMesh) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from torchtitan.experiments.rl.compat.monarch import ask
+from torchtitan.experiments.rl.compat.monarch import ask, ask_each, ranks_of
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
@@ -91,7 +91,7 @@ class WeightSync:
     ):
         """``copies``: None where every generator shares the trainer's memory."""
         self._trainer, self._generators, self._tolerance = trainer, generators, tolerance
-        self._rank0 = trainer.slice(procs=0)
+        self._ranks = ranks_of(trainer)
         self._copies = copies or NoHostCopies()
         self._remote_readers = copies is not None
         self.canary_token_ids = np.random.default_rng(0).integers(0, vocab_size, CANARY_TOKENS).astype(np.int32)
@@ -139,12 +139,12 @@ class WeightSync:
         await self.copy_out(version)
         async with self._lock:
             await self._publish(version)
-            self._canary, self._version, self._published = await ask(self._rank0.canary), version, True
+            self._canary, self._version, self._published = await ask(self._ranks[0].canary), version, True
 
     async def copy_out(self, version: int) -> CopiedOut:
         """Copy the trainer's weights out as ``version``; training may go on when this returns."""
         started = time.perf_counter()
-        await self._trainer.copy_out_weights.call(version, self.canary_token_ids)
+        await ask_each(self._ranks, "copy_out_weights", version, self.canary_token_ids)
         return CopiedOut(version=version, seconds=time.perf_counter() - started)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
@@ -170,7 +170,7 @@ class WeightSync:
             for replica, receipt in receipts.items():
                 self._check_receipt(replica, version, receipt)
             loaded = time.perf_counter()
-            self._canary, self._version, self._published = await ask(self._rank0.canary), version, True
+            self._canary, self._version, self._published = await ask(self._ranks[0].canary), version, True
         canaries = {replica: receipt.canary_logprobs for replica, receipt in receipts.items()}
         return SyncReport(
             version=version,
@@ -185,8 +185,7 @@ class WeightSync:
         )
 
     async def _publish(self, version: int) -> None:
-        answers = await self._trainer.publish_weights.call(version, self._remote_readers)
-        self._fingerprint = next(iter(answers.values()))  # rank 0's
+        self._fingerprint, *_ = await ask_each(self._ranks, "publish_weights", version, self._remote_readers)
 
     async def _with_copies(self, version: int, load: Callable[[], Awaitable[T]]) -> T:
         """What ``load`` returns, once every host has the version; again where a host lost it before its engines mapped it."""
