@@ -112,3 +112,18 @@ def test_a_traceback_from_another_process_is_one_sentence_on_the_terminal(run):
         "ours.warning('it failed: Traceback (most recent call last):\\n' + '  File x, line 1\\n' * 500 + 'KeyError: 3')"
     )
     assert terminal == "WARNING trainer-0: KeyError: 3\n"
+
+
+def test_a_log_grows_to_its_limit_and_keeps_the_file_before(run, tmp_path):
+    records, terminal = run("""
+from torchtitan.experiments.rl.process import logs
+logs.LOG_BYTES = 2000
+set_up_logging(path.parents[1], "trainer-0")
+for number in range(100):
+    ours.info("record %d", number)
+""")
+    older = [json.loads(line) for line in (tmp_path / "logs" / "trainer-0.jsonl.1").read_text().splitlines()]
+    assert sorted(os.listdir(tmp_path / "logs")) == ["trainer-0.jsonl", "trainer-0.jsonl.1"] and terminal == ""
+    messages = [record["message"] for record in older + records]
+    assert messages == [f"record {number}" for number in range(100 - len(messages), 100)] and 10 < len(messages) < 40
+    assert all(path.stat().st_size <= 2000 for path in (tmp_path / "logs").iterdir())

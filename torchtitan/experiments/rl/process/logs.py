@@ -5,6 +5,7 @@ import json
 import logging
 import sys
 from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from torchtitan.experiments.rl.printable import one_sentence, printable_json, printable_line
@@ -12,10 +13,21 @@ from torchtitan.experiments.rl.printable import one_sentence, printable_json, pr
 OURS = "torchtitan.experiments.rl"
 
 
-class RunFileHandler(logging.FileHandler):
-    """A class of its own: a second ``set_up_logging`` removes the handler that the first one made, and no other."""
+LOG_BYTES = 64 * 2**20
+"""Of one file. What the run needs itself it reads from no log: a resumed run does not cut logs back."""
+
+
+class RunFileHandler(RotatingFileHandler):
+    """A file that grows to LOG_BYTES, and the one before it, which is named ``<name>.jsonl.1``.
+
+    A class of its own: a second ``set_up_logging`` removes the handler that the first one made, and no other.
+    """
 
     _failed = False
+
+    def __init__(self, path: Path):
+        # A lone surrogate (half a character, in a model's output) can't be UTF-8; escaped, it stays valid JSON.
+        super().__init__(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
 
     def handleError(self, record: logging.LogRecord) -> None:
         """A full disk costs one line on the terminal; Python's own handler would print a traceback for each record."""

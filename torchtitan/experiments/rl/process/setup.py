@@ -177,8 +177,7 @@ def set_up_logging(run_dir: Path | str, process_name: str, level: int = logging.
         if isinstance(handler, (RunFileHandler, TerminalHandler)):
             root.removeHandler(handler)
             handler.close()
-    # A lone surrogate (half a character, in a model's output) can't be UTF-8; escaped, it stays valid JSON.
-    file_handler = RunFileHandler(path, encoding="utf-8", errors="backslashreplace")
+    file_handler = RunFileHandler(path)
     file_handler.setFormatter(JsonLine(process_name))
     terminal_handler = TerminalHandler()
     terminal_handler.setFormatter(TerminalLine(process_name, path))
