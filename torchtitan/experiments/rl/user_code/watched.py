@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from monarch.actor import Actor
 
 from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.process.free_memory import FreeMemory
 from torchtitan.experiments.rl.process.heartbeat import Heartbeat, Pulse
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_command
@@ -32,6 +33,7 @@ class WatchedActor(Actor):
     def __init__(self) -> None:
         self.part = ""
         self.heartbeat = Heartbeat()
+        self.free_memory = FreeMemory()
         # In memory: a file in the run's folder would stay behind, empty, in every run.
         self._stacks = os.memfd_create("stacks")
         faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
@@ -50,7 +52,8 @@ class WatchedActor(Actor):
     @reported_endpoint
     async def usage(self) -> dict[str, float]:
         """How this process was used since the last call: ``busy`` is the share of the time that its working thread, if it has
-        one, worked."""
+        one, worked. It is asked at every step, which is also when free memory may go."""
+        await self.free_memory.may_go()
         busy = self.heartbeat.lap_busy()
         return ({} if busy is None else {"busy": busy}) | self._more_usage()
 

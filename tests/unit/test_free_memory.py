@@ -1,0 +1,55 @@
+"""What a process has freed goes back to the system, once a minute."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from tests.unit.waiting import until
+from torchtitan.experiments.rl.process.free_memory import FreeMemory
+from torchtitan.experiments.rl.user_code.watched import WatchedActor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# 800 blocks of 100 kB are of the heap, and the last of them keeps glibc from returning the others by itself.
+FREES_80_MB = """
+import ctypes
+from pathlib import Path
+from torchtitan.experiments.rl.process.free_memory import give_back_free_memory
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+def resident_kb(): return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmRSS"))
+blocks = [libc.malloc(100_000) for _ in range(800)]
+for block in blocks: ctypes.memset(block, 1, 100_000)
+for block in blocks[:-1]: libc.free(block)
+before = resident_kb()
+give_back_free_memory()
+print(before - resident_kb())
+"""
+
+
+def test_memory_between_what_stays_is_given_back():
+    freed = subprocess.run([sys.executable, "-c", FREES_80_MB], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(freed.stdout) > 60_000, freed.stdout
+
+
+async def test_it_is_given_back_once_a_minute():
+    now, given = 1000.0, []
+    memory = FreeMemory(clock=lambda: now, give_back=lambda: given.append(now))
+    for second in range(151):
+        now = 1000.0 + second
+        await memory.may_go()
+    assert given == [1060.0, 1120.0]
+
+
+async def test_a_process_of_the_run_does_so_when_it_is_asked_for_its_usage():
+    actor, asked = WatchedActor(), []
+
+    async def may_go() -> None:
+        asked.append(True)
+
+    actor.free_memory.may_go = may_go
+    answers: list[dict] = []
+    await WatchedActor.usage._method(actor, SimpleNamespace(send=answers.append, exception=answers.append))
+    await until(lambda: len(answers) == 1)
+    assert asked == [True] and isinstance(answers[0], dict)
