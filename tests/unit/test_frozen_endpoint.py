@@ -12,6 +12,7 @@ from aiohttp import web
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
+from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
@@ -28,6 +29,7 @@ class FakeServer:
     def __init__(self):
         self.answers: list[int | dict | str] = []
         self.requests: list[dict] = []
+        self.paths: list[str] = []
         self.headers: list[dict] = []
         self.delay_s = 0.0
         self.open = self.most_open = 0
@@ -39,6 +41,7 @@ class FakeServer:
         await asyncio.sleep(self.delay_s)
         self.open -= 1
         body = await request.json()
+        self.paths.append(request.path)
         self.requests.append(body)
         self.headers.append(dict(request.headers))
         answer = self.answers.pop(0) if self.answers else None
@@ -61,7 +64,8 @@ class FakeServer:
 async def server():
     fake = FakeServer()
     app = web.Application()
-    app.router.add_post("/v1/completions", fake.handle)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        app.router.add_post(path, fake.handle)
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -93,6 +97,26 @@ def session(client, **sampling):
 
 
 # ---- what is asked, and what comes back
+
+
+async def test_chat_sends_messages_and_reads_the_answer_and_what_it_cost(server, connect):
+    answer = {"role": "assistant", "content": "yes", "refusal": None}
+    usage = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11}
+    server.answers = [503, {"choices": [{"message": answer, "finish_reason": "stop"}], "usage": usage}]
+    asked = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "which?"}]
+    reply = await connect().chat(asked, seed=3, sampling=SamplingConfig(temperature=0.0, max_tokens=4))
+    assert reply == Reply(message={"role": "assistant", "content": "yes"}, prompt_tokens=9, completion_tokens=2)
+    assert server.paths == ["/v1/chat/completions"] * 2
+    wanted = {"model": "big", "messages": asked, "max_tokens": 4, "temperature": 0.0, "top_p": 1.0, "seed": 3}
+    assert server.requests == [wanted] * 2
+    server.answers = [
+        {"choices": [{"message": answer, "finish_reason": "length"}]},
+        {"choices": [{"message": {"content": None}}]},
+    ]
+    cut = await connect().chat(asked, seed=3, sampling=SamplingConfig())
+    assert not cut.whole and cut.completion_tokens == 0
+    with pytest.raises(RunError, match="'big' at http.*answered without a message of text"):
+        await connect().chat(asked, seed=3, sampling=SamplingConfig())
 
 
 async def test_score_reads_log_probabilities_by_token_id(server, connect):

@@ -1,5 +1,6 @@
 """What algorithms gave the rollouts of a step: how advantages are distributed, and what that took."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,6 +37,14 @@ def credit_seconds(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         f"time/credit_s/{task}": sum(group.credit_s for group in own) / sum(len(group.rollouts) for group in own)
         for task, own in by_task.items()
     }
+
+
+def costs(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """What the groups cost beside the policy's sampling, by name; seconds as ``time/<name>_s``."""
+    sums: Counter[str] = Counter()
+    for group in groups:
+        sums.update(group.costs)
+    return {f"time/{name.removesuffix('/seconds')}_s" if name.endswith("/seconds") else name: n for name, n in sums.items()}
 
 
 def _advantages(sample: TrainingSample) -> np.ndarray:

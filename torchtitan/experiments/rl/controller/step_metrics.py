@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
-from torchtitan.experiments.rl.controller.credit_metrics import advantage_metrics, credit_seconds
+from torchtitan.experiments.rl.controller.credit_metrics import advantage_metrics, costs, credit_seconds
 from torchtitan.experiments.rl.controller.open_groups import StepGroups
 from torchtitan.experiments.rl.controller.validation import ValidationReport
 from torchtitan.experiments.rl.observability.console import StepReport
@@ -74,6 +74,7 @@ class StepRecord:
             **{f"filter/{name}/tokens": count for name, count in taken.filter_tokens.items()},
             **{f"time/{name}_s": seconds for name, seconds in spans.items()},
             **credit_seconds(taken.sampled),
+            **costs(taken.sampled),
             "time/step_s": self._seconds,
             "perf/trained_tokens_per_s": packed.tokens / self._seconds,
             "perf/generated_tokens_per_s": (generated_tokens - self._generated_tokens) / self._seconds,

@@ -3,12 +3,15 @@
 import asyncio
 import logging
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
 import numpy as np
+from renderers import Message
 
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.redaction import redacted
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
@@ -26,7 +29,7 @@ class EndpointClient:
 
     def __init__(self, model: FrozenModel):
         self.model = model
-        self._url = model.base_url.rstrip("/") + "/completions"
+        self._url = model.base_url.rstrip("/")
         self._places = asyncio.Semaphore(model.max_concurrency)
         limits = httpx.Limits(max_connections=model.max_concurrency, max_keepalive_connections=model.max_concurrency)
         self._http = httpx.AsyncClient(timeout=model.timeout_s, limits=limits)
@@ -49,8 +52,24 @@ class EndpointClient:
             raise self._error(f"gave no log-probability of token {ids[position]} at position {position}") from None
         return logprobs
 
-    async def complete(self, request: dict[str, Any]) -> dict[str, Any]:
-        """POST one completion request; returns its only choice. Waits for a place, and retries what may pass.
+    async def chat(self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig) -> Reply:
+        """See ChatClient.chat. The server renders the messages by its model's template; any OpenAI-compatible one will do."""
+        request: dict[str, Any] = {"messages": list(messages), "max_tokens": sampling.max_tokens, "seed": seed}
+        request |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        choice = await self.complete(request, "/chat/completions")
+        message, usage = choice.get("message"), choice["usage"]
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise self._error("answered without a message of text")
+        return Reply(
+            message={"role": "assistant", "content": message["content"]},
+            prompt_tokens=usage.get("prompt_tokens", 0),
+            completion_tokens=usage.get("completion_tokens", 0),
+            whole=choice.get("finish_reason") != "length",
+        )
+
+    async def complete(self, request: dict[str, Any], path: str = "/completions") -> dict[str, Any]:
+        """POST one request; returns its only choice, with the ``usage`` of the answer. Waits for a place, and retries what may
+        pass.
 
         Raises:
             RunError: the server refused, answered with rubbish, or failed at every attempt; names model and URL.
@@ -60,7 +79,7 @@ class EndpointClient:
             for attempt in range(self.model.max_retries + 1):
                 if attempt:
                     await asyncio.sleep(self._wait_s(attempt))
-                answer, problem = await self._attempt(body)
+                answer, problem = await self._attempt(self._url + path, body)
                 if answer is not None:
                     return answer
                 logger.info("frozen model %s: %s", self.model.name, problem)
@@ -69,7 +88,7 @@ class EndpointClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _attempt(self, body: dict[str, Any]) -> tuple[dict[str, Any], None] | tuple[None, str]:
+    async def _attempt(self, url: str, body: dict[str, Any]) -> tuple[dict[str, Any], None] | tuple[None, str]:
         """The choice, or why another attempt may help."""
         try:
             key = self.model.api_key()
@@ -77,7 +96,7 @@ class EndpointClient:
             raise self._error(f"has no key: {self.model.api_key_env}: {error}") from None
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
-            response = await self._http.post(self._url, json=body, headers=headers)
+            response = await self._http.post(url, json=body, headers=headers)
         except httpx.TransportError as error:
             return None, f"{type(error).__name__} {error}".rstrip()
         if response.status_code == 429 or response.status_code >= 500:
@@ -85,7 +104,9 @@ class EndpointClient:
         if response.status_code != 200:
             raise self._error(f"refused with HTTP {response.status_code}: {_excerpt(response.text, key)}")
         try:
-            (choice,) = response.json()["choices"]
+            answer = response.json()
+            (choice,) = answer["choices"]
+            choice["usage"] = answer.get("usage") or {}
         except (ValueError, KeyError, TypeError):
             raise self._error(f"answered what is no completion: {_excerpt(response.text, key)}") from None
         return choice, None

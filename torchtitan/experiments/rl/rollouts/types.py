@@ -168,6 +168,8 @@ class RolloutGroup:
     credit_s: float = 0.0
     """Seconds that the algorithm took for credit, calls to reference models included; of rollouts that it scored side by side,
     the sum."""
+    costs: dict[str, float] = field(default_factory=dict)
+    """What else the group cost, by name: calls and tokens of judges (`costs.py`)."""
 
     @property
     def scored(self) -> list[Rollout]:

@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from renderers import Message
 from transformers import AutoTokenizer
 
+from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
@@ -38,6 +40,10 @@ class ScriptedPolicy:
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """See ModelClient.score."""
         return np.where(np.arange(len(token_ids)) > 0, -1, 0).astype(np.float32)
+
+    async def chat(self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig) -> Reply:
+        """See ChatClient.chat."""
+        return Reply(message={"role": "assistant", "content": self.reply(0, 0)}, prompt_tokens=0, completion_tokens=0)
 
     def frozen(self, model: ModelReference) -> "ScriptedPolicy":
         """See PolicyClient.frozen. Every model is this one."""

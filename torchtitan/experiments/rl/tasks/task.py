@@ -30,6 +30,7 @@ from torchtitan.experiments.rl.envs.renderer import attributes_roles
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
+from torchtitan.experiments.rl.rollouts.costs import counted_in
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
@@ -220,7 +221,8 @@ class Task(UserConfigurable):
         # Validation measures the policy, whoever it learns from.
         source = policy.frozen(self.frozen_source) if credit and self.frozen_source is not None else policy
         run = GroupRun(self, group, source, seed=seed, sampling=sampling or self.config.sampling, credit=credit)
-        await run.run()
+        with counted_in(group.costs):
+            await run.run()
         return group
 
     async def score_rewards(self, group: RolloutGroup) -> None:
@@ -228,7 +230,8 @@ class Task(UserConfigurable):
 
         A rollout that failed, or whose reward function failed, keeps the reward None.
         """
-        await score_rewards(self.rubric, group, timeout_s=self.config.env.rollout_timeout_s)
+        with counted_in(group.costs):
+            await score_rewards(self.rubric, group, timeout_s=self.config.env.rollout_timeout_s)
 
     async def score_group(self, group: RolloutGroup) -> str | None:
         """Rewards, then credit. Sets ``group.failure``, and returns it, where the group can't be trained on: too few rollouts
