@@ -1,17 +1,19 @@
 """What the trainer saves and loads: the next step is the same, bit for bit, and on another number of ranks but for rounding."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.integration.learners import LAYOUTS, accumulate, assert_same, free_port, learner_of, parameters, samples_of
+from tests.integration.learners import LAYOUTS, accumulate, assert_same, free_port, full, learner_of, parameters, samples_of
 from tests.integration.ranks import run_ranks
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.process_group import init_process_group
+from torchtitan.experiments.rl.training.reference import ReferenceConfig
 
 
 def step(learner: Learner, number: int) -> dict[str, float]:
@@ -81,6 +83,51 @@ def test_a_step_that_fails_in_its_middle_leaves_a_state_that_is_not_saved(one_ra
 
 
 # ---- another number of ranks
+
+
+def held(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: full(tensor) for name, tensor in learner.reference.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["ema", "lagged"])
+def test_a_reference_follows_the_policy_is_saved_with_it_and_changes_it_by_its_term_alone(one_rank, tmp_path, kind):
+    config = ReferenceConfig(kind=kind, decay=0.75, every=2, kl_coef=0.1)
+    learner = learner_of(tmp_path, reference=config)
+    policies, references, metrics = [], [], []
+    for number in range(4):
+        if number == 3:
+            start = saved(learner, tmp_path / "trainer", 3)
+        policies.append({name: full(parameter) for name, parameter in learner.model.named_parameters()})
+        references.append(held(learner))
+        metrics.append(accumulate(learner, LAYOUTS["long rows"], samples_of(seed=number)) | learner.optim_step())
+    # Before the first step the two are one; 0.75 and 0.25 by hand after it.
+    assert metrics[0]["reference/kl"] == 0 and metrics[3]["reference/kl"] > 0
+    assert [entry["reference/version"] for entry in metrics] == ([0, 1, 2, 3] if kind == "ema" else [0, 0, 2, 2])
+    expected = policies[0]
+    for number in range(4):
+        if kind == "ema":
+            expected = {name: 0.75 * tensor + 0.25 * policies[number][name] for name, tensor in expected.items()}
+        else:
+            expected = policies[number // 2 * 2]
+        found = {name: references[number][name] for name in expected}
+        assert_same(found, expected, rtol=0, atol=1e-6 if kind == "ema" else 0)
+    resumed = learner_of(tmp_path, start=start, reference=config)
+    assert_same(held(resumed), references[3], rtol=0, atol=0)
+    again = accumulate(resumed, LAYOUTS["long rows"], samples_of(seed=3)) | resumed.optim_step()
+    assert again == metrics[3]
+    assert_same(parameters(resumed), parameters(learner), rtol=0, atol=0)
+    assert_same(held(resumed), held(learner), rtol=0, atol=0)
+    # Without a weight it only measures: the policy is that of a run without a reference, bit for bit.
+    steps = []
+    for reference in (None, ReferenceConfig(kind=kind)):
+        other = learner_of(tmp_path, start=start, reference=reference)
+        accumulate(other, LAYOUTS["long rows"], samples_of(seed=3))
+        other.optim_step()
+        steps.append(parameters(other))
+    assert_same(steps[0], steps[1], rtol=0, atol=0)
+    new = learner_of(tmp_path, start=replace(start, weights_only=True), reference=config)
+    assert_same({name: full(p) for name, p in new.model.named_parameters()}, policies[3], rtol=0, atol=0)
+    assert_same(held(new), policies[3] | {"version": torch.tensor(0)}, rtol=0, atol=0)
 
 
 def work_of_a_rank(rank: int, port: int, folder: str, start: TrainerStart) -> None:

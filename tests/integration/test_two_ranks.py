@@ -32,12 +32,24 @@ from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.parallelism import Parallelism
 from torchtitan.experiments.rl.training.process_group import init_process_group
+from torchtitan.experiments.rl.training.reference import ReferenceConfig
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingSample
 
 
 def forks_of_forks(count: int = 30) -> list[TrainingSample]:
     """Samples of up to 60 tokens whose prefixes make a few trees, with every kind of weight."""
     return [tree_sample(tokens, seed) for seed, tokens in enumerate(random_tree(3, count, 60))]
+
+
+REFERENCE = ReferenceConfig(kl_coef=0.5)
+
+
+def compared(learner: Learner) -> Learner:
+    """With a reference that is another model than the policy."""
+    with learner.reference.in_place():
+        for parameter in learner.model.parameters():
+            parameter.mul_(1.05)
+    return learner
 
 
 class RepeatedLearner(Learner):
@@ -91,6 +103,9 @@ def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_mo
     results["float64"] = {name: loss_and_gradient(learner, layout) for name, layout in LAYOUTS.items()}
     learner.config.loss.normalize_advantages = True
     results["normalized"] = {name: loss_and_gradient(learner, layout) for name, layout in LAYOUTS.items()}
+    learner.close()
+    learner = compared(learner_of(f"{folder}/compared", dtype=torch.float64, reference=REFERENCE))
+    results["compared"] = loss_and_gradient(learner, LAYOUTS["short rows"])
     learner.close()
     torch.Tensor.float = torch.Tensor.double
     learner = learner_of(f"{folder}/shared", dtype=torch.float64)
@@ -212,6 +227,15 @@ def test_advantages_are_normalised_over_the_tokens_of_all_rows_microbatches_and_
     learner.config.loss.normalize_advantages = True
     for result in [loss_and_gradient(learner, LAYOUTS["short rows"]), *two_ranks["normalized"].values()]:
         assert_same_step(result, expected)
+
+
+def test_the_distance_to_a_reference_does_not_depend_on_ranks_or_rows(exact, two_ranks):
+    learner = exact()
+    plain = loss_and_gradient(learner, REFERENCE_LAYOUT)
+    learner = compared(exact(reference=REFERENCE))
+    expected = loss_and_gradient(learner, REFERENCE_LAYOUT)
+    assert expected[0] > plain[0] + 1e-3
+    assert_same_step(two_ranks["compared"], expected)
 
 
 def test_shared_prefixes_change_nothing_on_one_rank_or_on_two(exact, two_ranks, monkeypatch):

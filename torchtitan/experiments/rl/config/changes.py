@@ -60,6 +60,7 @@ MAY_CHANGE: Mapping[str, bool] = {
     "trainer.optimizer": True,
     "trainer.lr_scheduler": True,
     "trainer.loss": False,
+    "trainer.reference": False,
     "trainer.dtype": False,
     "trainer.mixed_precision_param": False,
     "trainer.parallelism": True,

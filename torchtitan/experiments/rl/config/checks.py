@@ -293,6 +293,7 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
             chunk_tokens=config.trainer.logprob_chunk_tokens,
             activation_checkpoint=config.trainer.activation_checkpoint,
             offload=config.trainer.enable_cpu_offload,
+            reference=config.trainer.reference is not None,
         ),
         balance=_balance(config, sizes, rollouts) if device == "cuda" else None,
         shared_weights=shared_weights(

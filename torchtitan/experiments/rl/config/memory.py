@@ -96,19 +96,21 @@ def trainer_memory(
     chunk_tokens: int,
     activation_checkpoint: bool,
     offload: bool = False,
+    reference: bool = False,
 ) -> TrainerMemory:
     """
     Args:
         shards: ranks that share a copy of the model by FSDP.
         chunk_tokens: as in the trainer's config; the head takes at most a quarter of a row at once.
         offload: the state is in the host's memory.
+        reference: the trainer holds a reference model, which is part of the state.
     """
     compute, tokens = BYTES[compute_dtype], rows * row_length
     input_values, layer_values = sizes.dim / tensor_parallel, sizes.layer_values(tensor_parallel)
     values = sizes.layers * input_values + layer_values if activation_checkpoint else sizes.layers * layer_values
     chunk = min(chunk_tokens, max(1, row_length // 4))
     return TrainerMemory(
-        state=0 if offload else 4 * BYTES[dtype] * sizes.parameters / (shards * tensor_parallel),
+        state=0 if offload else (5 if reference else 4) * BYTES[dtype] * sizes.parameters / (shards * tensor_parallel),
         gathered=(3 * compute + 4) * sizes.layer_parameters / tensor_parallel,
         vocabulary=((2 * compute + 8) * sizes.vocabulary_parameters + 3 * 4 * chunk * sizes.vocabulary) / tensor_parallel,
         activations=values * tokens * compute,

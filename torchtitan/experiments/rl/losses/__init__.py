@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.losses.metrics import MetricSums
 from torchtitan.experiments.rl.losses.mismatch import mismatch_metrics
 from torchtitan.experiments.rl.losses.normalization import advantage_sums, with_normalized_advantages
 from torchtitan.experiments.rl.losses.ref_kl import RefKL
+from torchtitan.experiments.rl.losses.reference_kl import reference_kl
 from torchtitan.experiments.rl.losses.variants import CISPO, DPPO, GSPO, CustomRLLoss, PPOClip, RLLoss, RLTokens
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "count_denominators",
     "count_members",
     "mismatch_metrics",
+    "reference_kl",
     "step_denominators",
     "with_normalized_advantages",
 ]

@@ -4,12 +4,14 @@
 """
 
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
@@ -44,8 +46,9 @@ class TrainerCheckpoints:
         hub_folder: Path,
         run_dir: Path,
         start: TrainerStart | None,
+        states: Mapping[str, Stateful] | None = None,
     ):
-        """Loads ``start``, or the weights of ``hub_folder``."""
+        """Loads ``start``, or the weights of ``hub_folder``. ``states``: what else is saved, and loaded with ``start``."""
         self._hub_folder, self._export_folder = hub_folder, run_dir / EXPORT_FOLDER
         weights_only = start is not None and start.weights_only
         self._manager = CheckpointManager.Config(
@@ -62,7 +65,7 @@ class TrainerCheckpoints:
             model_parts=[model],
             optimizers=optimizers,
             lr_schedulers=lr_schedulers,
-            states={},
+            states={**(states or {})},
             sd_adapter=adapter,
             base_folder=str(run_dir),
         )

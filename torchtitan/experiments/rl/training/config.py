@@ -9,6 +9,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.losses import LossConfig
 from torchtitan.experiments.rl.training.parallelism import Parallelism
+from torchtitan.experiments.rl.training.reference import ReferenceConfig
 
 DecayRate = Annotated[float, Ge(0), Lt(1)]
 
@@ -36,6 +37,8 @@ class TrainerConfig:
     )
     """Counted in optimizer steps of this run."""
     loss: LossConfig = field(default_factory=LossConfig)
+    reference: ReferenceConfig | None = None
+    """A copy of the policy that follows it, to compare with: one more set of parameters and one more forward pass a step."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of parameters, gradients and optimizer state."""
     mixed_precision_param: Literal["float32", "bfloat16"] = "float32"

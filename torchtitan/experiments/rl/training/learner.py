@@ -24,6 +24,7 @@ from torchtitan.experiments.rl.losses import (
     compute_loss,
     count_denominators,
     mismatch_metrics,
+    reference_kl,
     step_denominators,
     with_normalized_advantages,
 )
@@ -35,6 +36,7 @@ from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.training.checkpoints import TrainerCheckpoints, TrainerStart
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.hub_tensors import HubTensors
+from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
 
 
@@ -93,6 +95,7 @@ class Learner:
             lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
         ).build(model_parts=[self.model])
         self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=total_steps)
+        self.reference = Reference(config.reference, self.model) if config.reference is not None else None
         self.checkpoints = TrainerCheckpoints(
             model=self.model,
             optimizers=self.optimizers,
@@ -101,7 +104,10 @@ class Learner:
             hub_folder=Path(model.hf_assets_path),
             run_dir=Path(run_dir),
             start=start,
+            states={"reference": self.reference} if self.reference is not None else None,
         )
+        if self.reference is not None and (start is None or start.weights_only):
+            self.reference.restart()
         self.steps_taken: int | None = start.step if start is not None else 0
         """Optimizer steps behind the weights; None while one is taken, and for good if it failed in its middle."""
 
@@ -120,6 +126,7 @@ class Learner:
         """
         denominators = self._denominators(microbatches)
         advantages = self._summed(map(advantage_sums, microbatches)) if self.config.loss.normalize_advantages else None
+        references = self._reference_logprobs(microbatches, on_microbatch)
         sums = MetricSums()
         for index, microbatch in enumerate(microbatches):
             on_microbatch()
@@ -130,6 +137,11 @@ class Learner:
             with self._traced("forward"):
                 logprobs, entropy = batch_logprobs(self._policy, batch)
                 loss, metrics = compute_loss(logprobs, batch, denominators, self.config.loss)
+                if self.config.reference is not None:
+                    coefficient = self.config.reference.kl_coef
+                    distance, own = reference_kl(logprobs, references[index], batch, denominators, coefficient)
+                    loss = loss + distance
+                    metrics.merge(own)
             with self._traced("backward"):
                 loss.backward()
             metrics.add_mean("policy/entropy", entropy, batch.loss_mask)
@@ -138,6 +150,17 @@ class Learner:
         if self._data_parallel_group is not None:
             sums.all_reduce(self._data_parallel_group)
         return sums
+
+    def _reference_logprobs(self, microbatches: list[TrainingBatch], on_microbatch: Callable[[], None]) -> list[torch.Tensor]:
+        """[B, L] of each microbatch, under the reference; none where there is no reference. Collective."""
+        if self.reference is None:
+            return []
+        found = []
+        with self._traced("reference"), self.reference.in_place():
+            for microbatch in microbatches:
+                on_microbatch()
+                found.append(batch_logprobs(self._policy, microbatch.to(self._device))[0])
+        return found
 
     def optim_step(self) -> dict[str, float]:
         """Clip, step, advance the schedule, clear gradients. Collective.
@@ -159,7 +182,11 @@ class Learner:
         self.lr_schedulers.step()
         self.optimizers.zero_grad()
         self.steps_taken = None if taken is None else taken + 1
-        return {"train/grad_norm": norm, "train/lr": lr}
+        metrics = {"train/grad_norm": norm, "train/lr": lr}
+        if self.reference is not None:
+            metrics["reference/version"] = self.reference.version
+            self.reference.follow((taken or 0) + 1)
+        return metrics
 
     def hub_tensors(self) -> HubTensors:
         """The parameters by hub name, as they are now. Collective: every rank reads all of them, in order."""
