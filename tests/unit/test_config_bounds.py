@@ -248,7 +248,7 @@ def test_the_walk_takes_a_moment():
 def options_of(config: Any) -> list[tuple[str, Any, Any]]:
     """(option, annotation, value) of every field that is a number, a text or a choice."""
     return [
-        ("--" + path.replace("_", "-"), annotation, held(holder, key))
+        ("--" + re.sub(r"\[(\d+)\]", r".\1", path).replace("_", "-"), annotation, held(holder, key))
         for holder, key, annotation, path in fields_of(config)
         if isinstance(held(holder, key), int | float | str | None) and not isinstance(held(holder, key), bool)
         if not any(isinstance(part, type) and dataclasses.is_dataclass(part) for part in get_args(annotation))
