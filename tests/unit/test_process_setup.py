@@ -183,3 +183,20 @@ def test_objects_are_frozen_and_seen_again():
     finally:
         unfreeze_objects()
     assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_process_that_is_stopped_runs_its_functions_for_exit_and_no_finalization(stopped):
+    code = (
+        "import atexit\n"
+        "from torchtitan.experiments.rl.process import setup\n"
+        "atexit.register(setup._exit_unless_finalizing)\n"
+        "atexit.register(print, 'a function of the user')\n"
+        "class Dear:\n"
+        "    def __del__(self): print('finalized')\n"
+        "dear = Dear()\n"
+        f"{stopped} and setup.end_without_finalizing()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["a function of the user"] + ([] if stopped else ["finalized"])

@@ -43,6 +43,9 @@ class Parts:
     def stop(self):
         self.stopped = True
 
+    async def settle(self):
+        return []
+
     async def close(self):
         self.closed = True
         return []

@@ -14,6 +14,7 @@ from torchtitan.experiments.rl.controller.supervision import Supervisor
 from torchtitan.experiments.rl.controller.wiring import RunActors
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_members
+from torchtitan.experiments.rl.observability.waits import Waits
 from torchtitan.experiments.rl.training.learner import check_finite
 from torchtitan.experiments.rl.types import LossDenominators, TrainingSample
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
@@ -86,9 +87,12 @@ class StandInActors(RunActors):
         restarts: Restarts | None = None,
         on_failure: Callable[[Exception], None],
         on_death: Callable[[str], None] = lambda line: None,
+        waits: Waits | None = None,
     ):
         self._config, self._plan, self._run_dir, self._hosts = config, plan, run_dir, hosts
-        self.supervisor = Supervisor(config.supervision, restarts=restarts, on_death=on_death, on_failure=self.fail)
+        self.supervisor = Supervisor(
+            config.supervision, restarts=restarts, on_death=on_death, on_failure=self.fail, waits=waits
+        )
         policy: Any = type(self).policy_of()
         trainer: Any = StandInTrainer(config.trainer.loss)
         weights: Any = StandInWeights(policy)

@@ -24,9 +24,12 @@ from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """``arguments``: None: those of this process. Someone waits for it then, and the first line tells them so."""
     escape_unencodable_output()
     try:
         command = parse_command(sys.argv[1:] if arguments is None else arguments)
+        if arguments is None and not command.list_configs:
+            write_line(sys.stdout, printable_line(starting_line(command)))
         set_up_process()
         if command.list_configs:
             return _list(command.module)
@@ -55,6 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
         remove_left_over()
         return 0
     return _run(config, start, name) if start.script is None else _submit(config, start)
+
+
+def starting_line(command: Command) -> str:
+    """What the command prints within a second: the imports that follow take some more."""
+    what = command.config_name if command.resume in (None, "auto") else command.resume
+    return f"starting    {what} (imports, then checks)"
 
 
 def _list(module: str) -> int:

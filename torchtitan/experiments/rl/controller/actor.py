@@ -60,6 +60,8 @@ class Controller(Actor):
     async def run(self) -> RunSummary:
         """Build everything, train, close everything; again from the newest checkpoint if the trainer dies.
 
+        The summary is printed before the processes are stopped: nothing of it depends on them any more.
+
         Raises:
             Exception: whatever ended the run early, after the summary was printed and every process stopped.
         """
@@ -73,6 +75,7 @@ class Controller(Actor):
             self._print_header()
             failure = await self._run_parts()
             while isinstance(failure, ProcessLost) and self._stopped_by is None:
+                await self._parts.close()
                 self._parts = self._new_parts(await self._state_after(failure))
                 failure = await self._run_parts() if self._stopped_by is None else None
         except Exception as error:
@@ -87,6 +90,8 @@ class Controller(Actor):
         seconds = time.perf_counter() - started
         summary = self._parts.summary(wall_time_s=seconds, stopped_by=stopped_by, checkpoint=self._checkpoint)
         self._console.summary(summary)
+        faults = await self._parts.close()
+        failure = failure or next(iter(faults), None)
         if failure is not None:
             raise failure
         return summary
@@ -116,7 +121,7 @@ class Controller(Actor):
         )
 
     async def _run_parts(self) -> BaseException | None:
-        """Run the parts to their end, and close them. Returns what ended them early, unless someone asked for that."""
+        """Run the parts, and have their files whole. Returns what ended them early, unless someone asked for that."""
         failure: BaseException | None = None
         try:
             await self._parts.run()
@@ -124,7 +129,7 @@ class Controller(Actor):
             failure = cancelled if self._stopped_by is None else None
         except Exception as error:
             failure = error
-        faults = await self._parts.close()
+        faults = await self._parts.settle()
         if isinstance(failure, ProcessLost) and self._parts.writes_checkpoint:
             return RunError(f"{failure}, and the run can't go on: a checkpoint is still being written")
         return failure or next(iter(faults), None)

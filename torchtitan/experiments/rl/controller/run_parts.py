@@ -7,7 +7,7 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,13 @@ from torchtitan.experiments.rl.controller.profile import StepProfile
 from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.run_checkpoints import RunCheckpoints
+from torchtitan.experiments.rl.controller.run_reports import RunReports
 from torchtitan.experiments.rl.controller.run_start import Resumed, trainer_start
-from torchtitan.experiments.rl.controller.step_metrics import StepRecord
-from torchtitan.experiments.rl.controller.step_warnings import StepWarnings
 from torchtitan.experiments.rl.controller.supervision import Supervisor
 from torchtitan.experiments.rl.controller.task_set import TaskSet
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
 from torchtitan.experiments.rl.controller.user_parts import parts_without_state
-from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
+from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.controller.wiring import RunActors
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import RunError
@@ -39,6 +38,7 @@ from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.console import Console, RunSummary
 from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
+from torchtitan.experiments.rl.observability.waits import Waits
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, contained
 from torchtitan.experiments.rl.user_code.gate import Gate, sentence
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunParts:
-    """``run``, then ``close``."""
+    """``run``, then ``settle``, after which ``summary`` says how it ended, then ``close``."""
 
     def __init__(
         self,
@@ -71,9 +71,18 @@ class RunParts:
         """
         self.config, self._plan, self._run_dir, self._console = config, plan, run_dir, console
         self._failure: Exception | None = None
+        self._waits = Waits(console.note)
         self._actors = RunActors(
-            config, plan, run_dir=run_dir, hosts=hosts, restarts=restarts, on_failure=self._fail, on_death=console.note
+            config,
+            plan,
+            run_dir=run_dir,
+            hosts=hosts,
+            restarts=restarts,
+            on_failure=self._fail,
+            on_death=console.note,
+            waits=self._waits,
         )
+        self._closing, self._closed = Closing(), False
         self._gate = gate
         self._tasks = TaskSet(config.tasks, gate=gate, limits=config.user_code, seed=config.seed)
         self._resumed, self._init_from = resumed, init_from
@@ -83,9 +92,7 @@ class RunParts:
         self._recorder: RolloutRecorder | None = None
         self._checkpoints: RunCheckpoints | None = None
         self._building: asyncio.Task[TrainingLoop] | None = None
-        self._validations: list[float] = []
-        self.ended_early: str | None = None
-        """Why there is nothing left to learn."""
+        self._reports: RunReports | None = None
         self._files = {
             "metrics": run_dir / METRICS_FILE,
             "records": run_dir / ROLLOUTS_FILE,
@@ -96,6 +103,11 @@ class RunParts:
     @property
     def supervisor(self) -> Supervisor:
         return self._actors.supervisor
+
+    @property
+    def ended_early(self) -> str | None:
+        """Why there is nothing left to learn."""
+        return self._reports.ended_early if self._reports is not None else None
 
     @property
     def steps_done(self) -> int:
@@ -147,9 +159,6 @@ class RunParts:
         config, plan, resumed = self.config, self._plan, self._resumed
         resolved = resolved_config(config)
         (self._run_dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
-        if resumed is not None:
-            first, last = resumed.state.first_validation, resumed.state.last_validation
-            self._validations = [reward for reward in (first, last) if reward is not None]
         step = 0 if resumed is None else resumed.state.step
         metrics = self._metrics = config.metrics.build(
             run_dir=self._run_dir, run_config=resolved, resume_step=None if resumed is None else step
@@ -166,7 +175,8 @@ class RunParts:
         }
         batcher = config.batcher.build()
         await self._actors.start(trainer_start(resumed, self._init_from))
-        runner = await self._actors.start_runner(self._tasks)
+        with self._waits.wait("the tasks to be set up"):
+            runner = await self._actors.start_runner(self._tasks)
         recorder = self._recorder = config.recorder.build(run_dir=self._run_dir)
         rollouts = self._rollouts = RolloutLoop(
             tasks=tasks,
@@ -183,8 +193,14 @@ class RunParts:
             gate=self._gate,
             note=self._console.note,
         )
-        self._warnings = StepWarnings(
-            self._console.note, compares_rewards=any(task.algorithm.group_relative for task in tasks.values())
+        reports = self._reports = RunReports(
+            console=self._console,
+            metrics=metrics,
+            waits=self._waits,
+            compares_rewards=any(task.algorithm.group_relative for task in tasks.values()),
+            restarts=self.supervisor.restarts.counts,
+            step_taken=self._step_taken,
+            validations=(resumed.state.first_validation, resumed.state.last_validation) if resumed is not None else (),
         )
         if self._failure is not None:  # while this was built
             self._rollouts.fail(self._failure)
@@ -201,7 +217,7 @@ class RunParts:
             trainer=self._actors.trainer,
             metrics=metrics,
             recorder=recorder,
-            validations=self._first_and_last_validation,
+            validations=reports.first_and_last_validation,
         )
         if resumed is not None:
             await rollouts.restore(resumed.state.rollouts, resumed.groups, step)
@@ -221,9 +237,9 @@ class RunParts:
             runner=runner,
             generated_tokens=lambda: self._actors.policy.generated_tokens,
             alarm=alarm,
-            on_start=functools.partial(self._start_report, metrics),
-            on_step=functools.partial(self._step_report, metrics),
-            on_early_end=functools.partial(self._early_end_report, metrics),
+            on_start=reports.start,
+            on_step=reports.step,
+            on_early_end=reports.early_end,
             on_step_end=checkpoints.step_ended,
             profile=self._profile,
             usage=lambda: lap_usage(self.supervisor.processes()),
@@ -245,41 +261,26 @@ class RunParts:
         return await self._gate.call(build, owner=f"{field} can't be built", timeout_s=self.config.user_code.setup_timeout_s)
 
     async def _train(self, training: TrainingLoop) -> None:
+        assert self._checkpoints is not None and self._reports is not None, "the build made them"
+        self._reports.begin(training.steps_done)
         await training.run()
-        assert self._checkpoints is not None, "the build made it"
-        await self._checkpoints.finish()
+        self._waits.close()
+        with self._waits.wait("the checkpoint to be written"):
+            await self._checkpoints.finish()
         if training.steps_done:
-            folder = await self._actors.trainer.save_final(training.steps_done)
+            with self._waits.wait("the policy to be written as a hub folder"):
+                folder = await self._actors.trainer.save_final(training.steps_done)
             if folder is not None:
                 self._files["policy"] = folder
 
-    def _start_report(self, metrics: MetricsLogger, report: ValidationReport) -> None:
-        metrics.log(0, report.metrics)
-        if report.reward is not None:
-            self._validations.append(report.reward)
-            self._console.note(f"validation before the first step: reward {report.reward:.3f}")
-
-    def _step_report(self, metrics: MetricsLogger, record: StepRecord) -> None:
-        restarts = {f"restarts/{part}": count for part, count in self.supervisor.restarts.counts.items()}
-        metrics.log(record.step, record.metrics | restarts)
+    def _step_taken(self, step: int) -> None:
         if self._checkpoints is not None:
-            self._checkpoints.step_taken(record.step)
-        if record.validation is not None and record.validation.reward is not None:
-            self._validations.append(record.validation.reward)
-        self._console.step(record.report())
-        self._warnings.step(record.metrics)
+            self._checkpoints.step_taken(step)
 
-    def _early_end_report(self, metrics: MetricsLogger, why: str, reports: Sequence[ValidationReport]) -> None:
-        self.ended_early = why
-        for report in reports:
-            metrics.log(report.step, report.metrics)
-            if report.reward is not None:
-                self._validations.append(report.reward)
-                self._console.note(f"validation after step {report.step}: reward {report.reward:.3f}")
-
-    async def close(self) -> list[RunError]:
-        """Close whatever was built, users of a part before the part itself. Returns what went wrong, in order."""
-        closing = Closing()
+    async def settle(self) -> list[RunError]:
+        """Close what writes the run's files and counts its rollouts. Returns what went wrong, in order."""
+        closing = self._closing
+        self._waits.close()
         if self._checkpoints is not None:
             # One that is being written must not appear when the run is built again from the one before.
             limit_s = self.config.supervision.slow_work_s if self.supervisor.lost is not None else PART_TIMEOUT_S
@@ -294,15 +295,29 @@ class RunParts:
             await closing.close("the recorder", lambda: asyncio.to_thread(recorder.close))
             if recorder.not_recorded:
                 logger.warning("%d rollouts are not in %s", recorder.not_recorded, self._files["records"])
+        return closing.faults
+
+    async def close(self) -> list[RunError]:
+        """Close what was built and ``settle`` has left, users of a part before the part itself. A second call does nothing.
+
+        Returns:
+            What went wrong since the parts ended, in order.
+        """
+        closing = self._closing
+        if self._closed:
+            return closing.faults
+        self._closed = True
 
         async def close_user_code(close: Callable[[], Awaitable[list[str]]]) -> None:
             for fault in await close():
                 closing.add(fault)
 
+        metrics = self._metrics
         await closing.close("the tasks", lambda: close_user_code(self._tasks.close))
-        await closing.close("the actors", lambda: close_user_code(self._actors.close))
-        if self._metrics is not None:
-            await closing.close("the metrics", functools.partial(asyncio.to_thread, self._metrics.close))
+        await asyncio.gather(
+            closing.close("the actors", lambda: close_user_code(self._actors.close)),
+            *([closing.close("the metrics", lambda: asyncio.to_thread(metrics.close))] if metrics is not None else []),
+        )
         return closing.faults
 
     def summary(self, *, wall_time_s: float, stopped_by: str | None, checkpoint: Path | None) -> RunSummary:
@@ -318,7 +333,7 @@ class RunParts:
             checkpoint = self._checkpoints.newest
         if checkpoint is not None:
             self._files["checkpoint"] = checkpoint
-        first, last = self._first_and_last_validation()
+        first, last = self._reports.first_and_last_validation() if self._reports is not None else (None, None)
         return RunSummary(
             steps=self.steps_done,
             total_steps=self.config.steps,
@@ -332,7 +347,3 @@ class RunParts:
             resumable=checkpoint is not None and stopped_by is not None,
             run_dir=self._run_dir,
         )
-
-    def _first_and_last_validation(self) -> tuple[float | None, float | None]:
-        rewards = self._validations
-        return rewards[0] if rewards else None, rewards[-1] if len(rewards) > 1 else None

@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.controller.hang_watch import HUNG, HangWatch, is_
 from torchtitan.experiments.rl.controller.part import Part, PartProcess
 from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.observability.waits import Waits
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.user_code.watched import ProcessIdentity
@@ -39,6 +40,7 @@ class Supervisor:
         restarts: Restarts | None = None,
         on_death: Callable[[str], None] = lambda line: None,
         on_failure: Callable[[RunError], None],
+        waits: Waits | None = None,
     ):
         """
         Args:
@@ -46,7 +48,9 @@ class Supervisor:
             on_death: called with a line for people when a process hangs, when a part has died and is made again, and when it is
                 back.
             on_failure: called with the error of a part that is not made again.
+            waits: is told which parts are being started.
         """
+        self.waits = waits or Waits(logger.info)
         self.restarts = restarts or Restarts(config)
         self._on_death, self._on_failure = on_death, on_failure
         self._hangs = HangWatch(config, on_hang=on_death)
@@ -67,12 +71,13 @@ class Supervisor:
             Exception: what ``set_up`` raises.
         """
         self.parts.append(part)
-        while True:
-            try:
-                return await self._make(part)
-            except ProcessLost as lost:
-                self._count(part, lost.cause)
-                self._clear_away(part)
+        with self.waits.wait(f"{part.name} to start"):
+            while True:
+                try:
+                    return await self._make(part)
+                except ProcessLost as lost:
+                    self._count(part, lost.cause)
+                    self._clear_away(part)
 
     async def connect(self, part: Part) -> None:
         """Connect a part that was started, and from now on make it again when its process ends.

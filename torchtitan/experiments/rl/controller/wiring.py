@@ -33,6 +33,7 @@ from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
+from torchtitan.experiments.rl.observability.waits import Waits
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient
@@ -59,6 +60,7 @@ class RunActors:
         hosts: HostPool | None = None,
         on_failure: Callable[[Exception], None],
         on_death: Callable[[str], None] = lambda line: None,
+        waits: Waits | None = None,
     ):
         """
         Args:
@@ -66,11 +68,13 @@ class RunActors:
             hosts: where the processes run. None: on this host.
             on_failure: called with the error of a part that can't go on.
             on_death: called with a line for people about each part that died and is made again.
+            waits: is told what ``start`` waits for.
         """
         self._config, self._plan, self._run_dir, self._hosts = config, plan, run_dir, hosts
-        self._hosted = hosted_models(config.tasks)
-        self.supervisor = Supervisor(config.supervision, restarts=restarts, on_death=on_death, on_failure=self.fail)
-        lockstep = config.max_offpolicy_steps == 0
+        self._hosted, lockstep = hosted_models(config.tasks), config.max_offpolicy_steps == 0
+        self.supervisor = Supervisor(
+            config.supervision, restarts=restarts, on_death=on_death, on_failure=self.fail, waits=waits
+        )
         self._frozen = FrozenClients(self._hosted, lockstep=lockstep, on_failure=on_failure, on_stopped=self._stopped)
         self.policy = GeneratorClient(
             lockstep=lockstep, on_failure=on_failure, on_stopped=partial(self._stopped, ""), frozen=self._frozen.find
@@ -117,16 +121,16 @@ class RunActors:
         trainer_life = Lifetime("trainer")
 
         async def start_guarded_trainer() -> set[str]:
-            for rank in range(plan.trainer_ranks):
-                await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank), trainer_life)
-            return await start_trainer(procs, trainers)
+            with self.supervisor.waits.wait("the trainer to start"):
+                for rank in range(plan.trainer_ranks):
+                    await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank), trainer_life)
+                return await start_trainer(procs, trainers)
 
         # The generators of the policy come first.
         trainer_hosts, *hosts = await asyncio.gather(
             start_guarded_trainer(), *(self.supervisor.start(part) for part in self._generating.values())
         )
         readers = await self._start_readers(trainer_hosts, hosts[: plan.generator_replicas])
-        logger.info("actors set up")
         decoder = decoder_config(policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length))
         self.trainer = TrainerClient(trainers, run_dir=self._run_dir, life=trainer_life)
         await self.trainer.connect()
@@ -137,11 +141,12 @@ class RunActors:
             tolerance=canary_tolerance(config.generator.engine.dtype),
             copies=readers,
         )
-        if trainer_start is not None:
-            await self.weights.publish_start(trainer_start.step)
-            self.policy.version = trainer_start.step
-        for part in self._generating.values():
-            await self.supervisor.connect(part)
+        with self.supervisor.waits.wait("the first weights to reach the generators"):
+            if trainer_start is not None:
+                await self.weights.publish_start(trainer_start.step)
+                self.policy.version = trainer_start.step
+            for part in self._generating.values():
+                await self.supervisor.connect(part)
         logger.info("trainer and generators agree on version %d", self.policy.version)
 
     async def start_generators(self, *, policy: bool = True) -> None:
@@ -158,10 +163,9 @@ class RunActors:
         Raises:
             RunError: a task failed; names it.
         """
-        config = self._config
-        if not config.rollout_workers:
+        if not self._config.rollout_workers:
             await task_set.setup(self.policy)
-            return LocalRunner(self.policy, seed=config.seed)
+            return LocalRunner(self.policy, seed=self._config.seed)
         self._workers = [self._worker(index, where) for index, where in enumerate(self._placement.rollout_workers)]
         await asyncio.gather(*(self.supervisor.start(part) for part in self._workers))
         for part in self._workers:

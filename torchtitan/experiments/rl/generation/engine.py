@@ -105,7 +105,7 @@ class Engine(Protocol):
         """End requests without a result. Ids that are not open are ignored: their results may have been returned."""
 
     def close(self) -> None:
-        """Free memory and end processes. Called once and last, when its thread has ended. Requests may be open."""
+        """End what would outlive this process. Called once and last, when its thread has ended. Requests may be open."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -170,8 +170,10 @@ class VLLMEngine:
             del self._open[key]
 
     def close(self) -> None:
+        if not self._has_workers:  # all of it ends with this process, and vLLM's shutdown collects garbage for a second
+            return
         # vLLM's workers share memory with this process, and are killed before they remove their part of it.
-        shared = shared_memory.mapped_by(descendants()) if self._has_workers else set()
+        shared = shared_memory.mapped_by(descendants())
         compat.shut_down(self._engine)
         shared_memory.remove(shared)
 

@@ -6,6 +6,7 @@
 3. Each actor calls ``set_up_logging`` when it is made.
 """
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -55,6 +56,10 @@ LEVELS = {
     "httpx": logging.WARNING,
 }
 """Of libraries whose log is too much for the file."""
+
+
+_finalizes = True
+"""Of Python, when this process ends."""
 
 
 def restart_with_utf8() -> None:
@@ -129,6 +134,7 @@ def set_up_spawned_process(shares: tuple[tuple[int, ...], ...], device: Literal[
 
     It stays on its cores; with GPUs, on those of their NUMA node.
     """
+    atexit.register(_exit_unless_finalizing)  # first, so that it is called last
     import torch
     from monarch.actor import current_rank
 
@@ -223,6 +229,23 @@ def ignore_signals_of_the_command(ignored: bool = True) -> None:
     libc = ctypes.CDLL(None)
     for number in (signal.SIGTERM, signal.SIGHUP):
         libc.signal(int(number), ctypes.c_void_p(signal.SIG_IGN if ignored else signal.SIG_DFL))
+
+
+def end_without_finalizing() -> None:
+    """This process, which ``set_up_spawned_process`` has set up, is to end once its functions for exit have run.
+
+    What Python does after them, for nobody, takes seconds where torch and an engine are loaded.
+    """
+    global _finalizes
+    _finalizes = False
+
+
+def _exit_unless_finalizing() -> None:
+    if not _finalizes:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(0)
 
 
 def _stay_on(cores: tuple[int, ...]) -> None:

@@ -11,7 +11,7 @@ from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.free_memory import FreeMemory
 from torchtitan.experiments.rl.process.heartbeat import Heartbeat, Pulse
 from torchtitan.experiments.rl.process.host_identity import host_identity
-from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_command
+from torchtitan.experiments.rl.process.setup import end_without_finalizing, ignore_signals_of_the_command
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -73,5 +73,6 @@ class WatchedActor(Actor):
 
     @reported_endpoint
     async def may_be_stopped(self) -> None:
-        """Have SIGTERM end this process again: Monarch is about to send it."""
+        """Have SIGTERM end this process again: Monarch is about to send it, unless the process ends by itself first."""
         ignore_signals_of_the_command(False)
+        end_without_finalizing()
