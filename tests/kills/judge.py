@@ -32,7 +32,8 @@ def whole_json_lines(path: Path) -> list[Record]:
 
 
 def rollout_records(run: Path) -> list[Record]:
-    """
+    """Of training; those of evaluations are in no ledger, and an evaluation that a kill met is begun again.
+
     Raises:
         ValueError: the file is torn.
     """
@@ -40,7 +41,8 @@ def rollout_records(run: Path) -> list[Record]:
         text = gzip.decompress((run / "rollouts.jsonl.gz").read_bytes()).decode()
     except (EOFError, OSError) as error:
         raise ValueError(str(error)) from error
-    return [json.loads(line) for line in text.splitlines()]
+    records = [json.loads(line) for line in text.splitlines()]
+    return [record for record in records if record.get("kind", "training") == "training"]
 
 
 def torn_files(run: Path) -> list[str]:

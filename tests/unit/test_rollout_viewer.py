@@ -7,7 +7,7 @@ from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.observability.rollouts import main
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
-from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.tasks.calculator.task import CalculatorTask
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "47 * 86"}}\n</tool_call>'
@@ -107,3 +107,22 @@ async def test_nothing_to_show_is_said(run_folder, tmp_path, capsys):
 async def test_long_messages_are_cut(run_folder, capsys):
     assert main([str(run_folder), "--limit", "1", "--chars", "5"]) == 0
     assert "What … (" in capsys.readouterr().out
+
+
+async def test_rollouts_of_evaluations_are_shown_where_they_are_asked_for_and_only_they(run_folder, capsys):
+    assert main([str(run_folder), "--validation"]) == 1
+    rollout = Rollout(group_id="validation-calculator-0@40", index_in_group=0, task_name="calculator")
+    rollout.status, rollout.reward = RolloutStatus.COMPLETED, 0.25
+    sample = DataSample(sample_id="s", env_input="1 + 1")
+    group = RolloutGroup(
+        group_id=rollout.group_id, task_name="calculator", data_sample=sample, rollouts=[rollout], admitted_version=40
+    )
+    recorder = RolloutRecorder.Config().build(run_dir=run_folder)
+    recorder.record(group, {rollout.rollout_id: "validation"}, kind="validation")
+    recorder.close()
+    capsys.readouterr()
+    assert main([str(run_folder), "--validation"]) == 0
+    shown = capsys.readouterr().out
+    assert "validation-calculator-0@40/0 · completed · reward 0.25 · validation · policy 40" in shown and "trained" not in shown
+    assert main([str(run_folder), "--outcome", "validation"]) == 1 and main([str(run_folder)]) == 0
+    assert "validation" not in capsys.readouterr().out

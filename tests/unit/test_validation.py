@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.controller.validation import ValidationReport, Va
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
 from torchtitan.experiments.rl.tasks.group_run import derive_seed
@@ -82,8 +83,9 @@ def answers(*lengths: int):
     return lambda rollout_id, turn: "x" * lengths[int(rollout_id.split("/")[0].rsplit("-", 1)[1])]
 
 
-def validator_of(policy, *tasks, seed=0, **config) -> Validator:
-    return Validator({task.name: task for task in tasks}, LocalRunner(policy, seed=seed), ValidationConfig(**config))
+def validator_of(policy, *tasks, seed=0, recorder=None, **config) -> Validator:
+    named = {task.name: task for task in tasks}
+    return Validator(named, LocalRunner(policy, seed=seed), ValidationConfig(**config), recorder=recorder)
 
 
 async def run(policy, *tasks, **config):
@@ -126,6 +128,40 @@ async def test_every_validation_of_a_run_uses_the_same_seeds(build, tokenizer):
     first, second = policy.sessions[:4], policy.sessions[4:]
     assert [session.seed for session in first] == [session.seed for session in second]
     assert first[0].seed == derive_seed(5, "validation-ask-0", 0, 0)
+
+
+async def test_each_evaluations_rollouts_are_recorded_under_ids_of_their_own_and_no_reader_of_training_sees_them(
+    build, tokenizer, tmp_path
+):
+    recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
+    validator = validator_of(ScriptedPolicy(tokenizer, answers(1, 2)), build(), recorder=recorder, examples=2, every=10)
+    for step, final in ((0, False), (10, False), (10, True)):
+        validator.start(step, final=final)
+        await validator.wait()
+    trained = RolloutGroup(
+        group_id="ask-0",
+        task_name="ask",
+        data_sample=DataSample(sample_id="0", env_input=0),
+        rollouts=[Rollout(group_id="ask-0", index_in_group=0, task_name="ask", status=RolloutStatus.COMPLETED)],
+    )
+    recorder.record(trained, {"ask-0/0": "trained"})
+    recorder.close()
+    assert [(record.rollout.group_id, record.kind) for record in read_rollouts(tmp_path)] == [("ask-0", "training")]
+    records = list(read_rollouts(tmp_path, "validation"))
+    ids = [f"validation-ask-{index}@{label}" for label in ("0", "10", "10.final") for index in (0, 1)]
+    assert [record.rollout.group_id for record in records] == ids
+    assert [record.rollout.reward for record in records] == [1.0, 2.0] * 3
+    assert {(record.kind, record.outcome) for record in records} == {("validation", "validation")}
+    assert len(list(read_rollouts(tmp_path, None))) == 7
+
+
+async def test_the_recorded_share_holds_for_evaluations_too(build, tokenizer, tmp_path):
+    recorder = RolloutRecorder.Config(fraction=0.0).build(run_dir=tmp_path)
+    validator = validator_of(ScriptedPolicy(tokenizer, answers(1, 2)), build(), recorder=recorder, examples=2)
+    validator.start(0)
+    await validator.wait()
+    recorder.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_failed_rollout_is_left_out_of_the_mean_and_counted(build, tokenizer):

@@ -156,8 +156,7 @@ class RunParts:
             self._rollouts.fail(error)
 
     async def _build(self) -> TrainingLoop:
-        config, plan, resumed = self.config, self._plan, self._resumed
-        resolved = resolved_config(config)
+        config, plan, resumed, resolved = self.config, self._plan, self._resumed, resolved_config(self.config)
         (self._run_dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
         step = 0 if resumed is None else resumed.state.step
         metrics = self._metrics = config.metrics.build(
@@ -204,7 +203,7 @@ class RunParts:
         )
         if self._failure is not None:  # while this was built
             self._rollouts.fail(self._failure)
-        validator = Validator(tasks, runner, config.validation, on_failure=self._fail, gate=self._gate)
+        validator = Validator(tasks, runner, config.validation, on_failure=self._fail, gate=self._gate, recorder=recorder)
         alarm = mismatch_alarm(config)
         checkpoints = self._checkpoints = RunCheckpoints(
             config.checkpoint,

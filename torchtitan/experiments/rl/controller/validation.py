@@ -17,6 +17,7 @@ from torchtitan.experiments.rl.controller.group_runner import GroupRunner
 from torchtitan.experiments.rl.controller.saved_state import ReportState, ValidatorState
 from torchtitan.experiments.rl.data.dataset import count_examples, read_example
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
@@ -44,14 +45,16 @@ class Validator:
         *,
         on_failure: Callable[[Exception], None] = lambda error: None,
         gate: Gate | None = None,
+        recorder: RolloutRecorder | None = None,
     ):
         """
         Args:
             default: schedule of tasks that have none of their own.
             on_failure: called with what a dataset or the library's own code raised.
             gate: reads the validation sets.
+            recorder: gets the groups of each evaluation that has ended.
         """
-        self._gate = gate or Gate()
+        self._gate, self._recorder = gate or Gate(), recorder
         self._tasks, self._runner, self._on_failure = tasks, runner, on_failure
         self._configs = {
             name: task.config.validation_schedule or default for name, task in tasks.items() if task.validation is not None
@@ -70,15 +73,15 @@ class Validator:
         """Begin what is due at ``step``: at the first and the final step every task that is ever evaluated."""
         self._begun = step
         names = [name for name, config in self._configs.items() if config.every > 0] if final else self.due(step)
-        self._start(names, step, alone=final or step == 0)
+        self._start(names, step, alone=final or step == 0, label=f"{step}.final" if final else str(step))
 
-    def _start(self, names: Sequence[str], step: int, *, alone: bool) -> None:
+    def _start(self, names: Sequence[str], step: int, *, alone: bool, label: str) -> None:
         begun = []
         for name in names:
             if name in self._running:
                 self._left_out[name] = self._left_out.get(name, 0) + 1
                 continue
-            evaluation = self._evaluate(name, alone=alone)
+            evaluation = self._evaluate(name, alone=alone, label=label)
             work = self._running[name] = asyncio.create_task(evaluation, name=f"validation-{name}-{step}")
             work.add_done_callback(functools.partial(self._ended, name))
             begun.append(work)
@@ -119,7 +122,8 @@ class Validator:
         self._begun, self._left_out = step, dict(state.left_out)
         self._reports = [ValidationReport(step=r.step, reward=r.reward, metrics=dict(r.metrics)) for r in state.reports]
         due = self.due(step) if state.begun < step else []
-        self._start([name for name in self._configs if name in due or name in state.running], step, alone=False)
+        names = [name for name in self._configs if name in due or name in state.running]
+        self._start(names, step, alone=False, label=str(step))
 
     def _ended(self, name: str, evaluation: asyncio.Task) -> None:
         del self._running[name]
@@ -145,15 +149,15 @@ class Validator:
             metrics["validation/reward"] = reward
         self._reports.append(ValidationReport(step=step, reward=reward, metrics=metrics))
 
-    async def _evaluate(self, name: str, *, alone: bool) -> dict[str, float]:
+    async def _evaluate(self, name: str, *, alone: bool, label: str) -> dict[str, float]:
         try:
-            return await self._measure(name, alone=alone)
+            return await self._measure(name, alone=alone, label=label)
         except (Exception, asyncio.CancelledError):
             raise
         except BaseException as error:  # a SystemExit would stop the event loop
             raise RunError(f"validation of task {name!r}: {cause_of(error)}") from error
 
-    async def _measure(self, name: str, *, alone: bool) -> dict[str, float]:
+    async def _measure(self, name: str, *, alone: bool, label: str) -> dict[str, float]:
         task, config = self._tasks[name], self._configs[name]
         sampling = replace(task.config.sampling, temperature=config.temperature)
         assert task.validation is not None
@@ -173,7 +177,25 @@ class Validator:
                 )
 
         groups = await asyncio.gather(*(one(index) for index in range(examples)))
-        return evaluation_metrics(name, groups, config)
+        metrics = evaluation_metrics(name, groups, config)
+        if self._recorder is not None:
+            # At once, when all have ended: a checkpoint has the records of an evaluation, or begins it again.
+            for group in groups:
+                group = labelled(group, label)
+                outcomes = {rollout.rollout_id: "validation" for rollout in group.rollouts}
+                self._recorder.record(group, outcomes, kind="validation")
+        return metrics
+
+
+def labelled(group: RolloutGroup, label: str) -> RolloutGroup:
+    """The group under an id that no other of the run has: an evaluation's own has the same in each, for its seeds.
+
+    A training group's id ends with a hyphen and a number.
+    """
+    group.group_id = f"{group.group_id}@{label}"
+    for rollout in group.rollouts:
+        rollout.group_id = group.group_id
+    return group
 
 
 def evaluation_metrics(task: str, groups: Sequence[RolloutGroup], config: ValidationConfig) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """Prints recorded rollouts as conversations, with their rewards.
 
 python -m torchtitan.experiments.rl.observability.rollouts outputs/RUN [--task NAME] [--status STATUS] [--outcome COLUMN]
-    [--group ID] [--step N] [--min-reward R] [--max-reward R] [--last] [--sort KEY] [--limit N] [--chars N] [--tokens]
+    [--group ID] [--step N] [--min-reward R] [--max-reward R] [--validation] [--last] [--sort KEY] [--limit N] [--chars N]
+    [--tokens]
 """
 
 import argparse
@@ -16,7 +17,7 @@ from typing import Any
 from torchtitan.experiments.rl.printable import printable
 from torchtitan.experiments.rl.process.setup import escape_unencodable_output
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
-from torchtitan.experiments.rl.rollouts.records import RecordedRollout
+from torchtitan.experiments.rl.rollouts.records import RecordedRollout, RecordKind
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutStatus
 from torchtitan.experiments.rl.types import TrainingSample
 
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="only groups that began when the policy had taken so many steps")
     parser.add_argument("--min-reward", type=float)
     parser.add_argument("--max-reward", type=float)
+    parser.add_argument("--validation", action="store_true", help="the rollouts of the evaluations, not those of training")
     parser.add_argument("--last", action="store_true", help="the last ones that match, not the first")
     parser.add_argument(
         "--sort", choices=SORTED_BY, help="those with the most of this first; of all that match, or of the --last"
@@ -81,7 +83,8 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[RecordedRollout, float
 
 def matching(options: argparse.Namespace) -> Iterator[tuple[RecordedRollout, float | None]]:
     """The records that pass the command's filters, each with the mean reward of its group."""
-    for group_id, records in itertools.groupby(read_rollouts(options.path), lambda record: record.rollout.group_id):
+    kind: RecordKind = "validation" if options.validation else "training"
+    for group_id, records in itertools.groupby(read_rollouts(options.path, kind), lambda record: record.rollout.group_id):
         if options.group not in (None, group_id):
             continue
         group = list(records)

@@ -20,7 +20,7 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import Cure, Share, check_fields
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.record_file import RecordFile, compress, read_groups
-from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_rollout, encode_rollout
+from torchtitan.experiments.rl.rollouts.records import RecordedRollout, RecordKind, decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,9 @@ CLOSE_LIMIT_S = 120.0
 """How long the end of a run waits for what is queued; a network disk may hang."""
 
 RECORD_NOTHING = Cure("to record nothing set fraction to 0")
+
+
+_Item = tuple[RolloutGroup, dict[str, str], RecordKind]
 
 
 class RolloutRecorder(Configurable):
@@ -57,7 +60,7 @@ class RolloutRecorder(Configurable):
         """Rollouts written."""
         self._late = self._lost = 0
         self._ended: str | None = None
-        self._queue: queue.Queue[tuple[RolloutGroup, dict[str, str]] | Future[int] | None] = queue.Queue(QUEUED_GROUPS)
+        self._queue: queue.Queue[_Item | Future[int] | None] = queue.Queue(QUEUED_GROUPS)
         self._thread: threading.Thread | None = None
         if config.fraction > 0:
             self._thread = threading.Thread(target=self._work, name="rollout-recorder", daemon=True)
@@ -73,16 +76,16 @@ class RolloutRecorder(Configurable):
         draw = int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "big")
         return draw < self.config.fraction * 2**64
 
-    def record(self, group: RolloutGroup, outcomes: Mapping[str, str]) -> None:
+    def record(self, group: RolloutGroup, outcomes: Mapping[str, str], *, kind: RecordKind = "training") -> None:
         """Have a group that has left written, if it is chosen. Returns at once; nothing may change the group afterwards.
 
         Args:
-            outcomes: column of the ledger by rollout id.
+            outcomes: column of the ledger by rollout id; "validation" of a validation group's.
         """
         if self._thread is None or not self.chosen(group.group_id):
             return
         try:
-            self._queue.put_nowait((group, dict(outcomes)))
+            self._queue.put_nowait((group, dict(outcomes), kind))
         except queue.Full:
             if not self._late:
                 logger.warning("%s can't keep up: groups are dropped from it; lower recorder.fraction", self.path)
@@ -121,12 +124,12 @@ class RolloutRecorder(Configurable):
                 except OSError as error:
                     item.set_exception(error)
                 continue
-            group, outcomes = item
+            group = item[0]
             written = False
             try:
                 if self._ended is None:
                     file = file or RecordFile(self.path)
-                    written = self._write(file, group, outcomes)
+                    written = self._write(file, *item)
             except OSError as error:
                 self._end(f"{type(error).__name__}: {error}")
             except Exception:  # no record of a rollout is worth the run
@@ -139,13 +142,14 @@ class RolloutRecorder(Configurable):
         if file is not None:
             file.close()
 
-    def _write(self, file: RecordFile, group: RolloutGroup, outcomes: dict[str, str]) -> bool:
+    def _write(self, file: RecordFile, group: RolloutGroup, outcomes: dict[str, str], kind: RecordKind) -> bool:
         lines = (
             encode_rollout(
                 rollout,
                 outcome=outcomes.get(rollout.rollout_id),
                 admitted_version=group.admitted_version,
                 max_bytes=self.config.max_rollout_bytes,
+                kind=kind,
             )
             for rollout in group.rollouts
         )
@@ -161,10 +165,10 @@ class RolloutRecorder(Configurable):
         logger.warning("%s: no further rollouts are recorded: %s", self.path, why)
 
 
-def read_rollouts(path: str | Path) -> Iterator[RecordedRollout]:
+def read_rollouts(path: str | Path, kind: RecordKind | None = "training") -> Iterator[RecordedRollout]:
     """The rollouts of a file, or of a run folder, in the order in which they ended; one group at a time, for large files.
 
-    Passes over a group torn by a process that was killed, with a warning where it is not the last.
+    Those of one kind; None: all. Passes over a group torn by a process that was killed, with a warning unless it is the last.
 
     Raises:
         FileNotFoundError: nothing was recorded there.
@@ -173,6 +177,6 @@ def read_rollouts(path: str | Path) -> Iterator[RecordedRollout]:
     path = path / ROLLOUTS_FILE if path.is_dir() else path
     for offset, lines in read_groups(path):
         try:
-            yield from [decode_rollout(line) for line in lines.splitlines()]
+            yield from [r for r in map(decode_rollout, lines.splitlines()) if kind in (None, r.kind)]
         except ValueError as error:
             logger.warning("%s, group at byte %d: %s", path, offset, error)

@@ -24,6 +24,8 @@ from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.types import ROLE_IDS, STREAMS, TrainingSample
 
+RecordKind = Literal["training", "validation"]
+"""Why a rollout was run. One of validation is in no ledger and no batch."""
 MAX_DEPTH = 20
 """Levels that are kept of a value that JSON can't hold."""
 
@@ -33,11 +35,12 @@ class RecordedRollout:
     rollout: Rollout
     """As it was, but for what JSON changes in env_input and info: tuples are lists, keys strings, other objects their repr."""
     outcome: str | None
-    """Column of the ledger it ended in, such as "trained" or "filtered/pre/zero_advantage"."""
+    """Column of the ledger it ended in, such as "trained" or "filtered/pre/zero_advantage"; "validation": it is in none."""
     admitted_version: int
     """Policy version the generators held when its group was admitted."""
     left_out: str | None = None
     """Why the rollout has no turns and no samples here; None: it is whole."""
+    kind: RecordKind = "training"
 
 
 class TurnRecord(msgspec.Struct):
@@ -57,6 +60,7 @@ class SampleRecord(msgspec.Struct):
 
 class RolloutRecord(msgspec.Struct, kw_only=True):
     format: Literal[2] = 2
+    kind: RecordKind = "training"
     rollout_id: str
     outcome: str | None
     admitted_version: int
@@ -70,7 +74,9 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     samples: list[SampleRecord] = []
 
 
-def encode_rollout(rollout: Rollout, *, outcome: str | None, admitted_version: int, max_bytes: int) -> bytes:
+def encode_rollout(
+    rollout: Rollout, *, outcome: str | None, admitted_version: int, max_bytes: int, kind: RecordKind = "training"
+) -> bytes:
     """One line, its newline included. Above ``max_bytes``, turns, samples and env_input are left out."""
     data = rollout.data_sample
     short = whole = None
@@ -80,6 +86,7 @@ def encode_rollout(rollout: Rollout, *, outcome: str | None, admitted_version: i
     given = _given_streams(rollout, len(rollout.samples))
     own = [field.name for field in fields(rollout) if field.name not in ("data_sample", "turns", "samples")]
     record = RolloutRecord(
+        kind=kind,
         rollout_id=rollout.rollout_id,
         outcome=outcome,
         admitted_version=admitted_version,
@@ -116,7 +123,11 @@ def decode_rollout(line: bytes | str) -> RecordedRollout:
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a rollout's record: {type(error).__name__}: {error}") from error
     return RecordedRollout(
-        rollout=rollout, outcome=record.outcome, admitted_version=record.admitted_version, left_out=record.left_out
+        rollout=rollout,
+        outcome=record.outcome,
+        admitted_version=record.admitted_version,
+        left_out=record.left_out,
+        kind=record.kind,
     )
 
 
