@@ -9,10 +9,10 @@ REQUIREMENTS := requirements/cpu.txt requirements/dev.txt
 STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format clean
+.PHONY: help install demo test test-browser lint format clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo '  ARGS="..." is handed on: make demo ARGS="--dry-run", make test ARGS="tests/unit -k packing"'
 
 install: $(STAMP) ## make .venv; does nothing when requirements/ has not changed since
@@ -22,6 +22,12 @@ demo: $(STAMP) ## train a tiny model by GRPO on this machine's CPU, in a few min
 
 test: $(STAMP) ## all tests; WORKERS=0 runs one at a time
 	.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-browser: $(STAMP) ## the report in a real Chromium, of the system
+	@command -v chromium chromium-browser google-chrome > /dev/null || \
+		{ echo 'no Chromium here: on Debian, apt-get install chromium; then again'; exit 1; }
+	.venv/bin/python -m pip install -q --no-deps -r requirements/browser.txt
+	.venv/bin/python -m pytest -q tests/browser $(ARGS)
 
 lint: $(STAMP) ## ruff's checks and formatting, and mypy over the library
 	.venv/bin/ruff check .

@@ -63,6 +63,7 @@ def listed(run: ReportedRun, wanted: Wanted) -> dict[str, Any]:
     total = run.index.rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values)[0][0]
     limit, offset = max(1, min(wanted.limit, MOST_ROWS)), max(0, wanted.offset)
     rows: list[dict[str, Any]] = []
+    search = _Search(run, wanted.text) if wanted.text else None
     ends = time.monotonic() + SEARCH_S
     while len(rows) < limit and offset < total and time.monotonic() < ends:
         page = run.index.rows(
@@ -72,9 +73,9 @@ def listed(run: ReportedRun, wanted: Wanted) -> dict[str, Any]:
             break
         for row in page:
             offset += 1
-            if not wanted.text or _contains(run, row["place"], row["line"], wanted.text):
+            if search is None or search.matches(row["place"], row["line"]):
                 rows.append(_row(row))
-            if len(rows) == limit or (wanted.text and time.monotonic() > ends):
+            if len(rows) == limit or (search is not None and time.monotonic() > ends):
                 break
     return {"rows": rows, "total": total, "next": offset if offset < total else None}
 
@@ -212,17 +213,34 @@ def _row(row: Any) -> dict[str, Any]:
     return dict(row) | {"key": f"{row['place']}-{row['line']}"}
 
 
-def _contains(run: ReportedRun, place: int, line: int, text: str) -> bool:
-    try:
-        found = decode_rollout(run.index.record(place, line)).rollout
-    except (LookupError, ValueError):
-        return False
-    wanted = text.casefold()
-    return any(
-        wanted in _text_of(message).casefold()
-        for turn in found.turns
-        for message in (*turn.prompt_messages, turn.assistant_message, *turn.env_messages)
-    )
+class _Search:
+    """For a text in the messages of rollouts, whatever its case."""
+
+    def __init__(self, run: ReportedRun, text: str):
+        self._run, self._text = run, text.casefold()
+        # A text that JSON writes as it is must be in the line: most lines need not be decoded.
+        plain = text.isascii() and text.isprintable() and not set(text) & {'"', "\\"}
+        self._bytes = text.lower().encode() if plain else b""
+        self._place, self._lines = -1, list[bytes]()
+
+    def matches(self, place: int, line: int) -> bool:
+        """Rollouts of a group are asked for one after the other: it is read once."""
+        if place != self._place:
+            try:
+                self._place, self._lines = place, self._run.index.records(place)
+            except LookupError:
+                return False
+        if line >= len(self._lines) or self._bytes not in self._lines[line].lower():
+            return False
+        try:
+            found = decode_rollout(self._lines[line]).rollout
+        except ValueError:
+            return False
+        return any(
+            self._text in _text_of(message).casefold()
+            for turn in found.turns
+            for message in (*turn.prompt_messages, turn.assistant_message, *turn.env_messages)
+        )
 
 
 def _head(recorded: RecordedRollout, place: int, line: int) -> dict[str, Any]:

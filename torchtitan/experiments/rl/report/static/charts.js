@@ -55,7 +55,7 @@ function lineChart({ title, unit, lines, xLabel = "step" }) {
   if (Math.min(...ys) > 0 && Math.min(...ys) > 0.5 * y1) y0 = Math.min(...ys);
   if (!points.length) [x0, x1, y0, y1] = [0, 1, 0, 1];
   if (x1 === x0) x1 = x0 + 1;
-  if (y1 === y0) { y1 += Math.abs(y1) * 0.1 || 1; y0 -= Math.abs(y0) * 0.1; }
+  if (y1 === y0) { y0 = Math.min(0, 2 * y1); y1 = Math.max(0, 2 * y1) || 1; }
   const px = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - right);
   const py = (y) => top + (1 - (y - y0) / (y1 - y0)) * (height - top - bottom);
   const drawing = svg("svg", {
@@ -78,8 +78,11 @@ function lineChart({ title, unit, lines, xLabel = "step" }) {
       pen = true;
     }
     drawing.append(svg("path", { class: `line s${i % STYLES}`, d: path }));
-    const known = lines[name].filter((point) => point[1] !== null);
-    if (known.length === 1) drawing.append(svg("circle", { class: `f${i % STYLES}`, r: 3, cx: px(known[0][0]), cy: py(known[0][1]) }));
+    lines[name].forEach(([x, y], at, own) => { // a point without a neighbour has no line
+      if (y !== null && (own[at - 1] || [])[1] == null && (own[at + 1] || [])[1] == null) {
+        drawing.append(svg("circle", { class: `f${i % STYLES}`, r: 3, cx: px(x), cy: py(y) }));
+      }
+    });
   });
   const cursor = svg("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
   drawing.append(cursor);
@@ -123,23 +126,24 @@ function legend(lines) {
 
 // One box on the left, a band from it to each box on the right. boxes: [{name, count, href, note}].
 function flow({ from, total, boxes }) {
-  const width = 640, gap = 10, least = 30;
+  const width = Math.max(330, Math.min(640, document.documentElement.clientWidth - 24)), gap = 10, least = 30;
+  const box = Math.round(width * 0.42), bend = box / 2;
   const heights = boxes.map((box) => Math.max(least, (box.count / Math.max(1, total)) * 240));
   const height = heights.reduce((a, b) => a + b, 0) + gap * (boxes.length - 1) + 8;
-  const drawing = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `${from}: ${number(total)} rollouts` });
+  const drawing = svg("svg", { class: "flow", viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `${from}: ${number(total)} rollouts` });
   const scale = (height - 8) / Math.max(1, boxes.reduce((a, box) => a + box.count, 0));
   drawing.append(svg("rect", { x: 0, y: 4, width: 14, height: height - 8, class: "f0" }));
   drawing.append(svg("text", { class: "strong", x: 20, y: 20 }, from), svg("text", { class: "strong", x: 20, y: 36 }, number(total)));
   let y = 4, source = 4;
-  boxes.forEach((box, i) => {
-    const thick = box.count * scale, h = heights[i], bandTop = y;
-    const path = `M14 ${source} C180 ${source} 180 ${bandTop} 330 ${bandTop} L330 ${bandTop + h} C180 ${bandTop + h} 180 ${source + thick} 14 ${source + thick} Z`;
+  boxes.forEach((one, i) => {
+    const thick = one.count * scale, h = heights[i], bandTop = y;
+    const path = `M14 ${source} C${bend} ${source} ${bend} ${bandTop} ${box} ${bandTop} L${box} ${bandTop + h} C${bend} ${bandTop + h} ${bend} ${source + thick} 14 ${source + thick} Z`;
     const group = svg("g", {},
       svg("path", { class: `band f${(i + 1) % STYLES}`, d: path }),
-      svg("rect", { x: 330, y, width: 10, height: h, class: `f${(i + 1) % STYLES}` }),
-      svg("text", { class: "strong", x: 348, y: y + 13 }, `${box.name}  ${number(box.count)} (${percent(box.count, total)})`),
-      svg("text", { x: 348, y: y + 27 }, box.note || ""));
-    drawing.append(box.href ? svg("a", { href: box.href }, group) : group);
+      svg("rect", { x: box, y, width: 10, height: h, class: `f${(i + 1) % STYLES}` }),
+      svg("text", { class: "strong", x: box + 18, y: y + 13 }, `${one.name}  ${number(one.count)} (${percent(one.count, total)})`),
+      svg("text", { x: box + 18, y: y + 27 }, one.note || ""));
+    drawing.append(one.href ? svg("a", { href: one.href }, group) : group);
     y += h + gap;
     source += thick;
   });

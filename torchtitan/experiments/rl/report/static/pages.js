@@ -41,7 +41,7 @@ async function runsPage() {
 async function overviewPage(run) {
   const page = await api(`api/runs/${run}/page/overview`);
   const hints = page.hints.map((hint) => html("li", { class: hint.severity },
-    html("b", {}, hint.text), ". ", html("span", {}, `Turn: ${hint.field}`), html("span", { class: "quiet" }, ` (${hint.metric})`)));
+    html("b", {}, hint.text), ". ", html("span", {}, `Next: ${hint.field}`), html("span", { class: "quiet" }, ` (${hint.metric})`)));
   return [
     html("h1", {}, page.name),
     html("p", { class: STATES[page.state.state] }, stateText(page.state)),

@@ -1,0 +1,197 @@
+"""The report in a real Chromium: `make test-browser`. With REPORT_SCREENSHOTS=FOLDER it leaves a picture of each page there."""
+
+import os
+import re
+import shutil
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import uvicorn
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.unit.report_runs import record, rollout, small_run, write_metrics
+from torchtitan.experiments.rl.report.app import report_app
+from torchtitan.experiments.rl.report.export import exported
+from torchtitan.experiments.rl.report.run import ReportedRun
+
+PATIENCE_MS = 60_000
+expect.set_options(timeout=PATIENCE_MS)
+WIDTHS = (1280, 390)
+PAGES = ("overview", "ledger", "rollouts", "evaluations", "timeline", "runs")
+HOSTILE = "<script>document.title='taken'</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m\u202e"
+FOLDER = os.environ.get("REPORT_SCREENSHOTS")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert path, "no Chromium: on Debian, apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.getuid() == 0 else [])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = small_run(tmp_path_factory.mktemp("report") / "run")
+    hostile = [rollout("bad-0", 0, reward=1.0, reply=HOSTILE), rollout("bad-0", 1, reward=0.5, reply="y" * 2**20)]
+    record(folder, [hostile], {"bad-0/0": "trained", "bad-0/1": "trained"}, step=2)
+    run = ReportedRun(folder)
+    run.index.refresh()
+    run.start()
+    yield run
+    run.close()
+
+
+@pytest.fixture(scope="module")
+def address(run):
+    bound = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(report_app([run]), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def page(browser: Browser):
+    """Fails the test where the page has an error or opens a dialog."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
+    yield page
+    context.close()
+    assert wrong == []
+
+
+def opened(page: Page, address: str, route: str) -> Page:
+    page.goto(f"{address}#/0/{route}")
+    page.wait_for_selector(f'main[data-page="{route.split("/")[0].split("?")[0]}"] h1')
+    return page
+
+
+def key_of(run: ReportedRun, rollout_id: str) -> str:
+    (row,) = run.index.rows("SELECT place, line FROM rollouts WHERE rollout_id = ?", (rollout_id,))
+    return f"{row['place']}-{row['line']}"
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", [*PAGES, "group", "rollout"])
+def test_each_page_opens_and_fits(page, address, run, name, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    key = key_of(run, "sums-0/0")
+    route = {"group": f"group/{key.split('-')[0]}", "rollout": f"rollout/{key}"}.get(name, name)
+    opened(page, address, route)
+    expect(page.locator("main h1")).not_to_have_text(re.compile("can't be shown"))
+    if name == "rollout":
+        page.get_by_role("button", name="Show the tokens").click()
+        page.wait_for_selector(".tokens span")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    if FOLDER:
+        Path(FOLDER).mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=f"{FOLDER}/{name}-{width}.png", full_page=True)
+
+
+def test_links_lead_through_the_pages(page, address):
+    opened(page, address, "overview")
+    page.get_by_role("link", name="Ledger").click()
+    page.wait_for_selector('main[data-page="ledger"]')
+    page.locator("svg a").filter(has_text="failed/error").click()
+    page.wait_for_selector('main[data-page="rollouts"] table')
+    expect(page.locator("tbody tr")).to_have_count(1)
+    page.get_by_role("link", name="words-0/1").click()
+    page.wait_for_selector('main[data-page="rollout"]')
+    expect(page.locator("main")).to_contain_text("it broke")
+    page.get_by_role("link", name="group words-0").click()
+    page.wait_for_selector('main[data-page="group"]')
+    expect(page.locator(".side article")).to_have_count(2)
+
+
+def test_filters_are_in_the_address_and_in_the_form(page, address):
+    opened(page, address, "rollouts")
+    page.locator("select[name=task]").select_option("sums")
+    page.locator("input[name=max_reward]").fill("0.2")
+    page.get_by_role("button", name="Show").click()
+    page.wait_for_url("**/#/0/rollouts?*")
+    expect(page.locator("tbody tr")).to_have_count(1)
+    page.reload()
+    expect(page.locator("input[name=max_reward]")).to_have_value("0.2")
+    expect(page.locator("tbody tr")).to_contain_text("sums-0/1")
+
+
+def test_what_a_model_said_is_shown_and_does_nothing(page, address, run):
+    opened(page, address, f"rollout/{key_of(run, 'bad-0/0')}")
+    expect(page.locator(".message.assistant")).to_contain_text("<script>document.title='taken'</script>")
+    assert page.title() != "taken" and page.locator("main img, main script").count() == 0
+    opened(page, address, f"rollout/{key_of(run, 'bad-0/1')}")
+    expect(page.locator(".message.assistant")).to_contain_text("1,028,576 characters more")
+
+
+def test_keys_move_along_charts_and_tokens(page, address, run):
+    opened(page, address, "overview")
+    figure = page.locator("figure", has_text="Reward of training rollouts")
+    figure.locator("svg[role=img]").focus()
+    page.keyboard.press("ArrowLeft")
+    expect(figure.locator(".readout")).to_contain_text("step 3: rollout/reward_mean 0.75")
+    page.keyboard.press("ArrowLeft")
+    expect(figure.locator(".readout")).to_contain_text("step 2: rollout/reward_mean 0.5")
+    opened(page, address, f"rollout/{key_of(run, 'sums-0/0')}")
+    page.get_by_role("button", name="Show the tokens").click()
+    page.locator(".tokens span").first.focus()
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+    expect(page.locator(".tokendetail")).to_contain_text("token 4: id 5")
+    expect(page.locator(".tokendetail")).to_contain_text("advantages 0.75")
+
+
+def test_a_run_that_goes_on_is_followed(page, address, run):
+    opened(page, address, "overview")
+    write_metrics(run.folder, {4: {"rollout/reward_mean": 0.875}}, resume_step=3)
+    expect(page.locator("main")).to_contain_text("step 4 of 3")
+    expect(page.locator("figure", has_text="Reward of training").locator(".legend")).to_contain_text("0.875")
+
+
+def test_an_exported_file_needs_no_server(page, run, tmp_path):
+    file = tmp_path / "run.html"
+    file.write_text(exported([run], sample=10), encoding="utf-8")
+    opened(page, f"file://{file}", "overview")
+    opened(page, f"file://{file}", "rollouts")
+    page.get_by_role("link", name="bad-0/0").click()
+    page.wait_for_selector('main[data-page="rollout"]')
+    expect(page.locator(".message.assistant")).to_contain_text("<script>document.title")
+    assert page.title() != "taken"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_stand_out_in_light_and_dark(browser, address, scheme):
+    """The contrast of text and links is at least 4.5 (WCAG AA)."""
+    context = browser.new_context(color_scheme=scheme)
+    page = opened(context.new_page(), address, "overview")
+    colours = page.evaluate(
+        """() => { const style = getComputedStyle(document.documentElement);
+        return Object.fromEntries(["text", "quiet", "link", "error", "warning", "good", "page", "raised"]
+            .map((name) => [name, style.getPropertyValue("--" + name).trim()])); }"""
+    )
+    for name in ("text", "quiet", "link", "error", "warning", "good"):
+        for ground in ("page", "raised"):
+            assert contrast(colours[name], colours[ground]) >= 4.5, (scheme, name, ground)
+    context.close()
+
+
+def contrast(first: str, second: str) -> float:
+    bright, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
