@@ -28,6 +28,11 @@ def report() -> int:
     return _run("report.command")
 
 
+def export() -> int:
+    """``rl-export``: as ``python -m torchtitan.experiments.rl.export``."""
+    return _run("export")
+
+
 def _run(module: str) -> int:
     """The ``main`` of a module of the library, which finds modules in the current folder too, as ``python -m`` does."""
     if not sys.flags.safe_path:

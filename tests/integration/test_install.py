@@ -14,7 +14,8 @@ from tests.unit.command_line import assert_one_line
 
 LIBRARY = "torchtitan.experiments.rl"
 RELEASED = ("torchtitan", "torchtitan.experiments", "torchtitan.models", "torchtitan.components")
-OWN_FILES = {"torchtitan_rl", "torchtitan_rl.pth", "torchtitan_rl-0.1.0.dist-info", "rl-train"}
+COMMANDS = {"rl-train", "rl-evaluate", "rl-report", "rl-export"}
+OWN_FILES = {"torchtitan_rl", "torchtitan_rl.pth", "torchtitan_rl-0.1.0.dist-info"} | COMMANDS
 ORIGINS = """
 import sys
 from importlib.util import find_spec

@@ -1,16 +1,22 @@
 """What the trainer saves and loads: the next step is the same, bit for bit, and on another number of ranks but for rounding."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.learners import LAYOUTS, accumulate, assert_same, free_port, full, learner_of, parameters, samples_of
+from tests.integration.models import MODEL
 from tests.integration.ranks import run_ranks
+from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
+from torchtitan.experiments.rl.training.hub_export import export_checkpoint
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.process_group import init_process_group
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
@@ -80,6 +86,16 @@ def test_a_step_that_fails_in_its_middle_leaves_a_state_that_is_not_saved(one_ra
         learner.optim_step()
     assert learner.steps_taken is None
     learner.close()
+
+
+def test_an_exported_checkpoint_is_a_hub_folder_with_the_trainers_weights(uninterrupted, tmp_path):
+    target = tmp_path / "exports" / "policy"
+    export_checkpoint(uninterrupted["start"].folder, ModelConfig(hf_assets_path=str(MODEL)), target)
+    assert_same(load_file(target / "model.safetensors"), uninterrupted["weights"], rtol=0, atol=0)
+    loaded = AutoModelForCausalLM.from_pretrained(target, dtype="auto").state_dict()
+    assert_same({name: loaded[name] for name in uninterrupted["weights"]}, uninterrupted["weights"], rtol=0, atol=0)
+    assert AutoTokenizer.from_pretrained(target).encode("<|im_end|>")
+    assert os.listdir(tmp_path / "exports") == ["policy"], "nothing is left beside it"
 
 
 # ---- another number of ranks

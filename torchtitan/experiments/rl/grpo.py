@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
 from torchtitan.experiments.rl.config.command_line import Command, config_functions, load_config, parse_command
 from torchtitan.experiments.rl.config.user_faults import fault_of
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
@@ -57,7 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
     if start is None:  # a run that has taken its steps, and may have been killed after them
         remove_left_over()
         return 0
-    return _run(config, start, name) if start.script is None else _submit(config, start)
+    if start.script is not None:
+        return _submit(config, start)
+    code = _run(config, start, name)
+    if code == 0 and command.push_to_hub is not None:
+        code = _push(Path(start.run_dir), command.push_to_hub)
+    return code
 
 
 def starting_line(command: Command) -> str:
@@ -135,8 +141,12 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
     if resumed is not None:
         field, folder = "--resume", str(resumed.run_dir)
     checkpoints = resumed.checkpoints if resumed is not None else 0
+    if command.push_to_hub is not None and not config.trainer.save_final_model:
+        raise ConfigError("--push-to-hub", command.push_to_hub, "there is nothing to push: trainer.save_final_model is False")
     here = checks.missing_engine(config) + machine_lacks(plan, folder, field=field, checkpoints=checkpoints)
     here += missing_gpus(len(gpus)) if without_gpus else []
+    if command.push_to_hub is not None and (fault := push_fault(command.push_to_hub)) is not None:
+        here.append(MissingError("--push-to-hub", command.push_to_hub, fault))
     if here and not command.dry_run:
         raise here[0]
     tried = preflight.try_tasks(config, tasks)
@@ -196,6 +206,15 @@ def _submit(config: Any, start: Any) -> int:
     except KeyboardInterrupt:  # the job stays in the queue
         return 130
     return 0
+
+
+def _push(run_dir: Path, name: str) -> int:
+    """Upload the policy of a run that is done."""
+    from torchtitan.experiments.rl.config.hub_push import push
+    from torchtitan.experiments.rl.training.checkpoints import EXPORT_FOLDER
+
+    newest = max(run_dir.glob(f"{EXPORT_FOLDER}/step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
+    return 0 if push(newest, name) else 1
 
 
 def _run(config: Any, start: Any, config_name: str) -> int:

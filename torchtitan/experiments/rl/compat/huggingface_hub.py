@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 LIMIT_S = 5.0
@@ -43,3 +44,38 @@ def without_hub() -> Iterator[None]:
     finally:
         for module, offline in zip(both, before, strict=True):
             module.HF_HUB_OFFLINE = offline
+
+
+def push_fault(name: str) -> str | None:
+    """Why a folder can't be pushed to the model ``name``, in one line; None: the hub answers and knows the token."""
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        return f"no name of a model, such as me/my-model: {' '.join(str(error).split())}"
+    if get_token() is None:
+        return "there is no token: run `hf auth login`, or set HF_TOKEN"
+    if (fault := hub_fault()) is not None:
+        return f"{fault}; leave it out, and push the saved policy later: `hf upload {name} FOLDER`"
+    try:
+        HfApi().whoami()
+    except Exception as error:  # the hub's own types, and the network's
+        return f"the hub refuses the token: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+def push_folder(folder: Path, name: str) -> str:
+    """Upload a hub folder to the model ``name``, which is made if it is not there. Returns its URL.
+
+    Raises:
+        Exception: of the hub's own types, the network's, or the disk's.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    url = api.create_repo(name, exist_ok=True)
+    api.upload_folder(repo_id=name, folder_path=folder)
+    return str(url)

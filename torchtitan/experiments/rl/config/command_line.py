@@ -36,6 +36,8 @@ class Command:
     init_from: str | None
     model: str | None = None
     """A folder, or a model of the hub."""
+    push_to_hub: str | None = None
+    """The model of the hub that the final policy is uploaded to."""
     overrides: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     """All of them, as they were given."""
@@ -85,6 +87,7 @@ def parse_command(arguments: list[str]) -> Command:
         "auto: the newest run of --config in its output_dir, or a new run",
     )
     parser.add_argument("--init-from", metavar="FOLDER", help="start a new run with the weights of another run's checkpoint")
+    parser.add_argument("--push-to-hub", metavar="NAME", help="at the end upload the policy to this model of the hub")
     try:
         known, overrides = parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
@@ -110,6 +113,7 @@ def parse_command(arguments: list[str]) -> Command:
         resume=known.resume,
         init_from=known.init_from,
         model=known.model,
+        push_to_hub=known.push_to_hub,
         overrides=overrides,
         words=arguments,
     )

@@ -146,6 +146,17 @@ def find_initial(given: str, config: RunConfig) -> tuple[Path, list[str]]:
     return path, refused
 
 
+def find_checkpoint(given: str) -> tuple[Path, Path]:
+    """The run folder and the verified checkpoint that ``given`` names: one, or a run, whose newest valid one it is.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    option = "RUN_OR_CHECKPOINT"
+    run_dir, checkpoint = _located(given, option)
+    return run_dir, _verified(run_dir, checkpoint, given, option)[0]
+
+
 def files_of_models(config: RunConfig) -> dict[str, dict[str, str]]:
     """``model_files`` of the policy's folder and of each model that the run serves itself."""
     paths = [config.model.hf_assets_path, *(model.path for model in hosted_models(config.tasks).values())]

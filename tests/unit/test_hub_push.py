@@ -1,0 +1,89 @@
+"""``--push-to-hub`` and the export command: what is refused before anything is written, and what a failed upload leaves."""
+
+import pytest
+from huggingface_hub import HfApi
+
+from tests.unit.command_line import assert_one_line
+from torchtitan.experiments.rl import export, grpo
+from torchtitan.experiments.rl.compat import huggingface_hub as hub
+from torchtitan.experiments.rl.config import hub_push
+
+DEBUG = ["--config", "rl_grpo_qwen3_debug"]
+
+
+@pytest.fixture
+def token(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "hf_x")
+
+
+@pytest.fixture
+def hub_answers(monkeypatch, token):
+    """A hub that knows the token; gives what was uploaded."""
+    uploaded = []
+    monkeypatch.setattr(hub, "hub_fault", lambda: None)
+    monkeypatch.setattr(HfApi, "whoami", lambda self: {"name": "me"})
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, name, exist_ok: f"https://hub/{name}")
+    monkeypatch.setattr(HfApi, "upload_folder", lambda self, repo_id, folder_path: uploaded.append((repo_id, folder_path)))
+    return uploaded
+
+
+def test_without_a_token_nothing_begins(refused, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert "--push-to-hub = 'me/mine': there is no token: run `hf auth login`" in refused(*DEBUG, "--push-to-hub", "me/mine")
+
+
+def test_without_a_hub_nothing_begins(refused, monkeypatch, token):
+    monkeypatch.setattr(hub, "hub_fault", lambda: "no hub answers at https://hub")
+    assert "no hub answers at https://hub; leave it out, and" in refused(*DEBUG, "--push-to-hub", "me/mine")
+
+
+def test_what_is_no_name_and_what_has_nothing_to_push_is_refused(refused, hub_answers):
+    assert "no name of a model" in refused(*DEBUG, "--push-to-hub", "a/b/c")
+    words = ["--push-to-hub", "me/mine", "--trainer.no-save-final-model"]
+    assert "there is nothing to push: trainer.save_final_model is False" in refused(*DEBUG, *words)
+
+
+def test_a_token_that_the_hub_refuses_is_said(hub_answers, monkeypatch):
+    def whoami(self):
+        raise OSError("401 Client\nError")
+
+    monkeypatch.setattr(HfApi, "whoami", whoami)
+    assert hub.push_fault("me/mine") == "the hub refuses the token: 401 Client Error"
+
+
+def test_the_newest_policy_of_a_run_is_pushed(hub_answers, tmp_path, capsys):
+    for step in (9, 10):
+        (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
+    assert grpo._push(tmp_path, "me/mine") == 0
+    assert hub_answers == [("me/mine", tmp_path / "checkpoint/step-10")]
+    assert capsys.readouterr().out.endswith("pushed      https://hub/me/mine\n")
+
+
+def test_an_upload_that_fails_leaves_the_folder_and_says_how_to_try_again(tmp_path, capsys, monkeypatch):
+    def fail(folder, name):
+        raise ConnectionError("the network\nis gone")
+
+    monkeypatch.setattr(hub_push, "push_folder", fail)
+    (tmp_path / "my policy").mkdir()
+    assert not hub_push.push(tmp_path / "my policy", "me/mine")
+    err = capsys.readouterr().err
+    assert_one_line(
+        err, "me/mine was not pushed (ConnectionError: the network", f"again: hf upload me/mine '{tmp_path}/my policy'"
+    )
+    assert (tmp_path / "my policy").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere", "--to", "new"], "RUN_OR_CHECKPOINT = 'nowhere': no such folder"),
+        (["empty", "--to", "new"], "can't be resumed: it has no complete checkpoint"),
+        (["empty", "--to", "empty"], "--to = 'empty': it is there already: name a folder that is not"),
+    ],
+)
+def test_what_can_not_be_exported_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert export.main(words) == 2
+    assert_one_line(capsys.readouterr().err, message)
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]

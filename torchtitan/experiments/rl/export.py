@@ -1,0 +1,78 @@
+"""Turns a checkpoint into a hub folder, which transformers loads and ``--model FOLDER`` begins a run with::
+
+    python -m torchtitan.experiments.rl.export RUN_OR_CHECKPOINT --to FOLDER [--push-to-hub NAME]
+
+Exit codes: 0 done; 1 the folder is whole and was not pushed; 2 nothing was written.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
+from torchtitan.experiments.rl.config.hub_push import push
+from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.setup import (
+    escape_unencodable_output,
+    quiet_libraries,
+    restart_with_utf8,
+    set_up_process,
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """``arguments``: None: those of this process."""
+    escape_unencodable_output()
+    options = _parser().parse_args(arguments)
+    target = Path(options.to).absolute()
+    try:
+        if target.exists():
+            raise ConfigError("--to", options.to, "it is there already: name a folder that is not")
+        if options.push_to_hub is not None and (fault := push_fault(options.push_to_hub)) is not None:
+            raise ConfigError("--push-to-hub", options.push_to_hub, fault)
+        set_up_process()
+        with quiet_libraries():
+            checkpoint = _export(options.checkpoint, target, model=options.model)
+    except (ConfigError, RunError, OSError) as error:
+        print(f"error: {printable_line(str(error))}", file=sys.stderr)
+        return 2
+    write_line(sys.stdout, printable_line(f"exported    {checkpoint}"))
+    write_line(sys.stdout, printable_line(f"policy      {target}"))
+    return 0 if options.push_to_hub is None or push(target, options.push_to_hub) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.experiments.rl.export", description="Turn a checkpoint of a run into a hub folder."
+    )
+    parser.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint), or a checkpoint")
+    parser.add_argument("--to", metavar="FOLDER", required=True, help="the hub folder to write; it must not be there yet")
+    parser.add_argument("--push-to-hub", metavar="NAME", help="upload it to this model of the hub, such as me/my-model")
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="the hub folder that the run began with, where it is not where it was any more"
+    )
+    return parser
+
+
+def _export(given: str, target: Path, *, model: str | None) -> Path:
+    """Returns the checkpoint's folder."""
+    from torchtitan.experiments.rl.config.resume import find_checkpoint
+    from torchtitan.experiments.rl.config.saved_command import read_config
+    from torchtitan.experiments.rl.controller.run_start import TRAINER_FOLDER
+    from torchtitan.experiments.rl.models.policy import ModelConfig
+    from torchtitan.experiments.rl.training.hub_export import export_checkpoint
+
+    run_dir, checkpoint = find_checkpoint(given)
+    values = (read_config(run_dir) or {}).get("model")
+    if not isinstance(values, dict):
+        raise ConfigError("RUN_OR_CHECKPOINT", given, f"{run_dir} has no readable config.json: name a run's folder")
+    config = ModelConfig(hf_assets_path=model or values["hf_assets_path"], flavor=values.get("flavor"))
+    export_checkpoint(checkpoint / TRAINER_FOLDER, config, target)
+    return checkpoint
+
+
+if __name__ == "__main__":
+    restart_with_utf8()
+    sys.exit(main())
