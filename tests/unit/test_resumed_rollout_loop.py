@@ -27,7 +27,7 @@ class DatasetTask(StubTask):
         self.sampler = ShuffledCursor(SampleStrategy.Config(), dataset=self.dataset, seed=3)
         self.examples: dict[int, str] = {}
 
-    async def run_group(self, sample, policy, *, group_id, seed):
+    async def run_group(self, sample, policy, *, group_id, seed, **single):
         self.examples[int(group_id.rsplit("-", 1)[1])] = sample.sample_id
         group = await super().run_group(sample, policy, group_id=group_id, seed=seed)
         for rollout in group.rollouts:

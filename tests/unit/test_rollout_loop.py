@@ -32,7 +32,7 @@ class StubTask:
 
     def __init__(self, outcome: Callable[[int], object], *, name: str = "stub", group_size: int = 2, held: bool = False):
         self.name, self.outcome, self.held = name, outcome, held
-        self.frozen_source = None
+        self.frozen_source, self.needs_group = None, True
         self.config = SimpleNamespace(group_size=group_size)
         self.sampler = SimpleNamespace(next=self.next_sample, observe=lambda group: self.observed.append(group.group_id))
         self.released: set[int] = set()
@@ -42,7 +42,7 @@ class StubTask:
         self.samples += 1
         return DataSample(sample_id=str(self.samples - 1), env_input=None)
 
-    async def run_group(self, sample, policy, *, group_id, seed):
+    async def run_group(self, sample, policy, *, group_id, seed, **single):
         number = int(group_id.rsplit("-", 1)[1])
         self.started.append(number)
         try:
@@ -79,18 +79,27 @@ class Loop(RolloutLoop):
     """With the test's own end of a step: trained, and live at once."""
 
     def __init__(
-        self, *tasks: StubTask, groups_per_step=2, max_offpolicy_steps=1, steps=3, filters=(), post_filters=(), max_drops=5
+        self,
+        *tasks: StubTask,
+        groups_per_step=2,
+        max_offpolicy_steps=1,
+        steps=3,
+        filters=(),
+        post_filters=(),
+        max_drops=5,
+        policy=None,
+        row_length=ROW_LENGTH,
     ):
         self.version = 0
         self.pacer = Pacer(groups_per_step=groups_per_step, max_offpolicy_steps=max_offpolicy_steps)
-        self.policy = SimpleNamespace(version=0)
+        self.policy = policy or SimpleNamespace(version=0)
         super().__init__(
             tasks={task.name: task for task in tasks},
             mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0 for task in tasks}),
             runner=LocalRunner(self.policy, seed=0),
             policy=self.policy,
             pacer=self.pacer,
-            batcher=Batcher.Config(row_length=ROW_LENGTH).build(),
+            batcher=Batcher.Config(row_length=row_length).build(),
             pre_batch_filters=[entry.build() for entry in filters],
             post_batch_filters=[entry.build() for entry in post_filters],
             total_groups=groups_per_step * steps,

@@ -26,6 +26,14 @@ class Algorithm(UserConfigurable):
     group_relative: ClassVar[bool] = False
     """Whether credit compares the rollouts of a group, so that a group of one teaches nothing."""
 
+    needs_group: ClassVar[bool] = True
+    """Whether a rollout's credit waits for its group. One that does not, and defines no ``score_group``, has its rollouts
+    trained as they finish (``Task.needs_group``)."""
+
+    asks_models: ClassVar[bool] = False
+    """Whether ``score_rollout`` asks models, and sets no advantages. Of an algorithm that does not need its group it then comes
+    after the filters before the batch, where these read no credit: what they drop costs no model's time."""
+
     batch_normalized: ClassVar[bool] = False
     """Whether its advantages are meant to be normalised over the step: ``trainer.loss.normalize_advantages``."""
 

@@ -26,6 +26,8 @@ class OPD(Algorithm):
     """
 
     action_component: ClassVar[str] = "ref_kl"
+    needs_group: ClassVar[bool] = False
+    asks_models: ClassVar[bool] = True
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):

@@ -22,6 +22,7 @@ class SFT(Algorithm):
     """
 
     action_component: ClassVar[str] = "ce"
+    needs_group: ClassVar[bool] = False
     replaces: ClassVar[tuple[str, ...]] = ("loss_mask", "generator_logprobs", "temperature")
 
     @dataclass(kw_only=True, slots=True)

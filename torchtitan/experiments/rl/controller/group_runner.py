@@ -18,11 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class GroupRunner(Protocol):
-    async def run(self, task: Task, sample: DataSample, *, group_id: str) -> RolloutGroup:
+    async def run(self, task: Task, sample: DataSample, *, group_id: str, credit: bool = True) -> RolloutGroup:
         """Run and score a training group of ``sample``. A group that can't be trained on has a ``failure``.
 
         User code that fails ends in a rollout's status; an exception raised here is a fault of the library.
+
+        Args:
+            credit: False: rewards alone; call ``credit`` next.
         """
+
+    async def credit(self, task: Task, group: RolloutGroup) -> RolloutGroup:
+        """Give a group credit that ``run`` gave none. Returns the group, which may be another object."""
 
     async def measure(
         self, task: Task, sample: DataSample, *, group_id: str, sampling: SamplingConfig, group_size: int
@@ -42,12 +48,20 @@ class LocalRunner:
     def __init__(self, policy: PolicyClient, *, seed: int):
         self._policy, self._seed = policy, seed
 
-    async def run(self, task: Task, sample: DataSample, *, group_id: str) -> RolloutGroup:
+    async def run(self, task: Task, sample: DataSample, *, group_id: str, credit: bool = True) -> RolloutGroup:
         """See GroupRunner."""
+        # A task's own run_group may not take them, and needs its group.
+        own: dict[str, Any] = {} if task.needs_group else {"group_size": 1, "credit": credit}
         with trace.lane("group", group=group_id):
-            group = await task.run_group(sample, self._policy, group_id=group_id, seed=self._seed)
+            group = await task.run_group(sample, self._policy, group_id=group_id, seed=self._seed, **own)
             with trace.span("score"):
-                await task.score_group(group)
+                await (task.score_group(group) if credit else task.score_rewards(group))
+        return group
+
+    async def credit(self, task: Task, group: RolloutGroup) -> RolloutGroup:
+        """See GroupRunner."""
+        with trace.lane("group", group=group.group_id), trace.span("score"):
+            await task.credit_group(group)
         return group
 
     async def measure(
@@ -96,6 +110,10 @@ class GroupRequest:
     """Policy version that the generators hold now."""
     measurement: Measurement | None = None
     """None: a training group, sampled with the task's own config."""
+    credit: bool = True
+    """Of a training group: False has it rewarded alone."""
+    group: RolloutGroup | None = None
+    """A group that was run without credit, and gets it now."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,16 +154,25 @@ class WorkerRunner:
         """Give it no more."""
         self._workers.pop(index, None)
 
-    async def run(self, task: Task, sample: DataSample, *, group_id: str) -> RolloutGroup:
+    async def run(self, task: Task, sample: DataSample, *, group_id: str, credit: bool = True) -> RolloutGroup:
         """See GroupRunner."""
-        return await self._send(task, sample, group_id, rollouts=task.config.group_size, measurement=None)
+        rollouts = task.config.group_size if task.needs_group else 1
+        group = await self._send(task, sample, group_id, rollouts=rollouts, credit=credit)
+        self._count(group)
+        return group
+
+    async def credit(self, task: Task, group: RolloutGroup) -> RolloutGroup:
+        """See GroupRunner."""
+        return await self._send(task, group.data_sample, group.group_id, rollouts=len(group.rollouts), group=group)
 
     async def measure(
         self, task: Task, sample: DataSample, *, group_id: str, sampling: SamplingConfig, group_size: int
     ) -> RolloutGroup:
         """See GroupRunner."""
         measurement = Measurement(sampling=sampling, group_size=group_size)
-        return await self._send(task, sample, group_id, rollouts=group_size, measurement=measurement)
+        group = await self._send(task, sample, group_id, rollouts=group_size, measurement=measurement)
+        self._count(group)
+        return group
 
     def lap_lag_s(self) -> float:
         """See GroupRunner."""
@@ -157,9 +184,11 @@ class WorkerRunner:
         calls, self._blocking_calls = self._blocking_calls, 0
         return calls
 
-    async def _send(
-        self, task: Task, sample: DataSample, group_id: str, *, rollouts: int, measurement: Measurement | None
-    ) -> RolloutGroup:
+    def _count(self, group: RolloutGroup) -> None:
+        self._policy.generated_tokens += sum(rollout.completion_tokens for rollout in group.rollouts)
+
+    async def _send(self, task: Task, sample: DataSample, group_id: str, *, rollouts: int, **what: Any) -> RolloutGroup:
+        """``what`` is of the request."""
         while True:
             worker = await self._least_busy()
             request = GroupRequest(
@@ -167,7 +196,7 @@ class WorkerRunner:
                 data_sample=sample,
                 group_id=group_id,
                 policy_version=self._policy.version,
-                measurement=measurement,
+                **what,
             )
             worker.open_rollouts += rollouts
             try:
@@ -179,7 +208,6 @@ class WorkerRunner:
                 worker.open_rollouts -= rollouts
         self._lag_s = max(self._lag_s, result.event_loop_lag_s)
         self._blocking_calls += result.blocking_calls
-        self._policy.generated_tokens += sum(rollout.completion_tokens for rollout in result.group.rollouts)
         return result.group
 
     async def _least_busy(self) -> _Worker:

@@ -92,7 +92,8 @@ class OpenGroups:
 
     def dispatch(self, task: Task, group_id: str) -> OpenGroup:
         """Open a group, and a ledger record for each of its rollouts."""
-        entry = OpenGroup(task=task, rollout_ids={f"{group_id}/{index}" for index in range(task.config.group_size)})
+        size = task.config.group_size if task.needs_group else 1
+        entry = OpenGroup(task=task, rollout_ids={f"{group_id}/{index}" for index in range(size)})
         self.ledger.dispatch(task.name, entry.rollout_ids, version=self._version())
         self._groups[group_id] = entry
         return entry

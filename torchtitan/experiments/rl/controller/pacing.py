@@ -10,13 +10,18 @@ A group is admitted at version ``g``, which the generators then hold. Its deadli
 3. A group sampled from a frozen model has no deadline, and the trainer never waits for it. Once finished it is ordered as if it
    had a deadline, so that it does not keep its slot for the rest of the run, unless that would make another group late.
 
+A group may have a part of a slot: 1/8 where 8 rollouts of a slot are groups of their own, because they are not compared. A step
+takes groups until they are at least ``groups_per_step`` slots, so it may exceed that by less than one.
+
 Rule 1 bounds the open groups by what the steps up to the deadline can take; rule 2 keeps that true. The pacer only does
 bookkeeping: it has no clock.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from torchtitan.experiments.rl.controller.saved_state import SlotState
 
@@ -29,9 +34,19 @@ class _Slot:
     """Infinite for a group sampled from a frozen model: its tokens have no age."""
     order_deadline: int
     """The deadline that a group sampled from the policy has; orders groups of frozen models among them."""
+    share: Fraction
+    """Of a slot."""
     finished: bool = False
     leads_to: int | None = None
     """Version its training leads to; None until a step takes it."""
+
+
+def _deadline(slot: _Slot) -> float:
+    return slot.deadline
+
+
+def _order_deadline(slot: _Slot) -> float:
+    return slot.order_deadline
 
 
 class Pacer:
@@ -40,67 +55,105 @@ class Pacer:
         self._max_offpolicy_steps = max_offpolicy_steps
         self._slots: dict[str, _Slot] = {}
         self._admitted = 0
+        # Sums over the slots: a step may have thousands of groups with a part of a slot each.
+        self._held, self._untrained, self._ready = Fraction(0), Fraction(0), Fraction(0)
 
     @property
-    def free_slots(self) -> int:
+    def groups_per_step(self) -> int:
+        """Slots that a step trains on."""
+        return self._groups_per_step
+
+    @property
+    def free_slots(self) -> Fraction:
         # A run that was resumed with fewer slots may hold more for a while.
-        return max(0, (self._max_offpolicy_steps + 1) * self._groups_per_step - len(self._slots))
+        return max(Fraction(0), (self._max_offpolicy_steps + 1) * self._groups_per_step - self._held)
 
     @property
-    def untrained(self) -> int:
-        """Groups admitted and neither dropped nor taken by a step."""
-        return sum(slot.leads_to is None for slot in self._slots.values())
+    def has_slot(self) -> bool:
+        """Whether another slot may be filled."""
+        # A run that was resumed may have lost parts of slots: the next step would wait for them for ever.
+        return self.free_slots >= 1 or self._held == self._untrained < self._groups_per_step
 
-    def admit(self, group_id: str, version: int, *, frozen: bool = False) -> None:
+    @property
+    def untrained(self) -> Fraction:
+        """Slots of groups admitted and neither dropped nor taken by a step."""
+        return self._untrained
+
+    def admit(self, group_id: str, version: int, *, frozen: bool = False, parts: int = 1) -> None:
         """Give a group a slot; ``version`` is what the generators hold now.
 
         Args:
-            frozen: its rollouts are sampled from a frozen model, which never goes stale.
+            frozen: its rollouts are sampled from a frozen model, or from none, and never go stale.
+            parts: groups that share the slot.
         """
-        assert self.free_slots > 0
-        self._admit(group_id, version, frozen=frozen)
+        assert parts > 1 or self.has_slot
+        self._admit(group_id, version, frozen=frozen, parts=parts)
 
-    def _admit(self, group_id: str, version: int, *, frozen: bool) -> None:
+    def _admit(self, group_id: str, version: int, *, frozen: bool, parts: int) -> None:
         assert group_id not in self._slots
         order_deadline = version + self._max_offpolicy_steps
-        deadline = math.inf if frozen else order_deadline
-        self._slots[group_id] = _Slot(
-            order=self._admitted, admitted_version=version, deadline=deadline, order_deadline=order_deadline
+        slot = self._slots[group_id] = _Slot(
+            order=self._admitted,
+            admitted_version=version,
+            deadline=math.inf if frozen else order_deadline,
+            order_deadline=order_deadline,
+            share=Fraction(1, parts),
         )
         self._admitted += 1
+        self._held += slot.share
+        self._untrained += slot.share
 
     def finish(self, group_id: str) -> None:
         """The group's rollouts are done and scored; a step may take it."""
-        self._slots[group_id].finished = True
+        slot = self._slots[group_id]
+        slot.finished = True
+        self._ready += slot.share
 
     def drop(self, group_id: str) -> None:
         """The group leaves untrained (failed, filtered, oversized); its slot frees at once.
 
         A step may have taken it already: when all groups of a step are dropped, the step takes others in their place.
         """
-        del self._slots[group_id]
+        slot = self._slots.pop(group_id)
+        self._held -= slot.share
+        if slot.leads_to is None:
+            self._untrained -= slot.share
+            if slot.finished:
+                self._ready -= slot.share
 
     def take_groups(self, version: int) -> list[str] | None:
         """Groups for the step that consumes at ``version``, earliest deadline first; None while the trainer has to wait."""
-        finished = [group_id for group_id, slot in self._slots.items() if slot.leads_to is None and slot.finished]
-        if len(finished) < self._groups_per_step:
+        if self._ready < self._groups_per_step:
             return None
-        # Without frozen groups the two orders are one.
-        for of in (lambda slot: slot.order_deadline, lambda slot: slot.deadline):
+        finished = [group_id for group_id, slot in self._slots.items() if slot.leads_to is None and slot.finished]
+        # Without frozen groups the first two are one. The third is for a resumed run, where ``has_slot`` made more groups due
+        # than a step takes.
+        for of, all_due in ((_order_deadline, False), (_deadline, False), (_deadline, True)):
             ordered = sorted(finished, key=lambda group_id: (of(self._slots[group_id]), self._slots[group_id].order))
-            batch = ordered[: self._groups_per_step]
+            batch = ordered[: self._count(ordered, version if all_due else None)]
             if self._others_can_wait(batch, version):
                 for group_id in batch:
                     self._take(group_id, version)
                 return batch
         return None
 
+    def _count(self, ordered: list[str], due: int | None) -> int:
+        """How many of these a step takes: enough, and those whose deadline is ``due``."""
+        held = Fraction(0)
+        for count, slot in enumerate(self._slots[group_id] for group_id in ordered):
+            if held >= self._groups_per_step and (due is None or slot.deadline > due):
+                return count
+            held += slot.share
+        return len(ordered)
+
     def _others_can_wait(self, batch: list[str], version: int) -> bool:
         """Whether every group left, and all due before it, fit the steps from the next one to its deadline."""
         taken = set(batch)
-        waiting = (slot.deadline for group_id, slot in self._slots.items() if slot.leads_to is None and group_id not in taken)
+        waiting = [slot for group_id, slot in self._slots.items() if slot.leads_to is None and group_id not in taken]
+        waiting = sorted((slot for slot in waiting if slot.deadline < math.inf), key=lambda slot: slot.deadline)
+        held = itertools.accumulate(slot.share for slot in waiting)
         return all(
-            position + 1 <= self._groups_per_step * (deadline - version) for position, deadline in enumerate(sorted(waiting))
+            slots <= self._groups_per_step * (slot.deadline - version) for slots, slot in zip(held, waiting, strict=True)
         )
 
     def _take(self, group_id: str, version: int) -> None:
@@ -108,10 +161,13 @@ class Pacer:
         age = version - slot.admitted_version
         assert version <= slot.deadline, f"group {group_id} is {age} versions old at version {version}"
         slot.leads_to = version + 1
+        self._untrained -= slot.share
+        self._ready -= slot.share
 
     def live(self, version: int) -> None:
         """The generators hold ``version`` now: slots of the groups that led to it are free."""
-        self._slots = {k: s for k, s in self._slots.items() if s.leads_to is None or s.leads_to > version}
+        for group_id in [k for k, slot in self._slots.items() if slot.leads_to is not None and slot.leads_to <= version]:
+            self._held -= self._slots.pop(group_id).share
 
     def state(self) -> list[SlotState]:
         """The groups that no step has taken. Those that a step has taken lead to the version that a checkpoint is of."""
@@ -122,6 +178,7 @@ class Pacer:
                 admitted_version=slot.admitted_version,
                 frozen=slot.deadline == math.inf,
                 finished=slot.finished,
+                parts=slot.share.denominator,
             )
             for _, group_id, slot in sorted(untaken, key=lambda entry: entry[0])
         ]
@@ -135,9 +192,10 @@ class Pacer:
         """
         late = []
         for slot in slots:
-            self._admit(slot.group_id, slot.admitted_version, frozen=slot.frozen)
-            self._slots[slot.group_id].finished = slot.finished
+            self._admit(slot.group_id, slot.admitted_version, frozen=slot.frozen, parts=slot.parts)
+            if slot.finished:
+                self.finish(slot.group_id)
             if self._slots[slot.group_id].deadline < version or not self._others_can_wait([], version - 1):
-                del self._slots[slot.group_id]
+                self.drop(slot.group_id)
                 late.append(slot.group_id)
         return late

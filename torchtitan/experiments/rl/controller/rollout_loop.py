@@ -10,35 +10,35 @@ Wherever it leaves this path, its slot frees exactly once and each of its rollou
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
+from torchtitan.experiments.rl.controller.group_starts import GroupStarts
+from torchtitan.experiments.rl.controller.late_credit import LateCredit
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.open_groups import OpenGroup, OpenGroups, StepGroups
 from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.running import Running
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
 from torchtitan.experiments.rl.controller.stall import NothingLeftToLearn, StallDetectors, has_signal
 from torchtitan.experiments.rl.controller.stillness import Stillness
 from torchtitan.experiments.rl.controller.user_parts import FilterSlot, UserParts, check_whole, refuse_future_versions
 from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.calls import cause_of
-from torchtitan.experiments.rl.user_code.gate import Call, Gate
+from torchtitan.experiments.rl.user_code.gate import Gate
 
 logger = logging.getLogger(__name__)
 
 
 Captured = TypeVar("Captured")
-
-CANCEL_GROUPS_S = 60.0
-"""How long cancelled groups may take to close their envs before they are abandoned."""
 
 
 class RunStopped(Exception):
@@ -66,7 +66,7 @@ class RolloutLoop:
     ):
         """
         Args:
-            total_groups: groups the run will train on; the loop starts no more than may still be needed.
+            total_groups: slots of groups the run will train on; the loop starts no more than may still be needed.
             max_drops_in_a_row: limit of the stall detectors (`stall.py`).
             gate: calls the samplers, the mix and the filters.
             note: prints a line.
@@ -75,11 +75,10 @@ class RolloutLoop:
         self._parts = UserParts(gate or Gate(), mix=mix, tasks=tasks)
         self._pacer, self._batcher = pacer, batcher
         self._pre_batch, self._post_batch = FilterSlot("pre", pre_batch_filters), FilterSlot("post", post_batch_filters)
-        self._frozen = {name: task.frozen_source is not None for name, task in tasks.items()}
         self._groups_left = total_groups
         self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
-        self._running: set[asyncio.Task[None]] = set()
-        self._started = 0
+        self._late_credit = LateCredit(tasks, slot=self._pre_batch, parts=self._parts, runner=runner, batcher=batcher)
+        self._running = Running()
         self._stall = StallDetectors(max_drops_in_a_row, list(tasks), note)
         self._next_step = StepGroups()
         """What there is to tell of the next step: groups dropped, rollouts matched."""
@@ -87,58 +86,30 @@ class RolloutLoop:
         self._failure: Exception | None = None
         self._rollouts_failing = False
         self._stopping = False
-        self._picking = False
-        """The task mix has not answered yet; ``fill`` goes on when it has."""
         self._stillness = Stillness()
+        self._starts = GroupStarts(
+            tasks=tasks,
+            parts=self._parts,
+            pacer=pacer,
+            opened=self._open,
+            running=self._running,
+            stillness=self._stillness,
+            version=lambda: policy.version,
+            wanted=self._wants_groups,
+            run=self._run_group,
+            fail=self._end,
+        )
 
     @property
     def ledger(self) -> Ledger:
         return self._open.ledger
 
     def fill(self) -> None:
-        """Start a group in every free slot."""
-        while self._may_start():
-            pick = self._parts.pick_task()
-            if not pick.answered:
-                self._picking = True
-                self._stillness.begin()
-                self._run_beside(self._fill_later(pick), "task mix")
-                return
-            try:
-                self._start_group(self._parts.picked(pick.value_now()))
-            except RunError as error:
-                self._end(error)
+        """Start groups in every free slot."""
+        self._starts.fill()
 
-    def _may_start(self) -> bool:
-        return self._has_place() and not (self._picking or self._stillness.wanted)
-
-    def _has_place(self) -> bool:
-        wanted = self._pacer.free_slots and self._pacer.untrained < self._groups_left
-        return bool(wanted) and not self._stopping and self._failure is None
-
-    async def _fill_later(self, pick: Call) -> None:
-        try:
-            name = self._parts.picked(await pick.value())
-            if self._has_place():
-                self._start_group(name)
-        except RunError as error:
-            return self._end(error)
-        finally:
-            self._picking = False
-            self._stillness.end()
-        self.fill()
-
-    def _start_group(self, task_name: str) -> None:
-        task = self._tasks[task_name]
-        group_id = f"{task.name}-{self._started}"
-        self._started += 1
-        self._pacer.admit(group_id, self._policy.version, frozen=self._frozen[task_name])
-        self._run_beside(self._run_group(group_id, self._open.dispatch(task, group_id)), group_id)
-
-    def _run_beside(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        running = asyncio.create_task(work, name=name)
-        self._running.add(running)
-        running.add_done_callback(self._running.discard)
+    def _wants_groups(self) -> bool:
+        return self._pacer.untrained < self._groups_left and not self._stopping and self._failure is None
 
     async def next_groups(self, version: int) -> StepGroups:
         """The groups for the step that trains ``version``. Waits while the pacer finds none that may be taken.
@@ -170,7 +141,7 @@ class RolloutLoop:
         for group in groups:
             if not group.rollouts:  # its slot frees with the others of the step
                 self._drop(group.group_id, counted=False)
-        self._groups_left -= len(taken)
+        self._groups_left -= self._pacer.groups_per_step
         step, self._next_step = self._next_step, StepGroups()
         step.groups, step.sampled = [group for group in groups if group.rollouts], sampled
         return step
@@ -211,14 +182,8 @@ class RolloutLoop:
             RunError: the ledger does not balance. Everything is closed then too.
         """
         self.stop()
-        running = list(self._running)
-        for task in running:
-            task.cancel()
         try:
-            if running:
-                _, late = await asyncio.wait(running, timeout=CANCEL_GROUPS_S)
-                if late:
-                    logger.warning("%d groups ignored their cancellation and were abandoned", len(late))
+            await self._running.cancel()
             for group_id in list(self._open):
                 self._open.leave(group_id, "untrained")
             self._open.check()
@@ -238,7 +203,7 @@ class RolloutLoop:
             samplers, mix = await self._parts.states()
             self.ledger.flush()
             state = RolloutLoopState(
-                started=self._started,
+                started=self._starts.started,
                 groups=self._open.states(),
                 slots=self._pacer.state(),
                 ledger=self.ledger.state(),
@@ -259,7 +224,7 @@ class RolloutLoop:
         """
         await self._parts.restore(state.samplers, state.mix)
         examples = await self._parts.examples_of(state.groups)
-        self._started = state.started
+        self._starts.started = state.started
         matches, tokens = Counter(state.filter_matches), Counter(state.filter_tokens)
         self._next_step = StepGroups(dropped_groups=state.dropped_groups, filter_matches=matches, filter_tokens=tokens)
         self._stall.restore(state.stall)
@@ -271,25 +236,34 @@ class RolloutLoop:
             self._open.leave(group_id, "lost")
         self._open.check()
         for group_id in self._open:
-            entry = self._open[group_id]
-            if entry.group is None:
-                self._run_beside(self._run_group(group_id, entry), group_id)
+            if self._open[group_id].group is None:
+                self._running.start(self._run_group(group_id), group_id)
 
-    async def _run_group(self, group_id: str, entry: OpenGroup) -> None:
+    async def _run_group(self, group_id: str, *others: str) -> None:
+        """``others`` have the same example, and start when it is known."""
+        entry = self._open[group_id]
         try:
             task = entry.task
             if entry.example is None:
                 async with self._stillness.change():
                     entry.example = await self._parts.next_example(task)
-            group = await self._runner.run(task, entry.example, group_id=group_id)
+                    for other in others:
+                        self._open[other].example = entry.example
+            for other in others:
+                self._running.start(self._run_group(other), other)
+            late = self._late_credit.applies(task)
+            group = await self._runner.run(task, entry.example, group_id=group_id, credit=not late)
             check_whole(group, entry.rollout_ids, task)
             refuse_future_versions(group, self._policy.version)
+            filtered = None
+            if late:
+                group, filtered = await self._late_credit.give(task, group)
             if self._rollouts_failing:  # what their envs and rewards did not cause says nothing about them
                 return
             async with self._stillness.change():
                 entry.settling = True
                 await self._parts.observe(group, task)
-                await self._settle(group, entry)
+                await self._settle(group, entry, filtered)
                 entry.settling = False
         except asyncio.CancelledError:
             raise
@@ -303,8 +277,12 @@ class RolloutLoop:
             self._end(error if isinstance(error, Exception) else RunError(f"group {group_id}: {cause_of(error)}"))
         self._changed.set()
 
-    async def _settle(self, group: RolloutGroup, entry: OpenGroup) -> None:
-        """Keep the rollouts of a scored group that may be trained on; end the others in their columns."""
+    async def _settle(self, group: RolloutGroup, entry: OpenGroup, filtered: FilterResult | None) -> None:
+        """Keep the rollouts of a scored group that may be trained on; end the others in their columns.
+
+        Args:
+            filtered: what the filters before the batch said of it already.
+        """
         entry.group = group
         self._stall.arrived(group)
         for rollout in group.rollouts:
@@ -316,7 +294,7 @@ class RolloutLoop:
         else:
             entry.signal = has_signal(group)
             self._stall.scored(group, signal=entry.signal)
-            await self._filter(self._pre_batch, group, entry)
+            self._end_filtered(filtered or await self._parts.filter(self._pre_batch, group), entry)
             for rollout in entry.kept().rollouts:
                 if self._batcher.oversized(rollout.samples):
                     self._open.end(entry, rollout.rollout_id, "oversized", "longer than batcher.row_length")
@@ -325,17 +303,17 @@ class RolloutLoop:
             self._stall.kept()
         else:
             self._pacer.drop(group.group_id)
+            self._starts.dropped(entry.task)
             self._drop(group.group_id)
             self.fill()
 
     async def _filtered_again(self, group_id: str) -> RolloutGroup:
         """The group without the rollouts that post-batch filters drop."""
         entry = self._open[group_id]
-        await self._filter(self._post_batch, entry.kept(), entry)
+        self._end_filtered(await self._parts.filter(self._post_batch, entry.kept()), entry)
         return entry.kept()
 
-    async def _filter(self, slot: FilterSlot, group: RolloutGroup, entry: OpenGroup) -> None:
-        filtered = await self._parts.filter(slot, group)
+    def _end_filtered(self, filtered: FilterResult, entry: OpenGroup) -> None:
         self._next_step.filter_matches.update(filtered.matched)
         self._next_step.filter_tokens.update(filtered.tokens)
         for rollout, name in filtered.dropped:

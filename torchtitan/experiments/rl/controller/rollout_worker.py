@@ -123,8 +123,10 @@ class RolloutWorker(WatchedActor):
     async def _run(self, request: GroupRequest) -> GroupResult:
         task, measurement = self._task_set.tasks[request.task], request.measurement
         self._policy.version = max(self._policy.version, request.policy_version)
-        if measurement is None:
-            group = await self._runner.run(task, request.data_sample, group_id=request.group_id)
+        if request.group is not None:
+            group = await self._runner.credit(task, request.group)
+        elif measurement is None:
+            group = await self._runner.run(task, request.data_sample, group_id=request.group_id, credit=request.credit)
         else:
             group = await self._runner.measure(
                 task,

@@ -28,6 +28,8 @@ class SlotState(Record):
     admitted_version: int
     frozen: bool
     finished: bool
+    parts: int = 1
+    """Groups that share the slot."""
 
 
 class LedgerEntry(Record):

@@ -138,7 +138,8 @@ def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
     """Of what the step took, with what post-batch filters dropped: without it a filter of ties would hide the reward."""
     rollouts = [rollout for group in taken.sampled for rollout in group.rollouts]
     rewards = np.array([rollout.reward for rollout in rollouts])
-    spreads = [np.std(group.rewards) for group in taken.sampled]
+    # A rollout that was compared with no other has no spread.
+    spreads = [np.std(group.rewards) for group in taken.sampled if len(group.rollouts) > 1] or [np.float64(0)]
     lengths = np.array([rollout.completion_tokens for rollout in rollouts])
     metrics = {
         "rollout/count": len(rollouts),

@@ -67,9 +67,13 @@ class ObservedRunner:
     def __init__(self, runner: GroupRunner, on_group: Callable[[RolloutGroup], None]):
         self._runner, self._on_group = runner, on_group
 
-    async def run(self, task: Task, sample: DataSample, *, group_id: str) -> RolloutGroup:
+    async def run(self, task: Task, sample: DataSample, *, group_id: str, credit: bool = True) -> RolloutGroup:
         """See GroupRunner."""
-        return await self._runner.run(task, sample, group_id=group_id)
+        return await self._runner.run(task, sample, group_id=group_id, credit=credit)
+
+    async def credit(self, task: Task, group: RolloutGroup) -> RolloutGroup:
+        """See GroupRunner."""
+        return await self._runner.credit(task, group)
 
     async def measure(
         self, task: Task, sample: DataSample, *, group_id: str, sampling: SamplingConfig, group_size: int

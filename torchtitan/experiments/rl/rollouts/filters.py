@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -24,6 +24,10 @@ LIBRARY = f"{__name__.rpartition('.')[0]}."
 
 class Filter(UserConfigurable, abc.ABC):
     """Decides which rollouts of a group match; the config's mode decides whether a match drops them."""
+
+    reads_credit: ClassVar[bool] = True
+    """Whether it reads what an algorithm sets. Where no filter before the batch does, algorithms that ask models
+    (``Algorithm.asks_models``) see only what the filters keep."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -60,6 +64,9 @@ class Filter(UserConfigurable, abc.ABC):
 class ZeroAdvantage(Filter):
     """Matches what has no learning signal: every advantage is 0 and no token feeds ce or ref_kl."""
 
+    # Without advantages nothing matches, and an algorithm that asks models sets none.
+    reads_credit: ClassVar[bool] = False
+
     @dataclass(kw_only=True, slots=True)
     class Config(Filter.Config):
         per: Literal["group", "rollout"] = "group"
@@ -83,6 +90,8 @@ def _teaches_nothing(sample: TrainingSample) -> bool:
 
 class Truncated(Filter):
     """Matches rollouts that a limit ended: a completion's length, a prompt's length, or the number of turns."""
+
+    reads_credit: ClassVar[bool] = False
 
     def matches(self, group: RolloutGroup) -> list[bool]:
         return [rollout.status.is_truncated() for rollout in group.scored]

@@ -6,7 +6,7 @@ sampled nothing matches neither.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Ge, Gt, Lt
@@ -25,6 +25,8 @@ class Gibberish(Filter):
     that of a uniform draw from the vocabulary by a margin, log p < -log(vocab_size) - margin. Names and foreign words are rare
     but likely in their context, and sampling errors are unlikely but common tokens: the rule takes both conditions.
     """
+
+    reads_credit: ClassVar[bool] = False
 
     @dataclass(kw_only=True, slots=True)
     class Config(Filter.Config):
@@ -67,6 +69,8 @@ class Repetition(Filter):
     2. Where ``distinct_ngrams`` is set: fewer than that share of the rollout's n-grams are distinct. It finds loops with an
        unlikely token in them and identical calls over several turns, but also repetition that the prompt demands.
     """
+
+    reads_credit: ClassVar[bool] = False
 
     @dataclass(kw_only=True, slots=True)
     class Config(Filter.Config):

@@ -124,6 +124,12 @@ class Rubric(UserConfigurable):
         """The reward functions; a subclass returns its own, and may add ``super().register_funcs()`` for the config's."""
         return [_as_reward_fn(entry) for entry in self.config.reward_fns]
 
+    @property
+    def compares_group(self) -> bool:
+        """Whether a reward may depend on the other rollouts of the group."""
+        own = type(self).score_group is not Rubric.score_group
+        return own or any(entry.group_level for entry in self._fns.values())
+
     async def setup(self, policy: PolicyClient) -> None:
         """Before the first group: reach the models the rubric's functions need, such as a judge: ``policy.frozen(...)``."""
 

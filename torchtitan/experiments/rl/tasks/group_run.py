@@ -3,24 +3,21 @@
 import asyncio
 import hashlib
 import logging
-import time
 from typing import Any, Protocol
 
 from renderers import Renderer
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.batching.sample_checks import check_weights
 from torchtitan.experiments.rl.envs.group_prompts import GroupPrompts
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.rollouts.finished import FinishedRollout
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
-from torchtitan.experiments.rl.rollouts.streams import check_streams, drop_unfit_credit
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rollouts.yield_queue import Line, yield_queue
 from torchtitan.experiments.rl.tasks.checked_session import CheckedSession
+from torchtitan.experiments.rl.tasks.group_score import score_rollout
 from torchtitan.experiments.rl.tasks.used_envs import first_use
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded
 
@@ -103,7 +100,9 @@ class GroupRun:
             rollout_id=rollout.rollout_id,
             temperature=self._sampling.temperature,
         )
-        await self._score_rollout(rollout)
+        if self._credit:
+            limit_s = self._task.config.env.rollout_timeout_s
+            await score_rollout(self._task.algorithm, rollout, self._group, timeout_s=limit_s)
 
     async def _attempt(self, rollout: Rollout, env: RendererEnv | UserCodeError, session: PolicySession) -> None:
         limit_s = self._task.config.env.rollout_timeout_s
@@ -132,30 +131,6 @@ class GroupRun:
             if isinstance(env, RendererEnv):
                 await env.close()
         rollout.turns = env.turns if isinstance(env, RendererEnv) else []
-
-    async def _score_rollout(self, rollout: Rollout) -> None:
-        algorithm = self._task.algorithm
-        if not self._credit or rollout.status.is_error() or type(algorithm).score_rollout is Algorithm.score_rollout:
-            return
-        name = f"{type(algorithm).__name__}.score_rollout"
-        finished = FinishedRollout(rollout)
-        began = time.perf_counter()
-        try:
-            with trace.span(name):
-                await call_bounded(lambda: algorithm.score_rollout(rollout), timeout_s=self._task.config.env.rollout_timeout_s)
-            if change := finished.change(allowed=type(algorithm).replaces):
-                raise ValueError(f"changed {change} of a rollout that has ended")
-            for sample in rollout.samples:
-                check_streams(sample)
-                check_weights(sample)
-        except (UserCodeError, ValueError) as error:
-            finished.restore()
-            for sample in rollout.samples:
-                drop_unfit_credit(sample)
-            rollout.status = RolloutStatus.ERROR
-            rollout.error = f"task {rollout.task_name}: {name}: {error}"
-        finally:
-            self._group.credit_s += time.perf_counter() - began
 
     async def _make_envs(self, n: int) -> list[RendererEnv | UserCodeError]:
         """``n`` envs, or ``n`` times the reason there are none."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.batching.sample_checks import missing_credit
+from torchtitan.experiments.rl.batching.sample_checks import check_weights, missing_credit
 from torchtitan.experiments.rl.envs.messages import checked_rewards
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.rollouts.finished import FinishedGroup, make_read_only
-from torchtitan.experiments.rl.rollouts.streams import check_trainable, drop_unfit_credit, finite_float
+from torchtitan.experiments.rl.rollouts.finished import FinishedGroup, FinishedRollout, make_read_only
+from torchtitan.experiments.rl.rollouts.streams import check_streams, check_trainable, drop_unfit_credit, finite_float
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
 from torchtitan.experiments.rl.types import CREDIT_STREAMS
@@ -58,6 +58,34 @@ async def score_rewards(rubric: Rubric, group: RolloutGroup, *, timeout_s: float
         given, rollout.status, rollout.reward = rollout.status, RolloutStatus.ERROR, None
         if not (isinstance(given, RolloutStatus) and given.is_error()):
             rollout.error = f"{name} set the status of a rollout that has ended to {shown(given)}"
+
+
+async def score_rollout(algorithm: Algorithm, rollout: Rollout, group: RolloutGroup, *, timeout_s: float) -> None:
+    """Have the algorithm's ``score_rollout`` see a rollout that has ended well. What fails there fails the rollout.
+
+    Args:
+        group: of the rollout; the time is counted there.
+    """
+    if rollout.status.is_error() or type(algorithm).score_rollout is Algorithm.score_rollout:
+        return
+    name = f"{type(algorithm).__name__}.score_rollout"
+    finished, began = FinishedRollout(rollout), time.perf_counter()
+    try:
+        with trace.span(name):
+            await call_bounded(lambda: algorithm.score_rollout(rollout), timeout_s=timeout_s)
+        if change := finished.change(allowed=type(algorithm).replaces):
+            raise ValueError(f"changed {change} of a rollout that has ended")
+        for sample in rollout.samples:
+            check_streams(sample)
+            check_weights(sample)
+    except (UserCodeError, ValueError) as error:
+        finished.restore()
+        for sample in rollout.samples:
+            drop_unfit_credit(sample)
+        rollout.status, rollout.reward = RolloutStatus.ERROR, None
+        rollout.error = f"task {rollout.task_name}: {name}: {error}"
+    finally:
+        group.credit_s += time.perf_counter() - began
 
 
 def give_credit(algorithm: Algorithm, group: RolloutGroup, *, timeout_s: float) -> str | None:

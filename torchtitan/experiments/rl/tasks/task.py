@@ -35,7 +35,7 @@ from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySessio
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.group_run import GroupRun
-from torchtitan.experiments.rl.tasks.group_score import give_credit, score_rewards
+from torchtitan.experiments.rl.tasks.group_score import give_credit, score_rewards, score_rollout
 from torchtitan.experiments.rl.tasks.used_envs import first_use
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded
@@ -61,7 +61,7 @@ class Task(UserConfigurable):
         env: RendererEnvConfig = field(default_factory=RendererEnvConfig)
         sampling: SamplingConfig = field(default_factory=SamplingConfig)
         group_size: PositiveInt = 8
-        """Rollouts per data sample."""
+        """Rollouts per data sample. Where nothing compares them, each is a group of its own."""
         max_retries: NonNegativeInt = 1
         """Times a rollout that failed is run again."""
         min_group_size: PositiveInt = 2
@@ -182,6 +182,15 @@ class Task(UserConfigurable):
     # ---- what the controller calls
 
     @property
+    def needs_group(self) -> bool:
+        """Whether the rollouts of an example wait for each other: their algorithm or a reward compares them, or the task has a
+        ``run_group`` or ``score_group`` of its own. If not, each is a group of its own, scored and trained on when it ends."""
+        algorithm = type(self.algorithm)
+        own = type(self).run_group is not Task.run_group or type(self).score_group is not Task.score_group
+        compares = algorithm.needs_group or algorithm.score_group is not Algorithm.score_group
+        return own or compares or self.rubric.compares_group
+
+    @property
     def frozen_source(self) -> FrozenModel | HostedModel | None:
         """The model that training rollouts are sampled from; None: the policy."""
         return self.config.algorithm.frozen_source()
@@ -205,7 +214,8 @@ class Task(UserConfigurable):
             seed: of the run; each rollout derives its own from it, the group, its index and the attempt.
             sampling: the task's when None.
             group_size: the task's when None.
-            credit: False for validation: the algorithm doesn't see the rollouts; call ``score_rewards`` next.
+            credit: False: the algorithm doesn't see the rollouts, which are the policy's; call ``score_rewards`` next, and
+                ``credit_group`` unless it is for validation.
         """
         size = group_size or self.config.group_size
         group = RolloutGroup(
@@ -237,6 +247,16 @@ class Task(UserConfigurable):
         """Rewards, then credit. Sets ``group.failure``, and returns it, where the group can't be trained on: too few rollouts
         were scored, or the algorithm failed. A rollout without a reward is never trained on."""
         await self.score_rewards(group)
+        return self._give_credit(group)
+
+    async def credit_group(self, group: RolloutGroup) -> str | None:
+        """Credit for a group that was run without, and rewarded. Sets and returns ``group.failure`` as ``score_group`` does."""
+        limit_s = self.config.env.rollout_timeout_s
+        scores = (score_rollout(self.algorithm, rollout, group, timeout_s=limit_s) for rollout in group.rollouts)
+        await asyncio.gather(*scores)
+        return self._give_credit(group)
+
+    def _give_credit(self, group: RolloutGroup) -> str | None:
         # Again after credit: a rollout that its algorithm gave none has lost its reward.
         limit_s = self.config.env.rollout_timeout_s
         group.failure = self._too_few_scored(group) or give_credit(self.algorithm, group, timeout_s=limit_s)
