@@ -1,5 +1,6 @@
 """Errors a person reads as one line."""
 
+from collections.abc import Sequence
 from typing import Any
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -11,8 +12,9 @@ _SHOWN = 500
 class ConfigError(ValueError):
     """A config that can't run: names the field, the value seen and the cure."""
 
-    def __init__(self, field: str, value: Any, cure: str):
-        self.field, self.value, self.cure = field, value, cure
+    def __init__(self, field: str, value: Any, cure: str, *, lines: Sequence[str] = ()):
+        """``lines``: one for each part at fault, such as the rows of a file."""
+        self.field, self.value, self.cure, self.lines = field, value, cure, tuple(lines)
         super().__init__(f"{field} = {_shown(value)}: {cure}")
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, Any, str]]:

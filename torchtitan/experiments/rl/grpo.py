@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
             # Of the user's classes, where nothing expects one. Nothing was spawned.
             raise ConfigError("--config", name, f"the check failed: {fault_of(error)}") from error
     except ConfigError as error:
-        print(f"error: {printable_line(str(error))}", file=sys.stderr)
+        for line in [f"error: {error}", *error.lines]:
+            print(printable_line(line), file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while modules are imported; nothing was spawned
         return 130

@@ -84,6 +84,8 @@ MAY_CHANGE: Mapping[str, bool] = {
     "tasks.*.max_retries": False,
     "tasks.*.weight": False,
     "tasks.*.template": False,
+    "tasks.*.messages_column": False,
+    "tasks.*.tools_column": False,
     "tasks.*.system_prompt": False,
     "tasks.*.env": False,
     "tasks.*.env.step_timeout_s": True,

@@ -142,6 +142,8 @@ class _Trial:
             if cause.startswith(algorithm):
                 self._refuse("algorithm", task.algorithm, cause.removeprefix(f"task {task.name}: "))
             raise ConfigError(self.field, self.name, f"{self.doing} failed: {cause}; {self.cure}")
+        if rollout.static:
+            return group
         if not rollout.turns:
             limit = f"{self.field}.env.max_rollout_tokens = {task.config.env.max_rollout_tokens}"
             self.found.warning = f"{limit}: the prompt of the first example leaves no room for a completion; raise it"

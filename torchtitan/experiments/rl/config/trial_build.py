@@ -73,6 +73,8 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[st
         with user_code(f"{field}.sampler", type(task.sampler).__name__, "its next() failed"):
             first = task.sampler.next()
         _check_example(first, f"{field}.sampler", task.sampler, "next()")
+        with user_code(field, type(task).__name__, "its check_examples failed"):
+            task.check_examples(field=field)
         with user_code(f"{field}.algorithm", type(task.algorithm).__name__, "its check_example failed"):
             task.algorithm.check_example(
                 first,

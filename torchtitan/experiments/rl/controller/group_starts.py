@@ -88,7 +88,11 @@ class GroupStarts:
 
     def _start_slot(self, name: str) -> None:
         task = self._tasks[name]
-        self._start(task, groups=1 if task.needs_group else task.config.group_size)
+        groups = 1 if task.needs_group else task.config.group_size
+        if task.repeats_example:
+            return self._start(task, groups=groups)
+        for _ in range(groups):
+            self._start(task, groups=1)
 
     def _start(self, task: Task, *, groups: int) -> None:
         """Start this many groups of one example."""
@@ -96,6 +100,6 @@ class GroupStarts:
         self.started += groups
         parts = 1 if task.needs_group else task.config.group_size
         for group_id in group_ids:
-            self._pacer.admit(group_id, self._version(), frozen=task.frozen_source is not None, parts=parts)
+            self._pacer.admit(group_id, self._version(), frozen=not task.goes_stale, parts=parts)
             self._open.dispatch(task, group_id)
         self._running.start(self._run(*group_ids), group_ids[0])

@@ -25,7 +25,7 @@ class LateCredit:
         self._tasks = {
             name
             for name, task in tasks.items()
-            if useful and not task.needs_group and task.frozen_source is None and task.algorithm.asks_models
+            if useful and not task.needs_group and task.goes_stale and task.algorithm.asks_models
         }
         self._slot, self._parts, self._runner, self._batcher = slot, parts, runner, batcher
 

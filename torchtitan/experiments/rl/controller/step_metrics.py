@@ -58,6 +58,7 @@ class StepRecord:
         self.metrics = {
             **trained,
             **_rollout_metrics(taken),
+            **_demonstration_metrics(taken),
             "batch/groups": len(taken.groups),
             "batch/rows": packed.rows,
             "batch/tokens": packed.tokens,
@@ -134,9 +135,21 @@ def _mixed_version_share(taken: StepGroups) -> float:
     return float(np.mean([v[0] != v[-1] for v in versions if len(v)] or [False]))
 
 
+def _demonstration_metrics(taken: StepGroups) -> dict[str, float]:
+    """Of rollouts that are a dataset's conversations."""
+    metrics: Counter[str] = Counter()
+    for rollout in (rollout for group in taken.groups for rollout in group.rollouts if rollout.static):
+        metrics[f"demonstrations/{rollout.task_name}/count"] += 1
+        weights = [sample.ce_weights for sample in rollout.samples if sample.ce_weights is not None]
+        metrics[f"demonstrations/{rollout.task_name}/trained_tokens"] += sum(int(np.count_nonzero(w)) for w in weights)
+    return dict(metrics)
+
+
 def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
     """Of what the step took, with what post-batch filters dropped: without it a filter of ties would hide the reward."""
-    rollouts = [rollout for group in taken.sampled for rollout in group.rollouts]
+    rollouts = [rollout for group in taken.sampled for rollout in group.rollouts if not rollout.static]
+    if not rollouts:
+        return {}
     rewards = np.array([rollout.reward for rollout in rollouts])
     # A rollout that was compared with no other has no spread.
     spreads = [np.std(group.rewards) for group in taken.sampled if len(group.rollouts) > 1] or [np.float64(0)]

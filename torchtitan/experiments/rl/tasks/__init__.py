@@ -9,12 +9,14 @@ from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnv
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, env_component, last_assistant_text
+from torchtitan.experiments.rl.tasks.demonstrations.task import DemonstrationTask
 from torchtitan.experiments.rl.tasks.questions.task import QuestionTask, question_task
 from torchtitan.experiments.rl.tasks.task import Task
 
 __all__ = [
     "DataSample",
     "Dataset",
+    "DemonstrationTask",
     "MadeDataset",
     "MemoryRows",
     "MessageEnv",

@@ -15,7 +15,7 @@ import asyncio
 import functools
 import time
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from renderers import Renderer
 
@@ -133,6 +133,9 @@ class Task(UserConfigurable):
         self.algorithm: Algorithm = config.algorithm.build()
         self.algorithm.renderer = renderer
 
+    repeats_example: ClassVar[bool] = True
+    """Whether rollouts that share a slot are of one example."""
+
     # ---- what a user overrides
 
     def make_env(self, sample: DataSample) -> MessageEnv:
@@ -179,6 +182,16 @@ class Task(UserConfigurable):
     async def close(self) -> None:
         """After the last group: release what make_envs draws from."""
 
+    def check_examples(self, *, field: str) -> None:
+        """Refuse examples that can't be used, before any process starts.
+
+        Args:
+            field: path of this task's config, such as "tasks.sum_digits".
+
+        Raises:
+            ConfigError: naming the field at fault; its ``lines`` name the examples.
+        """
+
     # ---- what the controller calls
 
     @property
@@ -189,6 +202,11 @@ class Task(UserConfigurable):
         own = type(self).run_group is not Task.run_group or type(self).score_group is not Task.score_group
         compares = algorithm.needs_group or algorithm.score_group is not Algorithm.score_group
         return own or compares or self.rubric.compares_group
+
+    @property
+    def goes_stale(self) -> bool:
+        """Whether what it trains on is sampled from the policy."""
+        return self.frozen_source is None
 
     @property
     def frozen_source(self) -> FrozenModel | HostedModel | None:
