@@ -168,6 +168,34 @@ async def test_opsd_scores_a_whole_conversation_behind_its_first_prompt(run, tok
         assert sample.ref_logprobs.tolist() == np.where(sample.loss_mask, -(np.arange(len(sample)) + shift), 0).tolist()
 
 
+@pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.parametrize("retention", ["all", "tool_cycle"])
+async def test_opsd_leaves_the_sample_as_it_is_behind_a_system_message(tokenizer_path, tokenizer, turns, retention):
+    """Also where a conversation is several samples, because its prompts are rendered anew."""
+    renderer = build_renderer(RendererConfig(enable_thinking=True, thinking_retention=retention), tokenizer_path)
+    algorithm = OPSD.Config(place="system", template="\n\nHint: {demonstration}")
+    task = Talk.Config(algorithm=algorithm, turns=turns).build(name="talk", renderer=renderer)
+    policy = Scorer(tokenizer, "<think>\nhm\n</think>\n\nok")
+    await task.setup(policy)
+    group = await task.run_group(SAMPLE, policy, group_id="g", seed=0)
+    block = tokenizer.encode("<|im_start|>system\nHint: four<|im_end|>\n", add_special_tokens=False)
+    for rollout in group.rollouts:
+        assert rollout.error is None and len(rollout.samples) == (turns if retention == "tool_cycle" else 1)
+        for sample in rollout.samples:
+            assert block + sample.token_ids.tolist() in policy.scored
+            positions = np.arange(len(sample)) + len(block)
+            assert sample.ref_logprobs.tolist() == np.where(sample.loss_mask, -positions, 0).tolist()
+            assert sample.ref_kl_weights.tolist() == sample.loss_mask.astype(float).tolist() and sample.loss_mask.any()
+
+
+def test_opsd_counts_the_system_message_against_the_context(renderer, tokenizer):
+    config = OPSD.Config(place="system", template="{demonstration}")
+    added = len(tokenizer.encode("<|im_start|>system\nfour<|im_end|>\n", add_special_tokens=False))
+    checked(config, SAMPLE, renderer, max_model_len=100 + added + 1)
+    with pytest.raises(ConfigError, match=rf"tasks.t.env.max_rollout_tokens = 100: .* \({added} tokens\)"):
+        checked(config, SAMPLE, renderer, max_model_len=100 + added)
+
+
 async def test_opsd_without_a_demonstration_says_which_sample_has_none(renderer, tokenizer):
     task = Talk.Config(algorithm=OPSD.Config(demonstration_key="proof")).build(name="talk", renderer=renderer)
     policy = Scorer(tokenizer)

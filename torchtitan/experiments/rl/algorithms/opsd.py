@@ -2,7 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 from renderers import Message
@@ -44,8 +44,12 @@ class OPSD(Algorithm):
         demonstration_key: NonEmptyStr = "demonstration"
         """Where the demonstration is, a text: a key of DataSample.info, else a field of the DataSample, such as "env_input", or
         of the Rollout."""
+        place: Literal["question", "system"] = "question"
+        """question: the demonstration is added to the last user message of each sample's first prompt, which is rendered anew.
+        system: it is a system message of its own, and the sample follows it as it is, token by token. That works with any
+        prompt, tools and number of turns."""
         template: str = TEMPLATE
-        """Added to the last user message of the prompt."""
+        """What is added, or the text of the system message."""
         max_concurrency: PositiveInt = 256
         """Scores in flight at once; more wait."""
 
@@ -75,8 +79,11 @@ class OPSD(Algorithm):
 
     async def _score(self, sample: TrainingSample, turn: RolloutTurn, demonstration: str) -> np.ndarray:
         """float32 [L]: log-probabilities of the sample's tokens after its first prompt, behind the demonstration; 0 before."""
-        messages = self.demonstrated(turn.prompt_messages, demonstration)
-        prompt = self.renderer.render(messages, tools=turn.tools, add_generation_prompt=True).token_ids
+        if self.config.place == "system":
+            prompt = [*self.block(demonstration), *turn.prompt_token_ids.tolist()]
+        else:
+            messages = self.demonstrated(turn.prompt_messages, demonstration)
+            prompt = self.renderer.render(messages, tools=turn.tools, add_generation_prompt=True).token_ids
         rest = sample.token_ids[len(turn.prompt_token_ids) :]
         token_ids = np.concatenate([np.asarray(prompt, np.int32), rest])
         try:
@@ -118,17 +125,26 @@ class OPSD(Algorithm):
                 text = self._demonstration_in(example, None)
             except ValueError as error:
                 raise ConfigError(f"{field}.algorithm.demonstration_key", self.config.demonstration_key, str(error)) from None
-        message: Message = {"role": "user", "content": "x"}
-        plain, shown = (
-            len(self.renderer.render(messages, add_generation_prompt=True).token_ids)
-            for messages in ([message], self.demonstrated([message], text))
-        )
-        if max_rollout_tokens + shown - plain >= max_model_len:
+        if self.config.place == "system":
+            added = len(self.block(text))
+        else:
+            message: Message = {"role": "user", "content": "x"}
+            plain, shown = (
+                len(self.renderer.render(messages, add_generation_prompt=True).token_ids)
+                for messages in ([message], self.demonstrated([message], text))
+            )
+            added = shown - plain
+        if max_rollout_tokens + added >= max_model_len:
             cure = (
-                f"a rollout of that length and the demonstration of data sample {example.sample_id!r} ({shown - plain} tokens) "
+                f"a rollout of that length and the demonstration of data sample {example.sample_id!r} ({added} tokens) "
                 f"must be shorter than generator.engine.max_model_len = {max_model_len}: lower this or raise that"
             )
             raise ConfigError(f"{field}.env.max_rollout_tokens", max_rollout_tokens, cure)
+
+    def block(self, demonstration: str) -> list[int]:
+        """The demonstration as a system message, in tokens: what goes before a sample that stays as it is."""
+        text = self.config.template.replace("{demonstration}", demonstration).strip()
+        return self.renderer.render([{"role": "system", "content": text}], add_generation_prompt=False).token_ids
 
     def demonstrated(self, messages: list[Message], demonstration: str) -> list[Message]:
         """The conversation with the demonstration in it: at the end of its last user message."""
