@@ -35,6 +35,7 @@ from torchtitan.experiments.rl.models.row_shapes import Policy, RowShapes
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.training.checkpoints import TrainerCheckpoints, TrainerStart
 from torchtitan.experiments.rl.training.config import TrainerConfig
+from torchtitan.experiments.rl.training.flops import ModelFlops, peak_flops
 from torchtitan.experiments.rl.training.hub_tensors import HubTensors
 from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
@@ -80,6 +81,7 @@ class Learner:
         dtype = dtype or getattr(torch, config.dtype)
         with torch.device("meta"):
             self.model = spec.model.build().to(dtype)
+        self.flops = ModelFlops.of(spec.model, self.model, peak=peak_flops(self._device), ranks=dims.tp)
         self._parallelize(spec.parallelize_fn, dims, parallelism, run_dir)
         materialize(self.model, self._device, parameters_on_cpu=config.enable_cpu_offload)
         self.model.train()
@@ -131,6 +133,7 @@ class Learner:
         for index, microbatch in enumerate(microbatches):
             on_microbatch()
             self._synchronise_gradients(last=index == len(microbatches) - 1)
+            self.flops.add(microbatch)
             batch = microbatch.to(self._device)
             if advantages is not None:
                 batch = with_normalized_advantages(batch, advantages)

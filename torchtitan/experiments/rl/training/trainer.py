@@ -222,6 +222,10 @@ class PolicyTrainer(WatchedActor):
 
         await self._submit(close)
 
+    def _more_usage(self) -> dict[str, float]:
+        utilisation = self._learner.flops.lap_utilisation() if hasattr(self, "_learner") else None
+        return {} if utilisation is None else {"mfu": utilisation}
+
     def _submit(self, work: Callable[[], Any], *, quick: bool = False) -> asyncio.Future[Any]:
         """
         Args:
