@@ -40,8 +40,8 @@ WITHOUT_BOUNDS = {
     "Rubric.Config.error_reward": ANY_REWARD,
     "DifficultyPool.Config.hard_up_to": ANY_REWARD,
     "DifficultyPool.Config.easy_from": ANY_REWARD,
-    "Replay.Config.mean_above": ANY_REWARD,
-    "Replay.Config.mean_below": ANY_REWARD,
+    "ExampleReplay.Config.mean_above": ANY_REWARD,
+    "ExampleReplay.Config.mean_below": ANY_REWARD,
 }
 
 

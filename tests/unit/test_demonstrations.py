@@ -200,7 +200,9 @@ async def test_demonstrations_and_compared_rollouts_share_a_run(renderer, tokeni
             )
         sampled = [rollout for group in batch.groups for rollout in group.rollouts if not rollout.static]
         assert _rollout_metrics(batch).get("rollout/count", 0) == len(sampled)
-        assert len(_ages(batch, step)) == sum(sample.loss_mask.sum() for rollout in sampled for sample in rollout.samples)
+        assert len(_ages(batch.groups, step)) == sum(
+            sample.loss_mask.sum() for rollout in sampled for sample in rollout.samples
+        )
         loop.step_taken(batch)
     await loop.close()
     counts = loop.ledger.counts()

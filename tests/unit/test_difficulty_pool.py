@@ -11,7 +11,7 @@ from tests.unit.test_data import Letters, ids
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_difficulty_pool_qwen3_debug
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
-from torchtitan.experiments.rl.data.replay import Replay
+from torchtitan.experiments.rl.data.replay import ExampleReplay
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 
@@ -198,8 +198,10 @@ SCRIPTS = st.lists(STEPS, max_size=60)
 STRATEGIES = {
     "pool": DifficultyPool.Config(),
     "pool of odd weights": DifficultyPool.Config(unseen_weight=0.1, normal_weight=0.7, hard_weight=0.3, easy_weight=0.0),
-    "replay": Replay.Config(fraction=0.5, capacity=3),
-    "replay by variance, over a pool": Replay.Config(fraction=0.7, keep="variance", capacity=2, fresh=DifficultyPool.Config()),
+    "replay": ExampleReplay.Config(fraction=0.5, capacity=3),
+    "replay by variance, over a pool": ExampleReplay.Config(
+        fraction=0.7, keep="variance", capacity=2, fresh=DifficultyPool.Config()
+    ),
 }
 
 
@@ -270,7 +272,7 @@ def test_pool_that_cannot_be_is_refused(config, field):
 
 def test_sampler_is_checked_with_the_run():
     config = rl_difficulty_pool_qwen3_debug()
-    config.tasks["sum_digits"].sampler = Replay.Config(fresh=DifficultyPool.Config(easy_from=0.1))
+    config.tasks["sum_digits"].sampler = ExampleReplay.Config(fresh=DifficultyPool.Config(easy_from=0.1))
     with pytest.raises(ConfigError) as error:
         checked_plan(config)
     assert error.value.field == "tasks.sum_digits.sampler.fresh.easy_from"

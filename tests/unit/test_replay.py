@@ -9,12 +9,12 @@ import pytest
 from tests.unit.test_data import Letters, ids
 from tests.unit.test_difficulty_pool import draw, group_of
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
-from torchtitan.experiments.rl.data.replay import Replay
+from torchtitan.experiments.rl.data.replay import ExampleReplay
 from torchtitan.experiments.rl.errors import ConfigError
 
 
-def replay(count=100, seed=0, **config) -> Replay:
-    return Replay.Config(**config).build(dataset=Letters.Config(count=count).build(), seed=seed)
+def replay(count=100, seed=0, **config) -> ExampleReplay:
+    return ExampleReplay.Config(**config).build(dataset=Letters.Config(count=count).build(), seed=seed)
 
 
 def stored(strategy) -> set[str]:

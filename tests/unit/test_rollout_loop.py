@@ -89,6 +89,7 @@ class Loop(RolloutLoop):
         max_drops=5,
         policy=None,
         row_length=ROW_LENGTH,
+        replay=None,
     ):
         self.version = 0
         self.pacer = Pacer(groups_per_step=groups_per_step, max_offpolicy_steps=max_offpolicy_steps)
@@ -104,6 +105,7 @@ class Loop(RolloutLoop):
             post_batch_filters=[entry.build() for entry in post_filters],
             total_groups=groups_per_step * steps,
             max_drops_in_a_row=max_drops,
+            replay=replay,
         )
 
     async def batch(self):

@@ -38,6 +38,7 @@ MAY_CHANGE: Mapping[str, bool] = {
     "rollouts_per_step": False,
     "max_offpolicy_steps": False,
     "max_drops_in_a_row": True,
+    "replay": False,
     "output_dir": True,
     "rollout_workers": True,
     "model": False,

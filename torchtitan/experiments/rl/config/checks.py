@@ -93,7 +93,7 @@ def check(config: RunConfig) -> None:
     for field, reference in find_references(config.tasks, field="tasks"):
         reference.validate(field=field)
     hosted_models(config.tasks)
-    groups_per_step(config)
+    config.replay.validate(groups_per_step=groups_per_step(config))
 
 
 def check_relations(config: RunConfig) -> None:

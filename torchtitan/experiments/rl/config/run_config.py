@@ -17,6 +17,7 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.rollouts.group_replay import GroupReplayConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
@@ -45,6 +46,8 @@ class RunConfig:
     """The run ends after so many groups in a row that gave nothing to train on (failed, filtered, oversized). It also ends
     if in each of its first groups, this many, all rewards are equal."""
     seed: NonNegativeInt = 0
+    replay: GroupReplayConfig = field(default_factory=GroupReplayConfig)
+    """Groups that a step trains on again, with the credit they had."""
     task_mix: TaskMix.Config = field(default_factory=WeightedRoundRobin.Config)
     pre_batch_filters: list[Filter.Config] = field(default_factory=list)
     """Applied before a rollout takes a place in a batch. Other groups replace those that they drop."""

@@ -23,7 +23,7 @@ from torchtitan.experiments.rl.config_registry.debug import (
     rl_sft_qwen3_debug,
     rl_shuffled_cursor_qwen3_debug,
 )
-from torchtitan.experiments.rl.config_registry.experience import rl_demonstrations_qwen3_debug
+from torchtitan.experiments.rl.config_registry.experience import rl_demonstrations_qwen3_debug, rl_replay_qwen3_debug
 from torchtitan.experiments.rl.config_registry.judges import rl_judge_qwen3_debug
 from torchtitan.experiments.rl.config_registry.qwen3 import (
     HUB_FOLDER,
@@ -64,6 +64,7 @@ __all__ = [
     "rl_questions_qwen3_debug",
     "rl_judge_qwen3_debug",
     "rl_demonstrations_qwen3_debug",
+    "rl_replay_qwen3_debug",
     "rl_grpo_qwen3_0_6b",
     "rl_grpo_qwen3_1_7b",
     "rl_grpo_qwen3_4b",

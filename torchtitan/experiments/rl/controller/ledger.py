@@ -34,6 +34,7 @@ class Ledger:
     def __init__(self, path: Path | None = None):
         self._dispatched: Counter[str] = Counter()
         self._ended: dict[str, Counter[str]] = {}
+        self._replayed: Counter[str] = Counter()
         self._open: dict[str, LedgerRecord] = {}
         self._file = RecordFile(path) if path is not None else None
         self._unwritten: list[str] = []
@@ -58,6 +59,10 @@ class Ledger:
         self._ended.setdefault(record.task, Counter())[column] += 1
         if self._file is not None:
             self._unwritten.append(json.dumps(asdict(record)) + "\n")
+
+    def replay(self, task: str, rollouts: int) -> None:
+        """Rollouts that were trained on are trained on again: they stay in their column, and are counted beside it."""
+        self._replayed[task] += rollouts
 
     def open(self, task: str) -> int:
         """Rollouts of a task that are in no column: dispatched less ended."""
@@ -95,19 +100,23 @@ class Ledger:
             self._unwritten.clear()
 
     def counts(self) -> dict[str, int]:
-        """``<task>/<column>`` to rollouts, dispatched and open included."""
+        """``<task>/<column>`` to rollouts, dispatched and open included.
+
+        ``<task>/replayed``, where something was, is no column: it counts trainings of rollouts that ended before.
+        """
         counts = {}
         for task, dispatched in self._dispatched.items():
             counts[f"{task}/dispatched"] = dispatched
             counts |= {f"{task}/{column}": n for column, n in sorted(self._ended.get(task, Counter()).items())}
             counts[f"{task}/open"] = self.open(task)
-        return counts
+        return counts | {f"{task}/replayed": count for task, count in self._replayed.items()}
 
     def state(self) -> LedgerState:
         """What a resumed run continues from."""
         return LedgerState(
             dispatched=dict(self._dispatched),
             ended={task: dict(columns) for task, columns in self._ended.items()},
+            replayed=dict(self._replayed),
             open=[
                 LedgerEntry(rollout_id=entry.rollout_id, task=entry.task, dispatched_version=entry.dispatched_version)
                 for entry in self._open.values()
@@ -118,6 +127,7 @@ class Ledger:
         """Continue from a checkpoint's counts and open rollouts."""
         self._dispatched = Counter(state.dispatched)
         self._ended = {task: Counter(columns) for task, columns in state.ended.items()}
+        self._replayed = Counter(state.replayed)
         self._open = {
             entry.rollout_id: LedgerRecord(
                 rollout_id=entry.rollout_id, task=entry.task, dispatched_version=entry.dispatched_version

@@ -71,6 +71,8 @@ class StepGroups:
     """Groups dropped since the step before."""
     filter_matches: Counter[str] = field(default_factory=Counter)
     """Rollouts matched since the step before, by ``<slot>/<filter>``, monitors included."""
+    replayed: list[RolloutGroup] = field(default_factory=list)
+    """Groups that were trained on before, and are again."""
     filter_tokens: Counter[str] = field(default_factory=Counter)
     """Tokens that the policy sampled in these."""
 

@@ -28,6 +28,7 @@ from torchtitan.experiments.rl.controller.user_parts import FilterSlot, UserPart
 from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult
+from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
@@ -61,6 +62,7 @@ class RolloutLoop:
         max_drops_in_a_row: int,
         ledger: Ledger | None = None,
         recorder: RolloutRecorder | None = None,
+        replay: GroupReplay | None = None,
         gate: Gate | None = None,
         note: Callable[[str], None] = lambda line: None,
     ):
@@ -68,6 +70,7 @@ class RolloutLoop:
         Args:
             total_groups: slots of groups the run will train on; the loop starts no more than may still be needed.
             max_drops_in_a_row: limit of the stall detectors (`stall.py`).
+            replay: the groups that steps train on again.
             gate: calls the samplers, the mix and the filters.
             note: prints a line.
         """
@@ -77,6 +80,7 @@ class RolloutLoop:
         self._pre_batch, self._post_batch = FilterSlot("pre", pre_batch_filters), FilterSlot("post", post_batch_filters)
         self._groups_left = total_groups
         self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
+        self._replay = replay
         self._late_credit = LateCredit(tasks, slot=self._pre_batch, parts=self._parts, runner=runner, batcher=batcher)
         self._running = Running()
         self._stall = StallDetectors(max_drops_in_a_row, list(tasks), note)
@@ -144,12 +148,18 @@ class RolloutLoop:
         self._groups_left -= self._pacer.groups_per_step
         step, self._next_step = self._next_step, StepGroups()
         step.groups, step.sampled = [group for group in groups if group.rollouts], sampled
+        if self._replay is not None:
+            step.replayed = self._replay.draw(version)
         return step
 
     def trained(self, taken: StepGroups) -> None:
         """The optimizer step on these groups was taken: their rollouts end as trained."""
         for group in taken.groups:
             self._open.leave(group.group_id, "trained")
+        for group in taken.replayed:
+            self.ledger.replay(group.task_name, len(group.rollouts))
+        if self._replay is not None:
+            self._replay.add(taken.groups)
         self._open.check()
 
     def live(self, version: int, *, fill: bool = True) -> None:
@@ -191,7 +201,7 @@ class RolloutLoop:
             self.ledger.close()
 
     async def capture(self, at_once: Callable[[], Captured]) -> tuple[RolloutLoopState, list[RolloutGroup], Captured]:
-        """What a resumed run continues from, the finished groups, and what ``at_once`` returns of the same moment.
+        """What a resumed run continues from, the groups that have finished or are stored, and what ``at_once`` returns then.
 
         Groups go on running meanwhile; none starts, ends or is filtered. Call it between steps, when no group is taken and not
         trained; call ``fill`` after it.
@@ -213,8 +223,10 @@ class RolloutLoop:
                 filter_tokens=dict(self._next_step.filter_tokens),
                 samplers=samplers,
                 mix=mix,
+                replay=[] if self._replay is None else self._replay.state(),
             )
-            return state, self._open.finished(), at_once()
+            stored = [] if self._replay is None else self._replay.groups()
+            return state, [*self._open.finished(), *stored], at_once()
 
     async def restore(self, state: RolloutLoopState, finished: Mapping[str, RolloutGroup], version: int) -> None:
         """Continue from a checkpoint of ``version``, which the generators hold: run again what had not finished.
@@ -228,6 +240,8 @@ class RolloutLoop:
         matches, tokens = Counter(state.filter_matches), Counter(state.filter_tokens)
         self._next_step = StepGroups(dropped_groups=state.dropped_groups, filter_matches=matches, filter_tokens=tokens)
         self._stall.restore(state.stall)
+        if self._replay is not None:
+            self._replay.restore(state.replay, finished)
         self.ledger.restore(state.ledger)
         lost = self._open.restore(state.groups, finished, self._tasks, examples)
         lost += self._pacer.restore([slot for slot in state.slots if slot.group_id not in lost], version)

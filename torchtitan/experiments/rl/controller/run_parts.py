@@ -39,6 +39,7 @@ from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.console import Console, RunSummary
 from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
 from torchtitan.experiments.rl.observability.waits import Waits
+from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, contained
 from torchtitan.experiments.rl.user_code.gate import Gate, sentence
@@ -164,7 +165,7 @@ class RunParts:
         )
         renderer = build_renderer(config.renderer, config.model.hf_assets_path)
         await self._tasks.build(renderer, vocab_size=HubConfig.read(config.model.hf_assets_path).size("vocab_size"))
-        tasks = self._tasks.tasks
+        tasks, batcher = self._tasks.tasks, config.batcher.build()
         mix = await self._built(config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()})
         for line in parts_without_state(mix, tasks):
             self._console.note(line)
@@ -172,23 +173,24 @@ class RunParts:
             slot: [await self._built(entry, f"{slot}[{i}]") for i, entry in enumerate(getattr(config, slot))]
             for slot in ("pre_batch_filters", "post_batch_filters")
         }
-        batcher = config.batcher.build()
         await self._actors.start(trainer_start(resumed, self._init_from))
         with self._waits.wait("the tasks to be set up"):
             runner = await self._actors.start_runner(self._tasks)
+        replay = GroupReplay(config.replay, groups_per_step=plan.groups_per_step, seed=config.seed, load=resumed is None)
         recorder = self._recorder = config.recorder.build(run_dir=self._run_dir)
         rollouts = self._rollouts = RolloutLoop(
             tasks=tasks,
             mix=mix,
             runner=runner,
             policy=self._actors.policy,
-            pacer=Pacer(groups_per_step=plan.groups_per_step, max_offpolicy_steps=config.max_offpolicy_steps),
+            pacer=Pacer(groups_per_step=replay.fresh_groups, max_offpolicy_steps=config.max_offpolicy_steps),
             batcher=batcher,
             **filters,
-            total_groups=plan.groups_per_step * max(0, config.steps - step),
+            total_groups=replay.fresh_groups * max(0, config.steps - step),
             max_drops_in_a_row=config.max_drops_in_a_row,
             ledger=Ledger(self._files["ledger"]),
             recorder=recorder,
+            replay=replay,
             gate=self._gate,
             note=self._console.note,
         )

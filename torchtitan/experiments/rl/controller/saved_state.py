@@ -45,6 +45,8 @@ class LedgerState(Record):
     ended: dict[str, dict[str, int]]
     """Rollouts by task and column."""
     open: list[LedgerEntry]
+    replayed: dict[str, int] = {}
+    """Rollouts trained on again, by task."""
 
 
 class DropsState(Record):
@@ -104,6 +106,8 @@ class RolloutLoopState(Record):
     samplers: dict[str, Any]
     """What each task's sampler says of itself."""
     mix: Any
+    replay: list[tuple[str, int, int]] = []
+    """Stored groups, oldest first: id, oldest version, replays. They are in the file of finished groups."""
 
 
 class ReportState(Record):

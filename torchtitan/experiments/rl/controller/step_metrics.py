@@ -11,6 +11,7 @@ from torchtitan.experiments.rl.controller.credit_metrics import advantage_metric
 from torchtitan.experiments.rl.controller.open_groups import StepGroups
 from torchtitan.experiments.rl.controller.validation import ValidationReport
 from torchtitan.experiments.rl.observability.console import StepReport
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.weights.sync import SyncReport
 
 
@@ -53,12 +54,13 @@ class StepRecord:
         self._taken, self._spans = taken, spans
         self.validation = next((report for report in reversed(validations) if report.reward is not None), None)
         self._seconds = time.perf_counter() - self._started
-        self._ages = _ages(taken, self._step - 1)
+        self._ages = _ages(taken.groups, self._step - 1)
         self._sampled = len(self._ages)
         self.metrics = {
             **trained,
             **_rollout_metrics(taken),
             **_demonstration_metrics(taken),
+            **_replay_metrics(taken, self._step - 1),
             "batch/groups": len(taken.groups),
             "batch/rows": packed.rows,
             "batch/tokens": packed.tokens,
@@ -121,9 +123,9 @@ class StepRecord:
         )
 
 
-def _ages(taken: StepGroups, version: int) -> np.ndarray:
+def _ages(groups: Sequence[RolloutGroup], version: int) -> np.ndarray:
     """Policy age of every sampled token."""
-    samples = [sample for group in taken.groups for rollout in group.rollouts for sample in rollout.samples]
+    samples = [sample for group in groups for rollout in group.rollouts for sample in rollout.samples]
     sampled = [version - sample.policy_versions[sample.loss_mask] for sample in samples]
     return np.concatenate(sampled) if sampled else np.zeros(0, np.int32)
 
@@ -133,6 +135,19 @@ def _mixed_version_share(taken: StepGroups) -> float:
     rollouts = [rollout for group in taken.groups for rollout in group.rollouts]
     versions = [turn.completion.policy_versions for rollout in rollouts for turn in rollout.turns]
     return float(np.mean([v[0] != v[-1] for v in versions if len(v)] or [False]))
+
+
+def _replay_metrics(taken: StepGroups, version: int) -> dict[str, float]:
+    """Of groups that are trained on again."""
+    if not taken.replayed:
+        return {}
+    ages = _ages(taken.replayed, version)
+    return {
+        "replay/groups": len(taken.replayed),
+        "replay/rollouts": sum(len(group.rollouts) for group in taken.replayed),
+        "replay/age_mean": float(ages.mean()),
+        "replay/age_max": int(ages.max()),
+    }
 
 
 def _demonstration_metrics(taken: StepGroups) -> dict[str, float]:

@@ -151,7 +151,9 @@ class TrainingLoop:
         with self._watch.span("wait"):
             taken = await self._rollouts.next_groups(version=step - 1)
         with self._watch.span("train"):
-            samples = [sample for group in taken.groups for rollout in group.rollouts for sample in rollout.samples]
+            samples = [
+                sample for group in [*taken.groups, *taken.replayed] for rollout in group.rollouts for sample in rollout.samples
+            ]
             # In a thread, because it copies every stream of the step: the event loop keeps running rollouts.
             with trace.span("pack", samples=len(samples)):
                 packed = await asyncio.to_thread(self._batcher.plan, samples, self._data_parallel_size)

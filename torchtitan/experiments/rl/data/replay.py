@@ -20,17 +20,17 @@ class _Stored:
     order: int
 
 
-class Replay(SampleStrategy):
+class ExampleReplay(SampleStrategy):
     """Hands out the examples of stored groups again, among fresh ones.
 
     A group is stored if it was informative: its rewards differ, so that some advantage is not 0, and their mean lies between
     the bounds. With probability ``fraction`` the next example is that of a stored group, any with the same chance; otherwise,
     or while none is stored, it is a fresh one.
 
-    What is replayed is the example alone. Its rollouts are sampled anew by the current policy, so nothing is trained twice and
-    the bound on how far off-policy tokens are holds as for any other group. A stored group is taken out when its example is
-    handed out; it comes back with the new group, if that is informative too. So an example leaves once the policy has mastered
-    it, and the store follows what the policy solves sometimes.
+    What is replayed is the example alone (`rollouts/group_replay.py` replays whole groups). Its rollouts are sampled anew by
+    the current policy, so nothing is trained twice and the bound on how far off-policy tokens are holds as for any other
+    group. A stored group is taken out when its example is handed out; it comes back with the new group, if that is informative
+    too. So an example leaves once the policy has mastered it, and the store follows what the policy solves sometimes.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -141,3 +141,7 @@ class Replay(SampleStrategy):
                 "dataset", f"no example {missing[0]!r}", "the checkpoint stored it: resume with the same examples"
             )
         return found
+
+
+Replay = ExampleReplay
+"""Its name before groups could be replayed."""
