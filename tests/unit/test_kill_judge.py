@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
@@ -147,6 +148,27 @@ def test_memory_is_that_of_small_mappings():
     smaps = "00-10 rw-p\nSize:  400 kB\nRss:  300 kB\nAnonymous:  200 kB\nAnonHugePages:  0 kB\n"
     smaps += "20-30 rw-p\nSize:  262144 kB\nAnonymous:  131072 kB\n40-50 rw-p\nSize:  8 kB\nAnonymous:  4 kB\n"
     assert soak.anonymous_kb(smaps) == 204
+
+
+@pytest.mark.parametrize("answers_a_step, faults", [(10, []), (0, ["worker: memory grows by +0.488"])])
+def test_what_monarch_keeps_of_answers_is_taken_off_the_growth(answers_a_step, faults, capsys):
+    """5 kB a step are 0.488 MB in 100 steps, and those are what it keeps of 10 answers a step."""
+    constant = dict(descriptors=50, threads=9, live_mb=20.0, free_mb=3.0, python_blocks=1000)
+    of = [
+        soak.Sample(step=step, memory_mb=30 + step * 5 / 1024, answers=step * answers_a_step, seconds=500.0, **constant)
+        for step in range(400, 1000, 5)
+    ]
+    found = soak.divided({"worker": of}, warm_up=400, bound=0.3)
+    assert [fault.partition(" ±")[0] for fault in found] == faults
+    assert "+0.488" in capsys.readouterr().out
+
+
+def test_what_monarch_keeps_of_its_polls_grows_with_the_time_and_in_the_controller_with_the_processes():
+    """100 answers of 0.5 kB; 600 s of 0.7 kB in a polled process, and of 3 times 1 kB in one that polls three."""
+    constant = dict(step=1, memory_mb=30.0, descriptors=50, threads=9, live_mb=20.0, free_mb=3.0, python_blocks=1000)
+    polled = soak.Sample(answers=100, seconds=600.0, **constant)
+    assert polled.explained_mb * 1024 == pytest.approx(50 + 420)
+    assert replace(polled, polls=3).explained_mb * 1024 == pytest.approx(50 + 1800)
 
 
 def test_only_shared_memory_of_the_run_counts_as_left(tmp_path):
