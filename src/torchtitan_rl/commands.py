@@ -33,6 +33,11 @@ def export() -> int:
     return _run("export")
 
 
+def play() -> int:
+    """``rl-play``: as ``python -m torchtitan.experiments.rl.play``."""
+    return _run("play.command")
+
+
 def _run(module: str) -> int:
     """The ``main`` of a module of the library, which finds modules in the current folder too, as ``python -m`` does."""
     if not sys.flags.safe_path:

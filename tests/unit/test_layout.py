@@ -30,7 +30,7 @@ FLOORS = (
     ("config",),
     ("controller",),
     ("config_registry",),
-    ("grpo", "evaluate", "export", "report"),
+    ("grpo", "evaluate", "export", "report", "play"),
 )
 """From bottom to top. A file imports from its own folder and from floors below, and from no other folder of its floor."""
 
