@@ -63,7 +63,7 @@ def test_evaluate_gives_the_runs_own_validation_figures_of_version_0(sync_runs, 
     assert {"step": 0, **model["metrics"]} == sync_runs[0].metrics[0]
     figures = model["tasks"]["sum_digits"]
     assert figures["avg@1"]["value"] == figures["pass@1"]["value"] == model["metrics"]["validation/reward"]
-    rewards = [record.rollout.reward for record in read_rollouts(evaluation.folder)]
+    rewards = [record.rollout.reward for record in read_rollouts(evaluation.folder, kind="validation")]
     assert len(rewards) == 8 and sum(rewards) / 8 == model["metrics"]["validation/reward"]
     evaluation.assert_nothing_left()
 

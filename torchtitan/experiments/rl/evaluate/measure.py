@@ -35,9 +35,6 @@ from torchtitan.experiments.rl.user_code.gate import Gate
 
 logger = logging.getLogger(__name__)
 
-OUTCOME = "validation"
-"""Of a recorded rollout: it was measured, and is in no column of a ledger."""
-
 
 class EndpointPolicy:
     """Implements rollouts.policy.PolicyClient over a server. Its tokens have policy version -1, as a frozen model's."""
@@ -124,7 +121,6 @@ class Evaluator(Actor):
 
         def measured(group: RolloutGroup) -> None:
             examples[group.task_name].append(asdict(example_of(group)))
-            recorder.record(group, {rollout.rollout_id: OUTCOME for rollout in group.rollouts})
 
         try:
             renderer = build_renderer(config.renderer, config.model.hf_assets_path)
@@ -136,8 +132,8 @@ class Evaluator(Actor):
                 await tasks.setup(policy)
                 runner = LocalRunner(policy, seed=config.seed)
             observed = ObservedRunner(runner, measured)
-            validator = Validator(tasks.tasks, observed, config.validation, on_failure=self._fail, gate=gate)
-            validator.start(0, final=True)
+            validator = Validator(tasks.tasks, observed, config.validation, on_failure=self._fail, gate=gate, recorder=recorder)
+            validator.start(0)
             await actors.supervisor.unless_failed(validator.wait())
             reports = validator.take()
             if self._failure is not None or not reports:

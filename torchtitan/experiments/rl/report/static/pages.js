@@ -77,7 +77,7 @@ async function evaluationsPage(run) {
   const page = await api(`api/runs/${run}/page/evaluations`);
   const names = [...new Set(page.evaluations.flatMap((row) => Object.keys(row.metrics)))]
     .filter((name) => /(avg@|pass@)\d+$|\/failed$|\/truncated$/.test(name)).sort();
-  const rows = page.evaluations.map((row) => [number(row.version), number(row.reported), ...names.map((name) => number(row.metrics[name]))]);
+  const rows = page.evaluations.map((row) => [link(`#/${run}/rollouts?${new URLSearchParams({ outcome: "validation", step: row.version })}`, number(row.version)), number(row.reported), ...names.map((name) => number(row.metrics[name]))]);
   const parts = [html("h1", {}, "Evaluations")];
   if (Object.keys(page.lines).length) {
     parts.push(html("div", { class: "charts" }, lineChart({ title: "avg@k and pass@k", unit: "share", lines: page.lines, xLabel: "policy version" })));
