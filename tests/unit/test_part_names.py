@@ -69,7 +69,7 @@ def test_the_part_that_the_config_has_keeps_its_fields():
         ),
         (
             "--tasks.sum-digits.sampler x",
-            "tasks.sum-digits.sampler = 'x': name one of difficulty_pool, replay, shuffled_cursor, or",
+            "tasks.sum-digits.sampler = 'x': name one of difficulty_pool, example_replay, shuffled_cursor, or",
         ),
         ("--trainer.loss.rl custom_rl_loss", "trainer.loss.rl = 'custom_rl_loss': its Config can't be made without arguments"),
         ("--tasks.sum-digits.algorithm", "overrides"),
