@@ -51,6 +51,31 @@ def samples_of(count: int = 24, *, vocabulary: int = 768, seed: int = 0) -> list
     return samples
 
 
+def conditioned_samples(*, given=None) -> list[TrainingSample]:
+    """The fixed samples, distilled: every third one from what the reference says behind another prompt.
+
+    Args:
+        given: scores these tokens where no reference of the trainer is to do it.
+    """
+    random = np.random.default_rng(5)
+    samples = samples_of()
+    for index, sample in enumerate(samples):
+        sample.ref_kl_weights = sample.loss_mask.astype(np.float32)
+        sample.rl_weights = np.zeros(len(sample), np.float32)
+        sample.ref_logprobs = np.where(sample.loss_mask, random.normal(-8, 1, len(sample)), 0).astype(np.float32)
+        tail = sample.token_ids[len(sample) // 2 :]  # sampled
+        ids = np.concatenate([random.integers(0, 768, 3 + index).astype(np.int32), tail])
+        sample.temperature = 1.0
+        if index % 3:
+            continue
+        sample.reference_ids, sample.ref_logprobs = ids, None
+        if given is not None:
+            scores = given(ids)[-len(tail) :]
+            sample.reference_ids = None
+            sample.ref_logprobs = np.concatenate([np.zeros(len(sample) - len(tail), np.float32), scores])
+    return samples
+
+
 def learner_of(
     run_dir,
     *,

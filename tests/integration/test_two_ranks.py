@@ -15,6 +15,7 @@ from tests.integration.learners import (
     assert_same,
     assert_same_step,
     compute_in_float64,
+    conditioned_samples,
     free_port,
     full,
     fused_config,
@@ -28,6 +29,7 @@ from tests.integration.learners import (
 from tests.integration.models import MODEL
 from tests.integration.ranks import run_ranks
 from tests.unit.tree_samples import random_tree, tree_sample
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.parallelism import Parallelism
@@ -106,6 +108,8 @@ def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_mo
     learner.close()
     learner = compared(learner_of(f"{folder}/compared", dtype=torch.float64, reference=REFERENCE))
     results["compared"] = loss_and_gradient(learner, LAYOUTS["short rows"])
+    results["conditioned"] = loss_and_gradient(learner, LAYOUTS["short rows"], conditioned_samples())
+    results["conditioned on one"] = loss_and_gradient(learner, LAYOUTS["long rows"], conditioned_samples()[:1])
     learner.close()
     torch.Tensor.float = torch.Tensor.double
     learner = learner_of(f"{folder}/shared", dtype=torch.float64)
@@ -236,6 +240,26 @@ def test_the_distance_to_a_reference_does_not_depend_on_ranks_or_rows(exact, two
     expected = loss_and_gradient(learner, REFERENCE_LAYOUT)
     assert expected[0] > plain[0] + 1e-3
     assert_same_step(two_ranks["compared"], expected)
+
+
+def test_the_reference_scores_samples_behind_other_prompts_whatever_their_rows_and_ranks(exact, two_ranks):
+    learner = compared(exact(reference=REFERENCE))
+
+    def behind(token_ids: np.ndarray) -> np.ndarray:
+        with learner.reference.in_place():
+            return learner.score(token_ids)
+
+    expected = loss_and_gradient(learner, REFERENCE_LAYOUT, conditioned_samples(given=behind))
+    for result in (loss_and_gradient(learner, LAYOUTS["short rows"], conditioned_samples()), two_ranks["conditioned"]):
+        assert_same_step(result, expected)
+    # One rank alone has such a sample; the other computes padding with it.
+    expected = loss_and_gradient(learner, REFERENCE_LAYOUT, conditioned_samples(given=behind)[:1])
+    assert_same_step(two_ranks["conditioned on one"], expected)
+
+
+def test_samples_that_leave_scoring_to_a_reference_need_one(exact):
+    with pytest.raises(RunError, match="leaves its reference to the trainer, which has none: set trainer.reference"):
+        loss_and_gradient(exact(), REFERENCE_LAYOUT, conditioned_samples())
 
 
 def test_shared_prefixes_change_nothing_on_one_rank_or_on_two(exact, two_ranks, monkeypatch):

@@ -110,7 +110,9 @@ def test_every_token_comes_back_once_with_all_its_streams(lengths, rows_per_micr
 
 def test_streams_have_the_dtypes_of_the_contract():
     batch = plan_of([sample(5)]).microbatches[0][0]
-    dtypes = {name: getattr(batch, name).dtype for name in batch.__slots__ if name not in ("task_names", "trees")}
+    dtypes = {
+        name: getattr(batch, name).dtype for name in batch.__slots__ if name not in ("task_names", "trees", "conditioned")
+    }
     ints = ("token_ids", "positions", "policy_versions", "task_ids")
     assert all(dtypes.pop(name) == torch.int32 for name in ints)
     assert dtypes.pop("loss_mask") == torch.bool and dtypes.pop("role_ids") == torch.int8
@@ -186,6 +188,14 @@ def first_only(length: int) -> np.ndarray:
             dict(ref_logprobs=None, loss_mask=np.arange(6) > 3, ref_kl_weights=(np.arange(6) > 3).astype(np.float32)),
             "has tokens with a ref_kl weight and no ref_logprobs",
         ),
+        (
+            dict(reference_ids=np.array([1, 2, 9, 9]), token_ids=np.array([0, 3, 5, 5, 9, 8]), loss_mask=np.arange(6) > 3),
+            "has reference_ids that do not end as it does, from its first sampled token on",
+        ),
+        (
+            dict(reference_ids=np.array([9, 8]), token_ids=np.array([0, 3, 5, 5, 9, 8]), loss_mask=np.arange(6) > 3),
+            "has reference_ids that do not end as it does",
+        ),
         (dict(advantages=np.zeros(5, np.float32)), "has 6 token_ids and 5 advantages"),
         (dict(loss_mask=np.ones(7, bool)), "has 6 token_ids and 7 loss_mask"),
         (dict(loss_mask=np.ones(6, bool), rl_weights=None), "trains its first token"),
@@ -200,6 +210,30 @@ def first_only(length: int) -> np.ndarray:
 def test_a_sample_that_cannot_be_trained_on_is_refused_with_its_rollout(fields, message):
     with pytest.raises(ValueError, match=f"a sample of rollout 'group7/0' {message}"):
         plan_of([sample(9, 1), sample(6, 7, **fields)])
+
+
+def test_what_a_reference_scores_lies_in_rows_of_its_own_and_each_sampled_token_knows_its_place():
+    masks = {length: np.arange(length) >= 3 for length in (5, 6)}
+    samples = [sample(length, length, loss_mask=mask, ref_kl_weights=None) for length, mask in masks.items()]
+    samples.append(sample(4, 1, ref_kl_weights=None))
+    for entry, before in zip(samples[:2], ([7], [7, 8, 9, 10]), strict=True):
+        entry.reference_ids = np.concatenate([np.array(before, np.int32), entry.token_ids[3:]])
+        entry.temperature = 1.0
+    (batches,) = plan_of(samples, row_length=8, rows_per_microbatch=2).microbatches
+    found = {}
+    for batch in batches:
+        rows = batch.conditioned
+        assert rows.slots.shape == batch.token_ids.shape and rows.token_ids.shape[1] <= 8
+        placed = rows.slots >= 0
+        assert torch.equal(rows.token_ids.flatten()[rows.slots[placed]], batch.token_ids[placed])
+        assert torch.equal(placed & batch.loss_mask, placed)
+        for slot in rows.slots[placed].tolist():
+            found[int(rows.token_ids.flatten()[slot]), slot] = int(rows.positions.flatten()[slot])
+    # Behind one token and behind four: each counts from the start of its own row.
+    assert sorted(found.values()) == [1, 2, 4, 5, 6]
+    assert all(batch.conditioned is None for batch in plan_of([sample(4, 1)]).microbatches[0])
+    batcher = Batcher.Config(row_length=6).build()
+    assert batcher.fits(samples[0]) and not batcher.fits(samples[1])
 
 
 def test_a_sampled_first_token_without_weight_and_a_sample_without_rl_tokens_are_fine():

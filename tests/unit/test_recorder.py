@@ -184,6 +184,7 @@ def test_sample_that_is_not_what_its_turns_give_is_written_as_it_is(tmp_path, ch
 def test_samples_with_no_counterpart_in_the_turns_are_written_as_they_are(tmp_path):
     rollout = rollout_of()
     rollout.samples += rollout_of(turns=[turn_of([7], [8, 9])]).samples
+    rollout.samples[0].reference_ids = np.array([5, 8, 9], np.int32)
     assert_same(round_trip(tmp_path, rollout).rollout, rollout)
     rollout.turns = []
     assert_same(round_trip(tmp_path, rollout).rollout, rollout)

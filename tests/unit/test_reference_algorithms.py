@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
+from torchtitan.experiments.rl.batching.sample_checks import check_sample
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
@@ -186,6 +187,20 @@ async def test_opsd_leaves_the_sample_as_it_is_behind_a_system_message(tokenizer
             positions = np.arange(len(sample)) + len(block)
             assert sample.ref_logprobs.tolist() == np.where(sample.loss_mask, -positions, 0).tolist()
             assert sample.ref_kl_weights.tolist() == sample.loss_mask.astype(float).tolist() and sample.loss_mask.any()
+
+
+@pytest.mark.parametrize("place", ["question", "system"])
+async def test_opsd_leaves_scoring_to_the_trainer_in_the_tokens_that_it_would_have_asked_about(run, tokenizer, place):
+    asked, left = Scorer(tokenizer), Scorer(tokenizer)
+    group = await run(OPSD.Config(place=place), asked, turns=2)
+    other = await run(OPSD.Config(place=place, reference="trainer"), left, turns=2)
+    assert left.scored == [] and len(asked.scored) == 2
+    for rollout, known in zip(other.rollouts, group.rollouts, strict=True):
+        (sample,), (scored,) = rollout.samples, known.samples
+        assert sample.reference_ids.dtype == np.int32 and sample.reference_ids.tolist() in asked.scored
+        assert sample.ref_logprobs is None and np.array_equal(sample.ref_kl_weights, scored.ref_kl_weights)
+        assert not sample.rl_weights.any()
+        check_sample(sample)
 
 
 def test_opsd_counts_the_system_message_against_the_context(renderer, tokenizer):

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from tests.unit.loss_batches import ONE, batch_of, random_batch
+from torchtitan.experiments.rl.config.checks import check
+from torchtitan.experiments.rl.config_registry import rl_opsd_ema_qwen3_debug
+from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.losses import reference_kl
 from torchtitan.experiments.rl.types import LossDenominators
 
@@ -47,6 +50,14 @@ def test_the_term_is_that_of_a_plain_loop_in_float64(seed):
             ratio = math.exp(float(reference[row, column])) / math.exp(float(policy[row, column]))
             total += ratio - math.log(ratio) - 1
     assert loss.item() == pytest.approx(0.1 * total, rel=1e-9) and total > 0
+
+
+def test_an_algorithm_that_leaves_its_reference_to_a_trainer_without_one_is_refused():
+    config = rl_opsd_ema_qwen3_debug()
+    check(config)
+    config.trainer.reference = None
+    with pytest.raises(ConfigError, match="tasks.sum_digits.algorithm.reference = 'trainer': .*set trainer.reference"):
+        check(config)
 
 
 def test_samples_of_the_policy_estimate_the_kl_without_bias():

@@ -102,6 +102,9 @@ class TrainingSample(TokenStreams[np.ndarray, np.ndarray | None]):
     """Sampling temperature: the trainer divides its logits by it, as the generator did."""
     task_name: str
     rollout_id: str
+    reference_ids: np.ndarray | None = None
+    """int32 [R]. What the trainer's reference scores for ``ref_logprobs``: other tokens first, such as a prompt with a
+    demonstration, then this sample's from its first sampled one on. None: the algorithm sets ``ref_logprobs``."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -140,7 +143,7 @@ class PrefixTrees:
 
     def of_each(self, values: torch.Tensor) -> torch.Tensor:
         """[B, L]: of each token of the batch the value, [B, T], of the token that stands for it."""
-        return values.flatten().index_select(0, self.slots.flatten()).view_as(self.slots)
+        return values.flatten().index_select(0, self.slots.flatten().clamp(min=0)).view_as(self.slots)
 
     def to(self, device: torch.device | str) -> "PrefixTrees":
         return PrefixTrees(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
@@ -167,6 +170,9 @@ class TrainingBatch(TokenStreams[torch.Tensor, torch.Tensor]):
     task_names: tuple[str, ...]
     trees: PrefixTrees | None = None
     """The same rows as the model computes them; None where no sample shares a prefix, and the model computes these."""
+    conditioned: PrefixTrees | None = None
+    """The samples' ``reference_ids``, in rows of their own. ``slots`` is -1 where a token has no place in them. None where no
+    sample of the step has any; else a batch without them has a row of padding, because all ranks compute together."""
 
     def __post_init__(self) -> None:
         if missing := [name for name in STREAMS if getattr(self, name) is None]:

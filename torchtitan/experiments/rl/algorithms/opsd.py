@@ -38,6 +38,7 @@ class OPSD(Algorithm):
     action_component: ClassVar[str] = "ref_kl"
     needs_group: ClassVar[bool] = False
     asks_models: ClassVar[bool] = True
+    replaces: ClassVar[tuple[str, ...]] = ("reference_ids",)
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
@@ -50,6 +51,9 @@ class OPSD(Algorithm):
         prompt, tools and number of turns."""
         template: str = TEMPLATE
         """What is added, or the text of the system message."""
+        reference: Literal["policy", "trainer"] = "policy"
+        """Who scores behind the demonstration. policy: the generators, with the weights that they hold. trainer:
+        ``trainer.reference``, a copy that follows the policy, when the sample is trained on."""
         max_concurrency: PositiveInt = 256
         """Scores in flight at once; more wait."""
 
@@ -73,26 +77,36 @@ class OPSD(Algorithm):
             if span is not None:
                 first.setdefault(span.sample, turn)
         demonstration = self.demonstration(rollout) if first else ""
+        if self.config.reference == "trainer":
+            for index, sample in enumerate(rollout.samples):
+                sample.reference_ids, _ = self._conditioned(sample, first[index], demonstration)
+                sample.ref_kl_weights = sample.loss_mask.astype(np.float32)
+                sample.rl_weights = np.zeros(len(sample), np.float32)
+            return
         scores = (self._score(sample, first[index], demonstration) for index, sample in enumerate(rollout.samples))
         for sample, ref_logprobs in zip(rollout.samples, await asyncio.gather(*scores), strict=True):
             set_ref_kl_streams(sample, ref_logprobs)
 
     async def _score(self, sample: TrainingSample, turn: RolloutTurn, demonstration: str) -> np.ndarray:
         """float32 [L]: log-probabilities of the sample's tokens after its first prompt, behind the demonstration; 0 before."""
+        token_ids, prompt = self._conditioned(sample, turn, demonstration)
+        try:
+            async with self._places:
+                logprobs = await contained(self._policy.score(token_ids))
+        except RunError as error:
+            added = prompt - len(turn.prompt_token_ids)
+            raise RunError(f"{len(token_ids)} tokens, {added} of them for the demonstration: {error}") from error
+        return np.concatenate([np.zeros(len(turn.prompt_token_ids), np.float32), logprobs[prompt:]])
+
+    def _conditioned(self, sample: TrainingSample, turn: RolloutTurn, demonstration: str) -> tuple[np.ndarray, int]:
+        """int32: the sample behind the demonstration, and how many tokens stand before what was sampled first."""
         if self.config.place == "system":
             prompt = [*self.block(demonstration), *turn.prompt_token_ids.tolist()]
         else:
             messages = self.demonstrated(turn.prompt_messages, demonstration)
             prompt = self.renderer.render(messages, tools=turn.tools, add_generation_prompt=True).token_ids
         rest = sample.token_ids[len(turn.prompt_token_ids) :]
-        token_ids = np.concatenate([np.asarray(prompt, np.int32), rest])
-        try:
-            async with self._places:
-                logprobs = await contained(self._policy.score(token_ids))
-        except RunError as error:
-            added = len(prompt) - len(turn.prompt_token_ids)
-            raise RunError(f"{len(token_ids)} tokens, {added} of them for the demonstration: {error}") from error
-        return np.concatenate([np.zeros(len(turn.prompt_token_ids), np.float32), logprobs[len(prompt) :]])
+        return np.concatenate([np.asarray(prompt, np.int32), rest]), len(prompt)
 
     def demonstration(self, rollout: Rollout) -> str:
         """What the policy is shown.

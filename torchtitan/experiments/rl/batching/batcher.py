@@ -59,7 +59,7 @@ class Batcher(Configurable):
         self.config = config
 
     def fits(self, sample: TrainingSample) -> bool:
-        return len(sample) <= self.config.row_length
+        return max(len(sample), 0 if sample.reference_ids is None else len(sample.reference_ids)) <= self.config.row_length
 
     def oversized(self, samples: Sequence[TrainingSample]) -> bool:
         """Whether any of a rollout's samples doesn't fit, so that the rollout can't be trained on whole."""
@@ -80,7 +80,11 @@ class Batcher(Configurable):
             self._check(sample)
         shares = min(self._candidates(samples, ranks), key=self._cost)
         task_names = tuple(sorted({sample.task_name for sample in samples}))
-        microbatches = [[fill(rows, task_names, self.config.row_length) for rows in parts] for parts in self._split(shares)]
+        conditioned = any(sample.reference_ids is not None for sample in samples)
+        microbatches = [
+            [fill(rows, task_names, self.config.row_length, conditioned=conditioned) for rows in parts]
+            for parts in self._split(shares)
+        ]
         tokens, computed = sum(map(len, samples)), sum(row.tokens for share in shares for row in share)
         batches = [batch for rank in microbatches for batch in rank]
         slots = sum((batch.trees or batch).token_ids.numel() for batch in batches)

@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from torchtitan.experiments.rl.batching.packing import row_cost
+from torchtitan.experiments.rl.batching.packing import pack_rows, row_cost
 from torchtitan.experiments.rl.types import STREAMS, PrefixTrees, Stream, TrainingBatch, TrainingSample
 
 LENGTH_MULTIPLE = 8
@@ -37,12 +37,13 @@ def padded_length(rows: Sequence[Row], row_length: int) -> int:
     return _rounded(max((row.tokens for row in rows), default=0), row_length)
 
 
-def fill(rows: Sequence[Row], task_names: tuple[str, ...], row_length: int) -> TrainingBatch:
+def fill(rows: Sequence[Row], task_names: tuple[str, ...], row_length: int, *, conditioned: bool = False) -> TrainingBatch:
     """The microbatch of these rows, one row of padding where there is none.
 
     Args:
         task_names: of all samples of the step.
         row_length: most tokens of a row that the model computes.
+        conditioned: some sample of the step has reference_ids.
     """
     rows = rows or [Row(samples=[], shared=[])]
     # What samples share is in the batch as often as in the samples: such a row may be longer than one that the model computes.
@@ -81,6 +82,7 @@ def fill(rows: Sequence[Row], task_names: tuple[str, ...], row_length: int) -> T
         task_ids=constant([-1 if sample is None else task_ids[sample.task_name] for sample in pieces], np.int32),
         task_names=task_names,
         trees=_trees(rows, length, row_length) if any(any(row.shared) for row in rows) else None,
+        conditioned=_conditioned(rows, length, row_length) if conditioned else None,
         **{name: stream(name, declared) for name, declared in STREAMS.items()},
     )
 
@@ -103,6 +105,36 @@ def _trees(rows: Sequence[Row], length: int, row_length: int) -> PrefixTrees:
             own[shared:] = np.arange(filled, end) + number * shape[1]
             path, at, filled = own, at + size, end
         positions[number, filled:] = np.arange(shape[1] - filled)
+    tensors = dict(token_ids=token_ids, positions=positions, temperatures=temperatures, slots=slots)
+    return PrefixTrees(**{name: torch.from_numpy(array) for name, array in tensors.items()})
+
+
+def _conditioned(rows: Sequence[Row], length: int, row_length: int) -> PrefixTrees:
+    """The samples' reference_ids in as few rows as hold them, for a batch of ``length`` tokens a row."""
+    places: list[tuple[TrainingSample, np.ndarray, np.ndarray]] = []
+    slots = np.full((len(rows), length), -1, np.int64)
+    for number, row in enumerate(rows):
+        at = 0
+        for sample in row.samples:
+            if sample.reference_ids is not None:
+                places.append((sample, sample.reference_ids, slots[number, at : at + len(sample)]))
+            at += len(sample)
+    packed = pack_rows([len(ids) for _, ids, _ in places], row_length) or [[]]
+    width = _rounded(max(sum(len(places[index][1]) for index in row) for row in packed), row_length)
+    shape = len(packed), width
+    token_ids, temperatures = np.zeros(shape, np.int32), np.ones(shape, np.float32)
+    positions = np.empty(shape, np.int32)
+    for number, indices in enumerate(packed):
+        filled = 0
+        for index in indices:
+            sample, ids, own = places[index]
+            end = filled + len(ids)
+            token_ids[number, filled:end], positions[number, filled:end] = ids, np.arange(len(ids))
+            temperatures[number, filled:end] = sample.temperature
+            scored = len(sample) - int(np.argmax(sample.loss_mask)) if sample.loss_mask.any() else 0
+            own[len(sample) - scored :] = np.arange(end - scored, end) + number * width
+            filled = end
+        positions[number, filled:] = np.arange(width - filled)
     tensors = dict(token_ids=token_ids, positions=positions, temperatures=temperatures, slots=slots)
     return PrefixTrees(**{name: torch.from_numpy(array) for name, array in tensors.items()})
 

@@ -27,6 +27,8 @@ def check_sample(sample: TrainingSample) -> None:
             raise ValueError(f"{_named(sample)} has {length} token_ids and {len(values)} {stream}: they must be aligned")
     if missing := missing_credit(sample):
         raise ValueError(f"{_named(sample)} {missing}")
+    if sample.reference_ids is not None and not _ends_alike(sample.reference_ids, sample):
+        raise ValueError(f"{_named(sample)} has reference_ids that do not end as it does, from its first sampled token on")
     check_weights(sample)
 
 
@@ -36,7 +38,7 @@ def check_weights(sample: TrainingSample) -> None:
     Raises:
         ValueError: names the rollout.
     """
-    if sample.ref_kl_weights is not None and sample.ref_logprobs is None and np.any(sample.ref_kl_weights):
+    if _lacks_reference(sample):
         raise ValueError(f"{_named(sample)} {NO_REFERENCE}")
     first_rl = sample.loss_mask[0] and (sample.rl_weights is None or sample.rl_weights[0] != 0)
     others = (sample.ce_weights, sample.ref_kl_weights)
@@ -59,6 +61,16 @@ def missing_credit(sample: TrainingSample) -> str | None:
         weights = 1 if sample.rl_weights is None else sample.rl_weights
         if np.any(sample.loss_mask & (np.asarray(weights) != 0)):
             return "has tokens with an rl weight and no advantages: its algorithm must assign them"
-    if sample.ref_kl_weights is not None and sample.ref_logprobs is None and np.any(sample.ref_kl_weights):
-        return NO_REFERENCE
-    return None
+    return NO_REFERENCE if _lacks_reference(sample) else None
+
+
+def _lacks_reference(sample: TrainingSample) -> bool:
+    given = sample.ref_logprobs is not None or sample.reference_ids is not None
+    return not given and sample.ref_kl_weights is not None and bool(np.any(sample.ref_kl_weights))
+
+
+def _ends_alike(reference_ids: np.ndarray, sample: TrainingSample) -> bool:
+    """And has a token before the first that it scores."""
+    count = len(sample) - int(np.argmax(sample.loss_mask)) if sample.loss_mask.any() else 0
+    tail = sample.token_ids[len(sample) - count :]
+    return len(reference_ids) > count and np.array_equal(reference_ids[len(reference_ids) - count :], tail)

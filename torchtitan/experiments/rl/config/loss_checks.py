@@ -20,6 +20,9 @@ def check_loss(config: RunConfig) -> None:
     with user_code("trainer.loss.corrections", len(loss.corrections), "a validate failed"):
         check_corrections(loss.corrections, field="trainer.loss.corrections")
     for name, task in config.tasks.items():
+        if getattr(task.algorithm, "reference", None) == "trainer" and config.trainer.reference is None:
+            cure = "the trainer has no reference: set trainer.reference = ReferenceConfig()"
+            raise ConfigError(f"tasks.{name}.algorithm.reference", "trainer", cure)
         algorithm: type[Algorithm] = built_class(task.algorithm)
         if not algorithm.batch_normalized:
             continue

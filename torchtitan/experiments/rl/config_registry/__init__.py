@@ -41,6 +41,7 @@ from torchtitan.experiments.rl.config_registry.qwen3 import (
     rl_reasoning_gym_qwen3_1_7b,
     rl_verifiers_qwen3_1_7b,
 )
+from torchtitan.experiments.rl.config_registry.references import rl_opsd_ema_qwen3_debug
 
 __all__ = [
     "HUB_FOLDER",
@@ -65,6 +66,7 @@ __all__ = [
     "rl_judge_qwen3_debug",
     "rl_demonstrations_qwen3_debug",
     "rl_replay_qwen3_debug",
+    "rl_opsd_ema_qwen3_debug",
     "rl_grpo_qwen3_0_6b",
     "rl_grpo_qwen3_1_7b",
     "rl_grpo_qwen3_4b",

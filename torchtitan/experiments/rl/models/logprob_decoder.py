@@ -72,3 +72,12 @@ def batch_logprobs(policy: Callable[..., tuple[torch.Tensor, torch.Tensor]], bat
         return policy(batch.token_ids, batch.positions, batch.temperatures, needed)
     values = policy(trees.token_ids, trees.positions, trees.temperatures, trees.any_of(needed))
     return tuple(trees.of_each(of_trees) for of_trees in values)
+
+
+def conditioned_logprobs(policy: Callable[..., tuple[torch.Tensor, torch.Tensor]], batch: TrainingBatch) -> torch.Tensor:
+    """[B, L]: the batch's ref_logprobs, those of tokens with a place in ``batch.conditioned`` computed by ``policy`` there."""
+    rows = batch.conditioned
+    assert rows is not None, "the batcher gives all batches of a step conditioned rows, or none"
+    wanted = rows.slots >= 0
+    values, _ = policy(rows.token_ids, rows.positions, rows.temperatures, rows.any_of(wanted & (batch.ref_kl_weights != 0)))
+    return torch.where(wanted, rows.of_each(values).to(batch.ref_logprobs.dtype), batch.ref_logprobs)

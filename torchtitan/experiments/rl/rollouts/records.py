@@ -52,10 +52,11 @@ class TurnRecord(msgspec.Struct):
     """The turn's others, by name."""
 
 
-class SampleRecord(msgspec.Struct):
+class SampleRecord(msgspec.Struct, omit_defaults=True):
     temperature: float
     streams: dict[str, np.ndarray | None]
     """Those that are not what the turns give."""
+    reference_ids: np.ndarray | None = None
 
 
 class RolloutRecord(msgspec.Struct, kw_only=True):
@@ -119,7 +120,8 @@ def decode_rollout(line: bytes | str) -> RecordedRollout:
             rollout.turns.append(_turn(turn, rollout.turns[-1] if rollout.turns else None))
         of_rollout: dict[str, Any] = {"task_name": rollout.task_name, "rollout_id": rollout.rollout_id}
         for sample, given in zip(record.samples, _given_streams(rollout, len(record.samples)), strict=True):
-            rollout.samples.append(TrainingSample(**of_rollout | given | sample.streams, temperature=sample.temperature))
+            others: dict[str, Any] = {"temperature": sample.temperature, "reference_ids": sample.reference_ids}
+            rollout.samples.append(TrainingSample(**of_rollout | given | sample.streams, **others))
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a rollout's record: {type(error).__name__}: {error}") from error
     return RecordedRollout(
@@ -211,7 +213,8 @@ def _sample_record(sample: TrainingSample, given: dict[str, np.ndarray | None]) 
         return None if array is None else array.tobytes()
 
     streams = _streams(sample).items()
-    return SampleRecord(sample.temperature, {n: v for n, v in streams if n not in given or bits(v) != bits(given[n])})
+    changed = {n: v for n, v in streams if n not in given or bits(v) != bits(given[n])}
+    return SampleRecord(sample.temperature, changed, sample.reference_ids)
 
 
 def _encoded_array(array: np.ndarray) -> dict[str, bytes]:

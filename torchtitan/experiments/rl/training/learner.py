@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from torchtitan.experiments.rl.losses import (
     with_normalized_advantages,
 )
 from torchtitan.experiments.rl.losses.variants import loss_name
-from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs
+from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs, conditioned_logprobs
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.models.row_shapes import Policy, RowShapes
 from torchtitan.experiments.rl.process import trace
@@ -128,13 +129,15 @@ class Learner:
         """
         denominators = self._denominators(microbatches)
         advantages = self._summed(map(advantage_sums, microbatches)) if self.config.loss.normalize_advantages else None
-        references = self._reference_logprobs(microbatches, on_microbatch)
+        references, conditioned = self._reference_logprobs(microbatches, on_microbatch)
         sums = MetricSums()
         for index, microbatch in enumerate(microbatches):
             on_microbatch()
             self._synchronise_gradients(last=index == len(microbatches) - 1)
             self.flops.add(microbatch)
             batch = microbatch.to(self._device)
+            if conditioned:
+                batch = replace(batch, ref_logprobs=conditioned[index])
             if advantages is not None:
                 batch = with_normalized_advantages(batch, advantages)
             with self._traced("forward"):
@@ -154,16 +157,29 @@ class Learner:
             sums.all_reduce(self._data_parallel_group)
         return sums
 
-    def _reference_logprobs(self, microbatches: list[TrainingBatch], on_microbatch: Callable[[], None]) -> list[torch.Tensor]:
-        """[B, L] of each microbatch, under the reference; none where there is no reference. Collective."""
+    def _reference_logprobs(
+        self, microbatches: list[TrainingBatch], on_microbatch: Callable[[], None]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """[B, L] of each microbatch, under the reference: log-probabilities of its tokens, and its ref_logprobs where samples
+        have reference_ids. None where there is no reference, or are no such samples. Collective.
+
+        Raises:
+            RunError: samples have reference_ids, and there is no reference.
+        """
+        conditioned: list[torch.Tensor] = []
+        found: list[torch.Tensor] = []
         if self.reference is None:
-            return []
-        found = []
+            if any(microbatch.conditioned is not None for microbatch in microbatches):
+                raise RunError("an algorithm leaves its reference to the trainer, which has none: set trainer.reference")
+            return found, conditioned
         with self._traced("reference"), self.reference.in_place():
             for microbatch in microbatches:
                 on_microbatch()
-                found.append(batch_logprobs(self._policy, microbatch.to(self._device))[0])
-        return found
+                batch = microbatch.to(self._device)
+                found.append(batch_logprobs(self._policy, batch)[0])
+                if batch.conditioned is not None:
+                    conditioned.append(conditioned_logprobs(self._policy, batch))
+        return found, conditioned
 
     def optim_step(self) -> dict[str, float]:
         """Clip, step, advance the schedule, clear gradients. Collective.

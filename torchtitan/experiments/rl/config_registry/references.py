@@ -1,0 +1,15 @@
+"""Configs whose policy is compared with a copy that follows it."""
+
+from torchtitan.experiments.rl.algorithms import OPSD
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config_registry.debug import rl_opsd_qwen3_debug
+from torchtitan.experiments.rl.training.reference import ReferenceConfig
+
+
+def rl_opsd_ema_qwen3_debug() -> RunConfig:
+    """As rl_opsd_qwen3_debug, for longer: an exponential mean of the policy scores the samples, seeing the right answer."""
+    config = rl_opsd_qwen3_debug()
+    config.steps = 150
+    config.tasks["sum_digits"].algorithm = OPSD.Config(reference="trainer")
+    config.trainer.reference = ReferenceConfig(kind="ema", decay=0.98)
+    return config
