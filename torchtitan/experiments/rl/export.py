@@ -25,7 +25,7 @@ from torchtitan.experiments.rl.process.setup import (
 def main(arguments: list[str] | None = None) -> int:
     """``arguments``: None: those of this process."""
     escape_unencodable_output()
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     target = Path(options.to).absolute()
     try:
         if target.exists():
@@ -43,17 +43,20 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if options.push_to_hub is None or push(target, options.push_to_hub) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Of the command."""
+    options = argparse.ArgumentParser(
         prog="python -m torchtitan.experiments.rl.export", description="Turn a checkpoint of a run into a hub folder."
     )
-    parser.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint), or a checkpoint")
-    parser.add_argument("--to", metavar="FOLDER", required=True, help="the hub folder to write; it must not be there yet")
-    parser.add_argument("--push-to-hub", metavar="NAME", help="upload it to this model of the hub, such as me/my-model")
-    parser.add_argument(
+    options.add_argument(
+        "checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint), or a checkpoint"
+    )
+    options.add_argument("--to", metavar="FOLDER", required=True, help="the hub folder to write; it must not be there yet")
+    options.add_argument("--push-to-hub", metavar="NAME", help="upload it to this model of the hub, such as me/my-model")
+    options.add_argument(
         "--model", metavar="FOLDER", help="the hub folder that the run began with, where it is not where it was any more"
     )
-    return parser
+    return options
 
 
 def _export(given: str, target: Path, *, model: str | None) -> Path:

@@ -184,7 +184,10 @@ def rl_shuffled_cursor_qwen3_debug() -> RunConfig:
 def rl_questions_qwen3_debug() -> RunConfig:
     """Your own questions and reward function with the 1M-parameter model, to try them out on two CPU cores."""
     env = RendererEnvConfig(max_turns=1, max_rollout_tokens=256)
-    return _debug(20, questions=QuestionTask.Config(env=env, sampling=SamplingConfig(max_tokens=16)))
+    config = _debug(20, questions=QuestionTask.Config(env=env, sampling=SamplingConfig(max_tokens=16)))
+    # A task of your own in its place has the default limit of a rollout, which is 1,024 tokens.
+    config.batcher.row_length = config.generator.engine.max_model_len = 1024
+    return config
 
 
 def _debug(steps: int, **tasks: Task.Config) -> RunConfig:

@@ -1,0 +1,149 @@
+"""Every block of code in README and docs is run: here, or by the test that is named here.
+
+A block of commands is read word by word by the command's own parser, which checks each field that it names; the commands for
+data of one's own go through ``--dry-run``. Commands of other programs are named here.
+"""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan.experiments.rl import export
+from torchtitan.experiments.rl.config import trial_build
+from torchtitan.experiments.rl.config.checks import check
+from torchtitan.experiments.rl.config.command_line import load_config, parse_command
+from torchtitan.experiments.rl.config_registry import rl_questions_qwen3_debug
+from torchtitan.experiments.rl.grpo import main
+from torchtitan.experiments.rl.observability import rollouts
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+
+PYTHON = {
+    "# mine.py": "test_docs_blocks.py::test_data_of_ones_own_passes_a_dry_run_as_shown",
+    "# my_tasks.py": "test_readme.py::test_the_task_in_twenty_lines_runs_and_scores",
+    "# a vLLM server anywhere": "test_docs_algorithms.py::test_the_frozen_models_shown_are_valid",
+    "# in a function that makes a config": "test_docs_blocks.py::test_the_demonstrations_shown_are_a_task_that_is_checked",
+    "# my_algorithms.py": "test_docs_algorithms.py::test_the_algorithm_in_twenty_lines_gives_its_credit",
+    "# phonebook.py": "test_docs_tasks.py::test_the_tests_of_the_task_pass",
+    "# test_phonebook.py": "test_docs_tasks.py::test_the_tests_of_the_task_pass",
+    "# sandboxes.py": "test_docs_tasks.py::test_sandboxes_are_lent_to_one_env_at_a_time_and_come_back_whatever_happens",
+    "# slow_tools.py": "test_docs_tasks.py::test_what_was_said_can_be_read_as_shown",
+}
+"""Of each block of Python, by its first line, the test that runs it."""
+
+NO_CODE = ("starting ", "Controller (one actor)", "dataset → task", "grpo ")
+"""How blocks begin that show what is printed, or a drawing."""
+
+OTHER_PROGRAMS = (
+    r"make (demo|test)\b.*",  # Makefile; the tests are under way
+    r"pip install torch==2\.13\.0 && pip install --no-deps -r requirements/cpu\.txt \.",  # tests/fresh_install.py
+    r"python3\.11 -m venv \.venv",
+    r"\.venv/bin/pip install --no-deps -r requirements/gpu\.txt( \.)?",
+    r"\.venv/bin/vllm download-kernels",
+    r'\.venv/bin/python -c "import torch; .*"',
+    r"git clone <this repository> rl && cd rl",
+    r"\.venv/bin/hf download \S+ --local-dir assets/hf/\S+",
+    r"#SBATCH --requeue --signal=TERM@120",
+    r"python -m pytest -o asyncio_mode=auto test_phonebook\.py",  # test_docs_tasks.py calls its tests
+)
+"""Commands that are not the library's; most need a network or GPUs."""
+
+OF_THE_LIBRARY = re.compile(r"(?:srun )?(?:\S*python -m torchtitan\.experiments\.rl\.|rl-)(\S+)(.*)")
+
+
+def blocks() -> list[tuple[str, str, str]]:
+    """Page, language and text of each."""
+    return [(page.name, *found) for page in PAGES for found in BLOCK.findall(page.read_text())]
+
+
+def commands() -> list[tuple[str, str]]:
+    """Page and command, continued lines in one."""
+    texts = [(page, text) for page, language, text in blocks() if language in ("", "sh") and not is_no_code(text)]
+    return [(page, line.strip()) for page, text in texts for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def is_no_code(text: str) -> bool:
+    return text.lstrip().startswith(NO_CODE)
+
+
+@pytest.fixture
+def shown_files(tmp_path, monkeypatch):
+    """The pages' modules, in the folder that commands are given in."""
+    for _, language, text in blocks():
+        if language == "python" and (name := re.match(r"# (\w+)\.py\n", text)):
+            (tmp_path / f"{name[1]}.py").write_text(text)
+    (tmp_path / "my_rewards.py").write_text("from mine import exact\n")
+    (tmp_path / "my_module.py").write_text("from my_algorithms import BestOfGroup as MyAlgorithm\n")
+    (tmp_path / "mine.jsonl").write_text('{"question": "6 * 7?", "answer": "42"}\n' * 20)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for path in tmp_path.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+def test_every_block_of_python_is_run_by_the_test_that_is_named():
+    assert sorted(text.partition("\n")[0] for _, language, text in blocks() if language == "python") == sorted(PYTHON)
+    for place in PYTHON.values():
+        file, name = place.split("::")
+        assert re.search(rf"^(async )?def {name}\(", (Path(__file__).parent / file).read_text(), re.MULTILINE), place
+
+
+def test_every_other_block_is_commands_output_or_a_drawing():
+    assert {language for _, language, _ in blocks()} <= {"", "sh", "python"}
+    unknown = [
+        (page, command)
+        for page, command in commands()
+        if not OF_THE_LIBRARY.fullmatch(command) and not any(re.fullmatch(known, command) for known in OTHER_PROGRAMS)
+    ]
+    assert unknown == []
+
+
+def test_every_command_of_the_library_is_one_that_its_parser_takes(shown_files, capsys):
+    read = 0
+    for page, command in commands():
+        found = OF_THE_LIBRARY.fullmatch(command)
+        if found is None:
+            continue
+        words = shlex.split(found[2], comments=True)
+        read += 1
+        match found[1]:
+            case "train" | "grpo":
+                parsed = parse_command(words)
+                if parsed.config_name not in (None, "NAME"):
+                    load_config(parsed)
+            case "observability.rollouts":
+                assert rollouts.main(words) == 1 and "no such file" in capsys.readouterr().err, (page, command)
+            case "export":
+                export.parser().parse_args(words)
+            case "evaluate" | "report" | "play":  # test_every_shown_measurement_and_report, of their own tests
+                pass
+            case other:
+                raise AssertionError(f"{page}: {other} is no command: {command}")
+    assert read > 20
+
+
+def test_the_demonstrations_shown_are_a_task_that_is_checked(shown_files):
+    (text,) = [text for _, _, text in blocks() if text.startswith("# in a function that makes a config")]
+    config = rl_questions_qwen3_debug()
+    config.tasks = {}
+    exec(text, {"config": config})
+    message = {"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "42"}
+    Path("chats.jsonl").write_text(json.dumps({"messages": message}) + "\n")
+    check(config)
+    trial_build.build_tasks(config)
+    assert list(config.tasks) == ["chats"]
+
+
+def test_data_of_ones_own_passes_a_dry_run_as_shown(shown_files, capsys):
+    own = [command for page, command in commands() if page == "README.md" and re.search(r"rl_mine|mine\.jsonl", command)]
+    assert len(own) == 2
+    for command in own:
+        assert main([*shlex.split(command)[1:], "--dry-run"]) == 0
+        assert "6 * 7?" in capsys.readouterr().out
