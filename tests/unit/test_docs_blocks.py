@@ -122,7 +122,7 @@ def test_every_command_of_the_library_is_one_that_its_parser_takes(shown_files, 
                 assert rollouts.main(words) == 1 and "no such file" in capsys.readouterr().err, (page, command)
             case "export":
                 export.parser().parse_args(words)
-            case "evaluate" | "report" | "play":  # test_every_shown_measurement_and_report, of their own tests
+            case "evaluate" | "report" | "play":  # test_evaluate_*.py, test_report_*.py, test_play.py
                 pass
             case other:
                 raise AssertionError(f"{page}: {other} is no command: {command}")
