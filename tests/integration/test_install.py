@@ -4,6 +4,7 @@
 """
 
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tests.unit.command_line import assert_one_line
 
 LIBRARY = "torchtitan.experiments.rl"
 RELEASED = ("torchtitan", "torchtitan.experiments", "torchtitan.models", "torchtitan.components")
-COMMANDS = {"rl-train", "rl-evaluate", "rl-report", "rl-export"}
+COMMANDS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"])
 OWN_FILES = {"torchtitan_rl", "torchtitan_rl.pth", "torchtitan_rl-0.1.0.dist-info"} | COMMANDS
 ORIGINS = """
 import sys
