@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
+from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
 from torchtitan.experiments.rl.batching.sample_checks import check_sample
 from torchtitan.experiments.rl.bounds import check_config
@@ -29,7 +30,7 @@ SAMPLE = DataSample(sample_id="7", env_input="question", info={"demonstration": 
 
 
 class Scorer(ScriptedPolicy):
-    """Also scores: token t of a sequence has log-probability -t. Counts what it is asked at once, and is slow to answer."""
+    """Also scores: token t of a sequence has log-probability -t. Counts what it is asked at once."""
 
     def __init__(self, tokenizer, reply="ok", *, frozen=None):
         super().__init__(tokenizer, reply)
@@ -45,7 +46,8 @@ class Scorer(ScriptedPolicy):
     async def score(self, token_ids):
         self.open += 1
         self.most_open = max(self.most_open, self.open)
-        await asyncio.sleep(0.01)
+        for _ in range(100):  # others ask meanwhile
+            await asyncio.sleep(0)
         self.open -= 1
         self.scored.append(np.asarray(token_ids).tolist())
         return -np.arange(len(token_ids), dtype=np.float32)
@@ -107,10 +109,23 @@ async def test_opd_asks_the_teacher_for_the_sampled_tokens_and_feeds_ref_kl_alon
         assert sample.loss_mask.any() and sample.policy_versions[sample.loss_mask].tolist() == [3] * sample.loss_mask.sum()
 
 
+class AnswersTogether(Scorer):
+    """Answers nobody before 8 have asked."""
+
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self._asked = asyncio.Barrier(8)
+
+    async def score(self, token_ids):
+        if len(token_ids) > 2:  # not at setup
+            await asyncio.wait_for(self._asked.wait(), LIMIT_S)
+        return await super().score(token_ids)
+
+
 async def test_reference_calls_of_different_rollouts_run_side_by_side(run, tokenizer):
-    teacher = Scorer(tokenizer)
-    await run(OPD.Config(teacher=TEACHER), Scorer(tokenizer, frozen=teacher), group_size=8)
-    assert teacher.most_open == 8
+    teacher = AnswersTogether(tokenizer)
+    group = await run(OPD.Config(teacher=TEACHER), Scorer(tokenizer, frozen=teacher), group_size=8)
+    assert len(group.scored) == 8
 
 
 class Deaf(Scorer):
