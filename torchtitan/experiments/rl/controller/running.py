@@ -23,6 +23,9 @@ class Running:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def __len__(self) -> int:
+        return len(self._tasks)
+
     async def cancel(self) -> None:
         """Cancel what runs. Returns when it has ended, or after CANCEL_S."""
         tasks = list(self._tasks)
