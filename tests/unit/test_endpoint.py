@@ -183,7 +183,16 @@ def test_every_endpoint_of_every_actor_of_the_library_reports():
         if inspect.isclass(value) and issubclass(value, Actor) and value.__module__.startswith(library.__name__)
     }
     actors = {actor for actor in actors if not actor.__module__.endswith("compat.torchstore")}  # torchstore's own
-    names = {"Controller", "Generator", "HostKeeper", "PolicyTrainer", "RolloutWorker", "WatchedActor", "WeightReader"}
+    names = {
+        "Controller",
+        "Evaluator",
+        "Generator",
+        "HostKeeper",
+        "PolicyTrainer",
+        "RolloutWorker",
+        "WatchedActor",
+        "WeightReader",
+    }
     assert {actor.__name__ for actor in actors} == names
     for actor in actors:
         endpoints = {name: value for name, value in inspect.getmembers(actor) if hasattr(value, "_method")}

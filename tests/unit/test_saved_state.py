@@ -167,11 +167,11 @@ def outcome(detectors: StallDetectors, event) -> str | None:
 
 @given(before=EVENTS, after=EVENTS)
 def test_restored_stall_detectors_raise_where_the_others_do(before, after):
-    detectors = StallDetectors(4, ["a", "b"])
+    detectors = StallDetectors(4, {"a": 1, "b": 8})
     for event in before:
         if outcome(detectors, event) is not None:
             return
-    restored = StallDetectors(4, ["a", "b"])
+    restored = StallDetectors(4, {"a": 1, "b": 8})
     restored.restore(through_json(detectors.state(), StallState))
     assert [outcome(restored, event) for event in after] == [outcome(detectors, event) for event in after]
 
@@ -266,7 +266,7 @@ def run_state() -> RunState:
         groups=[open_group(DataSample(sample_id="\ud800", env_input=[1.5]))],
         slots=[],
         ledger=Ledger().state(),
-        stall=StallDetectors(4, ["a"]).state(),
+        stall=StallDetectors(4, {"a": 1}).state(),
         dropped_groups=1,
         filter_matches={"pre/x": 2},
         filter_tokens={"pre/x": 31},

@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 from tests.unit.test_reference_algorithms import TEACHER, Scorer, Talk
 from tests.unit.test_resumed_rollout_loop import DatasetTask, resumed, saved
 from tests.unit.test_rollout_loop import Half, Loop, StubTask, ids, settle
+from tests.unit.test_saved_state import group_of
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, MaxRL
 from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.stall import StallDetectors
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter, Truncated, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
@@ -119,6 +122,29 @@ async def test_a_dropped_rollout_is_replaced_by_one_of_its_task():
     loop.step_taken(batch)
     assert loop.ledger.counts() == {"stub/dispatched": 6, "stub/failed/error": 2, "stub/trained": 4, "stub/open": 0}
     assert loop.pacer.free_slots == 1
+
+
+async def test_a_slot_of_which_every_rollout_is_dropped_is_free_for_another_task():
+    failing = free(lambda number: [RolloutStatus.ERROR], name="failing")
+    loop = Loop(failing, StubTask(lambda number: [0.0, 1.0], name="good"), groups_per_step=1, max_offpolicy_steps=0, steps=3)
+    loop.fill()
+    for _ in range(3):
+        loop.step_taken(await loop.batch())
+    await loop.close()
+    counts = loop.ledger.counts()
+    assert counts["good/trained"] == 6 and counts["failing/failed/error"] == counts["failing/dispatched"] <= 4 * 4
+
+
+def test_a_rollout_of_its_own_counts_as_its_share_of_a_group_towards_a_stall():
+    detectors = StallDetectors(4, {"free": 8})
+    group = group_of(0.5, task="free")
+    for _ in range(31):
+        detectors.dropped(["failed/error"], group, signal=False, taken=False)
+        detectors.scored(group, signal=False)
+    with pytest.raises(RunError, match="^4 groups in a row gave nothing to train on .rollouts: 32 failed/error; "):
+        detectors.dropped(["failed/error"], group, signal=False, taken=False)
+    with pytest.raises(RunError, match="^none of the first 4 groups teaches anything"):
+        detectors.scored(group, signal=False)
 
 
 async def test_tasks_with_and_without_a_barrier_share_a_run():

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.printable import one_sentence
@@ -26,7 +27,7 @@ class FirstFailures:
         self._note, self._few = note, FEW_GROUPS if limit > FEW_GROUPS else None
         self._kinds: dict[tuple[str, str], str] = {}
         """The first cause of each."""
-        self._failed = 0
+        self._failed = Fraction(0)
         self._began = False
 
     def arrived(self, group: RolloutGroup) -> None:
@@ -40,16 +41,17 @@ class FirstFailures:
         if group.failure is None:
             self._began = True
 
-    def group_failed(self) -> None:
-        """A group was dropped because its rollouts failed.
+    def group_failed(self, share: Fraction = Fraction(1)) -> None:
+        """A group was dropped because its rollouts failed. It held this ``share`` of a slot.
 
         Raises:
             RunError: the first groups of the run all failed, in one way.
         """
-        self._failed += 1
-        if not self._began and self._failed == self._few and len(self._kinds) == 1:
+        before, self._failed = self._failed, self._failed + share
+        few_now = self._few is not None and before < self._few <= self._failed
+        if few_now and not self._began and len(self._kinds) == 1:
             (cause,) = self._kinds.values()
-            raise RunError(f"the first {self._failed} groups all failed in the same way: {cause}")
+            raise RunError(f"the first {self._few} groups all failed in the same way: {cause}")
 
     def resumed(self) -> None:
         """The groups to come are not the run's first."""

@@ -18,6 +18,11 @@ from torchtitan.experiments.rl.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 
+def groups_in_slot(task: Task) -> int:
+    """Groups that share a slot of the pacer. Those of a task without a barrier are single rollouts."""
+    return 1 if task.needs_group else task.config.group_size
+
+
 @dataclass(kw_only=True, slots=True)
 class OpenGroup:
     task: Task

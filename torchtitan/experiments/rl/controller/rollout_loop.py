@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.controller.group_runner import GroupRunner
 from torchtitan.experiments.rl.controller.group_starts import GroupStarts
 from torchtitan.experiments.rl.controller.late_credit import LateCredit
 from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.open_groups import OpenGroup, OpenGroups, StepGroups
+from torchtitan.experiments.rl.controller.open_groups import OpenGroup, OpenGroups, StepGroups, groups_in_slot
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.running import Running
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
@@ -83,7 +83,7 @@ class RolloutLoop:
         self._replay = replay
         self._late_credit = LateCredit(tasks, slot=self._pre_batch, parts=self._parts, runner=runner, batcher=batcher)
         self._running = Running()
-        self._stall = StallDetectors(max_drops_in_a_row, list(tasks), note)
+        self._stall = StallDetectors(max_drops_in_a_row, {name: groups_in_slot(task) for name, task in tasks.items()}, note)
         self._next_step = StepGroups()
         """What there is to tell of the next step: groups dropped, rollouts matched."""
         self._changed = asyncio.Event()
@@ -315,9 +315,10 @@ class RolloutLoop:
         if entry.rollout_ids:
             self._pacer.finish(group.group_id)
             self._stall.kept()
+            self._starts.kept(group.group_id)
         else:
             self._pacer.drop(group.group_id)
-            self._starts.dropped(entry.task)
+            self._starts.dropped(group.group_id, entry.task)
             self._drop(group.group_id)
             self.fill()
 

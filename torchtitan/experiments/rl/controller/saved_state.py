@@ -50,14 +50,17 @@ class LedgerState(Record):
 
 
 class DropsState(Record):
-    groups: int
-    ties: int
+    groups: str
+    """As a fraction, as ``ties``: a group may hold a share of a slot."""
+    ties: str
     columns: list[tuple[str, int]]
     rewards: list[tuple[float, int]]
 
 
 class NoSignalState(Record):
     signal_seen: bool
+    groups: str
+    """As a fraction."""
     mean_rewards: list[tuple[float, int]]
 
 

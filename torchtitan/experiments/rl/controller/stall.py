@@ -2,10 +2,14 @@
 
 Groups whose rewards all tie have no learning signal. Before the first group with a signal that is a fault of the setup. Later
 it is what success looks like: with a filter that drops such groups, a run on mastered tasks keeps no group at all.
+
+Limits are of groups as the pacer counts them. A task without a barrier has groups of one rollout, and ``config.group_size`` of
+these count as one (``groups_in_slot``): or one bad example, run 8 times, would be 8 groups in a row.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 
 from torchtitan.experiments.rl.controller.first_failures import FirstFailures
 from torchtitan.experiments.rl.controller.saved_state import DropsState, MasteryState, NoSignalState, StallState
@@ -26,9 +30,9 @@ class Mastery:
     dropped while another's are still running.
     """
 
-    def __init__(self, limit: int, tasks: Collection[str]):
-        self._limit = limit
-        self._ties: dict[str, list[float]] = {name: [] for name in tasks}
+    def __init__(self, limit: int, groups_in_slot: Mapping[str, int]):
+        self._limit, self._groups_in_slot = limit, groups_in_slot
+        self._ties: dict[str, list[float]] = {name: [] for name in groups_in_slot}
         """Mean rewards of the ties of each task since its last group with a signal."""
         self._signals: dict[str, tuple[int, float]] = {}
         """Groups with a signal, and the sum of their mean rewards."""
@@ -54,7 +58,7 @@ class Mastery:
         if not tie or group.task_name not in self._signals:
             return False
         self._ties[group.task_name].append(_mean(group.rewards))
-        if all(len(ties) >= self._limit for ties in self._ties.values()):
+        if all(len(ties) >= self._limit * self._groups_in_slot[name] for name, ties in self._ties.items()):
             self._end()
         return True
 
@@ -84,44 +88,44 @@ class ConsecutiveDrops:
 
     def clear(self) -> None:
         """A group was kept."""
-        self._groups = 0
-        self._ties = 0
+        self._groups, self._ties = Fraction(0), Fraction(0)
         self._columns: Counter[str] = Counter()
         self._rewards: Counter[float] = Counter()
 
-    def add(self, columns: Iterable[str], group: RolloutGroup, *, tie: bool = False) -> None:
+    def add(self, columns: Iterable[str], group: RolloutGroup, *, share: Fraction, tie: bool = False) -> None:
         """A group was dropped; its rollouts ended in these ``columns`` of the ledger.
 
         Args:
+            share: of a slot.
             tie: it was dropped because its rewards tie, in a task that had a signal before.
 
         Raises:
             RunError: ``limit`` groups in a row were dropped, at least half of them for other causes than ties, or ``limit`` of
                 them for other causes.
         """
-        self._groups += 1
-        self._ties += tie
+        self._groups += share
+        self._ties += share * tie
         self._columns.update(columns)
         self._rewards.update(group.rewards)
         others = self._groups - self._ties
-        if self._groups >= self._limit and others >= min(self._limit, self._groups / 2):
+        if self._groups >= self._limit and (others >= self._limit or 2 * others >= self._groups):
             causes = ", ".join(f"{n} {column}" for column, n in self._columns.most_common())
             rewards = f"; rewards {_shares(self._rewards)}" if self._rewards else ""
             raise RunError(
-                f"{self._groups} groups in a row gave nothing to train on (rollouts: {causes}{rewards}); see "
+                f"{float(self._groups):g} groups in a row gave nothing to train on (rollouts: {causes}{rewards}); see "
                 "logs/controller.jsonl for each cause, or raise max_drops_in_a_row"
             )
 
     def state(self) -> DropsState:
         return DropsState(
-            groups=self._groups,
-            ties=self._ties,
+            groups=str(self._groups),
+            ties=str(self._ties),
             columns=list(self._columns.items()),
             rewards=list(self._rewards.items()),
         )
 
     def restore(self, state: DropsState) -> None:
-        self._groups, self._ties = state.groups, state.ties
+        self._groups, self._ties = Fraction(state.groups), Fraction(state.ties)
         self._columns, self._rewards = Counter(dict(state.columns)), Counter(dict(state.rewards))
 
 
@@ -134,10 +138,11 @@ class NoSignalFromStart:
     def __init__(self, limit: int):
         self._limit = limit
         self._signal_seen = False
+        self._groups = Fraction(0)
         self._mean_rewards: Counter[float] = Counter()
 
-    def add(self, group: RolloutGroup, *, signal: bool) -> None:
-        """A group was scored.
+    def add(self, group: RolloutGroup, *, share: Fraction, signal: bool) -> None:
+        """A group was scored, which holds this ``share`` of a slot.
 
         Raises:
             RunError: the first ``limit`` groups had no learning signal, this one included.
@@ -147,30 +152,39 @@ class NoSignalFromStart:
         if signal:
             self._signal_seen = True
             return
+        self._groups += share
         self._mean_rewards[_mean(group.rewards)] += 1
-        if self._mean_rewards.total() >= self._limit:
+        if self._groups >= self._limit:
             raise RunError(
-                f"none of the first {self._mean_rewards.total()} groups teaches anything: all rollouts of a group got the same "
+                f"none of the first {float(self._groups):g} groups teaches anything: all rollouts of a group got the same "
                 f"reward ({_shares(self._mean_rewards)}), so every advantage is 0; look at the rubric, and whether the "
                 "examples are too hard or too easy for this model (max_drops_in_a_row sets how many groups are waited for)"
             )
 
     def state(self) -> NoSignalState:
-        return NoSignalState(signal_seen=self._signal_seen, mean_rewards=list(self._mean_rewards.items()))
+        return NoSignalState(
+            signal_seen=self._signal_seen, groups=str(self._groups), mean_rewards=list(self._mean_rewards.items())
+        )
 
     def restore(self, state: NoSignalState) -> None:
-        self._signal_seen, self._mean_rewards = state.signal_seen, Counter(dict(state.mean_rewards))
+        self._signal_seen, self._groups = state.signal_seen, Fraction(state.groups)
+        self._mean_rewards = Counter(dict(state.mean_rewards))
 
 
 class StallDetectors:
     """All of them, for the groups of a run."""
 
-    def __init__(self, limit: int, tasks: Collection[str], note: Callable[[str], None] = lambda line: None):
-        """``note`` prints the first failure of each kind."""
+    def __init__(self, limit: int, groups_in_slot: Mapping[str, int], note: Callable[[str], None] = lambda line: None):
+        """
+        Args:
+            groups_in_slot: of each task.
+            note: prints the first failure of each kind.
+        """
+        self._shares = {name: Fraction(1, groups) for name, groups in groups_in_slot.items()}
         self._failures = FirstFailures(note, limit)
         # A post-batch filter may drop every group that the pre-batch filters kept: its drops are counted on their own.
         self._drops, self._emptied = ConsecutiveDrops(limit), ConsecutiveDrops(limit)
-        self._no_signal, self._mastery = NoSignalFromStart(limit), Mastery(limit, tasks)
+        self._no_signal, self._mastery = NoSignalFromStart(limit), Mastery(limit, groups_in_slot)
 
     def arrived(self, group: RolloutGroup) -> None:
         """A group has arrived, scored or failed."""
@@ -182,7 +196,7 @@ class StallDetectors:
         Raises:
             RunError: no group since the start had a signal.
         """
-        self._no_signal.add(group, signal=signal)
+        self._no_signal.add(group, share=self._shares[group.task_name], signal=signal)
         self._mastery.scored(group, signal=signal)
 
     def kept(self) -> None:
@@ -200,10 +214,11 @@ class StallDetectors:
             RunError: too many in a row, or the first groups of the run all failed in one way.
             NothingLeftToLearn: every task is mastered.
         """
+        share = self._shares[group.task_name]
         if group.failure is not None:
-            self._failures.group_failed()
+            self._failures.group_failed(share)
         tie = self._mastery.dropped(columns, group, signal=signal)
-        (self._emptied if taken else self._drops).add(columns, group, tie=tie)
+        (self._emptied if taken else self._drops).add(columns, group, share=share, tie=tie)
 
     def state(self) -> StallState:
         """What a resumed run continues from."""
