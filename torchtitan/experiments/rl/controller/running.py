@@ -24,6 +24,7 @@ class Running:
         task.add_done_callback(self._tasks.discard)
 
     def __len__(self) -> int:
+        """How many have not ended."""
         return len(self._tasks)
 
     async def cancel(self) -> None:
