@@ -23,11 +23,14 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from torchtitan.experiments.rl.checkpointing.run_files import LEDGER_FILE  # noqa: E402
-from torchtitan.experiments.rl.observability.metrics import METRICS_FILE  # noqa: E402
 from torchtitan.experiments.rl.report.index import INDEX_FILE  # noqa: E402
-from torchtitan.experiments.rl.rollouts.record_file import RecordFile, compress  # noqa: E402
-from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE  # noqa: E402
+from torchtitan.experiments.rl.rollouts.record_file import (  # noqa: E402
+    LEDGER_FILE,
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    RecordFile,
+    compress,
+)
 from torchtitan.experiments.rl.rollouts.records import encode_rollout  # noqa: E402
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import (  # noqa: E402

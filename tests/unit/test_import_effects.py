@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.unit.report_runs import small_run
+
 ROOT = Path(__file__).resolve().parents[2]
 
 CODE = r"""
@@ -106,3 +108,21 @@ print([name for name in ("torch", "monarch", "torchstore", "vllm") if name in sy
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_the_report_serves_every_page_without_torch(tmp_path):
+    """Its import takes seconds and hundreds of megabytes; a record is arrays and texts."""
+    folder = small_run(tmp_path / "run")
+    code = """import sys
+from torchtitan.experiments.rl.report.command import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+assert main([sys.argv[1], "--export", sys.argv[1] + "/run.html"]) == 0  # pages, rollouts and tokens
+import torchtitan.experiments.rl.report.app
+print([name for name in ("torch", "transformers", "renderers", "monarch", "torchtitan.config") if name in sys.modules])"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code, str(folder)], env=env, capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "[]", result.stdout + result.stderr
+    assert '"advantages": [0.0, 0.0, 0.0, 0.5, 0.75]' in (folder / "run.html").read_text()

@@ -7,11 +7,15 @@ never a member of a loss.
 Shape suffixes: B rows of a batch, L tokens of a row or sample, T tokens of a row of prefix trees.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_type_hints
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:  # the report and the viewers read records, and start at once without torch
+    import torch
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Whose message a token belongs to; role_ids index into it."""
@@ -137,7 +141,7 @@ class PrefixTrees:
 
     def any_of(self, mask: torch.Tensor) -> torch.Tensor:
         """bool [B, T]: tokens that stand for one where ``mask``, bool [B, L], is True."""
-        marked = torch.zeros(self.token_ids.numel(), dtype=torch.bool, device=mask.device)
+        marked = mask.new_zeros(self.token_ids.numel())
         marked[self.slots[mask]] = True
         return marked.view_as(self.token_ids)
 
@@ -145,12 +149,12 @@ class PrefixTrees:
         """[B, L]: of each token of the batch the value, [B, T], of the token that stands for it."""
         return values.flatten().index_select(0, self.slots.flatten().clamp(min=0)).view_as(self.slots)
 
-    def to(self, device: torch.device | str) -> "PrefixTrees":
+    def to(self, device: torch.device | str) -> PrefixTrees:
         return PrefixTrees(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
 
 
 @dataclass(kw_only=True, slots=True)
-class TrainingBatch(TokenStreams[torch.Tensor, torch.Tensor]):
+class TrainingBatch(TokenStreams["torch.Tensor", "torch.Tensor"]):
     """Rows of packed training samples. Padding has loss_mask False and every weight 0.
 
     A row of L = 8 holds sample a (3 tokens, of task 0), sample b (4 tokens, of task 1) and 1 token of padding::
@@ -178,7 +182,7 @@ class TrainingBatch(TokenStreams[torch.Tensor, torch.Tensor]):
         if missing := [name for name in STREAMS if getattr(self, name) is None]:
             raise TypeError(f"a TrainingBatch needs every stream: {', '.join(missing)} missing")
 
-    def to(self, device: torch.device | str) -> "TrainingBatch":
+    def to(self, device: torch.device | str) -> TrainingBatch:
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {k: v.to(device) if hasattr(v, "to") else v for k, v in values.items()}
         return TrainingBatch(**moved)

@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointError
-from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, TENSORBOARD_FOLDER
-from torchtitan.experiments.rl.rollouts.record_file import end_of_last_member
-from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE
-
-LEDGER_FILE = "ledger.jsonl"
+from torchtitan.experiments.rl.observability.metrics import TENSORBOARD_FOLDER
+from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE, end_of_last_member
 
 _LINES = (METRICS_FILE, LEDGER_FILE)
 """A run can't do without them: a resumed run's metrics and ledger have no gap."""

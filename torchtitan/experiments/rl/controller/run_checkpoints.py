@@ -29,7 +29,8 @@ from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
-from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
+from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.user_code.calls import cause_of
 

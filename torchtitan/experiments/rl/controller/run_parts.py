@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.checkpointing.run_files import LEDGER_FILE
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -37,10 +36,11 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.console import Console, RunSummary
-from torchtitan.experiments.rl.observability.metrics import METRICS_FILE, MetricsLogger
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.observability.waits import Waits
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
-from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
+from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, contained
 from torchtitan.experiments.rl.user_code.gate import Gate, sentence
 

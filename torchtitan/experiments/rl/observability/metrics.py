@@ -17,11 +17,10 @@ from typing import Any, Literal
 from torchtitan.config.configurable import Configurable
 from torchtitan.experiments.rl.bounds import NonEmptyStr, check_config
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.rollouts.record_file import RecordFile
+from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE, RecordFile
 
 logger = logging.getLogger(__name__)
 
-METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 WANDB_ID_FILE = "wandb-run-id"
 """In the run folder: a resumed run goes on with the same W&B run."""

@@ -15,10 +15,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from torchtitan.experiments.rl.checkpointing.run_files import LEDGER_FILE
-from torchtitan.experiments.rl.observability.metrics import METRICS_FILE
-from torchtitan.experiments.rl.rollouts.record_file import next_group, read_group
-from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE
+from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE, next_group, read_group
 
 logger = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from torchtitan.experiments.rl.config.saved_command import LOCK_FILE, read_command, read_config
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.observability.metrics import METRICS_FILE
 from torchtitan.experiments.rl.report.index import RunIndex
-from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE
+from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE, ROLLOUTS_FILE
 
 REFRESH_EVERY_S = 1.0
 STEP_BYTES = 4 * 2**20

@@ -20,7 +20,8 @@ from annotated_types import Ge, Lt
 from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
-from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, read_rollouts
+from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE
+from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,11 @@ from typing import BinaryIO
 
 logger = logging.getLogger(__name__)
 
+ROLLOUTS_FILE = "rollouts.jsonl.gz"
+METRICS_FILE = "metrics.jsonl"
+LEDGER_FILE = "ledger.jsonl"
+"""The files of a run that a `RecordFile` appends to."""
+
 LEVEL = 1
 
 GZIP = zlib.MAX_WBITS + 16

@@ -19,13 +19,11 @@ from annotated_types import Ge
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import Cure, Share, check_fields
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.rollouts.record_file import RecordFile, compress, read_groups
+from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE, RecordFile, compress, read_groups
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout, RecordKind, decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
-
-ROLLOUTS_FILE = "rollouts.jsonl.gz"
 
 QUEUED_GROUPS = 1024
 """Groups that may wait for the thread. A step ends all of its groups at once."""

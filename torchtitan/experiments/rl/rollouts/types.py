@@ -1,16 +1,20 @@
 """What a rollout is made of: turns, statuses, groups. Plain records, filled by the turn loop and read by all after it."""
 
+from __future__ import annotations
+
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from renderers import Message, ToolSpec
 
 from torchtitan.experiments.rl.rollouts.streams import checked_stream, first_non_finite
 from torchtitan.experiments.rl.types import TrainingSample
+
+if TYPE_CHECKING:  # what reads records needs no renderer
+    from renderers import Message, ToolSpec
 
 
 class RolloutStatus(StrEnum):
