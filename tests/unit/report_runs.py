@@ -9,6 +9,7 @@ import numpy as np
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.records import RecordKind
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
 
@@ -43,7 +44,14 @@ def rollout(group: str, index: int, *, reward: float | None, reply: str = "7", t
     return found
 
 
-def record(folder: Path, groups: Sequence[Sequence[Rollout]], outcomes: Mapping[str, str], *, step: int = 0) -> None:
+def record(
+    folder: Path,
+    groups: Sequence[Sequence[Rollout]],
+    outcomes: Mapping[str, str],
+    *,
+    step: int = 0,
+    kind: RecordKind = "training",
+) -> None:
     """Append groups to the folder's records; ``outcomes`` by rollout id."""
     recorder = RolloutRecorder.Config().build(run_dir=folder)
     for rollouts in groups:
@@ -54,7 +62,7 @@ def record(folder: Path, groups: Sequence[Sequence[Rollout]], outcomes: Mapping[
             rollouts=list(rollouts),
             admitted_version=step,
         )
-        recorder.record(group, outcomes)
+        recorder.record(group, outcomes, kind=kind)
     recorder.close()
     assert recorder.not_recorded == 0
 
@@ -73,6 +81,19 @@ def write_ledger(folder: Path, ends: Sequence[tuple[str, str, str]]) -> None:
         ledger.dispatch(task, [rollout_id], version=0)
         ledger.end(rollout_id, column, version=1)
     ledger.close()
+
+
+def record_evaluation(folder: Path, label: str, rewards: Mapping[str, Sequence[float | None]], *, step: int) -> None:
+    """``rewards``: of each attempt, by the id of the example; the first is the validation set's first."""
+    groups = [
+        [rollout(f"validation-sums-{place}@{label}", index, reward=reward) for index, reward in enumerate(attempts)]
+        for place, attempts in enumerate(rewards.values())
+    ]
+    for example, own in zip(rewards, groups, strict=True):
+        for one in own:
+            one.data_sample = DataSample(sample_id=example, env_input=None)
+    outcomes = {one.rollout_id: "validation" for own in groups for one in own}
+    record(folder, groups, outcomes, step=step, kind="validation")
 
 
 def small_run(folder: Path) -> Path:

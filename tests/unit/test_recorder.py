@@ -320,6 +320,15 @@ def test_chosen_groups_are_the_same_in_every_run_and_about_the_fraction():
 FIRST_CHOSEN = [3, 6, 12, 13]
 
 
+def test_every_evaluation_records_the_same_examples():
+    recorder = RolloutRecorder(RolloutRecorder.Config(fraction=0.5), run_dir=Path("unused"))
+    ids = [f"validation-task-{number}" for number in range(40)]
+    found = {label: [recorder.chosen(f"{name}@{label}") for name in ids] for label in ("0", "20", "20.final")}
+    of_odd_name = {recorder.chosen(f"sums@2-{number}") for number in range(40)}
+    recorder.close()
+    assert found["0"] == found["20"] == found["20.final"] and len(set(found["0"])) == len(of_odd_name) == 2
+
+
 def test_whole_groups_are_recorded_or_none_of_a_group(tmp_path):
     groups = [group_of(*(rollout_of(index, group_id=f"task-{number}") for index in range(3))) for number in range(20)]
     write(tmp_path, *groups, fraction=0.25)

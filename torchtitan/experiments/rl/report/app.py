@@ -14,8 +14,11 @@ from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, RedirectResponse
 
 from torchtitan.experiments.rl.report import overview, rollouts
+from torchtitan.experiments.rl.report.evaluations import Evaluation, changes
 from torchtitan.experiments.rl.report.files import SERVED, STATIC
+from torchtitan.experiments.rl.report.pages import PAGES
 from torchtitan.experiments.rl.report.run import ReportedRun
+from torchtitan.experiments.rl.report.timeline import traces
 from torchtitan.experiments.rl.report.tokens import TokenTexts
 
 HEADERS = {
@@ -73,13 +76,23 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
     @app.get("/api/runs/{number}/page/{name}")
     def page(number: int, name: str) -> Response:
         run = run_of(number)
-        if name not in overview.PAGES:
-            raise HTTPException(404, f"pages: {', '.join(overview.PAGES)}")
-        return answered(overview.PAGES[name](run))
+        if name not in PAGES:
+            raise HTTPException(404, f"pages: {', '.join(PAGES)}")
+        return answered(PAGES[name](run))
 
     @app.get("/api/runs/{number}/metrics")
     def metrics(number: int, name: str = Query(max_length=MOST_TEXT)) -> Response:
         return answered({"points": overview.series(run_of(number), [name]).get(name, [])})
+
+    @app.get("/api/changes")
+    def between(
+        before_run: int,
+        after_run: int,
+        before: str = Query(max_length=MOST_TEXT),
+        after: str = Query(max_length=MOST_TEXT),
+    ) -> Response:
+        pair = [(before_run, before), (after_run, after)]
+        return answered(changes(*(Evaluation(run=run_of(number), number=number, label=label) for number, label in pair)))
 
     @app.get("/api/runs/{number}/rollouts")
     def list_rollouts(
@@ -134,7 +147,7 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
 
     @app.get("/api/runs/{number}/traces/{name}")
     def trace(number: int, name: str) -> Response:
-        for path in overview.traces(run_of(number).folder):
+        for path in traces(run_of(number).folder):
             if path.name == name:
                 return FileResponse(path, media_type="application/json", filename=path.name)
         raise HTTPException(404, "no such trace")

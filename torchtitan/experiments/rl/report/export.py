@@ -5,15 +5,19 @@ import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from torchtitan.experiments.rl.report import overview, rollouts
+from torchtitan.experiments.rl.report.evaluations import Evaluation, changes, recorded
 from torchtitan.experiments.rl.report.files import SCRIPTS, STATIC
+from torchtitan.experiments.rl.report.pages import PAGES
 from torchtitan.experiments.rl.report.run import ReportedRun
 from torchtitan.experiments.rl.report.tokens import TokenTexts
 
 PAGE_METRICS = ("validation/reward", "rollout/reward_mean")
 """That the page Runs asks for."""
+EXPORTED_CHANGES = 10
+"""Examples won, and lost, whose rollouts are in the file."""
 
 
 def exported(runs: Sequence[ReportedRun], *, sample: int) -> str:
@@ -51,7 +55,7 @@ def answers(runs: Sequence[ReportedRun], sample: int) -> dict[str, Any]:
     }
     for number, run in enumerate(runs):
         base = f"api/runs/{number}"
-        for name, page in overview.PAGES.items():
+        for name, page in PAGES.items():
             held[f"{base}/page/{name}"] = page(run)
         for metric in PAGE_METRICS:
             held[f"{base}/metrics?name={quote(metric, safe='')}"] = {"points": overview.series(run, [metric]).get(metric, [])}
@@ -61,10 +65,25 @@ def answers(runs: Sequence[ReportedRun], sample: int) -> dict[str, Any]:
                 chosen[row["key"]] = row
         listed = {"rows": list(chosen.values()), "total": len(chosen), "next": None, "choices": rollouts.choices(run)}
         held[f"{base}/rollouts?"] = listed
+        for example in _add_changes(held, run, number):
+            chosen |= {key: dict(zip(("place", "line"), map(int, key.split("-")), strict=True)) for key in example["keys"]}
         texts = TokenTexts(run.folder)
         for row in chosen.values():
             _add_rollout(held, base, run, row["place"], row["line"], texts)
     return held
+
+
+def _add_changes(held: dict[str, Any], run: ReportedRun, number: int) -> list[dict[str, Any]]:
+    """What the page Evaluations compares at first; returns the attempts that it then links to."""
+    if len(labels := [one["label"] for one in recorded(run)]) < 2:
+        return []
+    pair = [Evaluation(run=run, number=number, label=label) for label in (labels[0], labels[-1])]
+    found = changes(*pair)
+    for kind in ("won", "lost"):
+        found[kind] = found[kind][:EXPORTED_CHANGES]
+    query = {"before_run": number, "before": labels[0], "after_run": number, "after": labels[-1]}
+    held[f"api/changes?{urlencode(query)}"] = found
+    return [row[side] for kind in ("won", "lost") for row in found[kind] for side in ("before", "after")]
 
 
 def _add_rollout(held: dict[str, Any], base: str, run: ReportedRun, place: int, line: int, texts: TokenTexts) -> None:

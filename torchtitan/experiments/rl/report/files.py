@@ -3,7 +3,7 @@
 from pathlib import Path
 
 STATIC = Path(__file__).parent / "static"
-SCRIPTS = ("charts.js", "pages.js", "rollouts.js", "report.js")
+SCRIPTS = ("charts.js", "pages.js", "evaluations.js", "rollouts.js", "report.js")
 """In the order that they are loaded in."""
 SERVED = {
     "/": ("page.html", "text/html"),

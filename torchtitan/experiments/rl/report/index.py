@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_
 logger = logging.getLogger(__name__)
 
 INDEX_FILE = ".report-index.sqlite"
-FORMAT = 1
+FORMAT = 2
 """Of the tables below; an index of another format is made anew."""
 TAIL = 64
 """Bytes before the place that was read to, by which a file is known again."""
@@ -33,11 +33,12 @@ CREATE TABLE ledger (rollout_id TEXT, task TEXT, dispatched INTEGER, column_ TEX
 CREATE INDEX ledger_ends ON ledger (task, column_, ended);
 CREATE TABLE rollouts (
     place INTEGER, line INTEGER, rollout_id TEXT, group_id TEXT, task TEXT, status TEXT, outcome TEXT, step INTEGER,
-    reward REAL, turns INTEGER, tokens INTEGER, error TEXT, PRIMARY KEY (place, line)
+    reward REAL, turns INTEGER, tokens INTEGER, error TEXT, sample_id TEXT, evaluation TEXT, PRIMARY KEY (place, line)
 ) WITHOUT ROWID;
 CREATE INDEX rollouts_ids ON rollouts (rollout_id);
 CREATE INDEX rollouts_groups ON rollouts (group_id);
 CREATE INDEX rollouts_chosen ON rollouts (task, outcome, step, reward);
+CREATE INDEX rollouts_evaluated ON rollouts (evaluation, task) WHERE evaluation IS NOT NULL;
 """
 
 
@@ -49,6 +50,10 @@ class _Rewarded(msgspec.Struct):
     error: str | None = None
 
 
+class _Example(msgspec.Struct):
+    sample_id: Any
+
+
 class _Line(msgspec.Struct):
     """What the index has of a rollout's record; the decoder passes over the rest."""
 
@@ -58,6 +63,8 @@ class _Line(msgspec.Struct):
     turn_count: int
     completion_tokens: int
     rollout: _Rewarded
+    data_sample: _Example | None = None
+    kind: str = "training"
 
 
 _DECODE = msgspec.json.Decoder(_Line).decode
@@ -239,9 +246,11 @@ class RunIndex:
                     record.turn_count,
                     record.completion_tokens,
                     None if own.error is None else _stored(own.error),
+                    None if record.data_sample is None else _stored(str(record.data_sample.sample_id)),
+                    own.group_id.rpartition("@")[2] if record.kind == "validation" else None,
                 )
             )
-        self._connection.executemany(f"INSERT OR REPLACE INTO rollouts VALUES ({', '.join('?' * 12)})", entries)
+        self._connection.executemany(f"INSERT OR REPLACE INTO rollouts VALUES ({', '.join('?' * 14)})", entries)
 
 
 def _connected(path: str) -> sqlite3.Connection:

@@ -1,9 +1,7 @@
-"""The pages Overview, Ledger, Evaluations and Timeline: figures of metrics.jsonl and ledger.jsonl, through the index."""
+"""The pages Overview and Ledger: figures of metrics.jsonl and ledger.jsonl, through the index."""
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.report.hints import hints
@@ -11,7 +9,6 @@ from torchtitan.experiments.rl.report.run import ReportedRun
 
 MOST_POINTS = 1000
 """Of one line of a chart; longer ones are thinned out, with their first and last point kept."""
-TRACE = re.compile(r"trace-steps-\d+-\d+\.json")
 
 Points = list[tuple[int, float | None]]
 
@@ -134,38 +131,6 @@ def ledger(run: ReportedRun) -> dict[str, Any]:
     return {"name": run.name, "tasks": tasks}
 
 
-def evaluations(run: ReportedRun) -> dict[str, Any]:
-    """Every evaluation of the run: its metrics, by the version that it measured."""
-    found = series(run, metric_names(run, like="validation/%"))
-    measured = found.pop("validation/step", [])
-    rows, by_step = [], {name: dict(points) for name, points in found.items()}
-    for step, version in measured:
-        metrics = {name: values[step] for name, values in by_step.items() if values.get(step) is not None}
-        rows.append({"version": version, "reported": step, "metrics": metrics})
-    version_of = dict(measured)
-    lines: dict[str, Points] = {}
-    for name, points in found.items():
-        if re.search(r"/(avg@|pass@)\d+$", name):
-            lines[name] = [(int(version_of.get(step) or step), value) for step, value in points]
-    return {"name": run.name, "evaluations": rows, "lines": lines}
-
-
-def timeline(run: ReportedRun) -> dict[str, Any]:
-    """Restarts by part, and the traces of profiled steps."""
-    return {
-        "name": run.name,
-        "restarts": series(run, metric_names(run, like="restarts/%")),
-        "busy": {name: thinned(points) for name, points in series(run, metric_names(run, like="perf/%/busy")).items()},
-        "traces": [path.name for path in traces(run.folder)],
-        "logs": sorted(path.name for path in (run.folder / "logs").glob("*.jsonl") if path.is_file()),
-    }
-
-
-def traces(folder: Path) -> list[Path]:
-    """Files of profiled steps; a link is none."""
-    return sorted(path for path in folder.iterdir() if TRACE.fullmatch(path.name) and path.is_file() and not path.is_symlink())
-
-
 def config_differences(runs: Sequence[ReportedRun]) -> dict[str, list[Any]]:
     """Of each config field in which the runs differ, each run's value; of one run, all its fields."""
     configs = [run.config() for run in runs]
@@ -177,11 +142,3 @@ def config_differences(runs: Sequence[ReportedRun]) -> dict[str, list[Any]]:
 def _chart(title: str, unit: str, metrics: Sequence[str], *, x: str = "") -> dict[str, Any]:
     """``x``: metric that gives the version; "": the step."""
     return {"title": title, "unit": unit, "metrics": list(metrics), "x": x}
-
-
-PAGES: dict[str, Callable[[ReportedRun], dict[str, Any]]] = {
-    "overview": overview,
-    "ledger": ledger,
-    "evaluations": evaluations,
-    "timeline": timeline,
-}

@@ -7,6 +7,7 @@ counted, and a disk that fails ends the recording with one line in the log.
 import hashlib
 import logging
 import queue
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -70,8 +71,9 @@ class RolloutRecorder(Configurable):
         return self._late + self._lost
 
     def chosen(self, group_id: str) -> bool:
-        """Whether a group is among the recorded share."""
-        draw = int.from_bytes(hashlib.blake2b(group_id.encode(), digest_size=8).digest(), "big")
+        """Whether a group is among the recorded share. Each evaluation records the same examples, to be compared."""
+        example = re.sub(r"@[^@-]*$", "", group_id)
+        draw = int.from_bytes(hashlib.blake2b(example.encode(), digest_size=8).digest(), "big")
         return draw < self.config.fraction * 2**64
 
     def record(self, group: RolloutGroup, outcomes: Mapping[str, str], *, kind: RecordKind = "training") -> None:

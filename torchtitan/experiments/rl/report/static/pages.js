@@ -1,5 +1,5 @@
 "use strict";
-// The pages Runs, Overview, Ledger, Evaluations and Timeline. Each takes (run number, parameters) and returns what to show.
+// The pages Runs, Overview, Ledger and Timeline. Each takes (run number, parameters) and returns what to show.
 
 const STATES = { running: "good", done: "good", starting: "quiet", stopped: "warning", stalled: "error" };
 
@@ -70,20 +70,6 @@ async function ledgerPage(run) {
         box.href ? number(task.recorded[box.name] || 0) : "–"])));
   }
   if (!page.tasks.length) parts.push(html("p", {}, "No rollout has ended yet."));
-  return parts;
-}
-
-async function evaluationsPage(run) {
-  const page = await api(`api/runs/${run}/page/evaluations`);
-  const names = [...new Set(page.evaluations.flatMap((row) => Object.keys(row.metrics)))]
-    .filter((name) => /(avg@|pass@)\d+$|\/failed$|\/truncated$/.test(name)).sort();
-  const rows = page.evaluations.map((row) => [link(`#/${run}/rollouts?${new URLSearchParams({ outcome: "validation", step: row.version })}`, number(row.version)), number(row.reported), ...names.map((name) => number(row.metrics[name]))]);
-  const parts = [html("h1", {}, "Evaluations")];
-  if (Object.keys(page.lines).length) {
-    parts.push(html("div", { class: "charts" }, lineChart({ title: "avg@k and pass@k", unit: "share", lines: page.lines, xLabel: "policy version" })));
-  }
-  parts.push(rows.length ? table(["Version", "Reported with step", ...names.map((name) => name.replace("validation/", ""))], rows)
-    : html("p", {}, "No evaluation has ended."));
   return parts;
 }
 
