@@ -2,36 +2,27 @@
 
 import os
 import re
-import shutil
-import socket
-import threading
 from pathlib import Path
 
 import pytest
-import uvicorn
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, expect
 
-from tests.unit.report_runs import record, rollout, small_run, write_metrics
-from torchtitan.experiments.rl.report.app import report_app
+from tests.browser.pictures import PAGES, chromium, opened, served
+from tests.unit.report_runs import record, record_evaluation, rollout, small_run, write_metrics
 from torchtitan.experiments.rl.report.export import exported
 from torchtitan.experiments.rl.report.run import ReportedRun
 
 PATIENCE_MS = 60_000
 expect.set_options(timeout=PATIENCE_MS)
 WIDTHS = (1280, 390)
-PAGES = ("overview", "ledger", "rollouts", "evaluations", "timeline", "runs")
 HOSTILE = "<script>document.title='taken'</script><img src=x onerror=alert(1)>\x1b[31mred\x1b[0m\u202e"
 FOLDER = os.environ.get("REPORT_SCREENSHOTS")
 
 
 @pytest.fixture(scope="module")
 def browser():
-    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    assert path, "no Chromium: on Debian, apt-get install chromium"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.getuid() == 0 else [])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +30,10 @@ def run(tmp_path_factory):
     folder = small_run(tmp_path_factory.mktemp("report") / "run")
     hostile = [rollout("bad-0", 0, reward=1.0, reply=HOSTILE), rollout("bad-0", 1, reward=0.5, reply="y" * 2**20)]
     record(folder, [hostile], {"bad-0/0": "trained", "bad-0/1": "trained"}, step=2)
+    for label, rewards in (("0", [0, 1, 0]), ("3.final", [1, 0, 1])):
+        record_evaluation(
+            folder, label, {name: [reward] for name, reward in zip((HOSTILE, "b", "c"), rewards, strict=True)}, step=3
+        )
     run = ReportedRun(folder)
     run.index.refresh()
     run.start()
@@ -48,13 +43,8 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(run):
-    bound = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(report_app([run]), log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
-    server.should_exit = True
-    thread.join()
+    with served([run]) as address:
+        yield address
 
 
 @pytest.fixture
@@ -70,12 +60,6 @@ def page(browser: Browser):
     yield page
     context.close()
     assert wrong == []
-
-
-def opened(page: Page, address: str, route: str) -> Page:
-    page.goto(f"{address}#/0/{route}")
-    page.wait_for_selector(f'main[data-page="{route.split("/")[0].split("?")[0]}"] h1')
-    return page
 
 
 def key_of(run: ReportedRun, rollout_id: str) -> str:
@@ -118,6 +102,7 @@ def test_links_lead_through_the_pages(page, address):
 def test_filters_are_in_the_address_and_in_the_form(page, address):
     opened(page, address, "rollouts")
     page.locator("select[name=task]").select_option("sums")
+    page.locator("select[name=outcome]").select_option("trained")
     page.locator("input[name=max_reward]").fill("0.2")
     page.get_by_role("button", name="Show").click()
     page.wait_for_url("**/#/0/rollouts?*")
@@ -133,6 +118,21 @@ def test_what_a_model_said_is_shown_and_does_nothing(page, address, run):
     assert page.title() != "taken" and page.locator("main img, main script").count() == 0
     opened(page, address, f"rollout/{key_of(run, 'bad-0/1')}")
     expect(page.locator(".message.assistant")).to_contain_text("1,028,576 characters more")
+
+
+def test_examples_won_and_lost_lead_to_both_rollouts(page, address):
+    opened(page, address, "evaluations")
+    expect(page.locator("main")).to_contain_text("2 won, 1 lost, 0 with the same reward")
+    lost = page.locator("section", has=page.get_by_role("heading", name="Lost", exact=True))
+    expect(lost.locator("tbody tr")).to_have_count(1)
+    expect(page.locator("section").filter(has_text="Won").first).to_contain_text("<script>")
+    page.locator("select[name=before]").select_option("0:3.final")
+    page.locator("select[name=after]").select_option("0:0")
+    page.get_by_role("button", name="Compare").click()
+    expect(page.locator("main")).to_contain_text("1 won, 2 lost")
+    page.locator("section", has=page.get_by_role("heading", name="Won", exact=True)).get_by_role("link").last.click()
+    page.wait_for_selector('main[data-page="rollout"]')
+    expect(page.locator("h1")).to_have_text("validation-sums-1@0/0")
 
 
 def test_keys_move_along_charts_and_tokens(page, address, run):

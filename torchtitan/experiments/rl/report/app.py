@@ -82,7 +82,7 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
 
     @app.get("/api/runs/{number}/metrics")
     def metrics(number: int, name: str = Query(max_length=MOST_TEXT)) -> Response:
-        return answered({"points": overview.series(run_of(number), [name]).get(name, [])})
+        return answered({"points": overview.chart_line(run_of(number), name)})
 
     @app.get("/api/changes")
     def between(

@@ -58,7 +58,7 @@ def answers(runs: Sequence[ReportedRun], sample: int) -> dict[str, Any]:
         for name, page in PAGES.items():
             held[f"{base}/page/{name}"] = page(run)
         for metric in PAGE_METRICS:
-            held[f"{base}/metrics?name={quote(metric, safe='')}"] = {"points": overview.series(run, [metric]).get(metric, [])}
+            held[f"{base}/metrics?name={quote(metric, safe='')}"] = {"points": overview.chart_line(run, metric)}
         chosen: dict[str, dict[str, Any]] = {}
         for order in ("highest", "lowest"):
             for row in rollouts.listed(run, rollouts.Wanted(sort=order, limit=max(1, sample // 2)))["rows"]:

@@ -15,13 +15,14 @@ Points = list[tuple[int, float | None]]
 
 def charts(tasks: Sequence[str]) -> list[dict[str, Any]]:
     """What the Overview plots: title, unit and metrics, by the names that metrics.jsonl has."""
-    several = [f"rollout/{task}/reward_mean" for task in tasks] if len(tasks) > 1 else []
+    several = tasks if len(tasks) > 1 else []
     advantages = [f"advantage/{task}/{part}" for task in tasks for part in ("mean", "min", "max")]
+    validation = ["validation/reward", *(f"validation/{task}/reward" for task in several)]
     return [
-        _chart("Reward of training rollouts", "reward", ["rollout/reward_mean", *several]),
         _chart(
-            "Validation", "reward", ["validation/reward", *(f"validation/{task}/reward" for task in tasks)], x="validation/step"
+            "Reward of training rollouts", "reward", ["rollout/reward_mean", *(f"rollout/{t}/reward_mean" for t in several)]
         ),
+        _chart("Validation", "reward", validation, x="validation/step"),
         _chart("Throughput", "tokens/s", ["perf/trained_tokens_per_s", "perf/generated_tokens_per_s"]),
         _chart(
             "Time of a step",
@@ -87,6 +88,13 @@ def series(run: ReportedRun, names: Sequence[str]) -> dict[str, Points]:
     return found
 
 
+def chart_line(run: ReportedRun, name: str) -> Points:
+    """What a chart of the metric has; a validation's values at the versions that they measured."""
+    found = series(run, [name, "validation/step"])
+    version = dict(found.get("validation/step", [])) if name.startswith("validation/") else {}
+    return thinned([(int(version.get(step) or step), value) for step, value in found.get(name, [])])
+
+
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
     """At most so many of them, evenly, the first and the last among them."""
     if len(points) <= most:
@@ -141,4 +149,4 @@ def config_differences(runs: Sequence[ReportedRun]) -> dict[str, list[Any]]:
 
 def _chart(title: str, unit: str, metrics: Sequence[str], *, x: str = "") -> dict[str, Any]:
     """``x``: metric that gives the version; "": the step."""
-    return {"title": title, "unit": unit, "metrics": list(metrics), "x": x}
+    return {"title": title, "unit": unit, "metrics": list(metrics), "x": x, "xLabel": "policy version" if x else "step"}

@@ -91,21 +91,28 @@ def choices(run: ReportedRun) -> dict[str, list[str]]:
 
 
 def group(run: ReportedRun, place: int) -> dict[str, Any]:
-    """The rollouts of the group at ``place``: rewards by component, and their advantages.
+    """The rollouts of the group at ``place``: rewards by component, their advantages, and the last message of the first prompt.
 
     Raises:
         LookupError: there is none.
     """
     members = []
+    prompt = sample_id = None
     for line, record in enumerate(run.index.records(place)):
         rollout = decode_rollout(record)
         members.append(_head(rollout, place, line) | {"last": _last_text(rollout)})
+        sample, turns = rollout.rollout.data_sample, rollout.rollout.turns
+        sample_id = sample_id if sample is None else str(sample.sample_id)
+        if prompt is None and turns:
+            prompt = _cut(turns[0].prompt_messages[-1].get("content"), MOST_CHARACTERS) if turns[0].prompt_messages else None
     if not members:
         raise LookupError(f"no group at {place}")
     rewards = [member["reward"] for member in members if member["reward"] is not None]
     return {
         "place": place,
         "group_id": members[0]["group_id"],
+        "sample_id": sample_id,
+        "prompt": prompt,
         "mean": float(np.mean(rewards)) if rewards else None,
         "std": float(np.std(rewards)) if rewards else None,
         "members": members,

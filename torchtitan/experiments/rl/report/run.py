@@ -58,6 +58,16 @@ class ReportedRun:
         """The resolved config, by dotted path of each field; what may be a secret is hidden."""
         return dict(sorted(_flat(read_config(self.folder) or {}, "").items()))
 
+    def without_secrets(self, text: str) -> str:
+        """The text with what the config hides taken out."""
+        for secret in self._secrets():
+            text = text.replace(secret, HIDDEN)
+        return text
+
+    def _secrets(self) -> list[str]:
+        shown, whole = self.config(), _flat(read_config(self.folder) or {}, "", hide=False)
+        return [whole[name] for name, value in shown.items() if value == HIDDEN]
+
     def tasks(self) -> list[str]:
         """By name."""
         rows = self.index.rows("SELECT DISTINCT task FROM ledger UNION SELECT DISTINCT task FROM rollouts")
@@ -114,9 +124,10 @@ def _age_s(path: Path) -> float | None:
         return None
 
 
-def _flat(value: Any, path: str) -> dict[str, Any]:
+def _flat(value: Any, path: str, *, hide: bool = True) -> dict[str, Any]:
     if isinstance(value, dict) and value:
-        return {k: v for name, entry in value.items() for k, v in _flat(entry, f"{path}.{name}" if path else name).items()}
-    if isinstance(value, str) and value and _SECRET.search(path):
+        below = [(f"{path}.{name}" if path else name, entry) for name, entry in value.items()]
+        return {name: found for path, entry in below for name, found in _flat(entry, path, hide=hide).items()}
+    if hide and isinstance(value, str) and value and _SECRET.search(path):
         return {path: HIDDEN}
     return {path: json.dumps(value) if isinstance(value, list | dict) else value}

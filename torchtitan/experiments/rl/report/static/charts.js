@@ -45,10 +45,10 @@ function ticks(low, high, count) {
   return found;
 }
 
-// lines: {name: [[x, y], ...]}; y may be null.
-function lineChart({ title, unit, lines, xLabel = "step" }) {
+// lines: {name: [[x, y], ...]}; y may be null. style: of the first line; the others follow it.
+function lineChart({ title, unit, lines, xLabel = "step", style = 0 }) {
   const names = Object.keys(lines);
-  const width = 460, height = 210, left = 56, right = 10, top = 8, bottom = 34;
+  const width = 460, height = 220, left = 62, right = 12, top = 10, bottom = 42;
   const points = names.flatMap((name) => lines[name]).filter((point) => point[1] !== null);
   const xs = points.map((point) => point[0]), ys = points.map((point) => point[1]);
   let x0 = Math.min(...xs), x1 = Math.max(...xs), y0 = Math.min(...ys, 0), y1 = Math.max(...ys);
@@ -56,20 +56,26 @@ function lineChart({ title, unit, lines, xLabel = "step" }) {
   if (!points.length) [x0, x1, y0, y1] = [0, 1, 0, 1];
   if (x1 === x0) x1 = x0 + 1;
   if (y1 === y0) { y0 = Math.min(0, 2 * y1); y1 = Math.max(0, 2 * y1) || 1; }
+  const marks = ticks(y0, y1, 4), gap = marks.length > 1 ? marks[1] - marks[0] : 0; // the axis ends at round numbers
+  if (gap) {
+    if (y0 < marks[0] - gap * 1e-6) marks.unshift(Number((marks[0] - gap).toPrecision(12)));
+    if (y1 > marks[marks.length - 1] + gap * 1e-6) marks.push(Number((marks[marks.length - 1] + gap).toPrecision(12)));
+    [y0, y1] = [marks[0], marks[marks.length - 1]];
+  }
   const px = (x) => left + ((x - x0) / (x1 - x0)) * (width - left - right);
   const py = (y) => top + (1 - (y - y0) / (y1 - y0)) * (height - top - bottom);
   const drawing = svg("svg", {
     viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: "0",
     "aria-label": `${title} in ${unit}: ${names.map((name) => `${name} ${number(last(lines[name]))}`).join(", ")}. Arrow keys move along it.`,
   });
-  for (const t of ticks(y0, y1, 4)) {
+  for (const t of marks) {
     drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: py(t), y2: py(t) }));
     drawing.append(svg("text", { x: left - 6, y: py(t) + 4, "text-anchor": "end" }, number(t)));
   }
   for (const t of ticks(x0, x1, 5).filter(Number.isInteger)) {
-    drawing.append(svg("text", { x: px(t), y: height - 18, "text-anchor": "middle" }, number(t)));
+    drawing.append(svg("text", { x: px(t), y: height - 24, "text-anchor": "middle" }, number(t)));
   }
-  drawing.append(svg("text", { x: (left + width - right) / 2, y: height - 4, "text-anchor": "middle" }, xLabel));
+  drawing.append(svg("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, xLabel));
   names.forEach((name, i) => {
     let path = "", pen = false;
     for (const [x, y] of lines[name]) {
@@ -77,10 +83,10 @@ function lineChart({ title, unit, lines, xLabel = "step" }) {
       path += `${pen ? "L" : "M"}${px(x).toFixed(1)} ${py(y).toFixed(1)}`;
       pen = true;
     }
-    drawing.append(svg("path", { class: `line s${i % STYLES}`, d: path }));
+    drawing.append(svg("path", { class: `line s${(i + style) % STYLES}`, d: path }));
     lines[name].forEach(([x, y], at, own) => { // a point without a neighbour has no line
       if (y !== null && (own[at - 1] || [])[1] == null && (own[at + 1] || [])[1] == null) {
-        drawing.append(svg("circle", { class: `f${i % STYLES}`, r: 3, cx: px(x), cy: py(y) }));
+        drawing.append(svg("circle", { class: `f${(i + style) % STYLES}`, r: 3, cx: px(x), cy: py(y) }));
       }
     });
   });
@@ -109,7 +115,7 @@ function lineChart({ title, unit, lines, xLabel = "step" }) {
     event.preventDefault();
     show(at < 0 ? places.length - 1 : at + (event.key === "ArrowLeft" ? -1 : 1));
   });
-  return html("figure", {}, html("figcaption", {}, `${title} `, html("span", {}, `(${unit})`)), drawing, legend(lines), readout);
+  return html("figure", {}, html("figcaption", {}, `${title} `, html("span", {}, `(${unit})`)), drawing, legend(lines, style), readout);
 }
 
 function last(points) {
@@ -117,17 +123,17 @@ function last(points) {
   return known.length ? known[known.length - 1][1] : null;
 }
 
-function legend(lines) {
+function legend(lines, style) {
   const entries = Object.keys(lines).map((name, i) => html("li", {},
-    svg("svg", { viewBox: "0 0 24 8", "aria-hidden": "true" }, svg("line", { class: `line s${i % STYLES}`, x1: 0, x2: 24, y1: 4, y2: 4 })),
+    svg("svg", { viewBox: "0 0 24 8", "aria-hidden": "true" }, svg("line", { class: `line s${(i + style) % STYLES}`, x1: 0, x2: 24, y1: 4, y2: 4 })),
     ` ${name} `, html("b", {}, number(last(lines[name])))));
   return html("ul", { class: "legend" }, ...entries);
 }
 
 // One box on the left, a band from it to each box on the right. boxes: [{name, count, href, note}].
 function flow({ from, total, boxes }) {
-  const width = Math.max(330, Math.min(640, document.documentElement.clientWidth - 24)), gap = 10, least = 30;
-  const box = Math.round(width * 0.42), bend = box / 2;
+  const width = Math.max(330, Math.min(640, document.documentElement.clientWidth - 24)), gap = 10, least = 32;
+  const box = Math.round(width * 0.36), bend = box / 2, room = Math.floor((width - box - 18) / 7.5);
   const heights = boxes.map((box) => Math.max(least, (box.count / Math.max(1, total)) * 240));
   const height = heights.reduce((a, b) => a + b, 0) + gap * (boxes.length - 1) + 8;
   const drawing = svg("svg", { class: "flow", viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `${from}: ${number(total)} rollouts` });
@@ -141,8 +147,9 @@ function flow({ from, total, boxes }) {
     const group = svg("g", {},
       svg("path", { class: `band f${(i + 1) % STYLES}`, d: path }),
       svg("rect", { x: box, y, width: 10, height: h, class: `f${(i + 1) % STYLES}` }),
-      svg("text", { class: "strong", x: box + 18, y: y + 13 }, `${one.name}  ${number(one.count)} (${percent(one.count, total)})`),
-      svg("text", { x: box + 18, y: y + 27 }, one.note || ""));
+      svg("title", {}, `${one.name}: ${number(one.count)} rollouts`),
+      svg("text", { class: "strong", x: box + 18, y: y + 13 }, one.name.length > room ? `…${one.name.slice(1 - room)}` : one.name),
+      svg("text", { x: box + 18, y: y + 28 }, `${number(one.count)} (${percent(one.count, total)})${one.note ? `, ${one.note}` : ""}`));
     drawing.append(one.href ? svg("a", { href: one.href }, group) : group);
     y += h + gap;
     source += thick;

@@ -36,24 +36,23 @@ async function changesParts(run, query) {
   const found = await api(`api/changes?${new URLSearchParams(
     { before_run: before.run, before: before.label, after_run: after.run, after: after.label })}`);
   const { won, lost, same } = found.counts;
+  const chance = found.chance < 1e-4 ? "less than 0.0001" : number(found.chance);
   return [
     held ? html("p", {}, `${before.text} against ${after.text}.`) : form,
     html("p", {}, html("b", {}, `${number(won)} won`), ", ", html("b", {}, `${number(lost)} lost`), `, ${number(same)} with the same reward`,
       found.left_out ? `, ${number(found.left_out)} not in both or without a reward` : "", ". ",
-      won + lost ? `Tosses of a coin are at least as uneven with probability ${number(found.chance)} (two-sided sign test).` : ""),
-    ...changedExamples("Won", found.won, won), ...changedExamples("Lost", found.lost, lost),
+      won + lost ? `Tosses of a coin are at least as uneven with probability ${chance} (two-sided sign test).` : ""),
+    html("div", { class: "halves" }, changedExamples("Lost", found.lost, lost), changedExamples("Won", found.won, won)),
   ];
 }
 
 function changedExamples(title, rows, total) {
   const side = ({ run, keys, reward }) => html("span", {}, number(reward), " ",
     ...keys.flatMap((key, i) => [" ", link(`#/${run}/rollout/${key}`, keys.length > 1 ? `attempt ${i + 1}` : "rollout")]));
-  if (!rows.length) return [];
-  return [
+  return html("section", {},
     html("h3", {}, rows.length < total ? `${title}: the largest ${number(rows.length)} of ${number(total)}` : title),
-    table(["Task", "Example", "Reward before", "Reward after", "Change"], rows.map((row) => [
-      row.task, short(row.example || "–", 80), side(row.before), side(row.after), `${row.change > 0 ? "+" : ""}${number(row.change)}`])),
-  ];
+    rows.length ? table(["Task", "Example", "Reward before", "Reward after", "Change"], rows.map((row) => [
+      row.task, short(row.example || "–", 80), side(row.before), side(row.after), `${row.change > 0 ? "+" : ""}${number(row.change)}`])) : html("p", {}, "none"));
 }
 
 // Of all runs: [{run, label, value, text}].

@@ -32,7 +32,7 @@ async function runsPage() {
     html("h1", {}, "Runs"),
     table(["Run", "Tasks", "State"], rows),
     html("div", { class: "charts" }, ...Object.entries(lines).filter(([, own]) => Object.keys(own).length)
-      .map(([metric, own]) => lineChart({ title: metric, unit: "reward", lines: own }))),
+      .map(([metric, own]) => lineChart({ title: metric, unit: "reward", lines: own, xLabel: metric.startsWith("validation/") ? "policy version" : "step" }))),
     html("h2", {}, all.runs.length > 1 ? "Config fields that differ" : "Config"),
     table(["Field", ...all.runs.map((run) => `${run.number}: ${run.name}`)], fields, { wide: true }),
   ];
@@ -44,7 +44,9 @@ async function overviewPage(run) {
     html("b", {}, hint.text), ". ", html("span", {}, `Next: ${hint.field}`), html("span", { class: "quiet" }, ` (${hint.metric})`)));
   return [
     html("h1", {}, page.name),
-    html("p", { class: STATES[page.state.state] }, stateText(page.state)),
+    html("p", {}, html("span", { class: STATES[page.state.state] }, stateText(page.state)),
+      page.state.config_name ? html("span", { class: "quiet" }, ` · config ${page.state.config_name}`) : null,
+      page.state.started ? html("span", { class: "quiet" }, ` · started ${new Date(1000 * page.state.started).toLocaleString()}`) : null),
     hints.length ? html("ul", { class: "hints", "aria-label": "What is wrong" }, ...hints)
       : html("p", { class: "good" }, "Nothing stands out: no hint applies."),
     html("div", { class: "charts" }, ...page.charts.map(lineChart)),
@@ -61,10 +63,10 @@ async function ledgerPage(run) {
       href: `#/${run}/rollouts?${new URLSearchParams({ task: task.task, outcome: column })}`,
     }));
     if (task.open) boxes.push({ name: "open", count: task.open, note: "in flight, or waiting for a step" });
-    const lines = Object.fromEntries(Object.entries(task.lines));
+    const lines = Object.fromEntries(boxes.filter((box) => box.name in task.lines).map((box) => [box.name, task.lines[box.name]]));
     parts.push(html("h2", {}, task.task),
-      flow({ from: "dispatched", total: task.dispatched, boxes }),
-      html("div", { class: "charts" }, lineChart({ title: "Ended, by version", unit: "rollouts", lines, xLabel: "policy version" })),
+      html("div", { class: "beside" }, flow({ from: "dispatched", total: task.dispatched, boxes }),
+        lineChart({ title: "Ended, by version", unit: "rollouts", lines, xLabel: "policy version", style: 1 })),
       table(["Column", "Rollouts", "Share", "Recorded"], boxes.map((box) => [
         box.href ? link(box.href, box.name) : box.name, number(box.count), percent(box.count, task.dispatched),
         box.href ? number(task.recorded[box.name] || 0) : "–"])));
@@ -85,9 +87,24 @@ async function timelinePage(run) {
     Object.keys(page.restarts).length ? null : html("p", { class: "good" }, "No process was made again."),
     html("h2", {}, "Profiled steps"),
     traces.length ? html("ul", {}, ...traces) : html("p", {}, "None: --profile-steps 3:5 records steps 3 to 5."),
-    html("h2", {}, "Logs in the run's folder"),
-    html("p", {}, page.logs.map((name) => `logs/${name}`).join(", ") || "none"),
+    html("h2", {}, "Processes"),
+    page.processes.length ? table(["Process", "Busy in the last step", "Busy on average", "Last line of its log", "Warnings", "Errors"],
+      page.processes.map((one) => [one.process, share(one.busy), share(one.busy_mean), clock(one.last), number(one.warnings), number(one.errors)]))
+      : html("p", {}, "The run's folder has no logs."),
+    page.processes.length ? html("p", { class: "quiet" }, "Counted in the last 256 KiB of logs/PROCESS.jsonl, libraries' warnings too.") : null,
+    html("h2", {}, "What befell them"),
+    page.events.length ? table(["Time", "Process", "Level", "Event"],
+      page.events.map((one) => [clock(one.time), one.process, one.level, one.text]), { wide: true })
+      : html("p", { class: "good" }, "Nothing: no process died, hung or logged an error."),
   ];
+}
+
+function share(value) {
+  return value === null ? "–" : `${(100 * value).toFixed(0)} %`;
+}
+
+function clock(time) {
+  return time ? new Date(time).toLocaleString() : "–";
 }
 
 function link(href, text) {
@@ -95,7 +112,7 @@ function link(href, text) {
 }
 
 function table(head, rows, { wide = false } = {}) {
-  const cells = (row) => row.map((cell, i) => html("td", wide && i ? { class: "wide" } : {}, cell));
+  const cells = (row) => row.map((cell, i) => html("td", wide ? { class: i ? "wide" : "field" } : {}, cell));
   return html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": head.join(", ") },
     html("table", {}, html("thead", {}, html("tr", {}, ...head.map((name) => html("th", { scope: "col" }, name)))),
       html("tbody", {}, ...rows.map((row) => html("tr", {}, ...cells(row))))));

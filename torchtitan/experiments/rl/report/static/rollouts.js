@@ -17,13 +17,14 @@ async function rolloutsPage(run, query) {
     select("task", "Task", page.choices.task), select("outcome", "Outcome", page.choices.outcome),
     select("status", "Status", page.choices.status), input("step", "Step", "number"), input("min_reward", "Least reward", "number"),
     input("max_reward", "Highest reward", "number"), input("group", "Group", "text"), input("text", "Text", "search"),
-    select("sort", "Order", page.choices.sort), html("button", {}, "Show"));
+    html("label", {}, "Order", html("select", { name: "sort" },
+      ...page.choices.sort.map((value) => html("option", { value, selected: chosen("sort") === value }, value)))), html("button", {}, "Show"));
   const rows = page.rows.map((row) => [
-    link(`#/${run}/rollout/${row.key}`, row.rollout_id), link(`#/${run}/group/${row.place}`, "group"), row.task, number(row.step),
-    number(row.reward), row.status, row.outcome || "–", number(row.turns), number(row.tokens), short(row.error || "", 80)]);
+    link(`#/${run}/rollout/${row.key}`, row.rollout_id), number(row.reward), row.outcome || "–", row.status, number(row.step), row.task,
+    number(row.turns), number(row.tokens), link(`#/${run}/group/${row.place}`, "group"), short(row.error || "", 80)]);
   const parts = [html("h1", {}, "Rollouts"), form,
     html("p", { class: "quiet", role: "status" }, `${number(page.rows.length)} of ${number(page.total)} shown${chosen("text") ? ", those with the text" : ""}.`)];
-  if (rows.length) parts.push(table(["Rollout", "", "Task", "Step", "Reward", "Status", "Outcome", "Turns", "Tokens", "Error"], rows));
+  if (rows.length) parts.push(table(["Rollout", "Reward", "Outcome", "Status", "Step", "Task", "Turns", "Tokens", "Side by side", "Error"], rows));
   else parts.push(html("p", {}, "No recorded rollout matches. recorder.fraction says which share is recorded."));
   if (page.next !== null) {
     const more = new URLSearchParams(query);
@@ -45,6 +46,7 @@ async function groupPage(run, query, place) {
     html("h1", {}, `Group ${group.group_id}`),
     html("p", {}, `Mean reward ${number(group.mean)}, standard deviation ${number(group.std)}.`,
       same ? " All rewards are equal: an algorithm that compares a group learns nothing from it." : ""),
+    group.prompt ? html("details", {}, html("summary", {}, `What each was asked (example ${group.sample_id})`), html("pre", {}, group.prompt)) : null,
     table(["Rollout", "Reward", ...components, "Advantage", "Outcome", "Status"], group.members.map((member) => [
       link(`#/${run}/rollout/${member.key}`, member.rollout_id), number(member.reward),
       ...components.map((name) => number(member.reward_components[name])), member.advantage ? number(member.advantage.mean) : "–",

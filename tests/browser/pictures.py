@@ -1,0 +1,111 @@
+"""Pictures of the report of a run, by Chromium. Those of README, taken anew:
+
+    .venv/bin/python -m torchtitan.experiments.rl.grpo --config rl_grpo_qwen3_debug --run-dir outputs/pictures
+    .venv/bin/python -m tests.browser.pictures outputs/pictures
+
+`make test-browser` installs what it needs. With --all FOLDER: every page, 1280 and 390 pixels wide, light and dark.
+"""
+
+import argparse
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from torchtitan.experiments.rl.report.app import report_app
+from torchtitan.experiments.rl.report.run import ReportedRun
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("overview", "ledger", "rollouts", "evaluations", "timeline", "runs")
+SIZES = ((1280, 800), (390, 800))
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert path, "no Chromium: on Debian, apt-get install chromium"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.getuid() == 0 else [])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def served(runs: Sequence[ReportedRun]) -> Iterator[str]:
+    """The address of a report of the runs."""
+    bound = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(report_app(runs), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{bound.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join()
+
+
+def opened(page: Page, address: str, route: str, run: int = 0) -> Page:
+    page.goto(f"{address}#/{run}/{route}")
+    page.wait_for_selector(f'main[data-page="{route.split("/")[0].split("?")[0]}"] h1')
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--all", type=Path, metavar="FOLDER")
+    options = parser.parse_args()
+    runs = [ReportedRun(folder) for folder in options.runs]
+    for run in runs:
+        run.index.refresh()
+    with chromium() as browser, served(runs) as address:
+        if options.all is None:
+            pictures_of_readme(browser, address, runs[0])
+        else:
+            pictures_of_all(browser, address, runs[0], options.all)
+
+
+def pictures_of_readme(browser: Browser, address: str, run: ReportedRun) -> None:
+    page = new_page(browser, width=1200, height=760, color_scheme="light")
+    opened(page, address, "overview").screenshot(path=ROOT / "docs/report-overview.png")
+    with_tokens(page, address, run).screenshot(path=ROOT / "docs/report-tokens.png")
+
+
+def pictures_of_all(browser: Browser, address: str, run: ReportedRun, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    place = longest(run)["place"]
+    for width, height in SIZES:
+        for scheme in ("light", "dark"):
+            page = new_page(browser, width=width, height=height, color_scheme=scheme)
+            for name in PAGES:
+                opened(page, address, name).screenshot(path=folder / f"{name}-{width}-{scheme}.png", full_page=True)
+            opened(page, address, f"group/{place}").screenshot(path=folder / f"group-{width}-{scheme}.png", full_page=True)
+            with_tokens(page, address, run).screenshot(path=folder / f"rollout-{width}-{scheme}.png", full_page=True)
+
+
+def new_page(browser: Browser, *, width: int, height: int, color_scheme: Any) -> Page:
+    return browser.new_context(viewport={"width": width, "height": height}, color_scheme=color_scheme).new_page()
+
+
+def with_tokens(page: Page, address: str, run: ReportedRun) -> Page:
+    row = longest(run)
+    opened(page, address, f"rollout/{row['place']}-{row['line']}")
+    page.get_by_role("button", name="Show the tokens").first.click()
+    page.locator(".tokens span").last.hover()
+    return page
+
+
+def longest(run: ReportedRun) -> Any:
+    """The rollout of most turns and tokens that was trained."""
+    return run.index.rows(
+        "SELECT place, line FROM rollouts WHERE outcome = 'trained' ORDER BY turns DESC, tokens DESC LIMIT 1"
+    )[0]
+
+
+if __name__ == "__main__":
+    main()
