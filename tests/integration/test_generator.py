@@ -273,6 +273,21 @@ async def test_tokens_carry_the_version_they_were_sampled_with_when_weights_chan
     assert result.completion.token_ids[:3].tolist() == before.token_ids[:3].tolist()
 
 
+@pytest.mark.parametrize("length", [41, 170])
+async def test_a_prompt_is_computed_once_for_a_group_and_all_answer_as_if_alone(pair, length):
+    # 41 tokens are less than a cache block (128 on CPU), and 170 one block and a part.
+    prompt, options = pair.prompt(length, seed=12), dict(max_tokens=6)
+    await pair.generator.usage.call_one()
+    group = [result.completion for result in await pair.run(*(pair.request(prompt, seed=seed, **options) for seed in range(4)))]
+    assert (await pair.generator.usage.call_one())["prompts_cached"] == 3 * (length - 1) / (4 * length)
+    assert len({tuple(completion.token_ids.tolist()) for completion in group}) > 1
+    for completion in group:
+        trained = await pair.trained_logprobs(prompt, completion)
+        np.testing.assert_allclose(completion.logprobs, trained, rtol=0, atol=1e-4)
+    last = await pair.complete(prompt, seed=3, **options)
+    assert last.token_ids.tolist() == group[3].token_ids.tolist(), "also one that comes later"
+
+
 async def test_no_prompt_is_answered_from_another_versions_prefix_cache(pair):
     # Several cache blocks long (128 tokens each on CPU); the second request finds them cached.
     prompt = pair.prompt(400, seed=8)

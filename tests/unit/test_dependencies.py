@@ -24,6 +24,7 @@ EXTRAS = {
     "compat/verifiers.py": "verifiers",
     "compat/vllm.py": "cpu",
     "generation/vllm_engine.py": "cpu",
+    "generation/vllm_last_block.py": "cpu",
     "generation/vllm_worker.py": "cpu",
 }
 """Files that may import what an extra installs. The engine's files need vllm, from the extra cpu or gpu."""

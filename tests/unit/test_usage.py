@@ -61,6 +61,16 @@ def test_an_engine_s_usage_is_the_mean_over_its_steps():
     assert usage.lap()["steps"] == 0
 
 
+def test_the_cached_share_of_prompts_is_that_of_the_requests_that_finished_since():
+    usage = EngineUsage()
+    for tokens, cached in ((0, 0), (100, 25)):
+        usage.add(Occupancy(running=1, waiting=0, cache=0, prompt_tokens=tokens, prompt_tokens_cached=cached))
+    assert usage.lap()["prompts_cached"] == 0.25
+    assert "prompts_cached" not in usage.lap(), "none has finished"
+    usage.add(Occupancy(running=1, waiting=0, cache=0, prompt_tokens=300, prompt_tokens_cached=175))
+    assert usage.lap()["prompts_cached"] == 0.75
+
+
 class Process:
     def __init__(self, answer):
         self.usage = SimpleNamespace(choose=answer)

@@ -41,6 +41,10 @@ class Occupancy:
     """Requests that wait for a place in it, or for memory."""
     cache: float
     """Share of the memory for keys and values that open requests use, from 0 to 1."""
+    prompt_tokens: int = 0
+    """Of all requests that have finished so far. An engine that does not count leaves both at 0."""
+    prompt_tokens_cached: int = 0
+    """How many of them were not computed, because their keys and values were there."""
 
 
 class Engine(Protocol):

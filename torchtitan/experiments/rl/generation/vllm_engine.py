@@ -34,6 +34,10 @@ PINS = Path(__file__).parents[4] / "requirements"
 """The full sets of pins, in a checkout and where the library is installed."""
 
 
+KEPT_SHARE = 1 / 8
+"""Last blocks of prompts that are kept on CPU, as a share of the KV cache."""
+
+
 @dataclass(kw_only=True, slots=True)
 class VLLMEngineConfig(EngineConfig):
     """vLLM's settings; what vLLM calls them is said where the names differ."""
@@ -43,7 +47,7 @@ class VLLMEngineConfig(EngineConfig):
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
     """Share of the GPU's memory for weights and KV cache. CUDA only."""
     cpu_kv_cache_gib: PositiveInt = 1
-    """KV cache on CPU, in GiB."""
+    """KV cache on CPU, in GiB. Prefix caching takes an eighth more (``generation/vllm_last_block.py``)."""
     cuda_graphs: bool = True
     """False sets enforce_eager. CPU is always eager."""
     enable_prefix_caching: bool = True
@@ -54,7 +58,8 @@ class VLLMEngineConfig(EngineConfig):
     def process_memory(self, *, parameters: int, device: Literal["cpu", "cuda"]) -> float:
         if device == "cuda":
             return self.gpu_memory_utilization
-        return parameters * self.torch_dtype.itemsize / 2**30 + self.cpu_kv_cache_gib
+        caches = self.cpu_kv_cache_gib * (1 + KEPT_SHARE * self.enable_prefix_caching)
+        return parameters * self.torch_dtype.itemsize / 2**30 + caches
 
     def check_present(self, *, field: str) -> None:
         if find_spec("vllm") is None:
@@ -76,6 +81,8 @@ class VLLMEngine:
             torch.compiler.set_stance("force_eager")
             # With a seed per request, vLLM 0.32 can't split a prompt over two steps on CPU: its generators have no offset.
             arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(config.max_model_len, 8192)}
+            if config.enable_prefix_caching:
+                arguments |= _sharing_of_last_blocks()
         else:
             arguments |= {"gpu_memory_utilization": config.gpu_memory_utilization}
         self._engine = LLMEngine.from_engine_args(
@@ -103,6 +110,7 @@ class VLLMEngine:
         self._open: dict[str, tuple[Request, str]] = {}
         """By ``request_id`` as text: the request, and the id that vLLM gave it."""
         self._version = 0
+        self._prompt_tokens = self._prompt_tokens_cached = 0
         self._engine.set_weight_version("0")
 
     @property
@@ -127,12 +135,20 @@ class VLLMEngine:
         for output in self._engine.step():
             if output.finished:
                 request, _ = self._open.pop(output.request_id)
+                self._prompt_tokens += len(output.prompt_token_ids or ())
+                self._prompt_tokens_cached += output.num_cached_tokens or 0
                 results.append(_to_result(request, output))
         return results
 
     def occupancy(self) -> Occupancy:
         running, waiting, cache = compat.occupancy(self._engine)
-        return Occupancy(running=running, waiting=waiting, cache=cache)
+        return Occupancy(
+            running=running,
+            waiting=waiting,
+            cache=cache,
+            prompt_tokens=self._prompt_tokens,
+            prompt_tokens_cached=self._prompt_tokens_cached,
+        )
 
     def withdraw(self) -> list[Request]:
         fresh = {
@@ -176,6 +192,19 @@ class VLLMEngine:
         shared = shared_memory.mapped_by(descendants())
         compat.shut_down(self._engine)
         shared_memory.remove(shared)
+
+
+def _sharing_of_last_blocks() -> dict[str, Any]:
+    """Arguments that have vLLM share a prompt's last block too. On CPU a block has 128 tokens, as many as a short prompt."""
+    from vllm.config import KVTransferConfig
+
+    connector = KVTransferConfig(
+        kv_connector="LastBlocks",
+        kv_connector_module_path="torchtitan.experiments.rl.generation.vllm_last_block",
+        kv_connector_extra_config={"kept_share": KEPT_SHARE},
+        kv_role="kv_both",
+    )
+    return {"kv_transfer_config": connector, "disable_hybrid_kv_cache_manager": True}
 
 
 def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, Any]:
