@@ -1,4 +1,6 @@
-"""Every task its own algorithm, in real runs: a teacher behind a server and hosted, all components in a batch, a user's own."""
+"""Every task its own algorithm, in real runs: a teacher behind a server and hosted, all components in a batch, a user's own.
+
+The same server is evaluated, and answers in a played game: it takes minutes to start."""
 
 import json
 import os
@@ -7,21 +9,19 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from tests.integration.learners import compute_in_float64, free_port, full, learner_of
+from tests.integration.learners import free_port
 from tests.integration.processes import process_stat
-from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config_registry import TINY_TEACHER
+from torchtitan.experiments.rl.config_registry import TINY_MODEL, TINY_TEACHER
 from torchtitan.experiments.rl.observability.metrics import read_metrics
-from torchtitan.experiments.rl.training.learner import Learner
-from torchtitan.experiments.rl.types import LossDenominators, TrainingSample
+from torchtitan.experiments.rl.play.command import main as play
+from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 600
@@ -97,9 +97,9 @@ def everything():
 """
 
 
-def command(folder: Path, *words: str, path: Path | None = None) -> None:
+def command(folder: Path, *words: str, path: Path | None = None, name: str = "grpo") -> None:
     """Run the command to its end; what it prints goes beside its folder, and no process is left."""
-    run = [sys.executable, "-m", "torchtitan.experiments.rl.grpo", "--run-dir", str(folder), *words]
+    run = [sys.executable, "-m", f"torchtitan.experiments.rl.{name}", "--run-dir", str(folder), *words]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), path and str(path)])), KEY_VARIABLE: KEY}
     out = folder.with_name("printed")
     with out.open("w") as file:
@@ -209,75 +209,77 @@ def test_in_the_mixed_run_a_batch_holds_members_of_all_components(tmp_path):
         assert step["loss/total"] == pytest.approx(total, rel=1e-5, abs=1e-6)
 
 
-# ---- what tasks do to each other in one batch: nothing
+# ---- the server's model, evaluated and played with
 
-DENOMINATORS = LossDenominators(rl=200, ce=100, ref_kl=150)
-
-
-def samples_of(task: str, seed: int, count: int = 6) -> list[TrainingSample]:
-    """Samples that feed ``task``'s component: sampled in their second half."""
-    random = np.random.default_rng(seed)
-    samples = []
-    for index in range(count):
-        length = int(random.integers(8, 40))
-        sampled = np.arange(length) >= length // 2
-        weights = {name: np.zeros(length, np.float32) for name in ("rl_weights", "ce_weights", "ref_kl_weights")}
-        weights[f"{task}_weights"] = sampled.astype(np.float32)
-        samples.append(
-            TrainingSample(
-                token_ids=random.integers(0, 768, length).astype(np.int32),
-                loss_mask=sampled,
-                generator_logprobs=np.where(sampled, random.normal(-8, 1, length), 0).astype(np.float32),
-                policy_versions=np.where(sampled, 0, -1).astype(np.int32),
-                advantages=np.where(sampled, random.normal(), 0).astype(np.float32),
-                ref_logprobs=np.where(sampled, random.normal(-7, 1, length), 0).astype(np.float32),
-                task_name=task,
-                rollout_id=f"{task}-{index}",
-                **weights,
-            )
-        )
-    return samples
+ATTEMPTS = 4
 
 
-@pytest.fixture
-def learner(one_rank, tmp_path, monkeypatch) -> Learner:
-    compute_in_float64(monkeypatch.setattr)
-    learner = learner_of(tmp_path, dtype=torch.float64)
-    monkeypatch.setattr(learner, "_denominators", lambda microbatches: DENOMINATORS)
-    return learner
+@pytest.fixture(scope="module")
+def evaluated(server, tmp_path_factory) -> Path:
+    """The teacher behind the server against the tiny model in generators, on 12 examples."""
+    folder = tmp_path_factory.mktemp("evaluated") / "run"
+    words = f"--config rl_grpo_qwen3_debug --endpoint {server} --endpoint-key-env {KEY_VARIABLE} --against {TINY_MODEL}"
+    words += f" --attempts {ATTEMPTS} --validation.examples 12"
+    command(folder, *words.split(), name="evaluate")
+    return folder
 
 
-def gradient(learner: Learner, samples: list[TrainingSample]) -> tuple[torch.Tensor, dict[str, float]]:
-    """Of all parameters, in a row, and the metrics; the learner's own gradient is cleared."""
-    plan = Batcher.Config(row_length=256, rows_per_microbatch=4).build().plan(samples, 1)
-    metrics = learner.forward_backward(plan.microbatches[0], 0).compute()
-    flat = torch.cat([full(parameter.grad).flatten() for parameter in learner.model.parameters()])
-    learner.optimizers.zero_grad()
-    return flat, metrics
+def rewards_by_example(folder: Path) -> dict[str, list[float]]:
+    """Worked out from the recorded conversations: 1 for the sum of the prompt's digits, else 0."""
+    rewards: dict[str, list[float]] = {}
+    for record in read_rollouts(folder, kind="validation"):
+        (turn,) = record.rollout.turns
+        digits = turn.prompt_messages[-1]["content"].partition(": ")[2].split()
+        right = turn.assistant_message["content"].strip() == str(sum(map(int, digits)))
+        assert record.rollout.reward == right
+        rewards.setdefault(record.rollout.group_id.partition("@")[0], []).append(float(right))
+    return rewards
 
 
-def test_a_tasks_gradient_does_not_depend_on_what_it_is_packed_with(learner):
-    groups = {task: samples_of(task, seed) for seed, task in enumerate(("rl", "ce", "ref_kl"))}
-    alone = {task: gradient(learner, samples)[0] for task, samples in groups.items()}
-    for task, samples in groups.items():
-        others = [sample for other in groups if other != task for sample in groups[other]]
-        silent = [
-            replace(sample, **{f"{name}_weights": np.zeros(len(sample), np.float32) for name in groups}) for sample in others
-        ]
-        mixed = [sample for pair in zip(samples, silent, strict=False) for sample in pair] + silent[len(samples) :]
-        packed, _ = gradient(learner, mixed)
-        scale = alone[task].abs().max()
-        assert scale > 1e-4
-        torch.testing.assert_close(packed, alone[task], rtol=0, atol=1e-6 * float(scale))
-    together, _ = gradient(learner, [sample for samples in groups.values() for sample in samples])
-    torch.testing.assert_close(together, sum(alone.values()), rtol=0, atol=1e-6 * float(together.abs().max()))
+def test_a_server_and_a_folder_are_measured_on_the_same_examples(evaluated):
+    found = [rewards_by_example(folder) for folder in (evaluated, evaluated / "against")]
+    assert found[0].keys() == found[1].keys() and len(found[0]) == 12
+    result = json.loads((evaluated / "evaluation.json").read_text())
+    for model, rewards in zip(result["models"], found, strict=True):
+        figures = model["tasks"]["sum_digits"]
+        assert all(len(own) == ATTEMPTS for own in rewards.values()) and figures["failed"] == 0
+        assert figures[f"avg@{ATTEMPTS}"]["value"] == pytest.approx(np.mean([np.mean(own) for own in rewards.values()]))
+        assert figures[f"pass@{ATTEMPTS}"]["value"] == pytest.approx(np.mean([max(own) for own in rewards.values()]))
+        assert model["metrics"]["validation/reward"] == pytest.approx(figures[f"avg@{ATTEMPTS}"]["value"])
+    served, local = result["models"]
+    assert served["model"].startswith("tiny at http") and local["model"] == TINY_MODEL
+    assert served["tasks"]["sum_digits"]["avg@4"]["value"] > 0.9 > local["tasks"]["sum_digits"]["avg@4"]["value"]
 
 
-def test_echos_observation_tokens_leave_the_rl_term_as_it_is(learner):
-    plain = samples_of("rl", 3)
-    echoing = []
-    for sample in plain:
-        answered = ~sample.loss_mask & (np.arange(len(sample)) > 2)
-        echoing.append(replace(sample, ce_weights=np.where(answered, 0.1, 0).astype(np.float32)))
-    before, after = (gradient(learner, samples)[1] for samples in (plain, echoing))
-    assert after["loss/rl"] == pytest.approx(before["loss/rl"], rel=1e-12) and before["loss/ce"] == 0 < after["loss/ce"]
+def test_the_paired_tests_p_value_is_that_of_counting_all_signs(evaluated):
+    served, local = (rewards_by_example(folder) for folder in (evaluated, evaluated / "against"))
+    steps = {example: round(sum(local[example]) - sum(served[example])) for example in served}  # of 1 / ATTEMPTS
+    sums = Counter({0: 1})
+    for step in steps.values():
+        sums = sum((Counter({total + sign * step: ways for total, ways in sums.items()}) for sign in (1, -1)), Counter())
+    seen = abs(sum(steps.values()))
+    p_value = sum(ways for total, ways in sums.items() if abs(total) >= seen) / 2 ** len(steps)
+    compared = json.loads((evaluated / "evaluation.json").read_text())["comparison"]["sum_digits"]
+    assert compared["p_value"] == pytest.approx(p_value, rel=1e-12) and compared["examples"] == 12
+    assert compared["difference"] == pytest.approx(sum(steps.values()) / (12 * ATTEMPTS))
+    assert set(compared["lost"]) == {example for example, step in steps.items() if step < 0}
+    assert set(compared["won"]) == {example for example, step in steps.items() if step > 0}
+    printed = (evaluated.with_name("printed")).read_text()
+    assert f"second less first {compared['difference']:+.3f}" in printed and f"p = {compared['p_value']:.3g};" in printed
+
+
+def test_the_key_is_in_no_file_of_the_evaluation_and_in_nothing_it_printed(evaluated):
+    files = [file for file in evaluated.rglob("*") if file.is_file()]
+    assert len(files) > 4 and not any(KEY.encode() in file.read_bytes() for file in [*files, evaluated.with_name("printed")])
+
+
+def test_the_servers_model_answers_in_a_played_game(server, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    words = f"--config rl_grpo_qwen3_debug --endpoint {server} --endpoint-key-env {KEY_VARIABLE} --scripted /model"
+    assert play([*words.split(), "--run-dir", str(tmp_path / "played")]) == 0
+    (record,) = read_rollouts(tmp_path / "played")
+    (turn,) = record.rollout.turns
+    assert (turn.completion.policy_versions == -1).all() and (turn.completion.logprobs < 0).any()
+    assert f"model> {turn.assistant_message['content']}" in capsys.readouterr().out
+    digits = turn.prompt_messages[-1]["content"].partition(": ")[2].split()
+    assert record.rollout.reward == (turn.assistant_message["content"].strip() == str(sum(map(int, digits))))

@@ -3,22 +3,24 @@
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
 
 from tests.integration.command_runs import PATIENCE_S, ROOT, environment
 from torchtitan.experiments.rl.config_registry import rl_guess_number_qwen3_debug
+from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 
 
 class Terminal:
     """The other end of the command's terminal."""
 
-    def __init__(self, words: list[str]):
+    def __init__(self, words: list[str], variables: dict[str, str]):
         self._ours, theirs = pty.openpty()
         command = [sys.executable, "-m", "torchtitan.experiments.rl.play", *words]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=environment(), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+            command, cwd=ROOT, env=environment() | variables, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
         )
         os.close(theirs)
         self.shown = ""
@@ -38,6 +40,11 @@ class Terminal:
         self.shown = ""
         os.write(self._ours, line.encode() + b"\n")
 
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.shown = ""
+        self.process.send_signal(signal.SIGINT)
+
     def close(self) -> int:
         try:
             return self.process.wait(PATIENCE_S)
@@ -46,20 +53,73 @@ class Terminal:
             os.close(self._ours)
 
 
-def test_a_game_is_played_and_left_at_a_terminal(tmp_path):
+HOSTILE = """
+from dataclasses import dataclass, fields
+
+from torchtitan.experiments.rl.config_registry import rl_guess_number_qwen3_debug
+from torchtitan.experiments.rl.tasks.guess_number.env import GuessNumberEnv
+from torchtitan.experiments.rl.tasks.guess_number.task import GuessNumberTask
+
+
+class HostileEnv(GuessNumberEnv):
+    async def reset(self):
+        output = await super().reset()
+        output.messages[0]["content"] += "\\x1b]0;owned\\x07\\x1b[2J\\u202e\\x9b31m"
+        return output
+
+
+class Hostile(GuessNumberTask):
+    @dataclass(kw_only=True, slots=True)
+    class Config(GuessNumberTask.Config): ...
+
+    def make_env(self, sample):
+        return HostileEnv(sample.env_input)
+
+
+def played():
+    config = rl_guess_number_qwen3_debug()
+    task = config.tasks["guess_number"]
+    config.tasks["guess_number"] = Hostile.Config(**{field.name: getattr(task, field.name) for field in fields(task)})
+    return config
+"""
+"""Its text would name the terminal's window, clear the screen, turn the direction of writing and colour what follows."""
+
+
+def test_a_game_is_played_with_the_model_and_left_at_a_terminal(tmp_path):
+    """Two rollouts, in turn. Of the first a turn is the model's, in an engine of the command's own."""
+    (tmp_path / "hostile_games.py").write_text(HOSTILE)
     game = rl_guess_number_qwen3_debug().tasks["guess_number"].dataset.build()[0].env_input
-    terminal = Terminal(["--config", "rl_guess_number_qwen3_debug", "--run-dir", str(tmp_path / "played")])
+    words = ["--module", "hostile_games", "--config", "played", "--rollouts", "2", "--run-dir", str(tmp_path / "played")]
+    terminal = Terminal(words, {"PYTHONPATH": str(tmp_path)})
     terminal.until("you> ")
     assert "I am thinking of a number" in terminal.shown
-    terminal.enter("-1")
+    assert "\\x1b]0;owned\\x07\\x1b[2J\\u202e\\x9b31m" in terminal.shown
+    for harmful in ("\x1b]", "\x1b[2J", "\x07", "\u202e", "\x9b"):
+        assert harmful not in terminal.shown
+    terminal.enter("/model")
+    terminal.until("(the model answers)")
+    terminal.interrupt()
     terminal.until("you> ")
-    assert f"higher than -1. You have {game.guesses - 1} guesses left" in terminal.shown
+    assert "error: it was interrupted" in terminal.shown
+    terminal.enter("/model")
+    terminal.until("model> ")
+    terminal.until("rollout 1, turn 0")
+    terminal.until("you> ")
     terminal.enter(str(game.secret))
+    terminal.until("rollout 0, turn 1")
+    terminal.until("you> ")
+    assert f"You have {game.guesses - 1} guesses left" in terminal.shown
+    terminal.interrupt()
     terminal.until("saved ")
-    assert "Correct!" in terminal.shown and "reward 1" in terminal.shown
-    assert terminal.close() == 0
+    assert "Correct!" in terminal.shown and "reward 1" in terminal.shown and "the session was ended" in terminal.shown
+    assert terminal.close() == 1
     assert sorted(path.name for path in (tmp_path / "played").iterdir()) == [
         "config.json",
         "rollouts.jsonl.gz",
         "test_guess_number.py",
     ]
+    first, second = read_rollouts(tmp_path / "played")
+    (turn,) = first.rollout.turns
+    assert (turn.completion.policy_versions == 0).all() and (turn.completion.logprobs <= 0).all()
+    assert set(second.rollout.turns[0].completion.logprobs.tolist()) == {-1.0}  # a person's
+    assert second.rollout.reward == 1.0 and first.rollout.reward is None

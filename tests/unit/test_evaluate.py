@@ -12,7 +12,7 @@ from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.evaluate.checked import _without_trainer, evaluated_config
 from torchtitan.experiments.rl.evaluate.command import parse_options
-from torchtitan.experiments.rl.evaluate.figures import Example, example_of, interval, paired, sign_flip_p, task_figures
+from torchtitan.experiments.rl.evaluate.figures import Example, example_of, interval, paired, sign_flip_p, student, task_figures
 from torchtitan.experiments.rl.evaluate.printed import result_lines
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 
@@ -35,16 +35,59 @@ def test_intervals_of_right_and_wrong_are_wilsons():
 
 
 def test_an_interval_of_shares_is_narrower_than_that_of_right_and_wrong():
+    # 20 values of 0.4 and 0.6: their variance is 0.2 / 19 and not 0.25, as many as 475 observations; Student's factor for 19 is
+    # 2.09302, its square over 475 is s = 0.0092226, and the half width sqrt(0.25 s + s * s / 4) / (1 + s) = 0.047797.
     shares, coins = interval([0.4, 0.6] * 10), interval([0.0, 1.0] * 10)
-    # The variance is 0.01 and not 0.25: as many as 500 observations.
-    assert shares == pytest.approx(interval([0.0, 1.0] * 250))
+    assert shares == pytest.approx((0.5 - 0.047797, 0.5 + 0.047797), abs=1e-5)
     assert shares[1] - shares[0] < (coins[1] - coins[0]) / 4
 
 
-def test_an_interval_of_other_rewards_is_of_standard_errors():
-    # 1, 2, 3, 4, 5: standard deviation 1.5811, error 0.70711, times 1.96.
-    assert interval([1, 2, 3, 4, 5]) == pytest.approx((3 - 1.385903, 3 + 1.385903), abs=1e-5)
+def test_attempts_at_an_example_that_are_all_alike_count_once():
+    # 3 of 10 examples always right, 7 never, at 8 attempts each: Wilson's interval of 3 in 10, 0.1078 to 0.6032.
+    always = [example(i, *[float(i < 3)] * 8) for i in range(10)]
+    figures = task_figures(always, attempts=8, pass_reward=1.0)
+    for name in ("avg@8", "pass@1", "pass@8"):
+        assert tuple(figures[name].values()) == pytest.approx((0.3, 0.1078, 0.6032), abs=5e-5)
+
+
+def test_one_example_says_almost_nothing():
+    # Wilson's of 1 in 1, with s = 3.841459: lower end 1 / (1 + s).
+    assert interval([1.0]) == pytest.approx((1 / 4.841459, 1), abs=1e-6)
+    assert interval([0.0]) == pytest.approx((0, 3.841459 / 4.841459), abs=1e-6)
+    low, high = interval([0.5])
+    assert low < 0.06 and high > 0.94
     assert interval([7.0]) == (None, None)
+
+
+def test_two_examples_that_happen_to_be_near_each_other_do_not_make_it_certain():
+    # Student's factor for one degree of freedom is 12.706: the mean of 0.5 and 0.6 is anything.
+    low, high = interval([0.5, 0.6])
+    assert high - low > 0.75
+    two = [example(0, 0.5), example(1, 0.6)]
+    compared = paired([example(0, 0.0), example(1, 0.0)], two)
+    assert compared["high"] - compared["low"] == pytest.approx(2 * 12.7062 * 0.05) and compared["p_value"] == 0.5
+
+
+def test_intervals_hold_the_truth_in_95_of_100_evaluations():
+    """Examples differ in how often they are solved, attempts at one are correlated: over 2,000 evaluations of each size."""
+    random = np.random.default_rng(0)
+    for examples in (3, 5, 20):
+        held = 0
+        for _ in range(2000):
+            chance = random.beta(2, 2, examples)  # mean 0.5
+            low, high = interval(list(random.binomial(8, chance) / 8))
+            held += low <= 0.5 <= high
+        assert 0.93 < held / 2000 < 0.98, examples
+
+
+def test_students_factors_are_those_of_the_tables():
+    table = {1: 12.7062, 4: 2.7764, 10: 2.2281, 11: 2.2010, 30: 2.0423, 60: 2.0003, 1000: 1.9623}
+    assert {freedom: round(student(freedom), 4) for freedom in table} == pytest.approx(table, abs=2e-4)
+
+
+def test_an_interval_of_other_rewards_is_of_standard_errors():
+    # 1, 2, 3, 4, 5: standard deviation 1.5811, error 0.70711, times 2.7764.
+    assert interval([1, 2, 3, 4, 5]) == pytest.approx((3 - 1.963243, 3 + 1.963243), abs=1e-4)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=50))

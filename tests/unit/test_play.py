@@ -5,10 +5,15 @@ import json
 import numpy as np
 import pytest
 
+from tests.scripted_engine import ScriptedEngineConfig, counting_table, save_table
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_guess_number_qwen3_debug
+from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.play.command import main
+from torchtitan.experiments.rl.play.model import LocalModel
 from torchtitan.experiments.rl.play.player import Left, Player
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
+from torchtitan.experiments.rl.rollouts.types import Completion
 
 
 def player_of(lines, **options):
@@ -20,7 +25,21 @@ def player_of(lines, **options):
         except StopIteration:
             raise EOFError from None
 
-    return Player(TINY_MODEL, read=read, **options)
+    return Player(TINY_MODEL, read=read, **{"model": no_model, **options})
+
+
+def no_model():
+    raise ConfigError("--model", "m", "is not here")
+
+
+async def answered(player, *, stop: int, max_tokens: int = 9):
+    """One turn of rollout 0, prompted with the text "Say it."."""
+    prompt = np.array(player.policy.tokenizer.encode("Say it."), np.int32)
+    talk = player.policy.session(rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[stop])
+    try:
+        return await talk.generate(prompt, max_tokens=max_tokens)
+    finally:
+        talk.close()
 
 
 @pytest.mark.parametrize(
@@ -38,6 +57,72 @@ def test_what_is_entered_becomes_the_answer(lines, answer):
     player = player_of(lines)
     player.policy.prompts.append("Say it.")
     assert player.reply(0, 0) == answer and player.replies == {0: [answer]}
+
+
+async def test_a_models_answer_keeps_the_tokens_it_sampled(capsys):
+    class Model:
+        """Samples "4\x1b2" in pieces that no tokenizer would make of it."""
+
+        def session(self, **options):
+            return self
+
+        async def generate(self, prompt_token_ids, *, max_tokens):
+            ids = [player.policy.tokenizer.encode(text)[0] for text in ("4", "\x1b", "2")]
+            zeros = np.zeros(4, np.float32)
+            return Completion(
+                token_ids=np.array([*ids, 761], np.int32),
+                logprobs=zeros - 0.25,
+                policy_versions=zeros.astype(np.int32) - 1,
+                finish_reason="stop",
+            )
+
+        def close(self): ...
+
+    player = player_of(["/model"], model=Model)
+    completion = await answered(player, stop=761)
+    assert completion.logprobs.tolist() == [-0.25] * 4 and completion.policy_versions.tolist() == [-1] * 4
+    assert player.replies == {0: ["4\x1b2"]}
+    shown = capsys.readouterr().out
+    assert "(the model answers)\nmodel> 4\\x1b2\n" in shown and "\x1b" not in shown
+
+
+async def test_a_model_that_cannot_answer_leaves_the_turn_to_the_person(capsys):
+    player = player_of(["/model", "/model", "7"])
+    completion = await answered(player, stop=761)
+    assert player.policy.tokenizer.decode(completion.token_ids[:-1]) == "7" and player.replies == {0: ["7"]}
+    shown = capsys.readouterr().out
+    assert shown.count("error: --model = 'm': is not here\n") == 2 and shown.count("Say it.") == 1
+
+
+async def test_the_engine_starts_when_it_is_asked_first_and_again_where_it_could_not(tmp_path):
+    table = counting_table(1.0)
+    engines = []
+
+    def build():
+        engines.append(ScriptedEngineConfig().build(model_path=save_table(table, tmp_path), device="cpu"))
+        if len(engines) == 1:
+            raise MemoryError("no room")
+        return engines[-1]
+
+    model = LocalModel(build)
+    talk = model.session(rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[7])
+    assert not engines
+    with pytest.raises(RunError, match="the engine can't be started: MemoryError: no room"):
+        await talk.generate(np.array([3]), max_tokens=9)
+    for _ in range(2):
+        assert (await talk.generate(np.array([3]), max_tokens=9)).token_ids.tolist() == [4, 5, 6, 7]
+    with pytest.raises(RunError, match="the engine: 2066 tokens exceed max_model_len 2048"):
+        await talk.generate(np.zeros(2057, np.int32), max_tokens=9)
+    await model.close()
+    assert len(engines) == 2 and engines[1].closed
+
+
+async def test_the_person_is_the_judge_too_and_sees_the_question(capsys):
+    player = player_of(["/model", "yes"])
+    reply = await player.policy.chat([{"role": "user", "content": "Is\x1b it right?"}], seed=0, sampling=SamplingConfig())
+    assert reply.message["content"] == "yes"
+    shown = capsys.readouterr().out
+    assert "a judge is asked, user ──\nIs\\x1b it right?" in shown and "Only a turn can be the model's" in shown
 
 
 @pytest.mark.parametrize("lines", [[], ["/quit"], ["<<<", "half"]])
@@ -91,6 +176,10 @@ def test_a_session_ends_with_rewards_a_record_and_a_test_that_holds(tmp_path, ca
     [
         ("--task x", "--config"),
         ("--config rl_guess_number_qwen3_debug --task sums", "--task = 'sums': name one of guess_number"),
+        (
+            "--config rl_guess_number_qwen3_debug --endpoint http://127.0.0.1:9/v1",
+            "--endpoint = 'http://127.0.0.1:9/v1': no server",
+        ),
         ("--config rl_guess_number_qwen3_debug --rollouts 0", "--rollouts = 0: must be at least 1"),
     ],
 )

@@ -18,13 +18,14 @@ _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 class FirstFailures:
     """Failures are of one kind if their task is the same, and their causes but for numbers."""
 
-    def __init__(self, note: Callable[[str], None], limit: int):
+    def __init__(self, note: Callable[[str], None], limit: int = 0, *, log: str = "logs/controller.jsonl"):
         """
         Args:
             note: prints a line.
             limit: groups in a row that end the run whatever they failed of.
+            log: file of this process's log, in the run's folder.
         """
-        self._note, self._few = note, FEW_GROUPS if limit > FEW_GROUPS else None
+        self._note, self._log, self._few = note, log, FEW_GROUPS if limit > FEW_GROUPS else None
         self._kinds: dict[tuple[str, str], str] = {}
         """The first cause of each."""
         self._failed = Fraction(0)
@@ -37,7 +38,7 @@ class FirstFailures:
                 kind = (group.task_name, _VARIES.sub("#", rollout.error))
                 if kind not in self._kinds and len(self._kinds) < MOST_KINDS:
                     self._kinds[kind] = cause = f"{one_sentence(rollout.error)} (task {group.task_name})"
-                    self._note(f"a rollout failed: {cause}; the first of its kind, logs/controller.jsonl has all")
+                    self._note(f"a rollout failed: {cause}; the first of its kind, {self._log} has all")
         if group.failure is None:
             self._began = True
 

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import httpx
-
 from torchtitan.experiments.rl.config import checks, trial_build
 from torchtitan.experiments.rl.config.machine import raise_descriptor_limit
 from torchtitan.experiments.rl.config.placement import Place, Placement
@@ -17,8 +15,6 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.saved_command import CONFIG_FILE
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.generation.references import FrozenModel, hosted_models
-
-ASK_TIMEOUT_S = 20.0
 
 
 @dataclass(kw_only=True, slots=True)
@@ -44,6 +40,8 @@ def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int |
     Raises:
         ConfigError: no such task, or one without a validation set.
     """
+    if attempts is not None and attempts < 1:
+        raise ConfigError("--attempts", attempts, "must be at least 1")
     for name in tasks:
         if name not in config.tasks:
             raise ConfigError("--tasks", name, f"no such task; the config has {', '.join(config.tasks)}")
@@ -61,35 +59,6 @@ def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int |
     provision = ProvisionConfig(device=config.provision.device)
     # Sizes of a step divide by those of the tasks that train; nothing trains here.
     return replace(config, tasks=chosen, provision=provision, rollouts_per_step=None)
-
-
-def served_model(url: str, *, name: str | None, key_env: str | None) -> FrozenModel:
-    """The model behind a server.
-
-    Args:
-        name: None: the only one that the server has.
-
-    Raises:
-        ConfigError: the server can't be asked, or has several models.
-    """
-    model = FrozenModel(name=name or "?", base_url=url, api_key_env=key_env)
-    model.validate(field="--endpoint")
-    model.check_present(field="--endpoint")
-    if name is not None:
-        return model
-    key = model.api_key()
-    try:
-        answer = httpx.get(
-            f"{url.rstrip('/')}/models", headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=ASK_TIMEOUT_S
-        )
-        answer.raise_for_status()
-        names = [entry["id"] for entry in answer.json()["data"]]
-    except (httpx.HTTPError, json.JSONDecodeError, KeyError, TypeError) as error:
-        cure = f"the server does not say which models it has ({type(error).__name__}): is it up? Or name --endpoint-model"
-        raise ConfigError("--endpoint", url, cure) from None
-    if len(names) != 1:
-        raise ConfigError("--endpoint", url, f"the server has {len(names)} models: name one with --endpoint-model")
-    return replace(model, name=names[0])
 
 
 def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:

@@ -1,6 +1,7 @@
 """The command: ``python -m torchtitan.experiments.rl.evaluate --config NAME [--model FOLDER | --endpoint URL] [overrides]``.
 
-Exit codes: 0 done; 1 it failed; 2 the config can't be evaluated, and nothing was spawned; 130, 143, 129 stopped by a signal.
+Exit codes: 0 done; 1 it failed, or a task has no figure because every attempt failed; 2 the config can't be evaluated, and
+nothing was spawned; 130, 143, 129 stopped by a signal.
 """
 
 import argparse
@@ -12,7 +13,7 @@ from typing import Any
 
 from torchtitan.experiments.rl.config.command_line import Command, load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.setup import escape_unencodable_output, quiet_libraries, set_up_process
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
@@ -54,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         code, results = measure_all(prepared.models, temporary)
     finally:
         temporary.remove()
-    if code:
+    if not results:
         return code
     result = summarized(options.command.config_name, prepared, results)
     (Path(prepared.models[0].run_dir) / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -64,7 +65,20 @@ def main(arguments: list[str] | None = None) -> int:
         from torchtitan.experiments.rl.evaluate.printed import result_lines
 
         print("\n".join(map(printable_line, result_lines(result))))
-    return 0
+    return code or _unmeasured(prepared, results)
+
+
+def _unmeasured(prepared: "Prepared", results: list[dict[str, Any]]) -> int:
+    """The exit code; says which tasks have no figure, for every attempt failed."""
+    code = 0
+    for candidate, result in zip(prepared.models, results, strict=False):
+        for task, examples in result["examples"].items():
+            if not any(example["rewards"] for example in examples):
+                why = one_sentence(result["causes"].get(task, "there were none"))
+                line = f"error: tasks.{task}: no attempt of {candidate.label} has a reward: {why}"
+                print(printable_line(f"{line} (logs in {candidate.run_dir}/logs)"), file=sys.stderr)
+                code = 1
+    return code
 
 
 def parse_options(arguments: list[str]) -> Options:
@@ -136,20 +150,28 @@ def _prepare(options: Options) -> Prepared:
     from torchtitan.experiments.rl.config.hub_model import model_folder
     from torchtitan.experiments.rl.config.run_folder import make_run_folder
     from torchtitan.experiments.rl.evaluate import checked
+    from torchtitan.experiments.rl.generation.references import FrozenModel
+    from torchtitan.experiments.rl.generation.served import served_model
 
     command = options.command
     if command.model is not None:
         command.overrides += ["--model.hf-assets-path", model_folder(command.model)]
     config = checked.evaluated_config(load_config(command), tasks=options.tasks, attempts=options.attempts)
 
-    def server(url: str) -> Any:
-        return checked.served_model(url, name=options.endpoint_model, key_env=options.endpoint_key_env)
+    def server(url: str, field: str) -> FrozenModel:
+        return served_model(
+            url,
+            field=field,
+            name=options.endpoint_model,
+            key_env=options.endpoint_key_env,
+            tokenizer_path=config.model.hf_assets_path,
+        )
 
-    endpoints = [None if options.endpoint is None else server(options.endpoint)]
+    endpoints = [None if options.endpoint is None else server(options.endpoint, "--endpoint")]
     configs = [config]
     if options.against is not None:
         is_url = options.against.startswith(("http://", "https://"))
-        endpoints.append(server(options.against) if is_url else None)
+        endpoints.append(server(options.against, "--against") if is_url else None)
         model = config.model if is_url else replace(config.model, hf_assets_path=model_folder(options.against))
         configs.append(replace(config, model=model))
     plans = [checked.checked_plan(config, endpoint) for config, endpoint in zip(configs, endpoints, strict=True)]
@@ -166,8 +188,9 @@ def summarized(config_name: str | None, prepared: Prepared, results: list[dict[s
     """What ``--json`` prints: for each model ``metrics`` as a run's validation reports them, and ``tasks`` with intervals."""
     from torchtitan.experiments.rl.evaluate.figures import Example, paired, task_figures
 
-    models, scored = [], []
-    for candidate, result in zip(prepared.models, results, strict=True):
+    models: list[dict[str, Any]] = []
+    scored: list[dict[str, list[Example]]] = []
+    for candidate, result in zip(prepared.models, results, strict=False):
         examples = {
             task: [Example(**entry) for entry in sorted(entries, key=lambda e: (len(e["example"]), e["example"]))]
             for task, entries in result["examples"].items()

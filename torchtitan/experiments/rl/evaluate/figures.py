@@ -18,6 +18,8 @@ from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 Z = 1.959964
 """Two-sided 95 % of the normal distribution."""
+T = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)
+"""The same of Student's distribution with 1 to 10 degrees of freedom."""
 MOST_SLICES = 12
 """Of one field of an example's info. A field with more values is a label of its own for almost every example."""
 EXACT_SIGNS = 14
@@ -105,21 +107,31 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     """95 % interval of the mean of ``values``, one for each example.
 
     Of values in 0..1 it is Wilson's (1927), with as many observations as would give their variance if each were 0 or 1, so that
-    20 of 20 right is 0.84 to 1 and not 1 to 1. Of others it is the mean and 1.96 standard errors; of one such value, unknown.
+    20 of 20 right is 0.84 to 1 and not 1 to 1. Of others it is the mean and its standard errors; of one such value, unknown.
+    Where the width comes from the values' own variance, few values make it wider, by Student's distribution.
     """
     x = np.asarray(values, np.float64)
     n, mean = len(x), float(x.mean())
+    variance = float(x.var(ddof=1)) if n > 1 else math.inf
     if x.min() < 0 or x.max() > 1:
         if n < 2:
             return None, None
-        half = Z * float(x.std(ddof=1)) / math.sqrt(n)
+        half = student(n - 1) * math.sqrt(variance / n)
         return mean - half, mean + half
-    full, variance = mean * (1 - mean), float(x.var())
-    observations = n * full / variance if variance > 0 and full > 0 else n
-    spread = Z * Z / observations
+    full = mean * (1 - mean)
+    spread = student(n - 1) ** 2 * variance / (n * full) if 0 < variance < full else Z * Z / n
     middle = (mean + spread / 2) / (1 + spread)
     half = math.sqrt(spread * full + spread * spread / 4) / (1 + spread)
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def student(freedom: int) -> float:
+    """Two-sided 95 % of Student's distribution. Above 10 degrees of freedom by Fisher's expansion, right to 1e-4."""
+    if freedom <= len(T):
+        return T[freedom - 1]
+    v = freedom
+    third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / (384 * v**3)
+    return Z + (Z**3 + Z) / (4 * v) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * v**2) + third
 
 
 def paired(first: Sequence[Example], second: Sequence[Example]) -> dict[str, Any]:
@@ -135,7 +147,7 @@ def paired(first: Sequence[Example], second: Sequence[Example]) -> dict[str, Any
     if not len(differences):
         return {"examples": 0, "difference": None, "low": None, "high": None, "p_value": None, "won": [], "lost": []}
     mean, n = float(differences.mean()), len(differences)
-    half = Z * math.sqrt(float(differences.var(ddof=1)) / n) if n > 1 else None
+    half = student(n - 1) * math.sqrt(float(differences.var(ddof=1)) / n) if n > 1 else None
     return {
         "examples": n,
         "difference": mean,

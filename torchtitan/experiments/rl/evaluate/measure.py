@@ -1,4 +1,4 @@
-"""The Evaluator actor: starts generators, or asks a server, and evaluates every task once, as a run does of version 0."""
+"""Evaluates every task once, as a run does of version 0: starts generators, or asks a server."""
 
 import asyncio
 import logging
@@ -14,9 +14,10 @@ from monarch.actor import Actor
 from torchtitan.experiments.rl.compat.monarch import process_death
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.controller.first_failures import FirstFailures
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner
 from torchtitan.experiments.rl.controller.task_set import TaskSet
-from torchtitan.experiments.rl.controller.validation import Validator
+from torchtitan.experiments.rl.controller.validation import Validator, labelled
 from torchtitan.experiments.rl.controller.wiring import RunActors
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import RunError
@@ -89,38 +90,65 @@ class ObservedRunner:
         return self._runner.lap_blocking_calls()
 
 
-class Evaluator(Actor):
-    part = ""
-    """See ``reported_endpoint``."""
+class Evaluation:
+    """``run`` evaluates every task once, as a run does of version 0, and stops everything it has started."""
 
     def __init__(self, config: RunConfig, plan: RunPlan, *, run_dir: str, endpoint: FrozenModel | None):
         """
         Args:
             endpoint: the policy is this server's model. None: generators on the config's model.
         """
-        self._config, self._plan, self._run_dir, self._endpoint = config, plan, Path(run_dir), endpoint
+        self._config, self._run_dir, self._endpoint = config, Path(run_dir), endpoint
+        self._actors = RunActors(config, plan, run_dir=self._run_dir, on_failure=self._fail, on_death=_note)
         self._failure: Exception | None = None
+        self._examples: dict[str, list[dict[str, Any]]] = {name: [] for name in config.tasks}
+        self._causes: dict[str, str] = {}
+        self._measuring: asyncio.Task[dict[str, float]] | None = None
+        self._stopped = False
 
-    @reported_endpoint
-    async def measure(self) -> dict[str, Any]:
-        """Evaluate every task once, and stop everything.
-
-        Returns:
-            ``metrics``, those of a run's validation, and ``examples``: by task, the fields of an ``Example`` for each.
+    async def run(self) -> dict[str, Any]:
         """
-        self._loop = asyncio.get_running_loop()
-        set_up_logging(self._run_dir, "evaluator")
-        config = self._config
-        self._actors = actors = RunActors(config, self._plan, run_dir=self._run_dir, on_failure=self._fail, on_death=_note)
+        Returns:
+            ``metrics``, those of a run's validation (None: it was stopped); ``examples``: by task, the fields of an ``Example``
+            for each; ``causes``: by task, what the first attempt failed of that has no reward.
+        """
+        self._measuring = asyncio.create_task(self._measure())
+        metrics: dict[str, float] | None = None
+        try:
+            metrics = await self._measuring
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+        return {"metrics": metrics, "examples": self._examples, "causes": self._causes}
+
+    def stop(self) -> None:
+        """End ``run`` early. Groups that have ended are recorded."""
+        self._stopped = True
+        if self._measuring is not None:
+            self._measuring.cancel()
+
+    def died(self, death: Any) -> None:
+        """A process died; Monarch reports it."""
+        self._actors.supervisor.died(death)
+
+    async def _measure(self) -> dict[str, float]:
+        config, actors = self._config, self._actors
         gate = Gate(timeout_s=config.user_code.call_timeout_s, synchronous=config.max_offpolicy_steps == 0)
         tasks = TaskSet(config.tasks, gate=gate, limits=config.user_code, seed=config.seed)
         recorder = config.recorder.build(run_dir=self._run_dir)
         policy = None if self._endpoint is None else EndpointPolicy(self._endpoint, actors.policy)
         validator: Validator | None = None
-        examples: dict[str, list[dict[str, Any]]] = {name: [] for name in config.tasks}
+        failures = FirstFailures(_note, log="logs/evaluator.jsonl")
 
         def measured(group: RolloutGroup) -> None:
-            examples[group.task_name].append(asdict(example_of(group)))
+            self._examples[group.task_name].append(asdict(example_of(group)))
+            failures.arrived(group)
+            causes = [rollout.error for rollout in group.rollouts if rollout.reward is None and rollout.error]
+            if cause := next(iter(causes), group.failure):
+                self._causes.setdefault(group.task_name, cause)
+            # Now, and not when all have ended as a run does: an evaluation may be stopped.
+            outcomes = {rollout.rollout_id: "validation" for rollout in labelled(group, "0").rollouts}
+            recorder.record(group, outcomes, kind="validation")
 
         try:
             renderer = build_renderer(config.renderer, config.model.hf_assets_path)
@@ -132,13 +160,13 @@ class Evaluator(Actor):
                 await tasks.setup(policy)
                 runner = LocalRunner(policy, seed=config.seed)
             observed = ObservedRunner(runner, measured)
-            validator = Validator(tasks.tasks, observed, config.validation, on_failure=self._fail, gate=gate, recorder=recorder)
+            validator = Validator(tasks.tasks, observed, config.validation, on_failure=self._fail, gate=gate)
             validator.start(0)
             await actors.supervisor.unless_failed(validator.wait())
             reports = validator.take()
             if self._failure is not None or not reports:
                 raise self._failure or RunError("nothing was measured")
-            return {"metrics": reports[0].metrics, "examples": examples}
+            return reports[0].metrics
         finally:
             if validator is not None:
                 await validator.close()
@@ -148,13 +176,36 @@ class Evaluator(Actor):
                 await policy.client.close()
             await asyncio.to_thread(recorder.close)
 
-    def __supervise__(self, failure: Any) -> bool:
-        """See Controller.__supervise__."""
-        self._loop.call_soon_threadsafe(lambda death: self._actors.supervisor.died(death), process_death(failure))
-        return True
-
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
+
+
+class Evaluator(Actor):
+    """An evaluation as an actor: the death of a process that it started is told to actors."""
+
+    part = ""
+    """See ``reported_endpoint``."""
+
+    def __init__(self, config: RunConfig, plan: RunPlan, *, run_dir: str, endpoint: FrozenModel | None):
+        """See ``Evaluation``."""
+        self._evaluation, self._run_dir = Evaluation(config, plan, run_dir=run_dir, endpoint=endpoint), run_dir
+
+    @reported_endpoint
+    async def measure(self) -> dict[str, Any]:
+        """See ``Evaluation.run``."""
+        self._loop = asyncio.get_running_loop()
+        set_up_logging(self._run_dir, "evaluator")
+        return await self._evaluation.run()
+
+    @reported_endpoint
+    async def request_stop(self) -> None:
+        """See ``Evaluation.stop``."""
+        self._evaluation.stop()
+
+    def __supervise__(self, failure: Any) -> bool:
+        """See Controller.__supervise__."""
+        self._loop.call_soon_threadsafe(self._evaluation.died, process_death(failure))
+        return True
 
 
 def _note(line: str) -> None:

@@ -17,8 +17,10 @@ from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
 
 
 def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[int, list[dict[str, Any]]]:
-    """Returns the exit code, and what ``Evaluator.measure`` returned for each model."""
-    signals, results = Signals(), []
+    """Returns the exit code, and what ``Evaluator.measure`` returned for each model that was measured whole."""
+    signals = Signals()
+    results: list[dict[str, Any]] = []
+    stops: list[Any] = []
     try:
         for number, model in enumerate(models):
             sizes = [f"{name} (at most {plan.examples} x {plan.attempts})" for name, plan in _scheduled(model)]
@@ -29,17 +31,27 @@ def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[in
             running = evaluator.measure.call_one()
             while True:
                 try:
-                    results.append(running.get(timeout=SIGNAL_POLL_S))
+                    result = running.get(timeout=SIGNAL_POLL_S)
                     break
                 except TimeoutError:
                     temporary.note_shared_memory(descendants())
-                    if signals.received:
-                        write_line(sys.stderr, "stopped: nothing is measured")
+                    if len(signals.received) > 1:
+                        write_line(sys.stderr, "stopped at once")
                         kill_descendants()
-                        return 128 + signals.received[0], []
+                        return 128 + signals.received[0], results
+                    if signals.received and not stops:
+                        write_line(sys.stderr, "stopping; once more stops at once")
+                        stops.append(evaluator.request_stop.call_one())
                 except Exception as error:
                     write_line(sys.stderr, f"error: {printable_line(cause(error))} (logs in {model.run_dir}/logs)")
-                    return 1, []
+                    return 1, results
+            if result["metrics"] is None:
+                ended = sum(map(len, result["examples"].values()))
+                write_line(
+                    sys.stderr, printable_line(f"stopped: {ended} examples of it were measured, recorded in {model.run_dir}")
+                )
+                return 128 + signals.received[0], results
+            results.append(result)
         return 0, results
     finally:
         with quiet_libraries():

@@ -20,7 +20,8 @@ def main(arguments: list[str] | None = None) -> int:
         description="Be the policy of a task in the terminal: see the prompts as the model does, answer, and see the rewards, "
         "the tokens and what would be trained. The session is saved as a record and as a test. Fields of the config can be "
         "overridden.",
-        epilog="Also as a run's command: --module MODULE, --model NAME, --run-dir FOLDER (for the record and the test).",
+        epilog="Also as a run's command: --module MODULE, --run-dir FOLDER (for the record and the test), and --model FOLDER, "
+        "which /model asks, in an engine that is started then, unless there is an --endpoint.",
         allow_abbrev=False,
         exit_on_error=False,
     )
@@ -29,8 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--example", type=int, default=0, help="index in the task's dataset (default 0)")
     parser.add_argument("--rollouts", type=int, default=1, help="rollouts of the group; you answer each, in turn (default 1)")
     parser.add_argument(
-        "--scripted", action="append", default=[], metavar="TEXT", help="an answer given for you; may be repeated"
+        "--scripted", action="append", default=[], metavar="TEXT", help="a line that is entered for you; may be repeated"
     )
+    parser.add_argument("--endpoint", metavar="URL", help="/model asks a vLLM server, such as http://host:8000/v1")
+    parser.add_argument("--endpoint-model", metavar="NAME", help="what the server calls the model (default: its only one)")
+    parser.add_argument("--endpoint-key-env", metavar="NAME", help="environment variable that holds the server's key")
     try:
         try:
             known, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
@@ -55,8 +59,9 @@ def _play(known: argparse.Namespace, command: Command) -> int:
         from torchtitan.experiments.rl.config import checks
         from torchtitan.experiments.rl.config.hub_model import model_folder
         from torchtitan.experiments.rl.config.run_folder import make_run_folder
+        from torchtitan.experiments.rl.generation.served import served_model
         from torchtitan.experiments.rl.play.player import Player
-        from torchtitan.experiments.rl.play.session import play, result_lines, save
+        from torchtitan.experiments.rl.play.session import answering_model, play, result_lines, save
         from torchtitan.experiments.rl.play.skeleton import skeleton
 
         if command.model is not None:
@@ -66,7 +71,16 @@ def _play(known: argparse.Namespace, command: Command) -> int:
         if task not in config.tasks:
             raise ConfigError("--task", task, f"name one of {', '.join(config.tasks)}")
         checks.check(config)
-    player = Player(config.model.hf_assets_path, scripted=known.scripted)
+        server = None
+        if known.endpoint is not None:
+            server = served_model(
+                known.endpoint,
+                field="--endpoint",
+                name=known.endpoint_model,
+                key_env=known.endpoint_key_env,
+                tokenizer_path=config.model.hf_assets_path,
+            )
+    player = Player(config.model.hf_assets_path, scripted=known.scripted, model=lambda: answering_model(config, server))
     try:
         group = play(config, task, player, example=known.example, rollouts=known.rollouts)
     except IndexError:

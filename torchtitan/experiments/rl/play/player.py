@@ -4,14 +4,17 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
+from renderers import Message
+
 from torchtitan.experiments.rl.config.preflight import REPLY
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.printable import printable
-from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
+from torchtitan.experiments.rl.play.policy import Model, ModelAsked, PlayedPolicy
+from torchtitan.experiments.rl.printable import printable, printable_line
 
 HELP = """\
   your answer in one line, or several lines between a line <<< and a line >>>
   /call NAME {"key": "value"}   a tool call, in the format of Qwen
+  /model                        the model answers this turn; Ctrl-C stops it
   /scripted                     the reply that a config is checked with before a run
   /prompt                       the whole prompt again, as the model gets it
   /quit                         end without an answer"""
@@ -22,21 +25,29 @@ class Left(RunError):
 
 
 class Player:
-    """``reply`` is what a ScriptedPolicy calls for a completion. Nothing else goes on while it waits for the person."""
+    """``policy`` asks it for completions. Nothing else goes on while it waits for the person."""
 
     def __init__(
-        self, tokenizer_path: str, *, scripted: Sequence[str] = (), read: Callable[[], str] = input, out: TextIO | None = None
+        self,
+        tokenizer_path: str,
+        *,
+        model: Callable[[], Model],
+        scripted: Sequence[str] = (),
+        read: Callable[[], str] | None = None,
+        out: TextIO | None = None,
     ):
         """
         Args:
-            scripted: answers that are given first, in order.
+            model: makes the model that answers for the person, when it is asked first.
+            scripted: what is entered first, in order.
+            read: reads a line; None: from the terminal.
         """
-        self.policy = ScriptedPolicy(tokenizer_path, self.reply)
+        self.policy = PlayedPolicy(tokenizer_path, self, model)
         self.replies: dict[int, list[str]] = {}
         """What was answered, by the rollout's index."""
-        self._scripted, self._read, self._out = list(scripted), read, out or sys.stdout
+        self._scripted, self._read, self._out = list(scripted), read or input, out or sys.stdout
         self._shown: dict[int, str] = {}
-        self._left = False
+        self._left = self._helped = False
 
     def reply(self, rollout: int, turn: int) -> str:
         """The completion of a rollout's turn, after the part of its prompt that is new was shown.
@@ -49,19 +60,42 @@ class Player:
         prompt = self.policy.prompts[-1]
         before = self._shown.get(rollout, "")
         new = prompt[len(before) :] if before and prompt.startswith(before) else prompt
-        self._shown[rollout] = prompt
-        self._say(f"── rollout {rollout}, turn {turn}: {'what is new in ' if new != prompt else ''}the prompt ──\n{new}")
-        if not self.replies:
+        if new:  # else it is the same turn: the model did not answer it
+            self._shown[rollout] = prompt
+            self._say(f"── rollout {rollout}, turn {turn}: {'what is new in ' if new != prompt else ''}the prompt ──\n{new}")
+        if not self.replies and not self._helped:
             self._say(HELP)
+            self._helped = True
         text = self._answer(prompt)
         self.replies.setdefault(rollout, []).append(text)
         return text
 
+    def judge(self, messages: Sequence[Message]) -> str:
+        """The answer to a question that a judge of the task is asked."""
+        if self._left:
+            raise Left("the session was ended")
+        for message in messages:
+            self._say(f"── a judge is asked, {message['role']} ──\n{message['content']}")
+        try:
+            return self._answer("")
+        except ModelAsked:
+            self._say("Only a turn can be the model's: answer as the judge would.")
+            return self.judge(())
+
+    def waits(self) -> None:
+        """The model has been asked."""
+        self._say("(the model answers)")
+
+    def model_failed(self, why: str) -> None:
+        """The model has not answered: the turn is the person's again."""
+        self._say(f"error: {printable_line(why)}")
+
+    def model_answered(self, rollout: int, text: str) -> None:
+        """``text`` is its completion, without the token that ends it."""
+        self.replies.setdefault(rollout, []).append(text)
+        self._say(f"model> {text}")
+
     def _answer(self, prompt: str) -> str:
-        if self._scripted:
-            text = self._scripted.pop(0)
-            self._say(f"you> {text}")
-            return text
         while True:
             line = self._line("you> ")
             if line == "<<<":
@@ -74,6 +108,8 @@ class Player:
             command, _, rest = line.partition(" ")
             if command == "/quit":
                 raise self._end()
+            if command == "/model":
+                raise ModelAsked
             if command == "/scripted":
                 return REPLY
             if command == "/prompt":
@@ -85,6 +121,10 @@ class Player:
                 self._say(HELP)
 
     def _line(self, before: str) -> str:
+        if self._scripted:
+            line = self._scripted.pop(0)
+            self._say(f"{before}{line}")
+            return line
         self._out.write(before)
         self._out.flush()
         try:

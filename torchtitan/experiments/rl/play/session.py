@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,17 @@ from typing import Any
 
 import numpy as np
 
+from torchtitan.experiments.rl.config import checks
 from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.saved_command import CONFIG_FILE
 from torchtitan.experiments.rl.config.trial_build import checked_renderer
+from torchtitan.experiments.rl.generation.endpoint import EndpointClient
+from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.observability.rollouts import lines_of
+from torchtitan.experiments.rl.play.model import LocalModel
 from torchtitan.experiments.rl.play.player import Player
+from torchtitan.experiments.rl.play.policy import Model
 from torchtitan.experiments.rl.printable import printable
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
@@ -36,6 +42,7 @@ def play(config: RunConfig, name: str, player: Player, *, example: int, rollouts
     task = own.build(name=name, renderer=checked_renderer(config), seed=config.seed)
 
     async def run() -> RolloutGroup:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio's waits for the loop, which waits for the person
         await task.setup(player.policy)
         try:
             group = await task.run_group(
@@ -45,8 +52,24 @@ def play(config: RunConfig, name: str, player: Player, *, example: int, rollouts
             return group
         finally:
             await task.close()
+            await player.policy.close()
 
     return asyncio.run(run())
+
+
+def answering_model(config: RunConfig, server: FrozenModel | None) -> Model:
+    """What ``/model`` asks: a server's model, without further attempts, for the person sees what is wrong; or the config's own.
+
+    Raises:
+        ConfigError: the config's model or its engine is not on this machine.
+    """
+    if server is not None:
+        return EndpointClient(replace(server, max_retries=0))
+    checks.check_model_folder(config.model)
+    for lacking in checks.missing_engine(config):
+        raise lacking
+    device, path = config.provision.resolve(), config.model.hf_assets_path
+    return LocalModel(lambda: config.generator.engine.build(model_path=path, device=device))
 
 
 def result_lines(group: RolloutGroup, player: Player) -> list[str]:

@@ -34,8 +34,12 @@ class ScriptedPolicy:
 
     def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "ScriptedSession":
         """See ModelClient.session."""
-        index = int(rollout_id.rpartition("/")[2].partition("~")[0])
-        return ScriptedSession(self, index, sampling, stop_token_ids[0])
+        return ScriptedSession(self, self.index_of(rollout_id), sampling, stop_token_ids[0])
+
+    @staticmethod
+    def index_of(rollout_id: str) -> int:
+        """Of the rollout in its group."""
+        return int(rollout_id.rpartition("/")[2].partition("~")[0])
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """See ModelClient.score."""

@@ -1,0 +1,94 @@
+"""One evaluation of a server's model, from its start to whatever ends it."""
+
+import asyncio
+
+import pytest
+from aiohttp import web
+from transformers import AutoTokenizer
+
+from tests.unit.waiting import until
+from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.evaluate.checked import checked_plan, evaluated_config
+from torchtitan.experiments.rl.evaluate.measure import Evaluation
+from torchtitan.experiments.rl.generation.references import FrozenModel
+from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, read_rollouts
+
+
+class Adder:
+    """Answers each question with the right sum. Questions of more than ``quick`` digits wait until ``go`` is set."""
+
+    def __init__(self) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+        self.quick, self.status, self.go = 5, 200, asyncio.Event()
+        self.waiting = 0
+
+    async def handle(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        text = self.tokenizer.decode(body["prompt"])
+        digits = text.rpartition("digits: ")[2].partition("<|im_end|>")[0].split()
+        if len(digits) > self.quick:
+            self.waiting += 1
+            await self.go.wait()
+        if self.status != 200:
+            return web.Response(status=self.status, text="no such \x1b[31mmodel")
+        ids = [*self.tokenizer.encode(str(sum(map(int, digits)))), body["stop_token_ids"][0]]
+        choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "finish_reason": "stop"}
+        return web.json_response({"choices": [choice]})
+
+
+@pytest.fixture
+async def adder():
+    adder, app = Adder(), web.Application()
+    app.router.add_post("/v1/completions", adder.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    adder.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield adder
+    adder.go.set()
+    await runner.cleanup()
+
+
+def evaluation(adder: Adder, folder, *, examples: int = 16) -> Evaluation:
+    config = rl_grpo_qwen3_debug()
+    config.validation.examples = examples
+    config = evaluated_config(config, tasks=[], attempts=None)
+    model = FrozenModel(name="adder", base_url=adder.url, max_retries=0)
+    return Evaluation(config, checked_plan(config, model), run_dir=str(folder), endpoint=model)
+
+
+async def test_a_servers_answers_are_rewarded_and_recorded(adder, tmp_path):
+    result = await evaluation(adder, tmp_path).run()
+    assert result["metrics"]["validation/reward"] == 1.0 and result["causes"] == {}
+    assert len(result["examples"]["sum_digits"]) == 16
+    assert len(list(read_rollouts(tmp_path, kind="validation"))) == 16
+
+
+async def test_an_evaluation_that_is_stopped_keeps_what_was_measured(adder, tmp_path):
+    adder.quick = 4
+    running = evaluation(adder, tmp_path)
+    ended = asyncio.create_task(running.run())
+    file = tmp_path / ROLLOUTS_FILE
+    await until(lambda: adder.waiting > 0 and file.exists() and file.stat().st_size > 0)
+    running.stop()
+    result = await ended
+    records = list(read_rollouts(tmp_path, kind="validation"))
+    assert result["metrics"] is None and 0 < len(records) == len(result["examples"]["sum_digits"]) < 16
+    assert {record.rollout.reward for record in records} == {1.0}
+
+
+async def test_where_every_attempt_fails_the_cause_is_kept_and_nothing_becomes_a_number(adder, tmp_path, capsys):
+    adder.status = 404
+    result = await evaluation(adder, tmp_path).run()
+    assert "validation/reward" not in result["metrics"] and result["metrics"]["validation/sum_digits/failed"] == 16
+    cause = result["causes"]["sum_digits"]
+    assert "'adder' at http://127.0.0.1" in cause and "refused with HTTP 404: no such" in cause
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("a rollout failed: ") and line.endswith("logs/evaluator.jsonl has all") and "\x1b" not in line
+    assert [record.rollout.reward for record in read_rollouts(tmp_path, kind="validation")] == [None] * 16
+
+
+async def test_a_token_that_the_model_does_not_have_fails_the_attempt(adder, tmp_path):
+    adder.tokenizer.encode = lambda text: [5, 99_999]
+    result = await evaluation(adder, tmp_path, examples=2).run()
+    assert "a completion has the token id 99999, and the model has 768 ids" in result["causes"]["sum_digits"]
