@@ -1,16 +1,20 @@
 """Starts the command in processes of its own, and looks at what it does and leaves behind."""
 
+import contextlib
 import getpass
 import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from tests.integration.processes import open_files, process_stat
 from torchtitan.experiments.rl.observability.metrics import read_metrics
@@ -39,8 +43,14 @@ class Run:
         resume: Path | None = None,
         program: tuple[str, ...] = (sys.executable, "-m", MODULE),
         cwd: Path = ROOT,
+        columns: int | None = None,
     ):
-        """``resume``: the run folder of an earlier run, which goes on. ``program``: what starts the command."""
+        """
+        Args:
+            resume: the run folder of an earlier run, which goes on.
+            program: what starts the command.
+            columns: stdout and stderr are a terminal, which is so wide; ``out`` has both.
+        """
         self.folder = resume or folder / "run"
         self.temporary = Path(tempfile.mkdtemp(prefix="rl-"))
         """Not below ``folder``, whose path is too long for the run's sockets."""
@@ -50,11 +60,17 @@ class Run:
             command += ["--config", config, "--run-dir", str(self.folder), *SMALL]
         else:
             command += ["--resume", str(resume)]
-        with self._out.open("w") as out, self._err.open("w") as err:
+        own = {"TMPDIR": str(self.temporary)}
+        with contextlib.ExitStack() as files:
+            if columns is None:
+                out, err = files.enter_context(self._out.open("wb")), files.enter_context(self._err.open("wb"))
+            else:
+                out = err = files.enter_context(terminal_that_writes_to(self._out, columns))
+                own["TERM"] = "xterm"
             self._process = subprocess.Popen(
                 command,
                 cwd=cwd,
-                env=environment() | {"TMPDIR": str(self.temporary)},
+                env=environment() | own,
                 stdout=out,
                 stderr=err,
                 start_new_session=True,
@@ -70,11 +86,11 @@ class Run:
 
     @property
     def out(self) -> str:
-        return self._out.read_text()
+        return self._out.read_bytes().decode()
 
     @property
     def err(self) -> str:
-        return self._err.read_text()
+        return self._err.read_bytes().decode() if self._err.exists() else ""
 
     @property
     def metrics(self) -> list[dict]:
@@ -139,6 +155,21 @@ class Run:
                 pass
         self._process.wait()
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+def terminal_that_writes_to(file: Path, columns: int) -> IO[bytes]:
+    """One end of a terminal; what is written to it goes to ``file``."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, columns))
+
+    def copy() -> None:
+        no_process_has_the_other_end = contextlib.suppress(OSError)
+        with file.open("wb", buffering=0) as copied, os.fdopen(ours, "rb", buffering=0) as end, no_process_has_the_other_end:
+            while written := end.read(2**16):
+                copied.write(written)
+
+    threading.Thread(target=copy, daemon=True).start()
+    return os.fdopen(theirs, "wb")
 
 
 def environment() -> dict[str, str]:

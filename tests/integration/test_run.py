@@ -82,7 +82,9 @@ def test_console_has_a_line_for_each_step_and_nothing_else_is_printed_by_librari
     lines = async_run.out.splitlines()
     assert [line.split()[0] for line in lines if re.match(r"\s+\d/5 ", line)] == [f"{step}/5" for step in range(1, 6)]
     assert any(line.startswith("steps") and "5 of 5" in line and "done" in line for line in lines)
-    assert "Traceback" not in async_run.err and "error" not in async_run.err.lower()
+    assert async_run.err == "" and "\r" not in async_run.out and "\033" not in async_run.out
+    folder = str(async_run.folder)
+    assert max(len(line) for line in lines if not line.startswith("model ") and folder not in line) <= 80
 
 
 def test_run_folder_has_config_logs_of_every_process_and_tensorboard(async_run):
@@ -91,9 +93,10 @@ def test_run_folder_has_config_logs_of_every_process_and_tensorboard(async_run):
     assert sorted(path.name for path in (async_run.folder / "logs").iterdir()) == [
         "controller.jsonl",
         "generator-0.jsonl",
+        "monarch.txt",
         "trainer-0.jsonl",
     ]
-    for path in (async_run.folder / "logs").iterdir():
+    for path in (async_run.folder / "logs").glob("*.jsonl"):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         assert records and {"time", "level", "logger", "process", "message"} <= records[0].keys()
         assert not [record for record in records if record["level"] in ("ERROR", "CRITICAL")]

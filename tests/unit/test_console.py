@@ -84,6 +84,17 @@ def test_the_summary_says_how_far_how_long_what_was_learned_and_where_it_is():
     ]
 
 
+def test_files_in_the_run_folder_are_named_from_there_and_others_in_full():
+    files = {"metrics": Path("/runs/demo/metrics.jsonl"), "profile": Path("/elsewhere/trace.json")}
+    lines = summary_lines(summary(files=files, run_dir=Path("/runs/demo")))
+    assert lines[-3:] == ["folder      /runs/demo", "metrics     metrics.jsonl", "profile     /elsewhere/trace.json"]
+
+
+def test_the_run_folder_is_named_from_the_current_one_where_it_is_in_there(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert "folder      outputs/demo" in summary_lines(summary(files={}, run_dir=tmp_path / "outputs" / "demo"))
+
+
 def test_the_summary_of_a_stopped_run_says_why_and_claims_no_validation():
     lines = summary_lines(summary(steps=40, wall_time_s=8_000, final_val_reward=None, stopped_by="interrupt"))
     assert lines[1] == "steps       40 of 110 in 2 h 13 min, stopped by interrupt"
@@ -96,6 +107,7 @@ def test_colours_only_on_a_terminal_that_wants_them(monkeypatch):
         return stream.getvalue()
 
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     assert "\033[" in printed(Terminal())
     assert "\033[" not in printed(io.StringIO())
     monkeypatch.setenv("NO_COLOR", "1")

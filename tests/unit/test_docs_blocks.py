@@ -37,7 +37,7 @@ PYTHON = {
 }
 """Of each block of Python, by its first line, the test that runs it."""
 
-NO_CODE = ("starting ", "Controller (one actor)", "dataset → task", "grpo ")
+NO_CODE = ("starting ", "16/100 [", "Controller (one actor)", "dataset → task", "grpo ")
 """How blocks begin that show what is printed, or a drawing."""
 
 OTHER_PROGRAMS = (

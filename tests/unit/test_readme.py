@@ -10,7 +10,11 @@ import pytest
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
+from torchtitan.experiments.rl.grpo import starting_line
+from torchtitan.experiments.rl.observability.console import RunHeader, RunSummary, header_lines, summary_lines, title_line
+from torchtitan.experiments.rl.observability.progress import Progress
 
+FILES = ("metrics", "records", "ledger", "logs", "policy", "checkpoint")
 README = (Path(__file__).parents[2] / "README.md").read_text()
 
 
@@ -31,6 +35,46 @@ async def test_the_task_in_twenty_lines_runs_and_scores(my_tasks, renderer, toke
     group = await task.run_group(task.dataset[0], policy, group_id="g", seed=0, group_size=2)
     assert await task.score_group(group) is None
     assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
+
+
+def test_what_the_demo_prints_is_shown_as_the_console_prints_it():
+    """The numbers are of one run; words, widths and order are the console's."""
+    block, live = re.findall(r"```\n(starting .*?)```|```\n( +16/100 .*?)\n```", README, re.DOTALL)
+    shown = block[0].splitlines()
+    folder = Path("outputs/rl_grpo_qwen3_debug-...")
+    header = RunHeader(
+        run_name=folder.name,
+        config_name="rl_grpo_qwen3_debug",
+        model="assets/tiny_qwen3 (0.9M parameters)",
+        sizes={"steps": 100, "rollouts a step": 256, "off-policy steps": 1, "trainer ranks": 1, "generators": 1},
+        run_dir=folder,
+    )
+    ledger = {"dispatched": 25_600, "filtered/post/gibberish": 9, "filtered/post/zero_advantage": 13_392, "trained": 12_199}
+    assert ledger.pop("dispatched") == sum(ledger.values())
+    names = "metrics.jsonl rollouts.jsonl.gz ledger.jsonl logs checkpoint/step-100 checkpoints/step-000100".split()
+    summary = RunSummary(
+        steps=100,
+        total_steps=100,
+        wall_time_s=65.0,
+        start_val_reward=0.320,
+        final_val_reward=0.996,
+        ledger={f"sum_digits/{column}": count for column, count in ({"dispatched": 25_600} | ledger).items()},
+        files={label: folder / name for label, name in zip(FILES, names, strict=True)},
+        run_dir=folder,
+    )
+    starting = starting_line(parse_command(["--config", "rl_grpo_qwen3_debug"]))
+    middle = ["validation before the first step: reward 0.320", title_line()]
+    assert shown[: len(header_lines(header)) + 3] == [starting, *header_lines(header), *middle]
+    assert shown[-len(summary_lines(summary)) :] == summary_lines(summary)
+    steps = shown[len(header_lines(header)) + 3 : -len(summary_lines(summary))]
+    assert {len(line) for line in steps if line.strip() != "..."} == {len(title_line())}
+    progress = Progress(lambda: clock[0])
+    clock = [0.0]
+    progress.begin(0, 100)
+    for step in range(1, 17):
+        clock[0] += 0.5
+        progress.step(step)
+    assert live[1] == progress.line()
 
 
 def test_every_named_config_is_listed():

@@ -22,6 +22,7 @@ from torchtitan.experiments.rl.process.setup import (
     set_up_process,
 )
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
+from torchtitan.experiments.rl.process.terminal import share_terminal
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -222,6 +223,7 @@ def _run(config: Any, start: Any, config_name: str) -> int:
     from torchtitan.experiments.rl.controller.session import run_to_end
 
     temporary = TemporaryFolder()
+    share_terminal()
     try:
         return run_to_end(config, start, config_name, temporary)
     finally:

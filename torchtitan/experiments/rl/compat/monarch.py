@@ -1,14 +1,19 @@
-"""Monarch 0.7.0: its message limit, its log prefix, the memory of its calls, and its reports of a process that died.
+"""Monarch 0.7.0: its message limit, what it prints, its log prefix, the memory of its calls, and its reports of a process that
+died.
 
 ``monarch`` is imported when a function needs it: this module's environment has to be set before.
 """
 
 import asyncio
 import logging
+import os
 import re
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +37,9 @@ ENVIRONMENT = {
 }
 """Monarch reads it when it starts."""
 
+MONARCH_OUTPUT = "logs/monarch.txt"
+"""In the run folder: what Monarch prints when it starts."""
+
 # The public ``MeshFailure.mesh_name`` is the name an actor was spawned under, a hyphen and a random id.
 _MESH_NAME = re.compile(r"(?P<actor>.+)-[0-9A-Za-z]+")
 # ``MeshFailure.report()`` and the text of a SupervisionError hold the only trace of rank and cause.
@@ -51,6 +59,30 @@ class ProcessDeath:
 
     def __str__(self) -> str:
         return f"{' '.join(part for part in (self.actor, self.rank) if part)}: {self.cause}"
+
+
+@contextmanager
+def printed_to(path: Path) -> Iterator[None]:
+    """Write what the block prints on stderr to the file ``path``; on stderr all the same where the block raises.
+
+    Its Rust code prints where its log is when it starts in a process, and no option prevents that.
+    """
+    with tempfile.TemporaryFile() as printed:
+        stderr = os.dup(2)
+        os.dup2(printed.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            path = Path("/dev/stderr")
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            printed.seek(0)
+            if text := printed.read():
+                path.parent.mkdir(exist_ok=True)
+                with path.open("ab") as file:
+                    file.write(text)
 
 
 def process_death(failure: Any) -> ProcessDeath:

@@ -17,13 +17,16 @@ from torchtitan.experiments.rl.controller.run_parts import RunParts
 from torchtitan.experiments.rl.controller.run_start import Resumed, begin_again, resume
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
-from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary
+from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary, near
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 from torchtitan.experiments.rl.user_code.gate import Gate
 
 logger = logging.getLogger(__name__)
+
+REDRAW_S = 1.0
+"""Between two draws of the live line: it shows seconds."""
 
 
 class Controller(Actor):
@@ -65,11 +68,12 @@ class Controller(Actor):
         Raises:
             Exception: whatever ended the run early, after the summary was printed and every process stopped.
         """
-        started = time.perf_counter()
+        started, drawing = time.perf_counter(), None
         self._loop = asyncio.get_running_loop()
         failure: BaseException | None
         try:
             set_up_logging(self._run_dir, "controller")
+            drawing = asyncio.create_task(self._draw())
             if self._checkpoint is not None:
                 self._parts = self._new_parts(self._read(self._checkpoint))
             self._print_header()
@@ -84,6 +88,8 @@ class Controller(Actor):
         if isinstance(failure, ProcessLost):  # while the run was being stopped
             self._console.note(f"{failure}; what follows the last checkpoint is lost")
             failure = None
+        if drawing is not None:
+            drawing.cancel()
         stopped_by = self._stopped_by or self._parts.ended_early
         if failure is not None:
             stopped_by = stopped_by or f"an error ({type(failure).__name__})"
@@ -165,12 +171,18 @@ class Controller(Actor):
     def _read(self, checkpoint: Path) -> Resumed:
         return resume(checkpoint, run_dir=self._run_dir, config=self.config)
 
+    async def _draw(self) -> None:
+        """Keep the live line of the terminal as it should be."""
+        while self._console.live:
+            self._console.draw(self._parts.waits.line())
+            await asyncio.sleep(REDRAW_S)
+
     def _print_header(self) -> None:
         plan = self._plan
         header = RunHeader(
             run_name=self._run_dir.name,
             config_name=self._config_name,
-            model=f"{self.config.model.hf_assets_path} ({plan.parameters / 1e6:,.1f}M parameters)",
+            model=f"{near(self.config.model.hf_assets_path)} ({plan.parameters / 1e6:,.1f}M parameters)",
             sizes={
                 "steps": plan.steps,
                 "rollouts a step": plan.rollouts_per_step,

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import os
+import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from monarch.actor import HostMesh, Point, ProcMesh, default_bootstrap_cmd, this_host
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 20.0
 """For each part: a run that ends must end."""
+_INCARNATION = re.compile(r"_(\d+)_\d+$")
 
 
 async def start_trainer(procs: ProcMesh, trainer: Any) -> set[str]:
@@ -74,20 +77,23 @@ def place_run(config: RunConfig, plan: RunPlan, hosts: HostPool | None) -> Place
 
 
 def spawn_on(
-    hosts: HostPool | None, name: str, places: Sequence[Place], device: Literal["cpu", "cuda"]
+    hosts: HostPool | None, name: str, places: Sequence[Place], device: Literal["cpu", "cuda"], *, run_dir: Path | None = None
 ) -> tuple[ProcMesh, ProcMesh]:
     """One process per place, each seeing only its own cores or GPUs.
 
     Args:
         hosts: None: this host alone.
         places: the same number on each host, hosts in a row.
+        name: of a part it ends with the part's index and incarnation, as in "generator_0_2".
+        run_dir: what the processes print is in its logs/, beside the log that is named alike. None: it goes to the terminal.
 
     Returns:
         Its mesh, of one dimension "procs", and the mesh to stop.
     """
     shares = tuple(place.devices for place in places)
+    output = None if run_dir is None else str(run_dir.resolve() / "logs" / _INCARNATION.sub(r"-\1", name))
     if hosts is None:
-        procs = spawn(None, name, shares, device)
+        procs = spawn(None, name, shares, device, output=output)
         return procs, procs
     first, last = places[0].host, places[-1].host
     per_host = len(places) // (last - first + 1)
@@ -103,22 +109,28 @@ def spawn_on(
     own = hosts.mesh.slice(hosts=first) if first == last else hosts.mesh.slice(hosts=slice(first, last + 1))
     procs = own.spawn_procs(
         per_host={"procs": per_host},
-        bootstrap=partial(set_up_spawned_process, shares, device),
+        bootstrap=partial(set_up_spawned_process, shares, device, output),
         name=name,
         bootstrap_command=launch_command,
     )
     return procs if first == last else procs.flatten("procs"), procs
 
 
-def spawn(host: HostMesh | None, name: str, shares: tuple[tuple[int, ...], ...], device: Literal["cpu", "cuda"]) -> ProcMesh:
-    """One process per share, each seeing only its own cores or GPUs."""
+def spawn(
+    host: HostMesh | None,
+    name: str,
+    shares: tuple[tuple[int, ...], ...],
+    device: Literal["cpu", "cuda"],
+    output: str | None = None,
+) -> ProcMesh:
+    """One process per share, each seeing only its own cores or GPUs. ``output``: see ``set_up_spawned_process``."""
 
     def launch_command(point: Point) -> Any:
         return default_bootstrap_cmd().with_env(launch_environment(shares[point.rank], device))
 
     return (host or this_host()).spawn_procs(
         per_host={"procs": len(shares)},
-        bootstrap=partial(set_up_spawned_process, shares, device),
+        bootstrap=partial(set_up_spawned_process, shares, device, output),
         name=name,
         bootstrap_command=launch_command,
     )

@@ -72,7 +72,7 @@ class RunParts:
         """
         self.config, self._plan, self._run_dir, self._console = config, plan, run_dir, console
         self._failure: Exception | None = None
-        self._waits = Waits(console.note)
+        self.waits = Waits(console.waiting)
         self._actors = RunActors(
             config,
             plan,
@@ -81,7 +81,7 @@ class RunParts:
             restarts=restarts,
             on_failure=self._fail,
             on_death=console.note,
-            waits=self._waits,
+            waits=self.waits,
         )
         self._closing, self._closed = Closing(), False
         self._gate = gate
@@ -174,7 +174,7 @@ class RunParts:
             for slot in ("pre_batch_filters", "post_batch_filters")
         }
         await self._actors.start(trainer_start(resumed, self._init_from))
-        with self._waits.wait("the tasks to be set up"):
+        with self.waits.wait("the tasks to be set up"):
             runner = await self._actors.start_runner(self._tasks)
         replay = GroupReplay(config.replay, groups_per_step=plan.groups_per_step, seed=config.seed, load=resumed is None)
         recorder = self._recorder = config.recorder.build(run_dir=self._run_dir)
@@ -197,7 +197,7 @@ class RunParts:
         reports = self._reports = RunReports(
             console=self._console,
             metrics=metrics,
-            waits=self._waits,
+            waits=self.waits,
             compares_rewards=any(task.algorithm.group_relative for task in tasks.values()),
             restarts=self.supervisor.restarts.counts,
             step_taken=self._step_taken,
@@ -263,13 +263,13 @@ class RunParts:
 
     async def _train(self, training: TrainingLoop) -> None:
         assert self._checkpoints is not None and self._reports is not None, "the build made them"
-        self._reports.begin(training.steps_done)
+        self._reports.begin(training.steps_done, self.config.steps)
         await training.run()
-        self._waits.close()
-        with self._waits.wait("the checkpoint to be written"):
+        self.waits.close()
+        with self.waits.wait("the checkpoint to be written"):
             await self._checkpoints.finish()
         if training.steps_done:
-            with self._waits.wait("the policy to be written as a hub folder"):
+            with self.waits.wait("the policy to be written as a hub folder"):
                 folder = await self._actors.trainer.save_final(training.steps_done)
             if folder is not None:
                 self._files["policy"] = folder
@@ -281,7 +281,7 @@ class RunParts:
     async def settle(self) -> list[RunError]:
         """Close what writes the run's files and counts its rollouts. Returns what went wrong, in order."""
         closing = self._closing
-        self._waits.close()
+        self.waits.close()
         if self._checkpoints is not None:
             # One that is being written must not appear when the run is built again from the one before.
             limit_s = self.config.supervision.slow_work_s if self.supervisor.lost is not None else PART_TIMEOUT_S

@@ -38,8 +38,9 @@ class RunReports:
         self.ended_early: str | None = None
         """Why there is nothing left to learn."""
 
-    def begin(self, steps_done: int) -> None:
+    def begin(self, steps_done: int, total_steps: int) -> None:
         """The training loop begins."""
+        self._console.begin(steps_done, total_steps)
         self._waits.begin(FIRST_STEP if steps_done else FIRST_VALIDATION)
 
     def start(self, report: ValidationReport) -> None:

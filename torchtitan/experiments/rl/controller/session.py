@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from monarch.actor import shutdown_context, this_proc
 
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, step_of
-from torchtitan.experiments.rl.compat.monarch import original
+from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, original, printed_to
 from torchtitan.experiments.rl.config.resume import Start
 from torchtitan.experiments.rl.controller.actor import Controller
 from torchtitan.experiments.rl.controller.run_hosts import take_hosts
@@ -23,6 +23,7 @@ from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.descendants import descendants, kill_descendants
 from torchtitan.experiments.rl.process.setup import quiet_libraries
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
+from torchtitan.experiments.rl.process.terminal import end_live_line
 
 SIGNAL_POLL_S = 0.2
 SHARED_MEMORY_EVERY_S = 30.0
@@ -63,7 +64,9 @@ def run_to_end(config: Any, start: Start, config_name: str, temporary: Temporary
 def _run(
     config: Any, start: Start, config_name: str, temporary: TemporaryFolder, signals: Signals, hosts: HostPool | None
 ) -> int:
-    controller = this_proc().spawn(
+    with printed_to(Path(start.run_dir) / MONARCH_OUTPUT):
+        here = this_proc()
+    controller = here.spawn(
         "controller",
         Controller,
         config,
@@ -132,6 +135,7 @@ def _say_how_to_resume(start: Start) -> None:
 
 def _stop_at_once(why: str, code: int, start: Start, temporary: TemporaryFolder) -> NoReturn:
     """Without a word to any actor: one may hang. A checkpoint that is being written is absent afterwards."""
+    end_live_line()
     write_line(sys.stderr, f"{why}: what follows the last checkpoint is lost")
     kill_descendants()
     temporary.remove()

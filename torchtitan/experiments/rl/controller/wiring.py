@@ -102,7 +102,7 @@ class RunActors:
         config, plan = self._config, self._plan
         self._watch_hosts()
         placement = self._placement = place_run(config, plan, self._hosts)
-        procs, owner = spawn_on(self._hosts, "trainer", placement.trainer, plan.device)
+        procs, owner = spawn_on(self._hosts, "trainer", placement.trainer, plan.device, run_dir=self._run_dir)
         trainers = procs.spawn(
             "trainer",
             PolicyTrainer,
@@ -280,7 +280,7 @@ class RunActors:
             cores = self._hosts.hosts[where.host].cores
 
         def spawn_reader(name: str) -> tuple[ProcMesh, Any]:
-            procs, _ = spawn_on(self._hosts, name, [Place(where.host, cores)], "cpu")
+            procs, _ = spawn_on(self._hosts, name, [Place(where.host, cores)], "cpu", run_dir=self._run_dir)
             return procs, procs.spawn(name, WeightReader, run_dir=str(self._run_dir), index=number)
 
         return Part(
@@ -338,7 +338,7 @@ class RunActors:
         """Spawns one process, and an actor in it; ``arguments`` are computed for each."""
 
         def spawn_part(name: str) -> tuple[ProcMesh, Any]:
-            procs, _ = spawn_on(self._hosts, name, [where], device)
+            procs, _ = spawn_on(self._hosts, name, [where], device, run_dir=self._run_dir)
             return procs, procs.spawn(name, actor_class, config, run_dir=str(self._run_dir), **arguments())
 
         return spawn_part

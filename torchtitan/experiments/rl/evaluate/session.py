@@ -1,10 +1,12 @@
 """Measures the models one after the other, and ends early at a signal."""
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from monarch.actor import shutdown_context, this_proc
 
+from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to
 from torchtitan.experiments.rl.controller.session import SIGNAL_POLL_S, Signals, cause
 from torchtitan.experiments.rl.evaluate.checked import Candidate
 from torchtitan.experiments.rl.evaluate.measure import Evaluator
@@ -25,7 +27,9 @@ def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[in
         for number, model in enumerate(models):
             sizes = [f"{name} (at most {plan.examples} x {plan.attempts})" for name, plan in _scheduled(model)]
             write_line(sys.stderr, printable_line(f"measuring   {model.label} on {', '.join(sizes)}"))
-            evaluator = this_proc().spawn(
+            with printed_to(Path(model.run_dir) / MONARCH_OUTPUT):
+                here = this_proc()
+            evaluator = here.spawn(
                 f"evaluator_{number}", Evaluator, model.config, model.plan, run_dir=model.run_dir, endpoint=model.endpoint
             )
             running = evaluator.measure.call_one()

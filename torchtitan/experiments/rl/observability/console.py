@@ -1,7 +1,7 @@
-"""What a run prints: a header, one line a step, a summary. Everything but paths fits 80 columns.
+"""What a run prints: a header, one line a step, a summary. Everything but the paths that users choose fits 80 columns.
 
 The `*_lines` functions turn records into text and print nothing; `Console` prints them. ASCII only, because a terminal's
-encoding is not ours to choose, and colours only on a terminal.
+encoding is not ours to choose. Colours, and a line that is drawn again in place, only on a terminal.
 """
 
 import logging
@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from torchtitan.experiments.rl.observability.progress import Progress
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
+from torchtitan.experiments.rl.process.terminal import LiveLine, can_redraw, columns, has_colours
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class RunSummary:
     ledger: Mapping[str, int]
     """Rollouts dispatched and the columns they ended in, in reading order. Columns that are 0 are left out."""
     files: Mapping[str, Path]
-    """Files by what they hold: metrics, checkpoints, logs."""
+    """Files by what they hold: metrics, checkpoints, logs. Those in the run's folder are named from there."""
     stopped_by: str | None = None
     """Why the run ended before its last step; None where it did not."""
     not_saved: str | None = None
@@ -98,7 +100,7 @@ _COLUMNS = {
 def header_lines(header: RunHeader) -> list[str]:
     lines = [_labelled("run", header.run_name), _labelled("config", header.config_name), _labelled("model", header.model)]
     lines += _wrapped("sizes", [f"{name} {value}" for name, value in header.sizes.items()])
-    return [*lines, _labelled("folder", str(header.run_dir)), ""]
+    return [*lines, _labelled("folder", near(header.run_dir)), ""]
 
 
 def title_line() -> str:
@@ -128,7 +130,9 @@ def summary_lines(summary: RunSummary) -> list[str]:
         values = f"{_reward(summary.start_val_reward)} -> {_reward(summary.final_val_reward)}"
         lines.append(_labelled("validation", f"reward {values} ({gain:+.3f})"))
     lines += _wrapped("rollouts", [f"{count:,} {column}" for column, count in summary.ledger.items() if count])
-    lines += [_labelled(name, str(path)) for name, path in summary.files.items()]
+    if summary.run_dir is not None:
+        lines.append(_labelled("folder", near(summary.run_dir)))
+    lines += [_labelled(name, str(_within(summary.run_dir, path))) for name, path in summary.files.items()]
     if summary.not_saved is not None:
         lines.append(_labelled("not saved", one_sentence(summary.not_saved)))
     if summary.resumable:
@@ -137,12 +141,36 @@ def summary_lines(summary: RunSummary) -> list[str]:
 
 
 class Console:
-    """Prints a run to a stream, a line at a time."""
+    """Prints a run to a stream, a line at a time. On a terminal the last line is live: it says what the run waits for, or how
+    far it is, and is erased in the end.
+    """
 
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream if stream is not None else sys.stdout
-        self._colours = self._stream.isatty() and "NO_COLOR" not in os.environ
+        self._colours = has_colours(self._stream)
+        self._live = LiveLine(self._stream) if can_redraw(self._stream) else None
+        self._progress, self._waiting = Progress(), ""
         self._steps_printed = 0
+
+    @property
+    def live(self) -> bool:
+        """Whether it is worth calling ``draw`` each second."""
+        return self._live is not None
+
+    def draw(self, waiting: str) -> None:
+        """Draw the live line: ``waiting``, or how far the run is where nothing is waited for."""
+        self._waiting = waiting
+        if self._live is not None:
+            self._live.show(printable_line(waiting or self._progress.line()))
+
+    def close(self) -> None:
+        """Erase the live line. Nothing is drawn afterwards."""
+        if self._live is not None:
+            self._live.end()
+
+    def begin(self, steps_done: int, total_steps: int) -> None:
+        """Training begins, or begins again."""
+        self._progress.begin(steps_done, total_steps)
 
     def header(self, header: RunHeader) -> None:
         self._print(*map(printable_line, header_lines(header)))
@@ -151,14 +179,25 @@ class Console:
         if self._steps_printed % TITLE_EVERY == 0:
             self._print(self._coloured(title_line(), BOLD))
         self._steps_printed += 1
+        self._progress.step(report.step)
+        self._waiting = ""
         line = step_line(report)
         self._print(line if report.val_reward is None else self._coloured(line, GREEN))
 
     def note(self, text: str) -> None:
         """A line outside the table: resumed from a checkpoint, validating, saving."""
-        self._print(printable_line(text))
+        text, width = printable_line(text), columns(self._stream)
+        if self._live is not None and len(text) > width:  # elsewhere it stays whole: a line is a message there
+            text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        self._print(text)
+
+    def waiting(self, text: str) -> None:
+        """A line that says what the run waits for, where no live line says it."""
+        if self._live is None:
+            self.note(text)
 
     def summary(self, summary: RunSummary) -> None:
+        self.close()
         self._print(*map(printable_line, summary_lines(summary)))
 
     def _coloured(self, text: str, colour: str) -> str:
@@ -166,6 +205,7 @@ class Console:
 
     def _print(self, *lines: str) -> None:
         write_line(self._stream, "\n".join(lines))
+        self.draw(self._waiting)
 
 
 def write_line(stream: TextIO, text: str) -> None:
@@ -182,6 +222,15 @@ def write_line(stream: TextIO, text: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python fails at exit, on what is still buffered
         except (OSError, ValueError):
             pass
+
+
+def near(path: Path | str) -> str:
+    """A path as people write it: from the current folder where it is in there."""
+    return str(_within(Path.cwd(), Path(path)))
+
+
+def _within(folder: Path | None, path: Path) -> Path:
+    return path.relative_to(folder) if folder is not None and path.is_relative_to(folder) else path
 
 
 def _labelled(label: str, text: str) -> str:

@@ -58,8 +58,10 @@ class Waits:
             self._saying = None
 
     def line(self) -> str:
-        """What is waited for, the longest wait first, in one line of at most 80 columns where one name is not longer."""
-        now = self._clock()
+        """What is waited for, the longest wait first, in one line of at most 80 columns where one name is not longer. "" where
+        that is nothing.
+        """
+        now, line = self._clock(), ""
         items = [f"{what} ({now - began:.0f} s)" for what, began in self._began.items()]
         for shown in range(len(items), 0, -1):
             more = len(items) - shown

@@ -9,6 +9,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from torchtitan.experiments.rl.printable import one_sentence, printable_json, printable_line
+from torchtitan.experiments.rl.process.output import terminal
 
 OURS = "torchtitan.experiments.rl"
 
@@ -35,17 +36,17 @@ class RunFileHandler(RotatingFileHandler):
             self._failed = True
             line = f"WARNING the log {self.baseFilename} can't be written: {_text(sys.exc_info()[1])}"
             with contextlib.suppress(OSError, ValueError):
-                print(printable_line(one_sentence(line)), file=sys.stderr, flush=True)
+                print(printable_line(one_sentence(line)), file=terminal(), flush=True)
 
 
 class TerminalHandler(logging.StreamHandler):
-    """Writes to sys.stderr as it is at each record: process launchers and tests replace it."""
+    """Writes to ``terminal`` as it is at each record: process launchers and tests replace it."""
 
     def __init__(self) -> None:
-        super().__init__(sys.stderr)
+        super().__init__(terminal())
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
+        self.stream = terminal()
         super().emit(record)
 
 

@@ -33,6 +33,8 @@ from torchtitan.experiments.rl.process.logs import (
     worth_the_terminal,
 )
 from torchtitan.experiments.rl.process.numa import cores_near
+from torchtitan.experiments.rl.process.output import print_to
+from torchtitan.experiments.rl.process.terminal import share_terminal
 
 ENVIRONMENT = {
     **monarch.ENVIRONMENT,
@@ -129,14 +131,20 @@ def launch_environment(
     return ENVIRONMENT | inherited | own
 
 
-def set_up_spawned_process(shares: tuple[tuple[int, ...], ...], device: Literal["cpu", "cuda"]) -> None:
+def set_up_spawned_process(
+    shares: tuple[tuple[int, ...], ...], device: Literal["cpu", "cuda"], output: str | None = None
+) -> None:
     """Set up the new process of rank r for ``shares[r]``, before any actor is made in it.
 
-    It stays on its cores; with GPUs, on those of their NUMA node.
+    It stays on its cores; with GPUs, on those of their NUMA node. What it prints goes to the file ``<output>.txt``, to
+    ``<output>-<r>.txt`` where ``output`` does not end with a number; None: to where its parent's goes.
     """
     atexit.register(_exit_unless_finalizing)  # first, so that it is called last
-    import torch
     from monarch.actor import current_rank
+
+    if output is not None:
+        print_to(Path(f"{output}.txt" if output[-1].isdigit() else f"{output}-{current_rank().rank}.txt"))
+    import torch
 
     from torchtitan.experiments.rl.compat.torchstore import use_async_controller
     from torchtitan.experiments.rl.compat.torchtitan import use_cpu_without_accelerator
@@ -157,6 +165,7 @@ def set_up_spawned_process(shares: tuple[tuple[int, ...], ...], device: Literal[
 def set_up_isolated_process() -> None:
     """Set up a child process that runs a user's function. It has no log file: libraries' errors alone reach the terminal."""
     logging.getLogger().setLevel(logging.ERROR)
+    share_terminal()
 
 
 def set_up_logging(run_dir: Path | str, process_name: str, level: int = logging.INFO) -> Path:
