@@ -85,7 +85,7 @@ class MeasuredReader(WeightReader):
             RunError: the bytes are not those that were published.
         """
         manifest: Manifest = await torchstore.get(manifest_key(version))
-        SnapshotReader().tensors(manifest, await local_snapshot(manifest))
+        SnapshotReader().verify(manifest, await local_snapshot(manifest))
 
 
 def spawn(host: str, cores: Sequence[int]) -> ProcMesh:

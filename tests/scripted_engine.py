@@ -145,7 +145,8 @@ class ScriptedEngine:
         return requests
 
     def load(self, manifest: Manifest, path: str, *, recompute: bool) -> LoadReport:
-        tensors = self._reader.tensors(manifest, path)
+        self._reader.verify(manifest, path)
+        tensors = dict(self._reader.map(path).views(manifest.layout))
         assert all(each.token_ids for each in self._open.values()), "a request without a token was not withdrawn"
         self._table = tensors[TABLE].double().numpy()
         digests = {TABLE: tensor_digest(torch.from_numpy(self._table).float(), manifest.layout.entries[0].shards)}

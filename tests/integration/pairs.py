@@ -48,8 +48,8 @@ class Pair:
     def submit(self, *requests) -> None:
         self.generator.submit.broadcast(list(requests))
 
-    async def answers(self, count: int) -> list:
-        """The next ``count`` results, in the order in which they came."""
+    async def messages(self, count: int) -> list:
+        """The next messages, in the order in which they came: ``count`` of them, and what came with the last."""
 
         async def collect() -> list:
             results: list = []
@@ -57,7 +57,11 @@ class Pair:
                 results += await self._receiver.recv()
             return results
 
-        results = await asyncio.wait_for(collect(), 120)
+        return await asyncio.wait_for(collect(), 120)
+
+    async def answers(self, count: int) -> list:
+        """The next ``count`` results, in the order in which they came."""
+        results = await self.messages(count)
         assert len(results) == count
         assert not any(isinstance(result, GeneratorFailed) for result in results), results
         return results

@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -19,7 +20,7 @@ from torchtitan.experiments.rl.controller import provision
 from torchtitan.experiments.rl.controller.provision import shut_down, spawn_on, start_trainer
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
-from torchtitan.experiments.rl.generation.messages import RequestFailed, ScoreRequest
+from torchtitan.experiments.rl.generation.messages import GeneratorFailed, RequestFailed, ScoreRequest
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process import shared_memory
 from torchtitan.experiments.rl.process.host_identity import host_identity
@@ -323,22 +324,47 @@ async def test_requests_that_wait_while_weights_change_are_answered_with_the_new
             np.testing.assert_allclose(completion.logprobs, trained, rtol=0, atol=1e-4)
 
 
-async def test_a_corrupted_snapshot_is_refused_and_the_old_weights_stay(tied):
-    old = await tied.generator.canary.call_one(CANARY)
+async def test_a_snapshot_that_is_gone_is_not_loaded_and_the_old_weights_stay(tied, generator_of_two):
+    generators = (tied.generator, generator_of_two)
+    await asyncio.gather(*(generator.update_weights.call_one(tied.version, CANARY) for generator in generators))
+    old = [await generator.canary.call_one(CANARY) for generator in generators]
     await tied.train()
     trainer = await tied.publish()
     manifest = await torchstore.get(manifest_key(tied.version))
+    gone = replace(manifest, paths={host_identity(): "/proc/self/fd/99999"})
+    await torchstore.put(manifest_key(tied.version), gone)
+    for generator, before in zip(generators, old, strict=True):
+        with pytest.raises(Exception, match="the weights at /proc/self/fd/99999 are gone"):
+            await generator.update_weights.call_one(tied.version, CANARY)
+        np.testing.assert_array_equal(await generator.canary.call_one(CANARY), before)
+    assert set((await tied.complete(tied.prompt(5))).policy_versions.tolist()) == {tied.version - 1}
+    # Found again, the same version is taken over.
+    await torchstore.put(manifest_key(tied.version), manifest)
+    for generator in generators:
+        receipt = await generator.update_weights.call_one(tied.version, CANARY)
+        assert receipt.fingerprint == manifest.fingerprint
+        np.testing.assert_allclose(receipt.canary_logprobs, trainer, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_an_engine_that_was_given_a_corrupted_snapshot_answers_nothing_any_more(tied, generator_of_two, workers):
+    """Called last of those that use the engines."""
+    await tied.train()
+    await tied.publish()
+    manifest = await torchstore.get(manifest_key(tied.version))
     snapshot = SharedBuffer.attach(manifest.paths[host_identity()])
     snapshot.bytes[manifest.layout.nbytes // 2] ^= 1
-    with pytest.raises(Exception, match=f"weights of version {tied.version}: fingerprint .* mapped, .* published"):
-        await tied.update()
-    np.testing.assert_array_equal(await tied.generator.canary.call_one(CANARY), old)
-    assert set((await tied.complete(tied.prompt(5))).policy_versions.tolist()) == {tied.version - 1}
-    # The bytes put right, the same version is taken over.
-    snapshot.bytes[manifest.layout.nbytes // 2] ^= 1
-    receipt = await tied.update()
-    assert receipt.fingerprint == manifest.fingerprint
-    np.testing.assert_allclose(receipt.canary_logprobs, trainer, rtol=0, atol=1e-4)
+    generator = tied.generator if workers == 1 else generator_of_two
+    if workers == 1:
+        waiting = [tied.request(tied.prompt(5), seed=seed, max_tokens=900) for seed in range(2 * AT_ONCE)]
+        tied.submit(*waiting)
+    error = f"weights of version {tied.version}"
+    with pytest.raises(Exception, match=f"{error}.* published"):
+        await generator.update_weights.call_one(tied.version, CANARY)
+    with pytest.raises(Exception, match=f"the engine stopped: {error}"):
+        await generator.canary.call_one(CANARY)
+    if workers == 1:
+        assert isinstance((await tied.messages(1))[-1], GeneratorFailed), "a completion under way was answered"
 
 
 async def test_shutdown_leaves_no_process_and_no_shared_memory(pairs, generator_of_two, meshes, others):

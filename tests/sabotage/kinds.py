@@ -65,7 +65,7 @@ def reloading_by(reload: Callable[[Any, Any], None]) -> Iterator[None]:
 
 
 def _reloading(change: Callable[[Tensors], Tensors | None]) -> Iterator[None]:
-    """The engine is given other tensors than those that were mapped and verified."""
+    """The engine is given other tensors than those that were mapped."""
 
     def changed(worker: Any, tensors: Any) -> None:
         given = change(dict(tensors))
@@ -129,7 +129,7 @@ def _(delivery: Delivery, tensors: Tensors) -> Tensors:
     return tensors | {OUT: changed}
 
 
-@change("byte flipped in the mapping after the check")
+@change("byte flipped in the mapping")
 def _(delivery: Delivery, tensors: Tensors) -> Tensors:
     delivery.views[V].view(torch.uint8).view(-1)[-1] ^= 64
     return tensors

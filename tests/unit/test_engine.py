@@ -4,6 +4,7 @@ import ast
 import inspect
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,9 @@ from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.checks import check, plan_run
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.errors import ConfigError, PeerGone, RunError
 from torchtitan.experiments.rl.generation import engine as engine_module
-from torchtitan.experiments.rl.generation.engine import Engine, EngineConfig
+from torchtitan.experiments.rl.generation.engine import Engine, EngineConfig, WrongWeights
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, RequestFailed, ScoreRequest
 from torchtitan.experiments.rl.generation.references import HostedModel
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngine, VLLMEngineConfig
@@ -225,6 +226,22 @@ def test_other_bytes_than_those_published_are_refused_and_the_old_table_stays():
     engine.add(request(1, tokens=1, temperature=0.0))
     completion = finish(engine)[1].completion
     assert completion.policy_versions.tolist() == [0] and completion.logprobs[0] == pytest.approx(np.log(0.5))
+
+
+@pytest.mark.parametrize("gone, kind", [(["", "the weights are gone"], PeerGone), (["", ""], WrongWeights)])
+def test_a_vllm_engine_whose_load_breaks_can_go_on_only_if_nothing_has_changed(gone, kind):
+    def collective_rpc(method, args):
+        if method == "map_snapshot":
+            return gone
+        assert method == "load_snapshot" and not any(gone)
+        raise ValueError("no such tensor")
+
+    engine = object.__new__(VLLMEngine)
+    engine._engine, engine._version = SimpleNamespace(collective_rpc=collective_rpc), 4
+    manifest = snapshot_of(5, counting_table(0.9))
+    with pytest.raises(RunError, match="gone|version 5 are not loaded: ValueError: no such tensor") as caught:
+        engine.load(manifest, manifest.paths["here"], recompute=False)
+    assert type(caught.value) is kind and engine.version == 4
 
 
 def test_aborted_requests_give_no_result_and_too_long_ones_are_refused():

@@ -5,11 +5,13 @@ import subprocess
 import numpy as np
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.weights import publisher as publisher_module
+from torchtitan.experiments.rl.weights import snapshot as snapshot_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import (
     Manifest,
@@ -17,6 +19,7 @@ from torchtitan.experiments.rl.weights.snapshot import (
     SnapshotLayout,
     SnapshotReader,
     bytes_of,
+    copy_with_digest,
     digest,
     fingerprint,
     tensor_digests,
@@ -125,6 +128,33 @@ def test_digest_changes_with_the_order_of_bytes_and_of_chunks():
     assert len({digest(version) for version in versions}) == len(versions)
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from([(), (0,), (5,), (3, 70_000), (262_144,), (600, 300), (2**23 + 3,)]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+)
+def test_a_copy_with_its_digest_is_the_copy_and_the_digest_of_what_was_copied(shape, source_dtype, dtype, transposed):
+    source = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(source_dtype)
+    if transposed and len(shape) == 2:
+        source = source.t()
+    target = torch.full(source.shape, 7.0, dtype=dtype)
+    seen = copy_with_digest(target, source)
+    expected = source.to(dtype)
+    assert torch.equal(target, expected) and seen == digest(bytes_of(expected))
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+def test_digest_does_not_depend_on_the_number_of_cores(cores, monkeypatch):
+    content = torch.arange(5 * 2**20, dtype=torch.int64).view(torch.uint8)[3:]  # three parts, the last one short
+    chunks = [xxhash.xxh3_128_digest(content[i : i + 2**18].numpy()) for i in range(0, len(content), 2**18)]
+    monkeypatch.setattr(snapshot_module.os, "sched_getaffinity", lambda _: set(range(cores)))
+    expected = xxhash.xxh3_128_hexdigest(b"".join(chunks))
+    assert digest(content) == expected
+    assert copy_with_digest(torch.empty_like(content), content) == expected
+
+
 def test_swapped_tensors_of_equal_shape_have_another_fingerprint():
     tensors = {"a": torch.ones(4), "b": torch.zeros(4)}
     layout = SnapshotLayout.of(tensors, torch.float32)
@@ -157,10 +187,10 @@ def test_a_snapshot_that_changed_after_its_digests_were_taken_is_refused():
     digests = tensor_digests(buffer.bytes, layout)
     sizes = dict(version=3, layout=layout, paths={"here": buffer.path})
     manifest = Manifest(fingerprint=fingerprint(digests), digests=digests, **sizes)
-    assert list(SnapshotReader().tensors(manifest, buffer.path)) == ["embed", "norm", "head", "scalar"]
+    SnapshotReader().verify(manifest, buffer.path)
     dict(buffer.views(layout))["norm"][0] = 1
     with pytest.raises(RunError, match="weights of version 3: fingerprint .* mapped, .* published"):
-        SnapshotReader().tensors(manifest, buffer.path)
+        SnapshotReader().verify(manifest, buffer.path)
 
 
 def test_a_buffer_that_its_process_has_closed_is_gone_with_its_publisher():
@@ -207,6 +237,20 @@ async def test_version_before_can_still_be_read_while_the_next_is_written(publis
         for name, view in readers[version].views(manifest.layout):
             assert torch.equal(view, tensors_of(version)[name])
     assert len({manifest.paths["here"] for manifest in manifests(store).values()}) == 2
+
+
+async def test_what_is_published_are_the_digests_of_the_trainers_tensors(published, monkeypatch):
+    """Taken while they are copied: a byte that changes between the copy and the manifest is another than was published."""
+    store, publisher = published
+    for version, dtype in ((1, torch.float32), (2, torch.bfloat16)):  # the second is converted
+        tensors = tensors_of(version, dtype)
+        publisher.write(version, tensors)
+        publisher._buffers[version % 2].bytes[4] ^= 1
+        await publisher.publish(version, remote_readers=False)
+        manifest = manifests(store)[version]
+        assert manifest.digests == {name: digest(bytes_of(tensor.float())) for name, tensor in tensors.items()}
+        with pytest.raises(RunError, match=f"weights of version {version}: fingerprint .* mapped"):
+            SnapshotReader().verify(manifest, manifest.paths["here"])
 
 
 async def test_store_keeps_the_two_newest_versions_and_no_bytes(published):

@@ -12,8 +12,13 @@ from typing import Literal, Protocol
 import torch
 
 from torchtitan.experiments.rl.bounds import PositiveInt
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.messages import Request, RequestFailed, Result
 from torchtitan.experiments.rl.weights.snapshot import Manifest
+
+
+class WrongWeights(RunError):
+    """The engine holds other weights than those it was given, or a part of them: it can't go on."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -94,7 +99,7 @@ class Engine(Protocol):
         random numbers. Its next token is the new version's. No request added from now on reads what an older version cached.
 
         Args:
-            path: of a SharedBuffer in this host's memory (``weights.snapshot.SnapshotReader`` maps and verifies it).
+            path: of a SharedBuffer in this host's memory (``weights.snapshot.SnapshotReader`` maps it).
             recompute: compute the keys and values of open requests again, prompt and tokens so far, with the new weights.
                 Otherwise they go on with those they have.
 
@@ -102,7 +107,8 @@ class Engine(Protocol):
             What it holds now. The caller compares it with the manifest, and uses the engine no more where they differ.
 
         Raises:
-            RunError: the snapshot is not what was published. The engine goes on with the weights it had.
+            WrongWeights: it may hold a part of the new weights. The engine can't go on.
+            Exception: any other: the snapshot is gone, or refused. The engine goes on with the weights it had.
         """
 
     def abort(self, request_ids: Iterable[int]) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import WeightUpdate
-from torchtitan.experiments.rl.generation.engine import Engine, LoadReport
+from torchtitan.experiments.rl.generation.engine import Engine, LoadReport, WrongWeights
 from torchtitan.experiments.rl.generation.engine_usage import EngineUsage
 from torchtitan.experiments.rl.generation.messages import (
     GeneratorFailed,
@@ -41,10 +41,6 @@ FIRST_STEPS = 20
 """They may compile, and so take long."""
 _CANARY_ID = -1
 """Clients' ids count up from 0."""
-
-
-class WrongWeights(RunError):
-    """The engine holds other weights than those it was given: it can't go on."""
 
 
 class EngineThread:
@@ -124,7 +120,8 @@ class EngineThread:
         """Load the snapshot at ``path``, and score the canary with it before any request that waited.
 
         Raises:
-            RunError: the snapshot is not what was published (the engine then keeps its weights), or the engine failed.
+            RunError: the engine holds other weights than were published, or failed: it is used no more. Or the snapshot is
+                gone: the engine then keeps its weights.
         """
 
         def load() -> tuple[LoadReport, Future[np.ndarray]]:

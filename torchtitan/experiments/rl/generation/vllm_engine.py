@@ -15,8 +15,8 @@ from annotated_types import Gt, Le
 
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.errors import MissingError
-from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport, Occupancy
+from torchtitan.experiments.rl.errors import MissingError, PeerGone
+from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport, Occupancy, WrongWeights
 from torchtitan.experiments.rl.generation.messages import (
     GenerateResult,
     Request,
@@ -28,6 +28,7 @@ from torchtitan.experiments.rl.generation.messages import (
 from torchtitan.experiments.rl.process import shared_memory
 from torchtitan.experiments.rl.process.descendants import descendants
 from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.user_code.endpoint import cause_in
 from torchtitan.experiments.rl.weights.snapshot import Manifest, fingerprint
 
 PINS = Path(__file__).parents[4] / "requirements"
@@ -162,7 +163,12 @@ class VLLMEngine:
         return list(fresh.values())
 
     def load(self, manifest: Manifest, path: str, *, recompute: bool) -> LoadReport:
-        reports = self._engine.collective_rpc("load_snapshot", args=(manifest, path))
+        if cause := next(filter(None, self._engine.collective_rpc("map_snapshot", args=(path,))), ""):
+            raise PeerGone(cause)
+        try:
+            reports = self._engine.collective_rpc("load_snapshot", args=(manifest, path))
+        except Exception as error:  # whatever vLLM raises, and its workers may have raised
+            raise WrongWeights(f"weights of version {manifest.version} are not loaded: {cause_in(error)}") from error
         self._version = manifest.version
         self._engine.set_weight_version(str(manifest.version))
         if recompute:

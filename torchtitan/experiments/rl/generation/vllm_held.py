@@ -38,8 +38,12 @@ class HeldWeights:
         """By hub name, in the snapshot's order. A tensor that the model holds more than once, as a tied head, has the digest of
         a copy that differs from what was published, if one does."""
         found: dict[str, list[str]] = {name: [] for name in self._snapshot}
+        read: dict[int, dict[str, str]] = {}
         for held in self._weights:
-            copies = [self._digests_of(held, held.parameter)] if held.parameter.numel() else []
+            own = id(held.parameter)  # a tied head has the embedding's
+            if own not in read and held.parameter.numel():
+                read[own] = self._digests_of(held, held.parameter)
+            copies = [read[own]] if own in read else []
             if held.packed:
                 copies.append(compat.packed_from(held.module) or dict.fromkeys(held.sources, UNKNOWN))
             for copy in copies:
@@ -54,10 +58,11 @@ class HeldWeights:
     def _digests_of(self, held: compat.HeldWeight, weight: torch.Tensor) -> dict[str, str]:
         started = time.perf_counter()
         found, start = {}, 0
+        weight = weight.detach()
         for name, rows in zip(held.sources, compat.rows_of_parts(held, len(weight)), strict=True):
             whole = self._snapshot[name]
             region = compat.region(held, rows, tuple(whole.shape), weight.shape)
-            own = weight[start : start + region[0].stop - region[0].start].detach().to(whole.dtype)
+            own = weight[start : start + region[0].stop - region[0].start].to(whole.dtype)
             if own.shape == whole.shape:
                 found[name] = tensor_digest(own, self._shards[name])
             else:

@@ -1,9 +1,11 @@
 """What runs inside each vLLM worker process to load a new policy version."""
 
 import time
+from functools import cached_property
 from typing import Any
 
 from torchtitan.experiments.rl.compat.vllm import packing_noted, reload_weights
+from torchtitan.experiments.rl.errors import PeerGone
 from torchtitan.experiments.rl.generation.engine import LoadReport
 from torchtitan.experiments.rl.generation.vllm_held import HeldWeights
 from torchtitan.experiments.rl.process import trace
@@ -11,21 +13,41 @@ from torchtitan.experiments.rl.weights.snapshot import Manifest, SnapshotReader,
 
 
 class SnapshotLoader:
-    """Mixed into vLLM's worker (``worker_extension_cls``): ``collective_rpc("load_snapshot", ...)`` reaches every worker."""
+    """Mixed into vLLM's worker (``worker_extension_cls``): ``collective_rpc("load_snapshot", ...)`` reaches every worker.
+
+    vLLM makes it: there is no __init__ for the reader.
+    """
+
+    @cached_property
+    def _snapshots(self) -> SnapshotReader:
+        return SnapshotReader()
+
+    def map_snapshot(self, path: str) -> str:
+        """Why there is no snapshot at ``path`` any more; "" where it is mapped.
+
+        It is returned, because an engine of several workers can't be called again after one of them has raised: vLLM 0.32 reads
+        the answer of the first, and takes those of the others for the answers to the next call.
+        """
+        try:
+            self._snapshots.map(path)
+        except PeerGone as error:
+            return str(error)
+        return ""
 
     def load_snapshot(self, manifest: Manifest, path: str) -> LoadReport:
-        """Map the snapshot at ``path``, check its fingerprint, copy it into the running model, and read back what that holds.
+        """Copy the snapshot at ``path`` into the running model, and read back what that holds.
+
+        The snapshot itself is not verified before: every digest of the report is of a copy that the model computes with, and
+        each is compared with what was published. A share of a tensor is compared with the snapshot, which is verified then.
 
         Raises:
-            RunError: the mapped bytes are not those the trainer published.
+            RunError: shares were compared with a snapshot that is not what was published.
         """
+        worker: Any = self
         started = time.perf_counter()
-        worker: Any = self  # vLLM mixes this class into its own, and makes it: there is no __init__ for the reader
-        reader = worker.__dict__.setdefault("_snapshot_reader", SnapshotReader())
-        with trace.span("verify the snapshot"):
-            tensors = reader.tensors(manifest, path)
-        mapped = time.perf_counter()
+        tensors = dict(self._snapshots.map(path).views(manifest.layout))
         held = HeldWeights(worker.get_model(), manifest, tensors)
+        mapped = time.perf_counter()
         with trace.span("reload"), packing_noted(held.note):
             reload_weights(worker, tensors.items())
         packed_s = held.seconds
@@ -33,7 +55,8 @@ class SnapshotLoader:
         with trace.span("digests of what is held"):
             digests = held.digests()
         if held.has_shares:
-            reader.tensors(manifest, path)  # what shares were compared with is still what was published
+            with trace.span("verify the snapshot"):
+                self._snapshots.verify(manifest, path)
         read_back = time.perf_counter()
         return LoadReport(
             fingerprint=fingerprint(digests),

@@ -20,6 +20,7 @@ from torchtitan.experiments.rl.weights.snapshot import (
     SnapshotLayout,
     bytes_of,
     combined,
+    copy_with_digest,
     digest,
     digests,
     fingerprint,
@@ -34,7 +35,7 @@ class SnapshotPublisher:
 
     Every rank copies its own shards straight into the buffers of its host: gathering is that copy. Of several ranks that hold
     the same shard, the lowest writes it, and a host of which no rank writes anything has no buffers. The lowest rank of each
-    host owns its buffers, and takes the digests of what is in them.
+    host owns its buffers, and takes the digests of what is in them: of what it copies by itself, while it copies.
     """
 
     def __init__(self, *, rank: int, host: str, dtype: torch.dtype):
@@ -53,6 +54,8 @@ class SnapshotPublisher:
         self._page_locked = False
         self._targets: list[dict[str, torch.Tensor]] = [{}, {}]
         """By buffer and name: where this rank copies its part of a tensor. Found once: it takes a tenth of the copying."""
+        self._alone: dict[str, Shard] = {}
+        """By name: what the owner of the buffers copies and no other rank has a part of."""
         self._digests: list[dict[str, str]] = [{}, {}]
         """Of the snapshot in each buffer."""
         self._offered = False
@@ -65,14 +68,18 @@ class SnapshotPublisher:
             self._lay_out(tensors)
         targets = self._targets[version % 2]
         device = torch.device("cpu")
+        copied: dict[tuple[str, Shard], str] = {}
         for name, tensor in tensors.items():
             if name in targets:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 device = self._reach(local.device)
-                copy_to_host(targets[name], local)
+                if name in self._alone and device.type == "cpu":
+                    copied[name, self._alone[name]] = copy_with_digest(targets[name], local)
+                else:
+                    copy_to_host(targets[name], local)
         wait_for_copies(device)
         _barrier()
-        self._digests[version % 2] = self._take_digests(version % 2)
+        self._digests[version % 2] = self._take_digests(version % 2, copied)
 
     async def publish(self, version: int, *, remote_readers: bool) -> str:
         """Put a written version into torchstore: every rank calls it, and generators may read when all have returned.
@@ -130,15 +137,17 @@ class SnapshotPublisher:
             self._buffers = [SharedBuffer.attach(paths[self._host]) for paths in self._paths]
         written = written_by(self._rank, held)
         self._targets = [own.targets(buffer.bytes, written) for buffer in self._buffers]
-
-    def _take_digests(self, index: int) -> dict[str, str]:
-        """Of the snapshot in the buffers of this index, by name. Each host's are taken there."""
-        assert self._layout is not None
-        found: dict[tuple[str, Shard], str] = {}
         if self._owns_buffers:
-            held = self._shards[self._host].held
+            self._alone = {each.name: each.shard for each in own.held if written.get(each.name) == each.shard}
+
+    def _take_digests(self, index: int, copied: Mapping[tuple[str, Shard], str]) -> dict[str, str]:
+        """Of the snapshot in the buffers of this index, by name. Each host's are taken there; ``copied`` has some of them."""
+        assert self._layout is not None
+        found = dict(copied)
+        if self._owns_buffers:
+            held = [each for each in self._shards[self._host].held if (each.name, each.shard) not in copied]
             values = digests(bytes_of(each.view(self._buffers[index].bytes)) for each in held)
-            found = {(each.name, each.shard): value for each, value in zip(held, values, strict=True)}
+            found |= {(each.name, each.shard): value for each, value in zip(held, values, strict=True)}
         if len(self._shards) > 1:
             found = {key: value for own in _of_every_rank(found) for key, value in own.items()}
         if self._rank:

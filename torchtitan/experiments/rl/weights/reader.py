@@ -25,7 +25,7 @@ class HostCopy:
 
     version: int
     fingerprint: str
-    """Of the version. Whoever maps the copy verifies its bytes."""
+    """Of the version. An engine proves what it makes of the copy."""
     path: str
     """Of a SharedBuffer."""
 

@@ -7,9 +7,10 @@ touching fresh shared-memory pages costs as much as the copy itself.
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -18,7 +19,11 @@ import xxhash
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 
 _ALIGNMENT = 64
-_DIGEST_CHUNK = 16 * 2**20
+_CHUNK = 256 * 2**10
+"""Bytes that are hashed at once. Just copied, they are in the core's own cache, where a hash reads 130 GB/s, and 35 GB/s from
+memory."""
+_PART = 16 * 2**20
+"""Bytes that a thread takes at once; whole chunks."""
 
 Shard = tuple[tuple[int, int], ...]
 """A part of a tensor: start and stop in each dimension."""
@@ -137,29 +142,35 @@ class SharedBuffer:
 
 
 class SnapshotReader:
-    """A generator's side of the shared memory: maps each buffer once, and verifies every version it reads."""
+    """A generator's side of the shared memory: maps each buffer once."""
 
     def __init__(self):
         self._buffers: dict[str, SharedBuffer] = {}
         """The two that were read last, by path: those of a process that has been made again are other ones."""
 
-    def tensors(self, manifest: Manifest, path: str) -> dict[str, torch.Tensor]:
-        """Views of a version's tensors, by name, in the shared memory at ``path``.
+    def map(self, path: str) -> SharedBuffer:
+        """The shared memory at ``path``.
 
         Raises:
-            RunError: the bytes are not those that were published.
+            PeerGone: there is none any more.
         """
         buffer = self._buffers.pop(path) if path in self._buffers else SharedBuffer.attach(path)
         self._buffers[path] = buffer
         while len(self._buffers) > 2:
             del self._buffers[next(iter(self._buffers))]
-        seen = fingerprint(tensor_digests(buffer.bytes, manifest.layout))
+        return buffer
+
+    def verify(self, manifest: Manifest, path: str) -> None:
+        """
+        Raises:
+            RunError: the bytes at ``path`` are not those that were published.
+        """
+        seen = fingerprint(tensor_digests(self.map(path).bytes, manifest.layout))
         if seen != manifest.fingerprint:
             raise RunError(
                 f"weights of version {manifest.version}: fingerprint {seen} mapped, {manifest.fingerprint} published; "
                 "the snapshot was overwritten or truncated while it was read"
             )
-        return dict(buffer.views(manifest.layout))
 
 
 def aligned(nbytes: int) -> int:
@@ -182,13 +193,15 @@ def index_of(shard: Shard) -> tuple[slice, ...]:
 def tensor_digests(buffer: torch.Tensor, layout: SnapshotLayout) -> dict[str, str]:
     """``tensor_digest`` of each tensor in a snapshot's flat uint8 buffer, by name in the layout's order."""
     shards = [entry.shards for entry in layout.entries]
-    found = digests(part for (_, view), own in zip(views(buffer, layout), shards, strict=True) for part in _parts(view, own))
+    found = digests(
+        part for (_, view), own in zip(views(buffer, layout), shards, strict=True) for part in _shards_of(view, own)
+    )
     return {entry.name: combined([next(found) for _ in entry.shards or (0,)]) for entry in layout.entries}
 
 
 def tensor_digest(tensor: torch.Tensor, shards: tuple[Shard, ...] = ()) -> str:
     """Of a whole tensor that is divided as ``TensorEntry.shards`` says: ``digest`` of its bytes, or of those of its shards."""
-    return combined(list(digests(_parts(tensor, shards))))
+    return combined(list(digests(_shards_of(tensor, shards))))
 
 
 def combined(found: list[str]) -> str:
@@ -202,7 +215,7 @@ def fingerprint(digests: Mapping[str, str]) -> str:
 
 
 def digest(flat: torch.Tensor) -> str:
-    """XXH3-128 of a flat uint8 tensor."""
+    """Of a flat uint8 tensor: XXH3-128 of those of its chunks, in their order."""
     return next(digests([flat]))
 
 
@@ -212,15 +225,51 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digests(buffers: Iterable[torch.Tensor]) -> Iterator[str]:
-    """``digest`` of each. Chunks are hashed in parallel, where there are cores: xxhash releases the GIL, and reads at memory
+    """``digest`` of each. Parts are hashed in parallel, where there are cores: xxhash releases the GIL, and reads at memory
     speed. One buffer is looked at after the other: a shard with gaps is copied to be hashed."""
-    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        for buffer in buffers:
-            view = buffer.numpy().data
-            chunks = [view[i : i + _DIGEST_CHUNK] for i in range(0, len(view), _DIGEST_CHUNK)]
-            spread = pool.map if len(chunks) > 1 else map
-            yield xxhash.xxh3_128_hexdigest(b"".join(spread(xxhash.xxh3_128_digest, chunks)))
+    for buffer in buffers:
+        content = buffer.numpy()
+        yield _of_parts(content, partial(_hash_part, content))
 
 
-def _parts(tensor: torch.Tensor, shards: tuple[Shard, ...]) -> Iterator[torch.Tensor]:
+def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> str:
+    """Copy a CPU tensor, as the target's dtype, into a contiguous one. Returns the ``digest`` of what the target holds.
+
+    Each chunk is hashed when it was just copied: it is read from memory once.
+    """
+    if source.dtype != target.dtype or not source.is_contiguous():
+        target.copy_(source)
+        return digest(bytes_of(target))
+    read, written = bytes_of(source).numpy(), bytes_of(target).numpy()
+    return _of_parts(written, partial(_copy_and_hash_part, written, read))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """One for each core of this process."""
+    return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="digests")
+
+
+def _of_parts(content: np.ndarray, hash_part: Callable[[int], bytes]) -> str:
+    """``digest`` of ``content``. ``hash_part`` gives the digests of the chunks of the part that begins there."""
+    parts = range(0, len(content), _PART)
+    spread = _threads().map if len(parts) > 1 and len(os.sched_getaffinity(0)) > 1 else map
+    return xxhash.xxh3_128_hexdigest(b"".join(spread(hash_part, parts)))
+
+
+def _hash_part(content: np.ndarray, start: int) -> bytes:
+    part = content.data[start : start + _PART]
+    return b"".join(xxhash.xxh3_128_digest(part[i : i + _CHUNK]) for i in range(0, len(part), _CHUNK))
+
+
+def _copy_and_hash_part(written: np.ndarray, read: np.ndarray, start: int) -> bytes:
+    found = []
+    for i in range(start, min(start + _PART, len(written)), _CHUNK):
+        chunk = written[i : i + _CHUNK]
+        np.copyto(chunk, read[i : i + _CHUNK])
+        found.append(xxhash.xxh3_128_digest(chunk.data))
+    return b"".join(found)
+
+
+def _shards_of(tensor: torch.Tensor, shards: tuple[Shard, ...]) -> Iterator[torch.Tensor]:
     return (bytes_of(tensor[index_of(shard)]) for shard in shards) if shards else iter((bytes_of(tensor),))
