@@ -7,10 +7,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.integration.command_runs import Run, assert_ledger_balances
 from torchtitan.experiments.rl.observability.metrics import without_timing
+from torchtitan.experiments.rl.report.index import RunIndex
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 
 
@@ -20,6 +22,9 @@ def same_but_for_the_clock(left: Run, right: Run) -> None:
         ours, theirs = without_timing(ours), without_timing(theirs)
         keys = ours.keys() | theirs.keys()
         assert {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)} == {}
+
+
+RECORDED = "--recorder.trainer-logprobs"
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,7 @@ def sync_runs(start) -> list[Run]:
 @pytest.fixture(scope="module")
 def wide_runs(start) -> list[Run]:
     words = "--max-offpolicy-steps 0 --seed 7 --steps 3 --trainer.ranks 2 --generator.replicas 2 --trainer.no-save-final-model"
-    return [run.ended_well() for run in [start(*words.split()), start(*words.split(), "--profile-steps", "2:2")]]
+    return [run.ended_well() for run in [start(*words.split()), start(*words.split(), "--profile-steps", "2:2", RECORDED)]]
 
 
 def test_synchronous_runs_of_one_seed_have_the_same_metrics(sync_runs):
@@ -47,11 +52,18 @@ def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(sync_r
     shutil.copytree(sync_runs[0].folder, folder)
     for step in (3, 4):
         shutil.rmtree(folder / "checkpoints" / f"step-00000{step}")
+    index = RunIndex(folder)
+    index.refresh()  # of files that the resumed run cuts back
     run = start(resume=folder).ended_well()
     assert run.out.count("resumed ") == 1 and "resumed     step 2, from " in run.out
     same_but_for_the_clock(run, sync_runs[0])
     for name in ("ledger.jsonl", "rollouts.jsonl.gz"):
         assert lines_of(folder / name) == lines_of(sync_runs[0].folder / name)
+    index.refresh()
+    for table, name in (("rollouts", "rollouts.jsonl.gz"), ("ledger", "ledger.jsonl")):
+        ids = [row[0] for row in index.rows(f"SELECT rollout_id FROM {table}")]
+        assert len(ids) == len(set(ids)) == len(lines_of(folder / name))
+    index.close()
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == [f"step-00000{step}" for step in (1, 2, 3, 4)]
 
 
@@ -100,6 +112,17 @@ def test_a_profiled_step_has_a_lane_for_each_process_and_changes_nothing(wide_ru
     assert len({event["args"]["rollout"] for event in rollouts}) == len(rollouts) >= 32
     (step,) = [event for event in events if event["ph"] == "X" and event["name"] == "step" and "step" in event["args"]]
     assert step["args"] == {"step": 2}
+
+
+def test_records_have_the_trainers_log_probabilities_where_they_are_asked_for(wide_runs):
+    """On-policy they are the generator's. That asking changes nothing else is what the comparison of the two runs shows."""
+    for run, asked in zip(wide_runs, (False, True), strict=True):
+        rollouts = [r.rollout for r in read_rollouts(run.folder, kind="training") if r.outcome == "trained"]
+        samples = [sample for rollout in rollouts for sample in rollout.samples]
+        assert len(samples) >= 32 and all((sample.trainer_logprobs is not None) == asked for sample in samples)
+        for sample in samples if asked else ():
+            np.testing.assert_allclose(sample.trainer_logprobs, sample.generator_logprobs, atol=1e-4)
+            assert (sample.trainer_logprobs[sample.loss_mask] < 0).all()
 
 
 @pytest.mark.parametrize("runs", ["sync_runs", "wide_runs"])

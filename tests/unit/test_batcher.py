@@ -100,6 +100,9 @@ def test_every_token_comes_back_once_with_all_its_streams(lengths, rows_per_micr
             assert not any(padding[name].any() for name in ("rl_weights", "ce_weights", "ref_kl_weights"))
             assert set(padding["policy_versions"].tolist()) == {-1} and set(padding["temperatures"].tolist()) == {1.0}
     assert not expected and found == len(samples)
+    placed = list(plan.of_samples([[batch.token_ids.numpy() for batch in rank] for rank in plan.microbatches]))
+    assert sorted(id(one) for one, _ in placed) == sorted(map(id, samples))
+    assert all(values.tolist() == one.token_ids.tolist() for one, values in placed)
 
     assert plan.tokens == sum(lengths)
     computed = plan.tokens - round(plan.shared_fraction * plan.tokens)  # a few begin with the same token

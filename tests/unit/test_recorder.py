@@ -185,6 +185,7 @@ def test_samples_with_no_counterpart_in_the_turns_are_written_as_they_are(tmp_pa
     rollout = rollout_of()
     rollout.samples += rollout_of(turns=[turn_of([7], [8, 9])]).samples
     rollout.samples[0].reference_ids = np.array([5, 8, 9], np.int32)
+    rollout.samples[1].trainer_logprobs = np.array([0, -0.0, -1.25], np.float32)
     assert_same(round_trip(tmp_path, rollout).rollout, rollout)
     rollout.turns = []
     assert_same(round_trip(tmp_path, rollout).rollout, rollout)

@@ -4,11 +4,13 @@ import base64
 import gzip
 import hashlib
 import json
+import math
 import os
 import re
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
@@ -134,6 +136,17 @@ def test_tokens_have_their_streams(get):
         1,
     ]
     assert "ce_weights" not in streams
+
+
+def test_the_ratio_of_trainer_and_generator_is_that_of_sampled_tokens(run, get):
+    one = rollout("ratio-0", 0, reward=1.0)  # the generator says -0.5 and -0.25
+    one.samples[0].trainer_logprobs = np.array([0, 0, 0, math.log(2) - 0.5, -1000], np.float32)
+    record(run.folder, [[one]], {"ratio-0/0": "trained"})
+    run.index.refresh()
+    page = get(f"rollouts/{get('rollouts?group=ratio-0')['rows'][0]['key']}/tokens")
+    assert page["streams"]["ratio"] == [None, None, None, pytest.approx(2), 0]
+    assert page["streams"]["trainer_logprobs"][3:] == [pytest.approx(0.1931, abs=1e-4), -1000]
+    assert "ratio" not in get(f"rollouts/{get('rollouts?task=words')['rows'][0]['key']}/tokens")["streams"]
 
 
 def test_hostile_and_huge_texts_arrive_as_data(run):

@@ -2,13 +2,14 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.training.client import TrainerClient
-from torchtitan.experiments.rl.types import DataParallel
+from torchtitan.experiments.rl.types import DataParallel, TrainingSample
 
 
 class Mesh:
@@ -41,6 +42,36 @@ class Mesh:
         )
 
 
+class KeepingRank:
+    """Of coordinate ``coordinate``: the log-probability of token t of row r of microbatch m is its coordinate, m, r and t."""
+
+    def __init__(self, coordinate: int):
+        self.forward_backward = SimpleNamespace(choose=self._forward_backward)
+        self.optim_step = SimpleNamespace(choose=self._optim_step)
+        self.logprobs = SimpleNamespace(choose=self._logprobs)
+        self._coordinate = coordinate
+
+    async def _forward_backward(self, microbatches, version, keep_logprobs=False):
+        self._kept = [
+            np.array([[-(1000 * self._coordinate + 100 * m + 10 * r + t) for t in range(8)] for r in range(2)], np.float32)
+            for m in range(len(microbatches))
+        ]
+        assert keep_logprobs
+        return {}
+
+    async def _optim_step(self):
+        return {}
+
+    async def _logprobs(self):
+        return self._kept
+
+
+def sample_of(length: int) -> TrainingSample:
+    ids = np.arange(length, dtype=np.int32)
+    streams = dict(token_ids=ids, loss_mask=ids >= 0, generator_logprobs=-ids.astype(np.float32), policy_versions=ids)
+    return TrainingSample(**streams, task_name="t", rollout_id="t-0/0")
+
+
 def plan_of(*microbatches) -> BatchPlan:
     return BatchPlan(microbatches=list(microbatches), efficiency=1.0, rows=1, tokens=1)
 
@@ -65,6 +96,23 @@ async def test_coordinates_need_not_follow_the_order_of_the_ranks(tmp_path):
     client = await connected(mesh, tmp_path)
     await client.step(plan_of(["first"], ["second"]), 1)
     assert [mesh.sent[rank][0] for rank in range(4)] == [["second"], ["first"], ["second"], ["first"]]
+
+
+async def test_samples_get_the_log_probabilities_of_their_tokens(tmp_path, monkeypatch):
+    mesh = Mesh(1, 1, 0, 0, size=2)
+    client = TrainerClient(mesh, run_dir=tmp_path, life=Lifetime("trainer"), keep_logprobs=True)
+    await client.connect()
+    monkeypatch.setattr(client, "_ranks", [KeepingRank(coordinate) for coordinate in (1, 1, 0, 0)])
+    a, b, c, replayed, demonstration = (sample_of(length) for length in (3, 2, 4, 2, 3))
+    replayed.trainer_logprobs = known = np.zeros(2, np.float32)
+    demonstration.loss_mask[:] = False
+    plan = plan_of(["x", "y"], ["z", "padding"])
+    plan.samples = [[[[a, b], [replayed]], [[demonstration, c]]], [[[sample_of(1), sample_of(8)]], []]]
+    await client.step(plan, 1)
+    assert a.trainer_logprobs.tolist() == [0, -1, -2] and b.trainer_logprobs.tolist() == [-3, -4]
+    assert c.trainer_logprobs.tolist() == [-103, -104, -105, -106]
+    assert replayed.trainer_logprobs is known and demonstration.trainer_logprobs is None
+    assert plan.samples[1][0][0][0].trainer_logprobs.tolist() == [-1000]
 
 
 @pytest.mark.parametrize("planned", [1, 4])

@@ -109,6 +109,10 @@ class TrainingSample(TokenStreams[np.ndarray, np.ndarray | None]):
     reference_ids: np.ndarray | None = None
     """int32 [R]. What the trainer's reference scores for ``ref_logprobs``: other tokens first, such as a prompt with a
     demonstration, then this sample's from its first sampled one on. None: the algorithm sets ``ref_logprobs``."""
+    trainer_logprobs: np.ndarray | None = None
+    """float32 [L]. Log-probabilities of the sampled tokens under the weights with which the trainer's step began, at
+    ``temperature``; 0 elsewhere. For the record: set by the first step that trains on the sample, where
+    ``recorder.trainer_logprobs`` is True. None: not known."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

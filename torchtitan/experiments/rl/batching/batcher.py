@@ -1,7 +1,7 @@
 """A step's training samples to every data-parallel rank's microbatches."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import numpy as np
@@ -35,6 +35,18 @@ class BatchPlan:
     """Tokens of all samples."""
     shared_fraction: float = 0.0
     """Share of them that the model does not compute, because they are those of another sample in the row."""
+    samples: list[list[list[Sequence[TrainingSample]]]] = field(default_factory=list)
+    """[data-parallel rank][microbatch][row]: the samples in the order in which they lie in the row, from its first token on."""
+
+    def of_samples(self, values: Sequence[Sequence[np.ndarray]]) -> Iterator[tuple[TrainingSample, np.ndarray]]:
+        """Each sample with its part, [L] of its own length, of ``values``: [data-parallel rank][microbatch], each [B, L]."""
+        for of_rank, parts in zip(self.samples, values, strict=True):
+            for rows, batch in zip(of_rank, parts, strict=True):
+                for samples, row in zip(rows, batch, strict=False):  # a batch without rows has one of padding
+                    at = 0
+                    for sample in samples:
+                        yield sample, row[at : at + len(sample)]
+                        at += len(sample)
 
 
 class Batcher(Configurable):
@@ -81,9 +93,9 @@ class Batcher(Configurable):
         shares = min(self._candidates(samples, ranks), key=self._cost)
         task_names = tuple(sorted({sample.task_name for sample in samples}))
         conditioned = any(sample.reference_ids is not None for sample in samples)
+        split = self._split(shares)
         microbatches = [
-            [fill(rows, task_names, self.config.row_length, conditioned=conditioned) for rows in parts]
-            for parts in self._split(shares)
+            [fill(rows, task_names, self.config.row_length, conditioned=conditioned) for rows in parts] for parts in split
         ]
         tokens, computed = sum(map(len, samples)), sum(row.tokens for share in shares for row in share)
         batches = [batch for rank in microbatches for batch in rank]
@@ -94,6 +106,7 @@ class Batcher(Configurable):
             rows=sum(map(len, shares)),
             tokens=tokens,
             shared_fraction=1 - computed / max(tokens, 1),
+            samples=[[[row.samples for row in rows] for rows in parts] for parts in split],
         )
 
     def _candidates(self, samples: Sequence[TrainingSample], ranks: int) -> Iterator[list[list[Row]]]:

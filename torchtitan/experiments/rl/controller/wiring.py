@@ -118,12 +118,12 @@ class RunActors:
         )
         self._trainer = owner, trainers
         self._add_generators(placement)
-        trainer_life = Lifetime("trainer")
+        life = Lifetime("trainer")
 
         async def start_guarded_trainer() -> set[str]:
             with self.supervisor.waits.wait("the trainer to start"):
                 for rank in range(plan.trainer_ranks):
-                    await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank), trainer_life)
+                    await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank), life)
                 return await start_trainer(procs, trainers)
 
         # The generators of the policy come first.
@@ -132,7 +132,7 @@ class RunActors:
         )
         readers = await self._start_readers(trainer_hosts, hosts[: plan.generator_replicas])
         decoder = decoder_config(policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length))
-        self.trainer = TrainerClient(trainers, run_dir=self._run_dir, life=trainer_life)
+        self.trainer = TrainerClient(trainers, self._run_dir, life, keep_logprobs=config.recorder.trainer_logprobs)
         await self.trainer.connect()
         self.weights = WeightSync(
             trainers,

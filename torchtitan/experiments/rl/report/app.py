@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.report.files import SERVED, STATIC
 from torchtitan.experiments.rl.report.pages import PAGES
 from torchtitan.experiments.rl.report.run import ReportedRun
 from torchtitan.experiments.rl.report.timeline import traces
-from torchtitan.experiments.rl.report.tokens import TokenTexts
+from torchtitan.experiments.rl.report.tokens import TokenTexts, token_streams
 
 HEADERS = {
     # Whatever a model or env said, the browser runs and loads nothing but the two files of this server.
@@ -27,6 +27,7 @@ HEADERS = {
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 LOCAL_NAMES = {"127.0.0.1", "localhost", "[::1]"}
@@ -143,7 +144,7 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
     @app.get("/api/runs/{number}/rollouts/{place}-{line}/tokens")
     def tokens(number: int, place: int, line: int, sample: int = 0, offset: int = Query(0, ge=0, le=2**40)) -> Response:
         run = run_of(number)
-        return _found(lambda: answered(rollouts.tokens(run, place, line, sample, offset, texts(number))))
+        return _found(lambda: answered(token_streams(run, place, line, sample, offset, texts(number))))
 
     @app.get("/api/runs/{number}/traces/{name}")
     def trace(number: int, name: str) -> Response:
@@ -167,8 +168,10 @@ def answered(value: Any) -> Response:
 def _found(answer: Callable[[], Response]) -> Response:
     try:
         return answer()
-    except (LookupError, ValueError, OverflowError) as error:
+    except LookupError as error:
         raise HTTPException(404, f"no such rollout: {error}") from None
+    except (ValueError, OverflowError) as error:
+        raise HTTPException(404, f"this record can't be read: {str(error)[:MOST_TEXT]}") from None
 
 
 def _file(path: Path, kind: str) -> Callable[[], Response]:

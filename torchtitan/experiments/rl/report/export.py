@@ -12,7 +12,7 @@ from torchtitan.experiments.rl.report.evaluations import Evaluation, changes, re
 from torchtitan.experiments.rl.report.files import SCRIPTS, STATIC
 from torchtitan.experiments.rl.report.pages import PAGES
 from torchtitan.experiments.rl.report.run import ReportedRun
-from torchtitan.experiments.rl.report.tokens import TokenTexts
+from torchtitan.experiments.rl.report.tokens import TokenTexts, token_streams
 
 PAGE_METRICS = ("validation/reward", "rollout/reward_mean")
 """That the page Runs asks for."""
@@ -92,7 +92,7 @@ def _add_rollout(held: dict[str, Any], base: str, run: ReportedRun, place: int, 
     held[f"{base}/rollouts/{place}-{line}/raw"] = json.loads(rollouts.raw(run, place, line))
     held[f"{base}/groups/{place}"] = rollouts.group(run, place)
     for number in range(len(one["samples"])):
-        part = rollouts.tokens(run, place, line, number, 0, texts)
+        part = token_streams(run, place, line, number, 0, texts)
         held[f"{base}/rollouts/{place}-{line}/tokens?sample={number}&offset=0"] = part
 
 

@@ -98,7 +98,7 @@ def _restarts(series: Series) -> Iterable[Hint]:
             part = name.partition("/")[2]
             yield Hint(
                 severity="warning",
-                text=f"{part} died and was made again {values[-1][1]:.0f} times",
+                text=f"{part} died and was made again {'once' if values[-1][1] == 1 else f'{values[-1][1]:.0f} times'}",
                 field=f"logs/ of {part}; supervision.max_restarts",
                 metric=name,
             )

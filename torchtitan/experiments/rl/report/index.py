@@ -1,73 +1,31 @@
 """An index of a run's files, in SQLite, beside them. Pages query it, so that nothing is read whole for a page.
 
-``refresh`` reads what was appended since the last time. It remembers, for each file, how far it has read, and the bytes before
-that place: a run that is resumed cuts its files back, and where those bytes are not what they were, all is read again.
+``refresh`` reads what was appended since the last time. It remembers, for each file, how far it has read, and by what to know
+it again: a run that is resumed cuts its files back and writes others in their place, and then all is read anew. A link is not
+read.
 """
 
-import json
+import hashlib
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import msgspec
-
+from torchtitan.experiments.rl.report.index_file import INDEX_FILE, connected
+from torchtitan.experiments.rl.report.lines import ledger_rows, metrics_rows, rollout_rows
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE, next_group, read_group
 
 logger = logging.getLogger(__name__)
 
-INDEX_FILE = ".report-index.sqlite"
-FORMAT = 2
-"""Of the tables below; an index of another format is made anew."""
 TAIL = 64
-"""Bytes before the place that was read to, by which a file is known again."""
+"""Bytes before the place that was read to, by which a file is known again while it is followed. They are the end of a
+compressed group, which no other has. Lines of other rollouts may end alike: when an index is opened, the digest of all lines is
+compared."""
 BATCH_BYTES = 2**20
 """Read in one transaction, for which queries wait: some 100 ms."""
-TABLES = """
-CREATE TABLE files (name TEXT PRIMARY KEY, read_to INTEGER, tail BLOB);
-CREATE TABLE metrics (name TEXT, step INTEGER, value REAL, PRIMARY KEY (name, step)) WITHOUT ROWID;
-CREATE TABLE ledger (rollout_id TEXT, task TEXT, dispatched INTEGER, column_ TEXT, ended INTEGER);
-CREATE INDEX ledger_ends ON ledger (task, column_, ended);
-CREATE TABLE rollouts (
-    place INTEGER, line INTEGER, rollout_id TEXT, group_id TEXT, task TEXT, status TEXT, outcome TEXT, step INTEGER,
-    reward REAL, turns INTEGER, tokens INTEGER, error TEXT, sample_id TEXT, evaluation TEXT, PRIMARY KEY (place, line)
-) WITHOUT ROWID;
-CREATE INDEX rollouts_ids ON rollouts (rollout_id);
-CREATE INDEX rollouts_groups ON rollouts (group_id);
-CREATE INDEX rollouts_chosen ON rollouts (task, outcome, step, reward);
-CREATE INDEX rollouts_evaluated ON rollouts (evaluation, task) WHERE evaluation IS NOT NULL;
-"""
-
-
-class _Rewarded(msgspec.Struct):
-    group_id: str
-    task_name: str
-    status: str
-    reward: float | None = None
-    error: str | None = None
-
-
-class _Example(msgspec.Struct):
-    sample_id: Any
-
-
-class _Line(msgspec.Struct):
-    """What the index has of a rollout's record; the decoder passes over the rest."""
-
-    rollout_id: str
-    outcome: str | None
-    admitted_version: int
-    turn_count: int
-    completion_tokens: int
-    rollout: _Rewarded
-    data_sample: _Example | None = None
-    kind: str = "training"
-
-
-_DECODE = msgspec.json.Decoder(_Line).decode
 
 
 class RunIndex:
@@ -77,6 +35,8 @@ class RunIndex:
         """In memory where the folder can't be written."""
         self.folder = folder
         self._lock = threading.RLock()
+        self._digests: dict[str, Any] = {}
+        """Of what was read of each file of lines, since it was opened."""
         self._connection = self._open()
 
     def refresh(self, *, most_bytes: int | None = None) -> bool:
@@ -88,8 +48,8 @@ class RunIndex:
         Returns:
             Whether all was read.
         """
-        self._read_lines(METRICS_FILE, self._add_metrics)
-        self._read_lines(LEDGER_FILE, self._add_ledger)
+        self._read_lines(METRICS_FILE, metrics_rows)
+        self._read_lines(LEDGER_FILE, ledger_rows)
         return self._read_rollouts(most_bytes)
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
@@ -123,7 +83,7 @@ class RunIndex:
             LookupError: as ``record``.
         """
         try:
-            with (self.folder / ROLLOUTS_FILE).open("rb") as file:
+            with self._opened(ROLLOUTS_FILE) as file:
                 return read_group(file, place)[0].splitlines()
         except (OSError, ValueError, OverflowError) as error:
             raise LookupError(f"no group at {place}") from error
@@ -133,9 +93,12 @@ class RunIndex:
             self._connection.close()
 
     def _open(self) -> sqlite3.Connection:
-        for path in (str(self.folder / INDEX_FILE), ":memory:"):
+        own = self.folder / INDEX_FILE
+        for path in (str(own), ":memory:"):
             try:
-                return _connected(path)
+                if own.is_symlink() and path != ":memory:":
+                    raise sqlite3.Error("a link: what it leads to is no index of ours")
+                return connected(path)
             except sqlite3.Error as error:
                 logger.info("no index in %s: %s", path, error)
         raise AssertionError("an index in memory can always be made")
@@ -167,43 +130,59 @@ class RunIndex:
 
     def _have_read(self, file: BinaryIO, name: str, place: int) -> None:
         file.seek(max(0, place - TAIL))
-        values = (name, place, file.read(min(TAIL, place)))
-        self._connection.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", values)
+        digest = self._digests[name].digest() if name in self._digests else None
+        values = (name, place, file.read(min(TAIL, place)), digest)
+        self._connection.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?)", values)
 
-    def _read_lines(self, name: str, add: Any) -> None:
+    def _opened(self, name: str) -> BinaryIO:
+        path = self.folder / name
+        if path.is_symlink():
+            raise OSError(f"{name} is a link")
+        return path.open("rb")
+
+    def _know_again(self, file: BinaryIO, name: str, table: str) -> None:
+        """Forget what was read of a file of lines that begins with others now."""
+        place, _ = self._read_to(name)
+        rows = self.rows("SELECT digest FROM files WHERE name = ?", (name,))
+        file.seek(0)
+        read = self._digests[name] = hashlib.blake2b(file.read(place))
+        if rows and rows[0][0] != read.digest():
+            self._connection.execute(f"DELETE FROM {table}")
+            self._connection.execute("DELETE FROM files WHERE name = ?", (name,))
+            self._digests[name] = hashlib.blake2b()
+
+    def _add(self, table: str, rows: Sequence[tuple]) -> None:
+        if rows:
+            marks = ", ".join("?" * len(rows[0]))
+            self._connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
+
+    def _read_lines(self, name: str, rows_of: Callable[[bytes], Iterator[tuple]]) -> None:
         table = name.partition(".")[0]
         more = True
         while more:
             try:
-                file = (self.folder / name).open("rb")
+                file = self._opened(name)
             except OSError:
                 return
             with file, self._transaction():
+                if name not in self._digests:
+                    self._know_again(file, name, table)
                 place = self._place_in(file, name, [table])
+                if place == 0:
+                    self._digests[name] = hashlib.blake2b()
                 file.seek(place)
-                data = file.read(BATCH_BYTES)
-                more = len(data) == BATCH_BYTES
+                data = file.read(BATCH_BYTES) + file.readline()
+                more = len(data) >= BATCH_BYTES
                 whole = data.rfind(b"\n") + 1  # a line that is being written is read the next time
-                add(data[:whole].splitlines())
+                self._add(table, [row for line in data[:whole].split(b"\n")[:-1] for row in rows_of(line)])
+                self._digests[name].update(data[:whole])
                 self._have_read(file, name, place + whole)
                 if not whole:
                     return
 
-    def _add_metrics(self, lines: Sequence[bytes]) -> None:
-        for line in lines:
-            record = json.loads(line)
-            step = record.pop("step")
-            entries = [(name, step, value) for name, value in record.items()]
-            self._connection.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?)", entries)
-
-    def _add_ledger(self, lines: Sequence[bytes]) -> None:
-        records = map(json.loads, lines)
-        entries = [(r["rollout_id"], r["task"], r["dispatched_version"], r["column"], r["ended_version"]) for r in records]
-        self._connection.executemany("INSERT INTO ledger VALUES (?, ?, ?, ?, ?)", entries)
-
     def _read_rollouts(self, most_bytes: int | None) -> bool:
         try:
-            file = (self.folder / ROLLOUTS_FILE).open("rb")
+            file = self._opened(ROLLOUTS_FILE)
         except OSError:
             return True
         with file:
@@ -213,65 +192,10 @@ class RunIndex:
                     begin = place = self._place_in(file, ROLLOUTS_FILE, ["rollouts"])
                     while place < min(size, begin + BATCH_BYTES) and (group := next_group(file, place)) is not None:
                         offset, lines, place = group
-                        self._add_rollouts(offset, lines.splitlines())
+                        rows = [row for n, line in enumerate(lines.splitlines()) for row in rollout_rows(offset, n, line)]
+                        self._add("rollouts", rows)
                     self._have_read(file, ROLLOUTS_FILE, place)
                 read += place - begin
                 if place == begin:
                     return True  # what follows, if anything, is being written
             return place >= size
-
-    def _add_rollouts(self, place: int, lines: Sequence[bytes]) -> None:
-        entries = []
-        for number, line in enumerate(lines):
-            try:
-                record = _DECODE(line)
-            except msgspec.MsgspecError:
-                try:  # half a character, which msgspec refuses
-                    record = msgspec.convert(json.loads(line), _Line)
-                except (ValueError, msgspec.MsgspecError) as error:
-                    logger.info("%s at %d, line %d: %s", ROLLOUTS_FILE, place, number, error)
-                    continue
-            own = record.rollout
-            entries.append(
-                (
-                    place,
-                    number,
-                    _stored(record.rollout_id),
-                    _stored(own.group_id),
-                    _stored(own.task_name),
-                    own.status,
-                    record.outcome,
-                    record.admitted_version,
-                    own.reward,
-                    record.turn_count,
-                    record.completion_tokens,
-                    None if own.error is None else _stored(own.error),
-                    None if record.data_sample is None else _stored(str(record.data_sample.sample_id)),
-                    own.group_id.rpartition("@")[2] if record.kind == "validation" else None,
-                )
-            )
-        self._connection.executemany(f"INSERT OR REPLACE INTO rollouts VALUES ({', '.join('?' * 14)})", entries)
-
-
-def _connected(path: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
-    try:
-        connection.row_factory = sqlite3.Row
-        connection.execute("PRAGMA synchronous = OFF")  # it can be made again
-        connection.execute("BEGIN IMMEDIATE")
-        if connection.execute("PRAGMA user_version").fetchone()[0] != FORMAT:
-            for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
-                connection.execute(f'DROP TABLE "{table}"')
-            for statement in filter(str.strip, TABLES.split(";")):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {FORMAT}")
-        connection.commit()
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _stored(text: str) -> str:
-    """SQLite takes no halves of characters."""
-    return text.encode("utf-8", "backslashreplace").decode()

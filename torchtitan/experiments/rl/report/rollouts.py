@@ -1,4 +1,4 @@
-"""The page Rollouts: which ones match, a group side by side, one rollout as a conversation, and its tokens."""
+"""The page Rollouts: which ones match, a group side by side, and one rollout as a conversation."""
 
 import json
 import time
@@ -8,16 +8,13 @@ from typing import Any
 import numpy as np
 
 from torchtitan.experiments.rl.report.run import ReportedRun
-from torchtitan.experiments.rl.report.tokens import TokenTexts
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_rollout
-from torchtitan.experiments.rl.types import ROLES, STREAMS, TrainingSample
+from torchtitan.experiments.rl.types import TrainingSample
 
 MOST_ROWS = 200
 """Of a list."""
 MOST_CHARACTERS = 20_000
 """Of one message; the rest is asked for by itself."""
-MOST_TOKENS = 4_000
-"""Of one answer of the token view."""
 SEARCH_S = 2.0
 """A search in texts ends after it, and says where it goes on."""
 SORTS = {
@@ -163,35 +160,6 @@ def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> 
     }
 
 
-def tokens(run: ReportedRun, place: int, line: int, sample: int, offset: int, texts: TokenTexts) -> dict[str, Any]:
-    """A part of the token streams of one training sample of a rollout.
-
-    Raises:
-        LookupError: there is no such sample.
-    """
-    recorded = decode_rollout(run.index.record(place, line))
-    samples = recorded.rollout.samples
-    if not 0 <= sample < len(samples):
-        raise LookupError(f"the rollout has {len(samples)} training samples")
-    chosen = samples[sample]
-    part = slice(max(0, offset), max(0, offset) + MOST_TOKENS)
-    ids = [int(token) for token in chosen.token_ids[part]]
-    streams = {name: _plain(getattr(chosen, name), part) for name in STREAMS if name != "token_ids"}
-    if (roles := streams.get("role_ids")) is not None:
-        streams["role_ids"] = [ROLES[role] if role >= 0 else None for role in roles]
-    if streams.get("rl_weights") is None and chosen.advantages is not None:
-        streams["rl_weights"] = [float(member) for member in chosen.loss_mask[part]]
-    return {
-        "length": len(chosen),
-        "offset": part.start,
-        "ids": ids,
-        "texts": texts.of(ids),
-        "special": texts.special(ids),
-        "streams": {name: values for name, values in streams.items() if values is not None},
-        "temperature": chosen.temperature,
-    }
-
-
 def raw(run: ReportedRun, place: int, line: int) -> bytes:
     """The record as it is in the file: to copy."""
     return run.index.record(place, line)
@@ -334,11 +302,3 @@ def _cut(value: Any, most: int | None) -> str | None:
         return None
     text = _shown(value)
     return text if most is None or len(text) <= most else f"{text[:most]}\n… {len(text) - most:,} characters more"
-
-
-def _plain(values: Any, part: slice) -> list[Any] | None:
-    if values is None:
-        return None
-    return [
-        None if isinstance(value, float) and not np.isfinite(value) else value for value in np.asarray(values)[part].tolist()
-    ]

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.config.saved_command import LOCK_FILE, read_command, read_config
+from torchtitan.experiments.rl.config.saved_command import CONFIG_FILE, LOCK_FILE, read_command, read_config
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.report.index import RunIndex
 from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE, ROLLOUTS_FILE
@@ -36,6 +36,8 @@ class ReportedRun:
             raise RunError(f"{folder}: no run: it has no {METRICS_FILE}, {ROLLOUTS_FILE} or config.json")
         self.name = self.folder.name
         self.index = RunIndex(self.folder)
+        self._problem: str | None = None
+        """Why the files can't be read at the moment."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=f"index-{self.name}", daemon=True)
 
@@ -51,12 +53,22 @@ class ReportedRun:
 
     def _follow(self) -> None:
         while not self._closed.is_set():
-            if self.index.refresh(most_bytes=STEP_BYTES):
+            try:
+                read_all = self.index.refresh(most_bytes=STEP_BYTES)
+                self._problem = None
+            except Exception as error:  # a disk that fails, a file that someone changes: it may be over the next time
+                self._problem, read_all = f"{type(error).__name__}: {error}", True
+            if read_all:
                 self._closed.wait(REFRESH_EVERY_S)
 
     def config(self) -> dict[str, Any]:
         """The resolved config, by dotted path of each field; what may be a secret is hidden."""
-        return dict(sorted(_flat(read_config(self.folder) or {}, "").items()))
+        config = self._read_config()
+        return dict(sorted(_flat(config, "").items())) if config else {}
+
+    def _read_config(self) -> dict[str, Any]:
+        found = None if (self.folder / CONFIG_FILE).is_symlink() else read_config(self.folder)
+        return found if isinstance(found, dict) else {}
 
     def without_secrets(self, text: str) -> str:
         """The text with what the config hides taken out."""
@@ -65,13 +77,13 @@ class ReportedRun:
         return text
 
     def _secrets(self) -> list[str]:
-        shown, whole = self.config(), _flat(read_config(self.folder) or {}, "", hide=False)
+        shown, whole = self.config(), _flat(self._read_config(), "", hide=False)
         return [whole[name] for name, value in shown.items() if value == HIDDEN]
 
     def tasks(self) -> list[str]:
         """By name."""
         rows = self.index.rows("SELECT DISTINCT task FROM ledger UNION SELECT DISTINCT task FROM rollouts")
-        config = (read_config(self.folder) or {}).get("tasks")
+        config = (self._read_config()).get("tasks")
         configured = list(config) if isinstance(config, dict) else []
         return configured + sorted({row[0] for row in rows} - set(configured))
 
@@ -82,9 +94,9 @@ class ReportedRun:
             ``state``: "running", "stalled", "done", "stopped" or "starting". ``step``, ``steps``: taken, and to take.
             ``silent_s``: since its metrics were written.
         """
-        config = read_config(self.folder) or {}
+        config = self._read_config()
         step = self.index.rows("SELECT MAX(step) FROM metrics")[0][0]
-        steps = config.get("steps")
+        steps = config["steps"] if isinstance(config.get("steps"), int) else None
         silent = _age_s(self.folder / METRICS_FILE)
         usual = self.index.rows("SELECT AVG(value) FROM metrics WHERE name = 'time/step_s'")[0][0]
         if steps is not None and step is not None and step >= steps:
@@ -101,8 +113,9 @@ class ReportedRun:
             "steps": steps,
             "silent_s": silent,
             "config_name": None if command is None else command.config_name,
-            "started": None if command is None else command.started,
+            "started": command.started if command is not None and isinstance(command.started, int | float) else None,
             "unread_bytes": self.index.unread_bytes(),
+            "problem": self._problem,
         }
 
 

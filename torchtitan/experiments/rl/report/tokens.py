@@ -1,14 +1,20 @@
-"""Texts of token ids, by the tokenizer of the run's model."""
+"""The token view: the streams of a training sample, and the texts of its tokens by the tokenizer of the run's model."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from torchtitan.experiments.rl.config.saved_command import read_config
+from torchtitan.experiments.rl.report.run import ReportedRun
+from torchtitan.experiments.rl.rollouts.records import decode_rollout
+from torchtitan.experiments.rl.types import ROLES, STREAMS
 
 TOKENIZER_FILE = "tokenizer.json"
+MOST_TOKENS = 4_000
+"""Of one answer of the token view."""
 
 
 class TokenTexts:
@@ -42,3 +48,45 @@ def _found(run_dir: Path) -> Tokenizer | None:
             except Exception:  # the library's own type, for a file of any content
                 continue
     return None
+
+
+def token_streams(run: ReportedRun, place: int, line: int, sample: int, offset: int, texts: TokenTexts) -> dict[str, Any]:
+    """A part of the token streams of one training sample of a rollout.
+
+    Raises:
+        LookupError: there is no such sample.
+    """
+    recorded = decode_rollout(run.index.record(place, line))
+    samples = recorded.rollout.samples
+    if not 0 <= sample < len(samples):
+        raise LookupError(f"the rollout has {len(samples)} training samples")
+    chosen = samples[sample]
+    part = slice(max(0, offset), max(0, offset) + MOST_TOKENS)
+    ids = [int(token) for token in chosen.token_ids[part]]
+    streams = {name: _plain(getattr(chosen, name), part) for name in STREAMS if name != "token_ids"}
+    if (roles := streams.get("role_ids")) is not None:
+        streams["role_ids"] = [ROLES[role] if role >= 0 else None for role in roles]
+    if streams.get("rl_weights") is None and chosen.advantages is not None:
+        streams["rl_weights"] = [float(member) for member in chosen.loss_mask[part]]
+    if chosen.trainer_logprobs is not None:
+        streams["trainer_logprobs"] = _plain(chosen.trainer_logprobs, part)
+        with np.errstate(over="ignore"):
+            ratios = np.exp(chosen.trainer_logprobs.astype(np.float64) - chosen.generator_logprobs)
+        streams["ratio"] = _plain(np.where(chosen.loss_mask, ratios, np.nan), part)
+    return {
+        "length": len(chosen),
+        "offset": part.start,
+        "ids": ids,
+        "texts": texts.of(ids),
+        "special": texts.special(ids),
+        "streams": {name: values for name, values in streams.items() if values is not None},
+        "temperature": chosen.temperature,
+    }
+
+
+def _plain(values: Any, part: slice) -> list[Any] | None:
+    if values is None:
+        return None
+    return [
+        None if isinstance(value, float) and not np.isfinite(value) else value for value in np.asarray(values)[part].tolist()
+    ]

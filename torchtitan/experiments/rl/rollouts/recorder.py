@@ -44,6 +44,9 @@ class RolloutRecorder(Configurable):
         fraction: Share = 1.0
         """Share of the groups that are recorded, each whole or not at all; 0 records none. Which ones follows from their ids,
         so two runs record the same. A run of 512 rollouts of 32k tokens a step writes 110 MB a step: there, 0.05 is plenty."""
+        trainer_logprobs: bool = False
+        """Record the trainer's log-probability of each sampled token beside the generator's: the report shows their ratio.
+        The file grows by a third, and each step brings 4 bytes a token from the trainer."""
         max_rollout_bytes: Annotated[int, Ge(1), RECORD_NOTHING] = 4 * 2**20
         """Before compression. A longer line loses its turns and samples: some 150k tokens fit. How the rollout ended, and its
         rewards, stay."""

@@ -57,6 +57,7 @@ class SampleRecord(msgspec.Struct, omit_defaults=True):
     streams: dict[str, np.ndarray | None]
     """Those that are not what the turns give."""
     reference_ids: np.ndarray | None = None
+    trainer_logprobs: np.ndarray | None = None
 
 
 class RolloutRecord(msgspec.Struct, kw_only=True):
@@ -120,7 +121,7 @@ def decode_rollout(line: bytes | str) -> RecordedRollout:
             rollout.turns.append(_turn(turn, rollout.turns[-1] if rollout.turns else None))
         of_rollout: dict[str, Any] = {"task_name": rollout.task_name, "rollout_id": rollout.rollout_id}
         for sample, given in zip(record.samples, _given_streams(rollout, len(record.samples)), strict=True):
-            others: dict[str, Any] = {"temperature": sample.temperature, "reference_ids": sample.reference_ids}
+            others = {name: getattr(sample, name) for name in ("temperature", "reference_ids", "trainer_logprobs")}
             rollout.samples.append(TrainingSample(**of_rollout | given | sample.streams, **others))
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a rollout's record: {type(error).__name__}: {error}") from error
@@ -214,7 +215,7 @@ def _sample_record(sample: TrainingSample, given: dict[str, np.ndarray | None]) 
 
     streams = _streams(sample).items()
     changed = {n: v for n, v in streams if n not in given or bits(v) != bits(given[n])}
-    return SampleRecord(sample.temperature, changed, sample.reference_ids)
+    return SampleRecord(sample.temperature, changed, sample.reference_ids, sample.trainer_logprobs)
 
 
 def _encoded_array(array: np.ndarray) -> dict[str, bytes]:

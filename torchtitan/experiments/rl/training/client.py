@@ -15,8 +15,13 @@ from torchtitan.experiments.rl.types import DataParallel
 class TrainerClient:
     """``connect``, then steps. Every call raises ProcessLost as soon as a rank of the mesh has ended."""
 
-    def __init__(self, mesh: Any, *, run_dir: Path, life: Lifetime):
-        """``life`` ends with the first rank that does."""
+    def __init__(self, mesh: Any, run_dir: Path, life: Lifetime, *, keep_logprobs: bool = False):
+        """
+        Args:
+            life: ends with the first rank that does.
+            keep_logprobs: set ``trainer_logprobs`` of the samples of each step.
+        """
+        self._keep_logprobs = keep_logprobs
         self._mesh, self._run_dir, self._life = mesh, run_dir, life
         self.failed_batch: Path | None = None
         """Where a batch was written on which a step failed."""
@@ -47,12 +52,15 @@ class TrainerClient:
         if len(packed.microbatches) != self.data_parallel_size:
             planned, size = len(packed.microbatches), self.data_parallel_size
             raise ValueError(f"rows planned for {planned} data-parallel ranks, and the trainer has {size}")
+        keep = (True,) if self._keep_logprobs else ()
         calls = [
-            ask(rank.forward_backward, packed.microbatches[coordinate.rank], step - 1)
+            ask(rank.forward_backward, packed.microbatches[coordinate.rank], step - 1, *keep)
             for rank, coordinate in zip(self._ranks, self._coordinates, strict=True)
         ]
         try:
             metrics = (await self._life.call(asyncio.gather(*calls)))[0]
+            if self._keep_logprobs:
+                await self._set_logprobs(packed)
             return metrics | (await self._life.call(ask_each(self._ranks, "optim_step")))[0]
         except ProcessLost:  # the batch need not be to blame
             raise
@@ -60,6 +68,14 @@ class TrainerClient:
             self.failed_batch = self._run_dir / f"failed-batch-{step}.pt"
             torch.save(packed.microbatches, self.failed_batch)
             raise
+
+    async def _set_logprobs(self, packed: BatchPlan) -> None:
+        rank_of = {coordinate.rank: rank for rank, coordinate in zip(self._ranks, self._coordinates, strict=True)}
+        asked = (ask(rank_of[place].logprobs) for place in range(self.data_parallel_size))
+        for sample, logprobs in packed.of_samples(await self._life.call(asyncio.gather(*asked))):
+            # A replayed sample has its own: its record may be written at this moment.
+            if sample.trainer_logprobs is None and sample.loss_mask.any():
+                sample.trainer_logprobs = logprobs.copy()  # not a view, which would keep the whole step's
 
     async def begin_checkpoint(self, folder: Path, step: int) -> None:
         """Copy the state after ``step``; every rank writes its part into ``folder`` meanwhile.

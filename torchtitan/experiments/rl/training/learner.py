@@ -113,15 +113,23 @@ class Learner:
             self.reference.restart()
         self.steps_taken: int | None = start.step if start is not None else 0
         """Optimizer steps behind the weights; None while one is taken, and for good if it failed in its middle."""
+        self.logprobs: list[np.ndarray] = []
+        """float32 [B, L] of each microbatch of the last step, 0 where nothing was sampled; empty where they were not kept."""
 
     def forward_backward(
-        self, microbatches: list[TrainingBatch], policy_version: int, *, on_microbatch: Callable[[], None] = lambda: None
+        self,
+        microbatches: list[TrainingBatch],
+        policy_version: int,
+        *,
+        keep_logprobs: bool = False,
+        on_microbatch: Callable[[], None] = lambda: None,
     ) -> MetricSums:
         """Accumulate the gradient of one optimizer step. Collective.
 
         Args:
             microbatches: the step's rows of this rank's data-parallel coordinate; every rank has the same number.
             policy_version: version of the weights being trained, for metrics by policy age.
+            keep_logprobs: leave the log-probabilities in ``logprobs``.
             on_microbatch: called when each begins.
 
         Returns:
@@ -130,7 +138,7 @@ class Learner:
         denominators = self._denominators(microbatches)
         advantages = self._summed(map(advantage_sums, microbatches)) if self.config.loss.normalize_advantages else None
         references, conditioned = self._reference_logprobs(microbatches, on_microbatch)
-        sums = MetricSums()
+        sums, kept = MetricSums(), list[torch.Tensor]()
         for index, microbatch in enumerate(microbatches):
             on_microbatch()
             self._synchronise_gradients(last=index == len(microbatches) - 1)
@@ -150,11 +158,14 @@ class Learner:
                     metrics.merge(own)
             with self._traced("backward"):
                 loss.backward()
+            if keep_logprobs:
+                kept.append(logprobs.detach().float().masked_fill(~batch.loss_mask, 0))
             metrics.add_mean("policy/entropy", entropy, batch.loss_mask)
             sums.merge(metrics)
             sums.merge(mismatch_metrics(logprobs.detach(), batch, policy_version))
         if self._data_parallel_group is not None:
             sums.all_reduce(self._data_parallel_group)
+        self.logprobs = [values.cpu().numpy() for values in kept]  # at the end: a copy from a GPU waits for it
         return sums
 
     def _reference_logprobs(

@@ -111,20 +111,32 @@ class PolicyTrainer(WatchedActor):
         return self._learner.data_parallel
 
     @reported_endpoint
-    async def forward_backward(self, microbatches: list[TrainingBatch], policy_version: int) -> dict[str, float]:
+    async def forward_backward(
+        self, microbatches: list[TrainingBatch], policy_version: int, keep_logprobs: bool = False
+    ) -> dict[str, float]:
         """Accumulate one step's gradient over this coordinate's microbatches; metrics of the whole step. Collective.
+
+        Args:
+            keep_logprobs: ``logprobs`` is asked next.
 
         Raises:
             RunError: the loss is not finite. Its gradient may be: a loss with an infinite constant has one.
         """
 
         def accumulate() -> dict[str, float]:
-            sums = self._learner.forward_backward(microbatches, policy_version, on_microbatch=self.heartbeat.beat)
+            sums = self._learner.forward_backward(
+                microbatches, policy_version, keep_logprobs=keep_logprobs, on_microbatch=self.heartbeat.beat
+            )
             metrics = sums.compute()
             check_finite("loss", metrics["loss/total"], self._learner.config.loss)
             return metrics
 
         return await self._submit(accumulate, quick=True)
+
+    @reported_endpoint
+    async def logprobs(self) -> list[np.ndarray]:
+        """float32 [B, L] of each microbatch of the last step: log-probabilities of sampled tokens, 0 elsewhere."""
+        return self._learner.logprobs
 
     @reported_endpoint
     async def optim_step(self) -> dict[str, float]:

@@ -7,7 +7,8 @@ function stateText(state) {
   const steps = state.step === null ? "no step yet" : `step ${number(state.step)}${state.steps ? ` of ${number(state.steps)}` : ""}`;
   const silent = state.silent_s !== null && state.state !== "done" ? `, last written ${duration(state.silent_s)} ago` : "";
   const unread = state.unread_bytes ? `, ${(state.unread_bytes / 2 ** 20).toFixed(0)} MB of records not indexed yet` : "";
-  return `${state.state}, ${steps}${silent}${unread}`;
+  const problem = state.problem ? `; the run's files can't be read: ${state.problem}` : "";
+  return `${state.state}, ${steps}${silent}${unread}${problem}`;
 }
 
 function duration(seconds) {
@@ -112,7 +113,7 @@ function link(href, text) {
 }
 
 function table(head, rows, { wide = false } = {}) {
-  const cells = (row) => row.map((cell, i) => html("td", wide ? { class: i ? "wide" : "field" } : {}, cell));
+  const cells = (row) => row.map((cell, i) => html("td", wide ? { class: i ? "wide" : "field" } : {}, typeof cell === "string" ? short(cell, 2000) : cell));
   return html("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": head.join(", ") },
     html("table", {}, html("thead", {}, html("tr", {}, ...head.map((name) => html("th", { scope: "col" }, name)))),
       html("tbody", {}, ...rows.map((row) => html("tr", {}, ...cells(row))))));

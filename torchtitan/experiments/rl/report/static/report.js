@@ -14,7 +14,7 @@ let shown = "";
 // A JSON answer of the server; of an exported file, the one that it holds.
 async function api(path) {
   if (held) {
-    if (path in held) return held[path];
+    if (Object.hasOwn(held, path)) return held[path];
     throw new Error("this is not in the exported file; open the report of the run itself");
   }
   const answer = await fetch(path);
@@ -25,7 +25,7 @@ async function api(path) {
 function route() {
   const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
   const [run, page, which] = path.split("/");
-  return { run: Number(run) || 0, page: page in PAGES ? page : "overview", which, query: new URLSearchParams(query || "") };
+  return { run: Number(run) || 0, page: Object.hasOwn(PAGES, page) ? page : "overview", which, query: new URLSearchParams(query || "") };
 }
 
 async function show({ again = false } = {}) {

@@ -113,7 +113,8 @@ function message(one, note) {
 }
 
 const COLOURED_BY = {
-  generator_logprobs: ["log-probability", "less"], policy_versions: ["version", "range"], loss_mask: ["sampled", "range"],
+  generator_logprobs: ["log-probability", "less"],
+  trainer_logprobs: ["trainer's log-probability", "less"], ratio: ["ratio of trainer to generator", "ratio"], policy_versions: ["version", "range"], loss_mask: ["sampled", "range"],
   role_ids: ["role", "names"], advantages: ["advantage", "signed"], rl_weights: ["rl weight", "signed"],
   ce_weights: ["ce weight", "signed"], ref_kl_weights: ["ref_kl weight", "signed"], ref_logprobs: ["reference's log-probability", "less"],
 };
@@ -154,6 +155,12 @@ async function showTokens(place, run, key, sample, offset) {
 
 // Colours each span; returns what the colours mean.
 function coloured(spans, values, [name, how]) {
+  if (how === "ratio") { // twice is as far from 1 as half
+    const logs = values.map((value) => (typeof value === "number" ? Math.log(value) : value));
+    const known = values.filter((value) => typeof value === "number");
+    coloured(spans, logs, [name, "signed"]);
+    return `${name} ${number(Math.min(...known))} to ${number(Math.max(...known))}; blue above 1, orange below`;
+  }
   const known = values.filter((value) => typeof value === "number");
   const low = Math.min(...known), high = Math.max(...known), size = Math.max(Math.abs(low), Math.abs(high)) || 1;
   spans.forEach((span, i) => {
