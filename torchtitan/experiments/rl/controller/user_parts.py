@@ -1,6 +1,7 @@
 """What the rollout loop asks of code that users may have written: samplers, the task mix and filters.
 
-Each call goes through the gate (`user_code/gate.py`). Each answer is checked here, so that a fault is named where it arises.
+Each call of users' code goes through the gate (`user_code/gate.py`). Each answer is checked here, so that a fault is named
+where it arises.
 """
 
 import functools
@@ -17,14 +18,17 @@ from torchtitan.experiments.rl.data.dataset import fault_of_example, find_exampl
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult, combine, matches_of
+from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult, combine, is_own, matches_of
 from torchtitan.experiments.rl.rollouts.finished import leaving_unchanged
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.gate import Call, Gate, name_of
+from torchtitan.experiments.rl.user_code.gate import Call, Gate, name_of, sentence
 
 LIBRARY = f"{SampleStrategy.__module__.rpartition('.')[0]}."
 """Package of the library's own samplers and mixes."""
+SMALL_GROUP = 16_384
+"""Sampled tokens up to which the library's own filters run on the event loop: a millisecond at most, and most often less than
+the gate's thread takes to be asked and to answer."""
 
 
 class FilterSlot:
@@ -140,12 +144,17 @@ class UserParts:
         Raises:
             RunError: a filter failed. That is a fault of the run, not of a rollout.
         """
-        matches = [
-            await self._gate.call(
-                matches_of, entry, group, owner=f"filter {name.partition('/')[2]} failed on group {group.group_id}"
-            )
-            for entry, name in slot.filters
-        ]
+        small = sum(rollout.completion_tokens for rollout in group.rollouts) <= SMALL_GROUP
+        matches = []
+        for entry, name in slot.filters:
+            owner = f"filter {name.partition('/')[2]} failed on group {group.group_id}"
+            if not (small and is_own(entry)):
+                matches.append(await self._gate.call(matches_of, entry, group, owner=owner))
+                continue
+            try:
+                matches.append(matches_of(entry, group))
+            except Exception as error:
+                raise RunError(f"{owner}: {sentence(error)}") from error
         return combine(slot.filters, group, matches)
 
 

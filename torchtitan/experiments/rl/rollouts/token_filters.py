@@ -90,8 +90,9 @@ class Repetition(Filter):
         return [self._long_likely_run(rollout) or self._too_few_distinct(rollout) for rollout in group.scored]
 
     def _long_likely_run(self, rollout: Rollout) -> bool:
-        likely = math.log(self.config.probability)
-        return any(longest_run(turn.completion.logprobs > likely) >= self.config.window for turn in rollout.turns)
+        likely, window = math.log(self.config.probability), self.config.window
+        long = [turn.completion.logprobs for turn in rollout.turns if len(turn.completion.logprobs) >= window]
+        return any(longest_run(logprobs > likely) >= window for logprobs in long)
 
     def _too_few_distinct(self, rollout: Rollout) -> bool:
         if not self.config.distinct_ngrams:
