@@ -177,12 +177,13 @@ print(path.read_text().count("chatter"))
 
 def test_objects_are_frozen_and_seen_again():
     assert gc.get_freeze_count() == 0
+    usual = gc.get_threshold()
     freeze_objects()
     try:
-        assert gc.get_freeze_count() > 1000
+        assert gc.get_freeze_count() > 1000 and gc.get_threshold()[0] > usual[0]
     finally:
         unfreeze_objects()
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == 0 and gc.get_threshold() == usual
 
 
 @pytest.mark.parametrize("stopped", [True, False])
