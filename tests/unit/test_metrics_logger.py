@@ -16,6 +16,8 @@ from torchtitan.experiments.rl.observability.metrics import (
     read_metrics,
     without_timing,
 )
+from torchtitan.experiments.rl.observability.trackers import TrackedRun
+from torchtitan.experiments.rl.observability.trackers.weights_and_biases import WandbTracker
 
 
 def jsonl_only(run_dir, **kwargs) -> MetricsLogger:
@@ -100,8 +102,8 @@ def test_offline_wandb_writes_its_run_into_the_run_folder(tmp_path, monkeypatch)
     metrics.close()
     (record,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert record.stat().st_size > 0
-    resumed = MetricsLogger.Config(tensorboard=False, wandb=True).build(run_dir=tmp_path, resume_step=1)
-    assert resumed._wandb.id == record.stem.removeprefix("run-")  # W&B goes on with the same run
+    resumed = WandbTracker.Config().build(run=TrackedRun(folder=tmp_path, config={}, resume_step=1))
+    assert resumed.wandb_run.id == record.stem.removeprefix("run-")  # W&B goes on with the same run
     resumed.close()
 
 

@@ -60,6 +60,7 @@ class RunReports:
         """
         restarts = {f"restarts/{part}": count for part, count in self._restarts.items()}
         self._metrics.log(record.step, record.metrics | restarts)
+        self._metrics.log_samples(record.step, record.groups)
         self._step_taken(record.step)
         if record.validation is not None and record.validation.reward is not None:
             self._validations.append(record.validation.reward)

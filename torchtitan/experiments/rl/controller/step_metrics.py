@@ -23,6 +23,8 @@ class StepRecord:
         self._generated_tokens = generated_tokens
         self._started = time.perf_counter()
         self.metrics: dict[str, float] = {}
+        self.groups: Sequence[RolloutGroup] = ()
+        """That the step took."""
         self.validation: ValidationReport | None = None
         """The newest that ended since the last step."""
 
@@ -51,7 +53,7 @@ class StepRecord:
             blocking_calls: calls of user code since the last step that held up an event loop beyond their limit.
             ledger: rollouts so far by task and column.
         """
-        self._taken, self._spans = taken, spans
+        self._taken, self._spans, self.groups = taken, spans, taken.groups
         self.validation = next((report for report in reversed(validations) if report.reward is not None), None)
         self._seconds = time.perf_counter() - self._started
         self._ages = _ages(taken.groups, self._step - 1)

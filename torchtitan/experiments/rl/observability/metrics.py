@@ -1,4 +1,4 @@
-"""A step's metrics, to every place the config names: a JSON-lines file, TensorBoard, Weights & Biases.
+"""A step's metrics, to every place the config names: a JSON-lines file, TensorBoard, and trackers (`trackers/`).
 
 The JSON-lines file is the record of the run: one line per step, ``step`` first, the other keys sorted, so that two runs with
 the same seed give the same file once `without_timing` has taken out what depends on the clock.
@@ -7,27 +7,28 @@ the same seed give the same file once `without_timing` has taken out what depend
 import json
 import logging
 import math
-import os
-import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torchtitan.config.configurable import Configurable
-from torchtitan.experiments.rl.bounds import NonEmptyStr, check_config
+from torchtitan.experiments.rl.bounds import NonEmptyStr, NonNegativeInt, PositiveInt, check_config
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.observability.trackers.background import BackgroundTracker
+from torchtitan.experiments.rl.observability.trackers.samples import samples_table
+from torchtitan.experiments.rl.observability.trackers.tracker import Table, TrackedRun, Tracker
+from torchtitan.experiments.rl.observability.trackers.trackio_tracker import TrackioTracker
+from torchtitan.experiments.rl.observability.trackers.weights_and_biases import WandbMode, WandbTracker
 from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE, RecordFile
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 TENSORBOARD_FOLDER = "tensorboard"
-WANDB_ID_FILE = "wandb-run-id"
-"""In the run folder: a resumed run goes on with the same W&B run."""
 TIMING_PREFIXES = ("time/", "perf/")
 """Whatever depends on the clock (seconds, tokens per second) has its key under one of these; nothing else does."""
-
-WandbMode = Literal["offline", "online", "disabled"]
 
 
 def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,11 +54,36 @@ class MetricsLogger(Configurable):
         wandb_project: NonEmptyStr = "torchtitan-rl"
         wandb_mode: WandbMode = "offline"
         """`offline` needs no network and can be uploaded later; `online` needs WANDB_API_KEY."""
+        trackio: bool = False
+        """Log to trackio, a local database with a dashboard: `pip install trackio`, then `trackio show`."""
+        trackio_project: NonEmptyStr = "torchtitan-rl"
+        trackers: list[Tracker.Config] = field(default_factory=list)
+        """Trackers of your own: configs of subclasses of `observability.trackers.Tracker`."""
+        samples: NonNegativeInt = 4
+        """Conversations in the table that TensorBoard and the trackers get, each of at most 8,000 characters; 0: no table."""
+        samples_every: PositiveInt = 10
+        """Steps from one table to the next."""
 
         def validate(self, *, field: str) -> None:
             """Raises ConfigError where this config can't log; `field` is where it sits in the whole config."""
-            if self.wandb and self.wandb_mode == "online" and not os.environ.get("WANDB_API_KEY"):
-                raise ConfigError(f"{field}.wandb_mode", "online", "WANDB_API_KEY is not set: set it, or use offline")
+            for name, tracker in self.all_trackers().items():
+                own = f"{field}.{name}"
+                try:
+                    tracker.validate(field=own)
+                except ConfigError as error:
+                    if name.startswith("trackers["):
+                        raise
+                    # The field that people set: wandb_mode, and not wandb.mode.
+                    raise type(error)(error.field.replace(f"{own}.", f"{own}_"), error.value, error.cure) from None
+
+        def all_trackers(self) -> dict[str, Tracker.Config]:
+            """By the field that names each."""
+            found: dict[str, Tracker.Config] = {}
+            if self.wandb:
+                found["wandb"] = WandbTracker.Config(project=self.wandb_project, mode=self.wandb_mode)
+            if self.trackio:
+                found["trackio"] = TrackioTracker.Config(project=self.trackio_project)
+            return found | {f"trackers[{index}]": tracker for index, tracker in enumerate(self.trackers)}
 
     def __init__(
         self,
@@ -76,8 +102,8 @@ class MetricsLogger(Configurable):
         """
         check_config(config, field="metrics")
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._last_step = resume_step
-        self._file = self._tensorboard = self._wandb = None
+        self.config, self._last_step = config, resume_step
+        self._file = self._tensorboard = None
         if config.jsonl:
             self._file = _open_record(run_dir / METRICS_FILE, resume_step)
         if config.tensorboard:
@@ -85,8 +111,8 @@ class MetricsLogger(Configurable):
 
             purge_step = None if resume_step is None else resume_step + 1
             self._tensorboard = SummaryWriter(str(run_dir / TENSORBOARD_FOLDER), purge_step=purge_step)
-        if config.wandb:
-            self._wandb = _wandb_run(config, run_dir=run_dir, resume_step=resume_step, run_config=dict(run_config or {}))
+        run = TrackedRun(folder=run_dir, config=dict(run_config or {}), resume_step=resume_step)
+        self._trackers = [BackgroundTracker(own, run, name=f"metrics.{name}") for name, own in config.all_trackers().items()]
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record one step.
@@ -95,8 +121,8 @@ class MetricsLogger(Configurable):
 
         Raises:
             ValueError: a step that is not after the last one, or a metric called `step`.
-            OSError: the metrics file can't be written. It ends with a whole line. TensorBoard and W&B, which hold copies, end
-                with a warning.
+            OSError: the metrics file can't be written. It ends with a whole line. TensorBoard and trackers, which hold copies,
+                end with a warning.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} after step {self._last_step}: each step is logged once, in order")
@@ -115,9 +141,19 @@ class MetricsLogger(Configurable):
                     tensorboard.add_scalar(key, value, step)
 
             self._tensorboard = self._surviving(tensorboard, add_scalars)
-        if (wandb := self._wandb) is not None:
-            self._wandb = self._surviving(wandb, lambda: wandb.log(finite, step=step))
+        for tracker in self._trackers:
+            tracker.put(lambda own: own.log(step, finite))
         self._last_step = step
+
+    def log_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Show some conversations of a step that was logged, where the turn of a table has come."""
+        if not self.config.samples or step % self.config.samples_every or (self._tensorboard is None and not self._trackers):
+            return
+        table = samples_table(groups, self.config.samples)
+        if (tensorboard := self._tensorboard) is not None:
+            self._tensorboard = self._surviving(tensorboard, lambda: tensorboard.add_text(table.name, _markdown(table), step))
+        for tracker in self._trackers:
+            tracker.put(lambda own: own.log_table(step, table))
 
     def flush(self) -> None:
         """Have everything logged so far in the files."""
@@ -130,9 +166,9 @@ class MetricsLogger(Configurable):
             self._file.close()
         if self._tensorboard is not None:
             self._surviving(self._tensorboard, self._tensorboard.close)
-        if self._wandb is not None:
-            self._surviving(self._wandb, self._wandb.finish)
-        self._file = self._tensorboard = self._wandb = None
+        for tracker in self._trackers:
+            tracker.close()
+        self._file, self._tensorboard, self._trackers = None, None, []
 
     def _surviving(self, backend: Any, call: Callable[[], object]) -> Any:
         """``backend``, or None if the call fails: a copy of the metrics is not worth the run."""
@@ -144,37 +180,10 @@ class MetricsLogger(Configurable):
         return backend
 
 
-def _wandb_run(config: MetricsLogger.Config, *, run_dir: Path, resume_step: int | None, run_config: dict[str, Any]) -> Any:
-    """The W&B run of this run; a resumed one is cut back to ``resume_step`` where W&B can do that."""
-    import wandb
-
-    run_id = _wandb_id(run_dir, new=resume_step is None)
-    arguments: dict[str, Any] = dict(
-        project=config.wandb_project,
-        name=run_dir.name,
-        dir=str(run_dir),
-        mode=config.wandb_mode,
-        config=run_config,
-        settings=wandb.Settings(console="off", silent=True),  # the console is ours
-    )
-    if resume_step is not None and config.wandb_mode == "online":
-        try:
-            return wandb.init(resume_from=f"{run_id}?_step={resume_step}", **arguments)
-        except wandb.errors.Error as error:  # not every server can; it needs the step too
-            logger.warning(
-                "W&B can't cut its run %s back to step %d (%s): it keeps what it has of later steps",
-                run_id,
-                resume_step,
-                error,
-            )
-    return wandb.init(id=run_id, resume="allow", **arguments)
-
-
-def _wandb_id(run_dir: Path, *, new: bool) -> str:
-    path = run_dir / WANDB_ID_FILE
-    if new or not path.exists():
-        path.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")
-    return path.read_text(encoding="utf-8").strip()
+def _markdown(table: Table) -> str:
+    """Rows one after the other, as blocks of code: nothing in them is formatted."""
+    rows = ["\n".join(f"{name}: {value}" for name, value in zip(table.columns, row, strict=True)) for row in table.rows]
+    return "\n\n---\n\n".join(textwrap.indent(row, "    ", lambda line: True) for row in rows)
 
 
 def _open_record(path: Path, resume_step: int | None) -> RecordFile:
