@@ -1,6 +1,7 @@
 """Pictures of the report of a run, by Chromium. Those of README, taken anew:
 
-    .venv/bin/python -m torchtitan.experiments.rl.grpo --config rl_grpo_qwen3_debug --run-dir outputs/pictures
+    .venv/bin/python -m torchtitan.experiments.rl.grpo --config rl_guess_number_qwen3_debug --steps 40 \
+        --recorder.trainer-logprobs --run-dir outputs/pictures
     .venv/bin/python -m tests.browser.pictures outputs/pictures
 
 `make test-browser` installs what it needs. With --all FOLDER: every page, 1280 and 390 pixels wide, light and dark.
@@ -71,9 +72,12 @@ def main() -> None:
 
 
 def pictures_of_readme(browser: Browser, address: str, run: ReportedRun) -> None:
-    page = new_page(browser, width=1200, height=760, color_scheme="light")
+    page = new_page(browser, width=1200, height=640, color_scheme="light")
     opened(page, address, "overview").screenshot(path=ROOT / "docs/report-overview.png")
-    with_tokens(page, address, run).screenshot(path=ROOT / "docs/report-tokens.png")
+    with_tokens(page, address, run)
+    page.get_by_role("heading", name="Training sample").first.evaluate("heading => heading.scrollIntoView()")
+    page.locator(".tokens span[style*=rgba]").nth(4).hover()
+    page.screenshot(path=ROOT / "docs/report-tokens.png")
 
 
 def pictures_of_all(browser: Browser, address: str, run: ReportedRun, folder: Path) -> None:

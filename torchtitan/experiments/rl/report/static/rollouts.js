@@ -132,7 +132,7 @@ async function showTokens(place, run, key, sample, offset) {
     return html("span", { tabindex: i ? "-1" : "0", class: page.special[i] ? "special" : null, "data-i": i }, seen);
   });
   const show = (i) => {
-    const values = Object.entries(page.streams).map(([name, entries]) => `${name} ${typeof entries[i] === "number" ? number(entries[i]) : entries[i]}`);
+    const values = Object.entries(page.streams).map(([name, entries]) => `${name} ${typeof entries[i] === "string" || typeof entries[i] === "boolean" ? entries[i] : number(entries[i])}`);
     detail.textContent = `token ${offset + i}: id ${page.ids[i]} · ${values.join(" · ")}`;
   };
   const box = html("div", {
