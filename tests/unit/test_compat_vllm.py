@@ -224,6 +224,42 @@ def test_a_packed_copy_has_the_note_of_what_it_was_made_of():
     assert compat.packed_from(other) is None
 
 
+def test_a_module_that_is_not_to_be_packed_computes_with_its_weight():
+    from vllm.model_executor.layers import utils
+
+    layer = torch.nn.Linear(4, 3, bias=False)
+    pack = utils.dispatch_cpu_unquantized_gemm
+    pack(layer, remove_weight=False)
+    with compat.packing_noted(lambda module: "note", unpacked=[layer]):
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    x = torch.randn(2, 4)
+    with torch.no_grad():
+        layer.weight.add_(1.0)  # no copy of what it was
+        torch.testing.assert_close(layer.cpu_linear(x, layer.weight, None), x @ layer.weight.T)
+    assert compat.packed_from(layer) is None
+
+
+def test_only_an_embedding_beside_a_head_of_its_own_is_packed_for_nothing():
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    def made(kind: type) -> torch.nn.Module:
+        module = kind.__new__(kind)
+        torch.nn.Module.__init__(module)
+        return module
+
+    model, embedding = torch.nn.Module(), made(VocabParallelEmbedding)
+    model.embed_tokens = embedding
+    assert compat.packed_for_nothing(model) == [], "it may be the head"
+    model.lm_head = embedding
+    assert compat.packed_for_nothing(model) == []
+    model.lm_head = made(ParallelLMHead)
+    assert compat.packed_for_nothing(model) == [embedding]
+    for kind in (LlamaForCausalLM, Qwen3ForCausalLM):
+        assert "self.logits_processor(self.lm_head, " in source_of(kind.compute_logits), "logits are computed in another way"
+
+
 def held(rows: list[int], sources: int = 3, **attributes) -> compat.HeldWeight:
     module = SimpleNamespace(output_partition_sizes=rows, **attributes)
     names = tuple(f"source_{i}" for i in range(sources))

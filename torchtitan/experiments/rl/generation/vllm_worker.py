@@ -4,7 +4,7 @@ import time
 from functools import cached_property
 from typing import Any
 
-from torchtitan.experiments.rl.compat.vllm import packing_noted, reload_weights
+from torchtitan.experiments.rl.compat.vllm import packed_for_nothing, packing_noted, reload_weights
 from torchtitan.experiments.rl.errors import PeerGone
 from torchtitan.experiments.rl.generation.engine import LoadReport
 from torchtitan.experiments.rl.generation.vllm_held import HeldWeights
@@ -46,9 +46,10 @@ class SnapshotLoader:
         worker: Any = self
         started = time.perf_counter()
         tensors = dict(self._snapshots.map(path).views(manifest.layout))
-        held = HeldWeights(worker.get_model(), manifest, tensors)
+        model = worker.get_model()
+        held = HeldWeights(model, manifest, tensors)
         mapped = time.perf_counter()
-        with trace.span("reload"), packing_noted(held.note):
+        with trace.span("reload"), packing_noted(held.note, unpacked=packed_for_nothing(model)):
             reload_weights(worker, tensors.items())
         packed_s = held.seconds
         reloaded = time.perf_counter()
