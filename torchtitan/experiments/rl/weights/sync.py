@@ -165,12 +165,12 @@ class WeightSync:
                 fetched = time.perf_counter()
                 return await self._generators.update_weights(version, self.canary_token_ids)
 
-            with trace.span("generators load"):
-                receipts = await self._with_copies(version, load)
+            with trace.span("generators load"):  # the trainer scores its canary meanwhile
+                receipts, canary = await asyncio.gather(self._with_copies(version, load), ask(self._ranks[0].canary))
             for replica, receipt in receipts.items():
                 self._check_receipt(replica, version, receipt)
             loaded = time.perf_counter()
-            self._canary, self._version, self._published = await ask(self._ranks[0].canary), version, True
+            self._canary, self._version, self._published = canary, version, True
         canaries = {replica: receipt.canary_logprobs for replica, receipt in receipts.items()}
         return SyncReport(
             version=version,
