@@ -193,6 +193,7 @@ def bare_arguments(config: RunConfig) -> dict[str, Any]:
         "max_num_seqs": engine.max_num_seqs,
         "max_num_batched_tokens": max(engine.max_model_len, 8192),
         "enable_chunked_prefill": False,
+        "block_size": 32,
         "enable_prefix_caching": engine.enable_prefix_caching,
         "enforce_eager": True,
         "skip_tokenizer_init": True,

@@ -274,9 +274,9 @@ async def test_tokens_carry_the_version_they_were_sampled_with_when_weights_chan
     assert result.completion.token_ids[:3].tolist() == before.token_ids[:3].tolist()
 
 
-@pytest.mark.parametrize("length", [41, 170])
+@pytest.mark.parametrize("length", [21, 170])
 async def test_a_prompt_is_computed_once_for_a_group_and_all_answer_as_if_alone(pair, length):
-    # 41 tokens are less than a cache block (128 on CPU), and 170 one block and a part.
+    # 21 tokens are less than a cache block (32 on CPU), and 170 are five blocks and a part.
     prompt, options = pair.prompt(length, seed=12), dict(max_tokens=6)
     await pair.generator.usage.call_one()
     group = [result.completion for result in await pair.run(*(pair.request(prompt, seed=seed, **options) for seed in range(4)))]
@@ -290,7 +290,7 @@ async def test_a_prompt_is_computed_once_for_a_group_and_all_answer_as_if_alone(
 
 
 async def test_no_prompt_is_answered_from_another_versions_prefix_cache(pair):
-    # Several cache blocks long (128 tokens each on CPU); the second request finds them cached.
+    # Several cache blocks long (32 tokens each on CPU); the second request finds them cached.
     prompt = pair.prompt(400, seed=8)
     for _ in range(2):
         completion = await pair.complete(prompt, max_tokens=4, seed=2)

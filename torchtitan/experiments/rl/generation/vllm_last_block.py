@@ -1,6 +1,6 @@
 """vLLM's prefix cache, down to the last token of a prompt.
 
-vLLM shares the full blocks of a prompt. A block has 32 tokens or more on CPU, so that a short prompt has none, and each rollout
+vLLM shares the full blocks of a prompt. A block has 32 tokens on CPU, so that a short prompt has none, and each rollout
 of a group computes all of it again. This connector keeps the last block of a prompt, which is filled in part, and copies it for
 each request that begins with the same tokens. Such a request computes one token, the prompt's last.
 
