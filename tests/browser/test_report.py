@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from playwright.sync_api import Browser, expect
 
@@ -29,6 +30,7 @@ def browser():
 def run(tmp_path_factory):
     folder = small_run(tmp_path_factory.mktemp("report") / "run")
     hostile = [rollout("bad-0", 0, reward=1.0, reply=HOSTILE), rollout("bad-0", 1, reward=0.5, reply="y" * 2**20)]
+    hostile[0].samples[0].trainer_logprobs = np.array([0, 0, 0, np.log(2) - 0.5, np.log(0.5) - 0.25], np.float32)
     record(folder, [hostile], {"bad-0/0": "trained", "bad-0/1": "trained"}, step=2)
     for label, rewards in (("0", [0, 1, 0]), ("3.final", [1, 0, 1])):
         record_evaluation(
@@ -150,6 +152,17 @@ def test_keys_move_along_charts_and_tokens(page, address, run):
         page.keyboard.press("ArrowRight")
     expect(page.locator(".tokendetail")).to_contain_text("token 4: id 5")
     expect(page.locator(".tokendetail")).to_contain_text("advantages 0.75")
+
+
+def test_tokens_are_coloured_by_the_ratio_of_trainer_and_generator(page, address, run):
+    opened(page, address, f"rollout/{key_of(run, 'bad-0/0')}")
+    page.get_by_role("button", name="Show the tokens").click()
+    page.get_by_label("Coloured by").select_option("ratio")
+    colours = page.locator(".tokens span").evaluate_all("spans => spans.map((span) => span.style.background)")
+    assert colours == ["", "", "", "rgba(0, 114, 178, 0.65)", "rgba(213, 94, 0, 0.65)"]  # twice, and half
+    expect(page.locator("main")).to_contain_text("0.5 to 2; blue above 1")
+    page.locator(".tokens span").nth(0).hover()
+    expect(page.locator(".tokendetail")).to_contain_text("ratio –")
 
 
 def test_a_run_that_goes_on_is_followed(page, address, run):

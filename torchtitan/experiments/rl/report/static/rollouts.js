@@ -155,12 +155,6 @@ async function showTokens(place, run, key, sample, offset) {
 
 // Colours each span; returns what the colours mean.
 function coloured(spans, values, [name, how]) {
-  if (how === "ratio") { // twice is as far from 1 as half
-    const logs = values.map((value) => (typeof value === "number" ? Math.log(value) : value));
-    const known = values.filter((value) => typeof value === "number");
-    coloured(spans, logs, [name, "signed"]);
-    return `${name} ${number(Math.min(...known))} to ${number(Math.max(...known))}; blue above 1, orange below`;
-  }
   const known = values.filter((value) => typeof value === "number");
   const low = Math.min(...known), high = Math.max(...known), size = Math.max(Math.abs(low), Math.abs(high)) || 1;
   spans.forEach((span, i) => {
@@ -168,14 +162,19 @@ function coloured(spans, values, [name, how]) {
     let colour = "";
     if (how === "names") colour = value ? `rgba(${ROLE_COLOURS[value]},.4)` : "";
     else if (value === true) colour = "rgba(0,114,178,.4)";
-    else if (typeof value !== "number" || value === 0) colour = "";
+    else if (typeof value !== "number" || (value === 0 && how !== "ratio")) colour = "";
     else if (how === "signed") colour = value > 0 ? `rgba(0,114,178,${(0.15 + 0.5 * value / size).toFixed(2)})` : `rgba(213,94,0,${(0.15 - 0.5 * value / size).toFixed(2)})`;
+    else if (how === "ratio") { // twice is as far from 1 as half; what rounding explains is not seen
+      const far = Math.log2(value);
+      colour = `rgba(${far > 0 ? "0,114,178" : "213,94,0"},${Math.min(0.65, 0.65 * Math.abs(far)).toFixed(2)})`;
+    }
     else if (how === "less") colour = `rgba(213,94,0,${Math.min(0.7, -value / 6).toFixed(2)})`;
     else if (value >= 0) colour = `rgba(0,114,178,${(0.15 + 0.45 * (high > low ? (value - low) / (high - low) : 1)).toFixed(2)})`;
     span.style.background = colour;
   });
   if (how === "names") return "green user, blue assistant, orange tool, grey system";
   if (!known.length) return "blue: yes";
+  if (how === "ratio") return `${name} ${number(low)} to ${number(high)}; blue above 1, orange below, full at twice or half`;
   return `${name} ${number(low)} to ${number(high)}${how === "signed" ? "; blue above 0, orange below" : how === "less" ? "; the more orange, the less likely" : ""}`;
 }
 
