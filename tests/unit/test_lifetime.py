@@ -37,6 +37,26 @@ async def test_the_end_of_a_watched_process_is_noticed_with_its_exit_code():
     process.wait()
 
 
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("print('terminate called', flush=True); os.abort()", "killed by SIGABRT (what it printed is in {})"),
+        ("print('no memory', flush=True); os._exit(3)", "its process ended with exit code 3 (what it printed is in {})"),
+        ("os.abort()", "killed by SIGABRT"),
+        ("print('of no interest', flush=True); os.kill(os.getpid(), 9)", "killed by SIGKILL"),
+    ],
+)
+async def test_the_cause_of_a_crash_names_the_file_with_its_last_words(tmp_path, code, cause):
+    life, output = Lifetime("generator 1"), tmp_path / "generator-1.txt"
+    with output.open("wb") as file:
+        command = [sys.executable, "-c", f"import os, sys; sys.stdin.read(); {code}"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file)
+    life.watch(process.pid, str(output))
+    process.stdin.close()
+    assert await asyncio.wait_for(life.ended(), 60) == cause.format(output)
+    process.wait()
+
+
 async def test_a_process_that_is_being_taken_down_is_known_before_its_end_is(sleeper):
     life = Lifetime("trainer rank 0")
     life.pid = sleeper.pid  # its end is not watched

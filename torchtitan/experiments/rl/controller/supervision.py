@@ -189,7 +189,7 @@ class Supervisor:
         """Have ``life`` end when the actor's process does, at once where it is on this host, or when it hangs."""
         identity: ProcessIdentity = await life.call(actor.identity.call_one())
         if identity.host == host_identity():
-            life.watch(identity.pid)
+            life.watch(identity.pid, identity.output)
         self._run_beside(self._hangs.watch(actor, life, stacks=identity.stacks, blocks=blocks))
 
     async def _connect(self, part: Part) -> None:

@@ -101,14 +101,17 @@ class Lifetime:
             elif not working.cancelled():
                 working.exception()  # looked at: asyncio logs one that nobody does
 
-    def watch(self, pid: int) -> None:
-        """``end`` this lifetime when the process ``pid`` of this host ends."""
+    def watch(self, pid: int, output: str = "") -> None:
+        """``end`` this lifetime when the process ``pid`` of this host ends. Of one that crashes the cause names ``output``, the
+        file with what it has printed.
+        """
         self.pid = pid
         try:
             self._descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             return self.end("ended before it was watched")
-        waiting = threading.Thread(target=self._wait, args=(pid, os.dup(self._descriptor)), name=f"wait for {pid}", daemon=True)
+        arguments = (pid, os.dup(self._descriptor), output)
+        waiting = threading.Thread(target=self._wait, args=arguments, name=f"wait for {pid}", daemon=True)
         waiting.start()
 
     def kill(self, cause: str) -> None:
@@ -124,7 +127,7 @@ class Lifetime:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _wait(self, pid: int, descriptor: int) -> None:
+    def _wait(self, pid: int, descriptor: int, output: str) -> None:
         # In a thread that waits in the kernel: Monarch waits for its children too, and who is second learns no exit code.
         try:
             status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -133,15 +136,23 @@ class Lifetime:
             status = None
         os.close(descriptor)
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody is interested
-            self._loop.call_soon_threadsafe(self.end, _cause_in(status))
+            self._loop.call_soon_threadsafe(self.end, _cause_in(status, output))
 
 
-def _cause_in(status: os.waitid_result | None) -> str:
+def _cause_in(status: os.waitid_result | None, output: str) -> str:
     if status is None:
         return "its process ended"
     if status.si_code == os.CLD_EXITED:
-        return f"its process ended with exit code {status.si_status}"
-    return f"killed by {signal.Signals(status.si_status).name}"
+        return f"its process ended with exit code {status.si_status}" + _last_words(output)
+    killed = f"killed by {signal.Signals(status.si_status).name}"
+    return killed if status.si_status == signal.SIGKILL else killed + _last_words(output)
+
+
+def _last_words(output: str) -> str:
+    with contextlib.suppress(OSError):
+        if output and Path(output).stat().st_size:
+            return f" (what it printed is in {output})"
+    return ""
 
 
 async def _awaited(answer: Awaitable[Any]) -> Any:

@@ -12,6 +12,7 @@ from typing import TextIO
 from torchtitan.experiments.rl.process.terminal import shared
 
 _terminal: TextIO | None = None
+_file = ""
 
 
 def terminal() -> TextIO:
@@ -19,12 +20,18 @@ def terminal() -> TextIO:
     return _terminal or sys.stderr
 
 
+def printed_file() -> str:
+    """Path of the file that ``print_to`` was given; "" where it was not called."""
+    return _file
+
+
 def print_to(path: Path) -> None:
     """Send stdout and stderr of this process, and of those that it starts, to ``path``, whatever language writes to them.
 
     The file is removed when the process ends by itself and has printed nothing.
     """
-    global _terminal
+    global _terminal, _file
+    _file = str(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     atexit.register(_remove_if_empty, path)
     _terminal = shared(os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace"))

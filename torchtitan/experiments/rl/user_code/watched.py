@@ -11,6 +11,7 @@ from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.free_memory import FreeMemory
 from torchtitan.experiments.rl.process.heartbeat import Heartbeat, Pulse
 from torchtitan.experiments.rl.process.host_identity import host_identity
+from torchtitan.experiments.rl.process.output import printed_file
 from torchtitan.experiments.rl.process.setup import end_without_finalizing, ignore_signals_of_the_command
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
@@ -25,6 +26,8 @@ class ProcessIdentity:
     pid: int
     stacks: str
     """Where processes of the same host read what STACK_SIGNAL has it write."""
+    output: str = ""
+    """The file with what it prints; "" where it prints where the command does."""
 
 
 class WatchedActor(Actor):
@@ -42,7 +45,8 @@ class WatchedActor(Actor):
     async def identity(self) -> ProcessIdentity:
         """Where its process is."""
         pid = os.getpid()
-        return ProcessIdentity(host=host_identity(), pid=pid, stacks=f"/proc/{pid}/fd/{self._stacks}")
+        stacks = f"/proc/{pid}/fd/{self._stacks}"
+        return ProcessIdentity(host=host_identity(), pid=pid, stacks=stacks, output=printed_file())
 
     @reported_endpoint
     async def pulse(self) -> Pulse:
