@@ -3,8 +3,11 @@
 import inspect
 from typing import Any
 
+import pytest
 import torchstore.api
 import torchstore.controller
+from torchstore.client import LocalClient
+from torchstore.storage_volume import InMemoryStore
 
 from torchtitan.experiments.rl.compat.monarch import OneActor
 from torchtitan.experiments.rl.compat.torchstore import AsyncController, SparingClient, use_async_controller
@@ -78,6 +81,38 @@ def test_the_volume_is_called_in_that_way_too():
     strategy.storage_volumes, strategy.volume_id_to_coord = object(), {strategy.get_client_id(): {}}
     volume, _ = strategy.select_storage_volume()
     assert isinstance(volume, OneActor), "torchstore's strategy no longer asks get_storage_volume for it"
+
+
+async def test_an_object_is_put_and_got_by_one_call_to_the_volume_each():
+    called, kept = [], InMemoryStore()
+
+    class Endpoint:
+        def __init__(self, name: str):
+            self._name = name
+
+        async def choose(self, *arguments) -> Any:
+            called.append(self._name)
+            return await getattr(kept, self._name)(*arguments)
+
+    class Mesh:
+        def __getattr__(self, name: str) -> Endpoint:
+            return Endpoint(name)
+
+    strategy = OneVolume()
+    strategy.storage_volumes, strategy.volume_id_to_coord = Mesh(), {strategy.get_client_id(): {}}
+    client = SparingClient(object(), strategy)
+    for value in ({"version": 1}, {"version": 2}):
+        await client.put("key", value)
+        assert await client.get("key") == value
+    assert called == ["put", "get"] * 2
+    with pytest.raises(KeyError):
+        await client.get("another key")
+
+
+def test_torchstores_client_is_called_with_the_same_arguments():
+    put, get = [inspect.signature(getattr(SparingClient, name)) for name in ("put", "get")]
+    assert list(put.parameters) == list(inspect.signature(LocalClient.put).parameters)
+    assert list(get.parameters) == list(inspect.signature(LocalClient.get).parameters)
 
 
 async def test_a_store_is_given_up_without_asking_its_volume():
