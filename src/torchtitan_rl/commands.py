@@ -45,10 +45,9 @@ def _run(module: str) -> int:
     if problem := what_is_lacking():
         print(f"error: {problem}", file=sys.stderr)
         return 2
-    from torchtitan.experiments.rl.process.setup import restart_with_utf8
+    from torchtitan.experiments.rl.process.setup import run_command
 
-    restart_with_utf8()
-    return importlib.import_module(f"torchtitan.experiments.rl.{module}").main()
+    return run_command(lambda: importlib.import_module(f"torchtitan.experiments.rl.{module}").main())
 
 
 def what_is_lacking() -> str | None:

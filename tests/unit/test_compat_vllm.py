@@ -20,7 +20,7 @@ def quiet_vllm():
     """vLLM reads its environment when it is imported: here it logs nothing and sends no statistics."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", os.environ.copy())
-        compat.set_environment(device="cpu", cpu_kv_cache_gib=1)
+        compat.set_environment(device="cpu")
         yield
 
 
@@ -37,14 +37,22 @@ def test_version_is_the_one_that_compat_is_written_for():
 
 
 def test_environment_variables_are_read_by_vllm(monkeypatch):
-    from vllm import envs
+    from vllm import EngineArgs, envs
 
-    monkeypatch.setattr(os, "environ", {})
-    compat.set_environment(device="cpu", cpu_kv_cache_gib=3)
+    monkeypatch.setattr(os, "environ", {"VLLM_CPU_KVCACHE_SPACE": "3"})
+    compat.set_environment(device="cpu")
     unknown = set(os.environ) - set(envs.environment_variables)
     assert not unknown, f"vLLM no longer reads {unknown}"
-    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "3"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ and "kv_cache_memory_bytes" in EngineArgs.__dataclass_fields__
     assert os.environ["VLLM_CPU_OMP_THREADS_BIND"].split(",") == [str(core) for core in sorted(os.sched_getaffinity(0))]
+
+
+def test_the_core_client_shuts_its_engine_down_by_a_finalizer():
+    from vllm.v1.engine.core_client import InprocClient
+
+    assert "self._finalizer = weakref.finalize(self, self.engine_core.shutdown)" in source_of(InprocClient), (
+        "leave_to_the_exit has to find what shuts the engine down when the process ends"
+    )
 
 
 def test_scheduler_counts_requests_and_the_cache_in_use():

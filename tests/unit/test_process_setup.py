@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,16 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan.experiments.rl.controller.provision import spawn
-from torchtitan.experiments.rl.process.setup import (
+from torchtitan.experiments.rl.process.garbage import (
+    collect_again,
     freeze_objects,
+    hold_collection,
+    keep_imported,
+    unfreeze_objects,
+)
+from torchtitan.experiments.rl.process.setup import (
     launch_environment,
     set_up_process,
-    unfreeze_objects,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -184,6 +190,55 @@ def test_objects_are_frozen_and_seen_again():
     finally:
         unfreeze_objects()
     assert gc.get_freeze_count() == 0 and gc.get_threshold() == usual
+
+
+def test_what_is_there_when_collection_begins_again_is_never_looked_at():
+    collect_again()
+    assert gc.get_freeze_count() == 0  # it was not held
+    hold_collection()
+    try:
+        assert not gc.isenabled()
+    finally:
+        collect_again()
+    try:
+        assert gc.isenabled() and gc.get_freeze_count() > 1000
+    finally:
+        unfreeze_objects()
+
+
+def test_garbage_that_was_made_after_the_imports_is_collected():
+    """A model that is loaded may leave as much memory in cycles as it takes."""
+
+    class Large:
+        def __init__(self):
+            self.own = self
+
+    hold_collection()
+    try:
+        keep_imported()
+        left = weakref.ref(Large())
+        assert left() is not None
+    finally:
+        collect_again()
+        unfreeze_objects()
+    assert left() is None
+
+
+def test_a_command_ends_with_its_code_after_its_functions_for_exit():
+    code = (
+        "import atexit, sys\n"
+        "from torchtitan.experiments.rl.process.setup import run_command\n"
+        "class Dear:\n"
+        "    def __del__(self): print('finalized')\n"
+        "dear = Dear()\n"
+        "def main():\n"
+        "    atexit.register(print, 'a function of the user')\n"
+        "    sys.stdout.write('kept ')\n"
+        "    return 3\n"
+        "run_command(main)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "kept a function of the user\n", "")
 
 
 @pytest.mark.parametrize("stopped", [True, False])

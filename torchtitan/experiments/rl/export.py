@@ -17,7 +17,7 @@ from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.setup import (
     escape_unencodable_output,
     quiet_libraries,
-    restart_with_utf8,
+    run_command,
     set_up_process,
 )
 
@@ -77,5 +77,4 @@ def _export(given: str, target: Path, *, model: str | None) -> Path:
 
 
 if __name__ == "__main__":
-    restart_with_utf8()
-    sys.exit(main())
+    run_command(main)

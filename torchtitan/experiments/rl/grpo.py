@@ -15,10 +15,11 @@ from torchtitan.experiments.rl.config.user_faults import fault_of
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.garbage import collect_again, hold_collection, keep_imported
 from torchtitan.experiments.rl.process.setup import (
     escape_unencodable_output,
     quiet_libraries,
-    restart_with_utf8,
+    run_command,
     set_up_process,
 )
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
@@ -28,6 +29,8 @@ from torchtitan.experiments.rl.process.terminal import share_terminal
 def main(arguments: list[str] | None = None) -> int:
     """``arguments``: None: those of this process. Someone waits for it then, and the first line tells them so."""
     escape_unencodable_output()
+    if arguments is None:
+        hold_collection()
     try:
         command = parse_command(sys.argv[1:] if arguments is None else arguments)
         if arguments is None and not command.list_configs:
@@ -41,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
             command.overrides += ["--model.hf-assets-path", model_folder(command.model)]
         resumed, command = _resumed(command)
         config, name = load_config(command), str(command.config_name)
+        keep_imported()
         try:
             with quiet_libraries():
                 start = _check(config, command, resumed or _newest(config, command))
@@ -224,6 +228,7 @@ def _run(config: Any, start: Any, config_name: str) -> int:
 
     temporary = TemporaryFolder()
     share_terminal()
+    collect_again()
     try:
         return run_to_end(config, start, config_name, temporary)
     finally:
@@ -231,5 +236,4 @@ def _run(config: Any, start: Any, config_name: str) -> int:
 
 
 if __name__ == "__main__":
-    restart_with_utf8()
-    sys.exit(main())
+    run_command(main)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 
-def set_environment(*, device: str, cpu_kv_cache_gib: int, workers: int = 1) -> None:
+def set_environment(*, device: str, workers: int = 1) -> None:
     """Set the environment variables that vLLM 0.32 reads in place of arguments. Call before vLLM is imported.
 
     The engine runs in this process, because its scheduler is reached from here (``recompute_open_requests``). Log handlers are
@@ -36,7 +36,7 @@ def set_environment(*, device: str, cpu_kv_cache_gib: int, workers: int = 1) -> 
     if device == "cpu":
         cores = sorted(os.sched_getaffinity(0))
         shares = [cores[rank::workers] or [cores[rank % len(cores)]] for rank in range(workers)]
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(cpu_kv_cache_gib)
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would go before the argument
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
 
 
@@ -81,6 +81,12 @@ def replace_cache_salt(request: Any, cache_salt: str) -> None:
 def shut_down(engine: Any) -> None:
     """Free the engine's memory and end its workers. ``LLMEngine`` 0.32 has no method for it; its core client has."""
     engine.engine_core.shutdown()
+
+
+def leave_to_the_exit(engine: Any) -> None:
+    """Do not shut the engine down when the process ends. vLLM 0.32 does, by a ``weakref.finalize`` of its core client: it
+    collects all garbage for up to a second, and frees memory that ends with the process anyway."""
+    engine.engine_core._finalizer.atexit = False
 
 
 def reload_weights(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

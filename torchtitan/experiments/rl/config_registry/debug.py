@@ -56,7 +56,8 @@ def rl_grpo_qwen3_debug() -> RunConfig:
             optimizer=OptimizerConfig(lr=1.5e-4, betas=(0.9, 0.99)),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10),
         ),
-        generator=GeneratorConfig(engine=VLLMEngineConfig(max_model_len=256)),
+        # A quarter GiB is 131,072 tokens of the tiny model, twice what 256 sequences of 256 tokens take.
+        generator=GeneratorConfig(engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.25)),
         batcher=Batcher.Config(row_length=512, rows_per_microbatch=8),
         steps=100,
         rollouts_per_step=256,
@@ -186,7 +187,8 @@ def rl_questions_qwen3_debug() -> RunConfig:
     env = RendererEnvConfig(max_turns=1, max_rollout_tokens=256)
     config = _debug(20, questions=QuestionTask.Config(env=env, sampling=SamplingConfig(max_tokens=16)))
     # A task of your own in its place has the default limit of a rollout, which is 1,024 tokens.
-    config.batcher.row_length = config.generator.engine.max_model_len = 1024
+    config.batcher.row_length = 1024
+    config.generator.engine = VLLMEngineConfig(max_model_len=1024)
     return config
 
 
@@ -217,4 +219,4 @@ def _sum_digits_rounds(algorithm: Algorithm.Config) -> Task.Config:
 
 
 def _tiny_teacher() -> HostedModel:
-    return HostedModel(path=TINY_TEACHER, engine=VLLMEngineConfig(max_model_len=256))
+    return HostedModel(path=TINY_TEACHER, engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.25))

@@ -14,7 +14,7 @@ def rl_judge_qwen3_debug() -> RunConfig:
     config = rl_grpo_qwen3_debug()
     config.steps = 40
     judge = Judge.Config(
-        model=HostedModel(path=TINY_TEACHER, engine=VLLMEngineConfig(max_model_len=256)),
+        model=HostedModel(path=TINY_TEACHER, engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.25)),
         sampling=SamplingConfig(temperature=0.0, max_tokens=8),
     )
     config.tasks["sum_digits"].rubric = JudgedSumDigitsRubric.Config(judge=judge)

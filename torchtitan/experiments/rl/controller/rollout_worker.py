@@ -18,8 +18,9 @@ from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
+from torchtitan.experiments.rl.process.garbage import freeze_objects, unfreeze_objects
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
-from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, unfreeze_objects
+from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.calls import BLOCKING
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint

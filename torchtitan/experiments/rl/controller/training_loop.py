@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.controller.validation import ValidationReport, Va
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
 from torchtitan.experiments.rl.observability.timing import Stopwatch
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.process.setup import freeze_objects, unfreeze_objects
+from torchtitan.experiments.rl.process.garbage import freeze_objects, unfreeze_objects
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
 

@@ -1,8 +1,7 @@
-import sys
+"""Measures a policy on its tasks, without training: ``python -m torchtitan.experiments.rl.evaluate``."""
 
 from torchtitan.experiments.rl.evaluate.command import main
-from torchtitan.experiments.rl.process.setup import restart_with_utf8
+from torchtitan.experiments.rl.process.setup import run_command
 
 if __name__ == "__main__":
-    restart_with_utf8()
-    sys.exit(main())
+    run_command(main)

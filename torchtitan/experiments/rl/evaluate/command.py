@@ -14,6 +14,7 @@ from typing import Any
 from torchtitan.experiments.rl.config.command_line import Command, load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
+from torchtitan.experiments.rl.process.garbage import collect_again, hold_collection, keep_imported
 from torchtitan.experiments.rl.process.setup import escape_unencodable_output, quiet_libraries, set_up_process
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 
@@ -38,6 +39,8 @@ class Options:
 
 def main(arguments: list[str] | None = None) -> int:
     escape_unencodable_output()
+    if arguments is None:
+        hold_collection()
     try:
         options = parse_options(sys.argv[1:] if arguments is None else arguments)
         set_up_process()
@@ -51,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     from torchtitan.experiments.rl.evaluate.session import measure_all
 
     temporary = TemporaryFolder()
+    collect_again()
     try:
         code, results = measure_all(prepared.models, temporary)
     finally:
@@ -157,6 +161,7 @@ def _prepare(options: Options) -> Prepared:
     if command.model is not None:
         command.overrides += ["--model.hf-assets-path", model_folder(command.model)]
     config = checked.evaluated_config(load_config(command), tasks=options.tasks, attempts=options.attempts)
+    keep_imported()
 
     def server(url: str, field: str) -> FrozenModel:
         return served_model(

@@ -13,6 +13,7 @@ from monarch.actor import Port, current_rank
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
 from torchtitan.experiments.rl.generation.messages import CLIENT_BITS, GeneratorFailed, GeneratorMessage, Request
+from torchtitan.experiments.rl.process.garbage import collect_again, keep_imported
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
@@ -54,7 +55,11 @@ class Generator(WatchedActor):
     @reported_endpoint
     async def setup(self) -> str:
         """Build the engine on the checkpoint's weights, which are version 0. Returns its host's identity."""
+        logger.info("building the engine")
+        keep_imported()
         await self._thread.start(lambda: self.config.engine.build(model_path=self._model_path, device=self._device))
+        logger.info("the engine is built")
+        collect_again()
         return host_identity()
 
     @reported_endpoint

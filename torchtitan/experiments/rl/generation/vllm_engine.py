@@ -3,6 +3,7 @@
 vLLM is imported when an engine is built: importing this file, and with it any config, does not import vLLM.
 """
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from annotated_types import Gt, Le
 
-from torchtitan.experiments.rl.bounds import PositiveInt
+from torchtitan.experiments.rl.bounds import PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.errors import MissingError, PeerGone
 from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport, Occupancy, WrongWeights
@@ -27,9 +28,12 @@ from torchtitan.experiments.rl.generation.messages import (
 )
 from torchtitan.experiments.rl.process import shared_memory
 from torchtitan.experiments.rl.process.descendants import descendants
+from torchtitan.experiments.rl.process.garbage import keep_imported
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.user_code.endpoint import cause_in
 from torchtitan.experiments.rl.weights.snapshot import Manifest, fingerprint
+
+logger = logging.getLogger(__name__)
 
 PINS = Path(__file__).parents[4] / "requirements"
 """The full sets of pins, in a checkout and where the library is installed."""
@@ -47,8 +51,9 @@ class VLLMEngineConfig(EngineConfig):
     """Sequences in one engine step."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
     """Share of the GPU's memory for weights and KV cache. CUDA only."""
-    cpu_kv_cache_gib: PositiveInt = 1
-    """KV cache on CPU, in GiB. Prefix caching takes an eighth more (``generation/vllm_last_block.py``)."""
+    cpu_kv_cache_gib: PositiveFloat = 1.0
+    """KV cache on CPU, in GiB. Prefix caching takes an eighth more (``generation/vllm_last_block.py``). vLLM fills it with
+    zeros when it starts, which takes some 1.8 s a GiB."""
     cuda_graphs: bool = True
     """False sets enforce_eager. CPU is always eager."""
     enable_prefix_caching: bool = True
@@ -72,8 +77,11 @@ class VLLMEngine:
     """Implements generation.engine.Engine."""
 
     def __init__(self, config: VLLMEngineConfig, *, model_path: str, device: Literal["cpu", "cuda"]):
-        compat.set_environment(device=device, cpu_kv_cache_gib=config.cpu_kv_cache_gib, workers=config.tensor_parallel_degree)
+        compat.set_environment(device=device, workers=config.tensor_parallel_degree)
         from vllm import EngineArgs, LLMEngine
+
+        logger.info("vLLM is imported")
+        keep_imported()
 
         on_cpu = device == "cpu"
         arguments: dict[str, Any] = {}
@@ -84,6 +92,7 @@ class VLLMEngine:
             arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(config.max_model_len, 8192)}
             # The smallest that vLLM's kernels take, as quick as its default of 128: a conversation's next turn computes less.
             arguments["block_size"] = 32
+            arguments |= {"kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * 2**30)}
             if config.enable_prefix_caching:
                 arguments |= _sharing_of_last_blocks()
         else:
@@ -195,6 +204,7 @@ class VLLMEngine:
 
     def close(self) -> None:
         if not self._has_workers:  # all of it ends with this process, and vLLM's shutdown collects garbage for a second
+            compat.leave_to_the_exit(self._engine)
             return
         # vLLM's workers share memory with this process, and are killed before they remove their part of it.
         shared = shared_memory.mapped_by(descendants())

@@ -9,7 +9,6 @@
 import atexit
 import contextlib
 import ctypes
-import gc
 import io
 import locale
 import logging
@@ -18,11 +17,12 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from torchtitan.experiments.rl.compat import monarch
+from torchtitan.experiments.rl.process.garbage import hold_collection
 from torchtitan.experiments.rl.process.gpus import mask_of, pci_addresses
 from torchtitan.experiments.rl.process.logs import (
     OURS,
@@ -60,8 +60,8 @@ LEVELS = {
 """Of libraries whose log is too much for the file."""
 
 
-_finalizes = True
-"""Of Python, when this process ends."""
+_exit_code: int | None = None
+"""Of this process, which ends with it and without Python's finalization; None: Python finalizes it."""
 
 
 def restart_with_utf8() -> None:
@@ -139,7 +139,8 @@ def set_up_spawned_process(
     It stays on its cores; with GPUs, on those of their NUMA node. What it prints goes to the file ``<output>.txt``, to
     ``<output>-<r>.txt`` where ``output`` does not end with a number; None: to where its parent's goes.
     """
-    atexit.register(_exit_unless_finalizing)  # first, so that it is called last
+    may_end_without_finalizing()
+    hold_collection()  # until the actor is set up
     from monarch.actor import current_rank
 
     if output is not None:
@@ -214,27 +215,6 @@ def take_log_of(library: str) -> None:
     logger.propagate = True
 
 
-PYTHONS_THRESHOLDS = (700, 10, 10)
-
-
-def freeze_objects() -> None:
-    """Take what the process has built so far out of garbage collection.
-
-    Torch, vLLM and the tasks are a million objects. Each full collection looked at all of them and held up the event loop for
-    0.3 s, every few steps. What is made later is looked at more seldom than Python does by itself: a rollout is thousands of
-    objects, few of them in cycles, and a tenth of the controller's time went into looking.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
-
-
-def unfreeze_objects() -> None:
-    """Let garbage collection see everything again: what is frozen at exit counts as leaked."""
-    gc.unfreeze()
-    gc.set_threshold(*PYTHONS_THRESHOLDS)
-
-
 def ignore_signals_of_the_command(ignored: bool = True) -> None:
     """A terminal that closes and many schedulers signal every process of a job. The command ends the others, with a checkpoint.
 
@@ -246,21 +226,35 @@ def ignore_signals_of_the_command(ignored: bool = True) -> None:
         libc.signal(int(number), ctypes.c_void_p(signal.SIG_IGN if ignored else signal.SIG_DFL))
 
 
-def end_without_finalizing() -> None:
-    """This process, which ``set_up_spawned_process`` has set up, is to end once its functions for exit have run.
+def run_command(main: Callable[[], int]) -> NoReturn:
+    """This process is the command ``main``: run it, and end with its exit code."""
+    restart_with_utf8()
+    may_end_without_finalizing()
+    code = main()
+    end_without_finalizing(code)
+    sys.exit(code)
+
+
+def may_end_without_finalizing() -> None:
+    """Call it before anything else asks to be called when the process ends: what is asked for first is called last."""
+    atexit.register(_exit_unless_finalizing)
+
+
+def end_without_finalizing(code: int = 0) -> None:
+    """This process is to end once its functions for exit have run. It has called ``may_end_without_finalizing``.
 
     What Python does after them, for nobody, takes seconds where torch and an engine are loaded.
     """
-    global _finalizes
-    _finalizes = False
+    global _exit_code
+    _exit_code = code
 
 
 def _exit_unless_finalizing() -> None:
-    if not _finalizes:
+    if _exit_code is not None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-        os._exit(0)
+        os._exit(_exit_code)
 
 
 def _stay_on(cores: tuple[int, ...]) -> None:

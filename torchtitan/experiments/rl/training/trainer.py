@@ -17,6 +17,7 @@ from monarch.actor import current_rank, current_size
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.process.garbage import collect_again, keep_imported
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.network import network_address
 from torchtitan.experiments.rl.process.setup import set_up_logging
@@ -103,7 +104,11 @@ class PolicyTrainer(WatchedActor):
             self._learner = self._build()
             self._publisher = SnapshotPublisher(rank=self._rank, host=host_identity(), dtype=self._generator_dtype)
 
+        logger.info("building the model")
+        keep_imported()
         await self._submit(build)
+        logger.info("the model is built")
+        collect_again()
 
     @reported_endpoint
     async def data_parallel(self) -> DataParallel:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torchstore
 
 from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.process.garbage import collect_again
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import cause_in, reported_endpoint
@@ -52,6 +53,7 @@ class WeightReader(WatchedActor):
     @reported_endpoint
     async def setup(self) -> str:
         """Its host's identity."""
+        collect_again()
         return self._host
 
     @reported_endpoint
