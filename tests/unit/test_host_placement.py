@@ -14,7 +14,7 @@ from torchtitan.experiments.rl.hosts.jobs import ProcessJob, SlurmJob
 EIGHT = tuple(range(8))
 
 
-def place(hosts, *, device="cuda", trainer=1, tensor_parallel=1, replicas=1, engine=1, workers=0, **roles):
+def place(hosts, *, device="cuda", trainer=1, tensor_parallel=1, replicas=1, engine=1, workers=0, parameters=0, **roles):
     return plan_placement(
         device=device,
         trainer_ranks=trainer,
@@ -25,6 +25,7 @@ def place(hosts, *, device="cuda", trainer=1, tensor_parallel=1, replicas=1, eng
         hosts=hosts,
         worker_cores=[(0, 1)] * len(hosts),
         provision=ProvisionConfig(**roles),
+        parameters=parameters,
     )
 
 
@@ -135,6 +136,28 @@ def test_the_config_of_three_process_hosts_has_the_roles_that_it_says(monkeypatc
         "host 1         trainer 1 on core 3; generator 0 on core 2",
         "host 2         generator 1 on cores 4-5; rollout workers 0",
     ]
+
+
+SHARE, APART = "use the same ones", "have cores of their own"
+
+
+@pytest.mark.parametrize(
+    "parameters, share_cores, said",
+    [(9_999_999, None, APART), (10_000_000, None, SHARE), (1, True, SHARE), (10**9, False, APART)],
+)
+def test_the_two_sides_have_the_same_cores_where_the_model_is_large_or_the_config_says_so(parameters, share_cores, said):
+    placement = place([(0, 1, 2, 3)], device="cpu", trainer=2, parameters=parameters, share_cores=share_cores)
+    ranks, engine = (((0, 1), (2, 3)), (0, 1, 2, 3)) if said is SHARE else (((2,), (3,)), (0, 1))
+    assert gpus(placement.trainer) == [(0, cores) for cores in ranks] and gpus(placement.generators) == [(0, engine)]
+    assert f"cores          trainer and generators {said} (provision.share_cores)" in placement.lines("cpu")
+
+
+def test_sides_on_hosts_of_their_own_have_all_cores_of_them_and_one_core_is_for_both():
+    apart = place([(0, 1), (0, 1)], device="cpu", parameters=10**9)
+    assert gpus(apart.trainer) == [(0, (0, 1))] and gpus(apart.generators) == [(1, (0, 1))]
+    assert any(APART in line for line in apart.lines("cpu"))
+    one = place([(5,)], device="cpu")
+    assert gpus(one.trainer) == gpus(one.generators) == [(0, (5,))] and any(SHARE in line for line in one.lines("cpu"))
 
 
 def test_process_hosts_share_the_cores_of_this_machine(monkeypatch):

@@ -1,5 +1,6 @@
 """Checks a run's config before a process is spawned, and works out the plan of a run."""
 
+import functools
 import math
 import os
 from pathlib import Path
@@ -245,11 +246,13 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     for field, reference in find_references(config.tasks, field="tasks"):
         if isinstance(reference, HostedModel) and has_config(reference.path):
             check_engine_fits(reference.engine, HubConfig.read(reference.path), field=f"{field}.engine")
+    parameters = parameter_count(spec)
+    on = functools.partial(place, config, device, parameters=parameters)
     if available is not None:
         known: list[list[int]] | None = [available]
-        placement = place(config, device, hosts=known)
+        placement = on(hosts=known)
     else:
-        known, placement = config.provision.fitting(device, lambda hosts: (hosts, place(config, device, hosts=hosts)))
+        known, placement = config.provision.fitting(device, lambda hosts: (hosts, on(hosts=hosts)))
     if device == "cpu":
         cores = len(os.sched_getaffinity(0)) if known is None else min(map(len, known))
         check_cores(engine, cores, field="generator.engine")
@@ -260,7 +263,6 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     rollouts = groups * max(task.group_size for task in config.tasks.values())
     tokens = groups * largest.group_size * largest.env.max_rollout_tokens
     row_length, rows = config.batcher.row_length, config.batcher.rows_per_microbatch
-    parameters = parameter_count(spec)
     sizes = ModelSizes.of(decoder_config(spec), parameters)
     return RunPlan(
         device=device,

@@ -27,6 +27,10 @@ class ProvisionConfig:
     """Hosts of generators and hosted models. Empty: where devices are left."""
     rollout_worker_hosts: tuple[NonNegativeInt, ...] = ()
     """Hosts of the rollout workers, in turn. Empty: all."""
+    share_cores: bool | None = None
+    """CPU only. True: trainer and generators of a host may each use all of its cores, so that none is idle while the other side
+    computes. False: each side has half. None: True for models of at least 10 million parameters. Smaller ones do not gain by
+    more threads."""
 
     def resolve(self) -> Literal["cpu", "cuda"]:
         elsewhere = self.job.has_gpus

@@ -12,12 +12,13 @@ def place(
     config: RunConfig,
     device: Literal["cpu", "cuda"],
     *,
+    parameters: int,
     hosts: Sequence[Sequence[int]] | None = None,
     worker_cores: Sequence[Sequence[int]] | None = None,
 ) -> Placement:
     """
     Args:
-        hosts, worker_cores: as ``plan_placement`` takes them. ``hosts`` None: this host alone.
+        parameters, hosts, worker_cores: as ``plan_placement`` takes them. ``hosts`` None: this host alone.
 
     Raises:
         ConfigError: the hosts have too little.
@@ -33,4 +34,5 @@ def place(
         hosts=hosts,
         provision=config.provision,
         worker_cores=worker_cores,
+        parameters=parameters,
     )
