@@ -18,6 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = packages_distributions()
 EXTRAS = {
     "report/": "report",
+    "observability/trackers/trackio_tracker.py": "trackio",
     "tasks/math": "math",
     "tasks/reasoning_gym": "gym",
     "tasks/verifiers": "verifiers",
@@ -56,7 +57,7 @@ def unnamed(file: str, packages: set[str]) -> set[str]:
     for place, extra in EXTRAS.items():
         if file.startswith(place):
             allowed |= named(PROJECT["optional-dependencies"][extra])
-    return {package for package in packages if not {normal(name) for name in DISTRIBUTIONS.get(package, [])} & allowed}
+    return {package for package in packages if not {normal(name) for name in DISTRIBUTIONS.get(package, [package])} & allowed}
 
 
 @pytest.mark.parametrize("file", sorted(str(file.relative_to(LIBRARY)) for file in LIBRARY.rglob("*.py")))

@@ -171,6 +171,8 @@ def _given(turn: RolloutTurn | None) -> dict[str, list | np.ndarray]:
 
 def _shared(entries: list | np.ndarray, given: list | np.ndarray) -> int:
     """Length of the common prefix; of messages and tools by identity: turns of a conversation hold the same ones."""
+    if not len(entries) or not len(given):
+        return 0
     if isinstance(entries, list):
         differ = [entry is not other for entry, other in zip(entries, given, strict=False)]
     else:
