@@ -13,7 +13,7 @@ from monarch.actor import Port, current_rank
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
 from torchtitan.experiments.rl.generation.messages import CLIENT_BITS, GeneratorFailed, GeneratorMessage, Request
-from torchtitan.experiments.rl.process.garbage import collect_again, keep_imported
+from torchtitan.experiments.rl.process.garbage import freeze_objects, keep_imported
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
@@ -59,7 +59,7 @@ class Generator(WatchedActor):
         keep_imported()
         await self._thread.start(lambda: self.config.engine.build(model_path=self._model_path, device=self._device))
         logger.info("the engine is built")
-        collect_again()
+        freeze_objects()
         return host_identity()
 
     @reported_endpoint
