@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from monarch.actor import shutdown_context  # noqa: E402
 
 from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
+from torchtitan.experiments.rl.config.provision import ProvisionConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.controller.provision import spawn  # noqa: E402
 from torchtitan.experiments.rl.generation import router  # noqa: E402
@@ -54,11 +55,14 @@ async def turn(client: GeneratorClient, *, groups: int, size: int, prompt: int, 
 async def compare(args: argparse.Namespace, run_dir: str) -> None:
     config = rl_grpo_qwen3_debug()
     config.generator.engine.max_model_len = args.prompt + args.tokens + 1
-    placement = plan_placement(device="cpu", trainer_ranks=1, replicas=REPLICAS, tensor_parallel_degree=1)
+    # There is no trainer here: its cores are the replicas' too.
+    placement = plan_placement(
+        device="cpu", trainer_ranks=1, replicas=REPLICAS, tensor_parallel_degree=1, provision=ProvisionConfig(share_cores=True)
+    )
     client, meshes = GeneratorClient(), []
     try:
-        for index, cores in enumerate(placement.generators):
-            procs = spawn(None, f"generator_{index}", (cores,), "cpu")
+        for index, place in enumerate(placement.generators):
+            procs = spawn(None, f"generator_{index}", (place.devices,), "cpu")
             meshes.append(procs)
             actor = procs.spawn(
                 f"generator_{index}",
@@ -71,7 +75,8 @@ async def compare(args: argparse.Namespace, run_dir: str) -> None:
             )
             await actor.setup.call_one()
             await client.admit(index, actor)
-        print(f"prompts of {args.prompt} tokens, completions of {args.tokens}, cores {placement.generators}")
+        cores = [place.devices for place in placement.generators]
+        print(f"prompts of {args.prompt} tokens, completions of {args.tokens}, cores {cores}")
         print(f"{'load':<22}" + "".join(f"{name:>12}" for name in BOUNDS) + f"{'anywhere / together':>22}")
         seed = 0
         for groups, size in ((args.groups, args.size), (1, args.groups * args.size)):

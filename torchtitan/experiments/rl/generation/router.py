@@ -2,7 +2,10 @@
 
 AHEAD = 16
 """Requests of its own size by which a group's replica may be ahead of the least loaded one before the group moves. The rollouts
-of a group begin with one prompt, which a replica computes once."""
+of a group begin with one prompt, which a replica computes once.
+
+``benchmarks/prefix_routing.py``, prompts of 512 tokens: 16 groups of 8 are 1.4 times as quick as with rollouts that go to any
+replica. One group of 128 is as quick; without a bound it leaves a replica idle, and takes 1.5 times as long."""
 
 
 class Router:
