@@ -40,7 +40,8 @@ class LastBlocks(KVConnectorBase_V1):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         self._block_size: int = vllm_config.cache_config.block_size
         share = vllm_config.kv_transfer_config.kv_connector_extra_config["kept_share"]
-        self._capacity = max(1, min(vllm_config.scheduler_config.max_num_seqs, int(share * kv_cache_config.num_blocks)))
+        self._blocks: int = kv_cache_config.num_blocks
+        self._capacity = max(1, min(vllm_config.scheduler_config.max_num_seqs, int(share * self._blocks)))
         # Of the scheduler's half.
         self._places: OrderedDict[Hashable, int] = OrderedDict()
         """By prompt, the longest unused first."""
@@ -101,6 +102,8 @@ class LastBlocks(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._caches = list(kv_caches.values())
+        shapes = {tuple(cache.shape) for cache in self._caches}
+        assert all(shape[0] == self._blocks for shape in shapes), f"{shapes}: the first dimension counts {self._blocks} blocks"
         self._kept = [cache.new_empty((self._capacity, *cache.shape[1:])) for cache in self._caches]
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
