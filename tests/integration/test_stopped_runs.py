@@ -47,7 +47,7 @@ def test_a_signal_to_every_process_of_the_job_ends_the_run_with_a_checkpoint_and
     run.until_step(2)
     assert [path.name[:14] for path in run.temporary.iterdir()] == ["torchtitan-rl-"]
     run.send(signal.SIGTERM)
-    assert run.wait() == 143, run.err
+    assert run.wait() == 143, run.out + run.err
     (checkpoint,) = (run.folder / "checkpoints").iterdir()
     verify(checkpoint)
     assert step_of(checkpoint) == run.steps[-1]["step"]

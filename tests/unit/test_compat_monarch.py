@@ -14,6 +14,7 @@ from torchtitan.experiments.rl.compat.monarch import (
     OneActor,
     ProcessDeath,
     ask_each,
+    drop_late_faults,
     original,
     process_death,
     process_death_behind,
@@ -83,6 +84,21 @@ def worker():
     procs = this_host().spawn_procs(per_host={"procs": 1}, name="worker")
     yield procs.spawn("worker", Worker)
     procs.stop().get()
+
+
+def test_a_process_that_ends_after_the_run_does_not_end_the_command(monkeypatch, caplog):
+    import monarch.actor
+    from monarch._src.actor.actor_mesh import RootClientActor
+
+    client = RootClientActor.__new__(RootClientActor)
+    failure = SimpleNamespace(report=lambda: "generator died")
+    monkeypatch.setattr(monarch.actor, "unhandled_fault_hook", monarch.actor.unhandled_fault_hook)
+    with pytest.raises(BaseException, match="SystemExit"):
+        client.__supervise__(failure)
+    drop_late_faults()
+    with caplog.at_level(logging.INFO):
+        assert client.__supervise__(failure) is True
+    assert "generator died" in caplog.text
 
 
 def test_what_an_actor_raised_arrives_as_it_was(worker):

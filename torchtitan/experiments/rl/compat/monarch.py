@@ -17,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 ENVIRONMENT = {
     # A batch or a snapshot is one message, and larger than the default limit.
     "HYPERACTOR_CODEC_MAX_FRAME_LENGTH": str(2**40),
@@ -99,6 +101,19 @@ def process_death_behind(error: BaseException) -> ProcessDeath | None:
 
     error = original(error)
     return _read(str(error)) if isinstance(error, SupervisionError) else None
+
+
+def drop_late_faults() -> None:
+    """The run has ended, and with it its processes: that one of them ends is no fault from now on.
+
+    Where nobody else handles the death of a process, Monarch ends the command with exit code 1, whatever the run's is.
+    """
+    import monarch.actor
+
+    def drop(failure: Any) -> None:
+        logger.info("after the end of the run: %s", failure.report())
+
+    monarch.actor.unhandled_fault_hook = drop
 
 
 def ask(endpoint: Any, *args: Any) -> Any:

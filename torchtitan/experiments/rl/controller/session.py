@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from monarch.actor import shutdown_context, this_proc
 
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, step_of
-from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, original, printed_to
+from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, drop_late_faults, original, printed_to
 from torchtitan.experiments.rl.config.resume import Start
 from torchtitan.experiments.rl.controller.actor import Controller
 from torchtitan.experiments.rl.controller.run_hosts import take_hosts
@@ -55,6 +55,7 @@ def run_to_end(config: Any, start: Start, config_name: str, temporary: Temporary
     try:
         return _run(config, start, config_name, temporary, signals, hosts)
     finally:
+        drop_late_faults()
         with quiet_libraries():  # Monarch's job reports the end of each host
             if hosts is not None:
                 hosts.close()
