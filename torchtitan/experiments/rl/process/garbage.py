@@ -36,9 +36,9 @@ def freeze_objects() -> None:
     0.3 s, every few steps. What is made later is looked at more seldom than Python does by itself: a rollout is thousands of
     objects, few of them in cycles, and a tenth of the controller's time went into looking.
     """
-    collect_again()
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(50_000, 20, 20)
 
 
