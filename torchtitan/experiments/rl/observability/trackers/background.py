@@ -5,6 +5,7 @@ import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable
 
 from torchtitan.experiments.rl.observability.trackers.tracker import TrackedRun, Tracker
@@ -39,9 +40,10 @@ class BackgroundTracker:
     def close(self) -> None:
         """Wait until what is queued is logged. Blocks for at most CLOSE_LIMIT_S; a second call does nothing."""
         if not self._off:
+            deadline = time.monotonic() + CLOSE_LIMIT_S
             try:
                 self._queue.put(None, timeout=CLOSE_LIMIT_S)
-                self._thread.join(CLOSE_LIMIT_S)
+                self._thread.join(max(0.0, deadline - time.monotonic()))
             except queue.Full:
                 pass
             if self._thread.is_alive():
