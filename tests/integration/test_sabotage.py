@@ -12,6 +12,7 @@ def test_every_sabotage_is_caught_at_its_version_and_no_honest_version_is_stoppe
     words = "--dtypes float32 bfloat16 --versions 8 --json"
     command = [sys.executable, "-m", "tests.sabotage", *words.split(), str(tmp_path / "found")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert (tmp_path / "found").exists(), ended.stderr
     found = json.loads((tmp_path / "found").read_text())
     assert {name: fault for name, fault in found.items() if fault} == {}
     for dtype in ("float32", "bfloat16"):

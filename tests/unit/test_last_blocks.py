@@ -155,3 +155,12 @@ def test_whatever_comes_every_request_runs_and_no_wrong_token_is_copied(connecto
     for arrivals in [*steps, [], []]:
         waiting = engine.step([*waiting, *(request(tokens, salt=salt, skip=skip) for tokens, salt, skip in arrivals)])
     assert waiting == [] and len(engine.computed) == sum(map(len, steps))
+
+
+def test_a_cache_of_another_engine_or_layout_is_refused(connector_type):
+    with pytest.raises(AssertionError, match="the first dimension counts 64 blocks"):
+        connector(connector_type).register_kv_caches({"layer": torch.zeros(2, BLOCKS)})
+    taken = connector(connector_type)
+    taken.register_kv_caches({"layer": torch.zeros(BLOCKS, BLOCK)})
+    with pytest.raises(AssertionError, match="close the other engine"):
+        taken.register_kv_caches({"layer": torch.zeros(BLOCKS, BLOCK)})

@@ -204,7 +204,10 @@ class VLLMEngine:
 
     def close(self) -> None:
         if not self._has_workers:  # all of it ends with this process, and vLLM's shutdown collects garbage for a second
+            from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
             compat.leave_to_the_exit(self._engine)
+            ensure_kv_transfer_shutdown()  # vLLM keeps one connector per process: a next engine would get this one's
             return
         # vLLM's workers share memory with this process, and are killed before they remove their part of it.
         shared = shared_memory.mapped_by(descendants())

@@ -101,6 +101,7 @@ class LastBlocks(KVConnectorBase_V1):
     # In a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert not self._caches, "vLLM has one connector per process: close the other engine of this process first"
         self._caches = list(kv_caches.values())
         shapes = {tuple(cache.shape) for cache in self._caches}
         assert all(shape[0] == self._blocks for shape in shapes), f"{shapes}: the first dimension counts {self._blocks} blocks"
