@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tests.integration.command_runs import Run
-from tests.integration.learners import compute_in_float64, free_port, fused_config, learner_of
+from tests.integration.learners import compute_in_float64, fused_config, learner_of
 from tests.integration.models import MODEL, llama_folder
 from torchtitan.experiments.rl.models.policy import policy_spec
 from torchtitan.experiments.rl.training.learner import Learner
@@ -100,11 +100,11 @@ def fused_model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> Iterator[None]:
+def one_rank(tmp_path_factory) -> Iterator[None]:
     """This process is the only rank. Threads are one, for the same bits each time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    init_process_group(device="cpu", rank=0, world_size=1, url=f"tcp://127.0.0.1:{free_port()}")
+    init_process_group(device="cpu", rank=0, world_size=1, url=f"file://{tmp_path_factory.mktemp('ranks')}/store")
     yield
     dist.destroy_process_group()
     torch.set_num_threads(threads)

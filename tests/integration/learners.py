@@ -1,7 +1,5 @@
 """Learners on fixed samples: how tests make them, what they ask of them, and how they compare it."""
 
-import socket
-
 import numpy as np
 import pytest
 import torch
@@ -82,7 +80,6 @@ def learner_of(
     model: str | ModelConfig = str(MODEL),
     dtype=None,
     lr: float = 1e-3,
-    kind: type[Learner] = Learner,
     start: TrainerStart | None = None,
     **config,
 ) -> Learner:
@@ -90,7 +87,7 @@ def learner_of(
     config = TrainerConfig(optimizer=OptimizerConfig(lr=lr), **config)
     config.lr_scheduler.warmup_steps = 0
     sizes = dict(max_seq_len=512, total_steps=10)
-    return kind(config, model=model, device="cpu", **sizes, run_dir=str(run_dir), start=start, dtype=dtype)
+    return Learner(config, model=model, device="cpu", **sizes, run_dir=str(run_dir), start=start, dtype=dtype)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,12 +126,6 @@ def assert_same(left, right, *, rtol: float, atol: float) -> None:
 
 def fused_config(path: str) -> ModelConfig:
     return ModelConfig(hf_assets_path=path, flavor="qwen3/debugmodel")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def compute_in_float64(monkeypatch_setattr) -> None:

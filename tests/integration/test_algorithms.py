@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import portpicker
 import pytest
 
-from tests.integration.learners import free_port
 from tests.integration.processes import process_stat
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, TINY_TEACHER
 from torchtitan.experiments.rl.observability.metrics import read_metrics
@@ -34,6 +34,7 @@ import json
 from dataclasses import dataclass, replace
 
 import numpy as np
+import portpicker
 
 from torchtitan.experiments.rl.algorithms import OPD, SFT, Algorithm
 from torchtitan.experiments.rl.algorithms.reference import connect
@@ -120,7 +121,7 @@ def in_session(pid: int, session: int) -> bool:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[str]:
     """The tiny teacher behind vLLM's own server, which wants a key. Yields its URL."""
-    port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
+    port, log = portpicker.pick_unused_port(), tmp_path_factory.mktemp("server") / "log"
     words = f"--model {TINY_TEACHER} --served-model-name tiny --port {port} --host 127.0.0.1 --api-key {KEY}"
     words += " --enforce-eager --dtype float32 --max-model-len 512 --max-num-seqs 32 --disable-log-stats"
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
 
 from tests.integration.learners import (
     LAYOUTS,
@@ -19,6 +20,7 @@ from tests.integration.learners import (
     loss_and_gradient,
     parameters,
     samples_of,
+    step,
 )
 from tests.integration.models import llama_folder
 from torchtitan.experiments.rl.batching.batcher import Batcher
@@ -34,6 +36,16 @@ def test_loss_and_gradient_do_not_depend_on_recomputed_activations_or_logit_chun
     expected = loss_and_gradient(exact(), REFERENCE_LAYOUT)
     assert_same_step(loss_and_gradient(exact(activation_checkpoint=True), REFERENCE_LAYOUT), expected)
     assert_same_step(loss_and_gradient(exact(logprob_chunk_tokens=3), REFERENCE_LAYOUT), expected)
+
+
+def test_a_rank_that_is_alone_computes_without_fsdp_what_it_computes_with_it(exact):
+    with_fsdp, without = exact(), exact(mixed_precision_param="float64")
+    assert isinstance(with_fsdp.model, FSDPModule) and not isinstance(without.model, FSDPModule)
+    expected = loss_and_gradient(with_fsdp, REFERENCE_LAYOUT)
+    assert_same_step(loss_and_gradient(without, REFERENCE_LAYOUT), expected)
+    recomputed = exact(mixed_precision_param="float64", activation_checkpoint=True)
+    assert_same_step(loss_and_gradient(recomputed, REFERENCE_LAYOUT), expected)
+    assert_same(step(without), step(with_fsdp), rtol=1e-9, atol=1e-12)
 
 
 # ---- checkpoints

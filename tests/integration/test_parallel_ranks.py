@@ -15,7 +15,6 @@ from tests.integration.learners import (
     assert_same,
     assert_same_step,
     compute_in_float64,
-    free_port,
     fused_config,
     learner_of,
     loss_and_gradient,
@@ -41,14 +40,14 @@ MESHES = {
 RANKS = {"tensor 2": 2, "tensor 2, shards 2": 4, "copies 2, shards 2": 4}
 
 
-def work_of_a_rank(rank: int, ports: dict[int, int], folder: str, fused: str, llama: str) -> None:
+def work_of_a_rank(rank: int, folder: str, fused: str, llama: str) -> None:
     torch.set_num_threads(1)
     set_up_process()
     results = {}
     for world_size in (4, 2):
         if rank >= world_size:
             break
-        init_process_group(device="cpu", rank=rank, world_size=world_size, url=f"tcp://127.0.0.1:{ports[world_size]}")
+        init_process_group(device="cpu", rank=rank, world_size=world_size, url=f"file://{folder}/store-{world_size}")
         for mesh, parallelism in MESHES.items():
             if RANKS[mesh] == world_size:
                 results[mesh] = work_on(mesh, parallelism, f"{folder}/{mesh}", fused, llama)
@@ -81,8 +80,7 @@ def llama_of_two_key_heads(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def ranks(fused_model, llama_of_two_key_heads, tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("four_ranks")
-    ports = {world_size: free_port() for world_size in (2, 4)}
-    run_ranks(work_of_a_rank, ports, str(folder), fused_model, llama_of_two_key_heads, count=4)
+    run_ranks(work_of_a_rank, str(folder), fused_model, llama_of_two_key_heads, count=4)
     return [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(4)]
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.integration.learners import LAYOUTS, accumulate, assert_same, free_port, full, learner_of, parameters, samples_of
+from tests.integration.learners import LAYOUTS, accumulate, assert_same, full, learner_of, parameters, samples_of
 from tests.integration.models import MODEL
 from tests.integration.ranks import run_ranks
 from torchtitan.experiments.rl.models.policy import ModelConfig
@@ -146,10 +146,10 @@ def test_a_reference_follows_the_policy_is_saved_with_it_and_changes_it_by_its_t
     assert_same(held(new), policies[3] | {"version": torch.tensor(0)}, rtol=0, atol=0)
 
 
-def work_of_a_rank(rank: int, port: int, folder: str, start: TrainerStart) -> None:
+def work_of_a_rank(rank: int, folder: str, start: TrainerStart) -> None:
     torch.set_num_threads(1)
     set_up_process()
-    init_process_group(device="cpu", rank=rank, world_size=2, url=f"tcp://127.0.0.1:{port}")
+    init_process_group(device="cpu", rank=rank, world_size=2, url=f"file://{folder}/store")
     learner = learner_of(folder, start=start)
     result = {"weights": parameters(learner), "third": step(learner, 3)}
     saved(learner, Path(folder) / "trainer", 3)
@@ -159,7 +159,7 @@ def work_of_a_rank(rank: int, port: int, folder: str, start: TrainerStart) -> No
 
 
 def test_two_ranks_go_on_from_one_and_one_from_two(uninterrupted, one_rank, tmp_path):
-    run_ranks(work_of_a_rank, free_port(), str(tmp_path), uninterrupted["start"], count=2)
+    run_ranks(work_of_a_rank, str(tmp_path), uninterrupted["start"], count=2)
     wide = torch.load(tmp_path / "result-0.pt", weights_only=False)
     assert_same(wide["weights"], uninterrupted["weights"], rtol=0, atol=0)
     assert wide["third"] == pytest.approx(uninterrupted["metrics"][2], rel=1e-4)

@@ -16,7 +16,6 @@ from tests.integration.learners import (
     assert_same_step,
     compute_in_float64,
     conditioned_samples,
-    free_port,
     full,
     fused_config,
     learner_of,
@@ -54,11 +53,11 @@ def compared(learner: Learner) -> Learner:
     return learner
 
 
-class RepeatedLearner(Learner):
+class Repeated(Parallelism):
     """All ranks have one data-parallel coordinate: they lie in the mesh's pipeline dimension, each with the whole model."""
 
-    def _parallelism(self) -> ParallelismConfig:
-        parallelism = super()._parallelism()
+    def for_torchtitan(self) -> ParallelismConfig:
+        parallelism = super().for_torchtitan()
         parallelism.pipeline_parallel_degree = dist.get_world_size()
         return parallelism
 
@@ -74,10 +73,10 @@ def shared_and_apart(learner: Learner) -> dict[bool, tuple[dict[str, float], dic
     return results
 
 
-def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_model: str) -> None:
+def work_of_a_rank(rank: int, folder: str, fused_model: str, llama_model: str) -> None:
     torch.set_num_threads(1)
     set_up_process()
-    init_process_group(device="cpu", rank=rank, world_size=2, url=f"tcp://127.0.0.1:{port}")
+    init_process_group(device="cpu", rank=rank, world_size=2, url=f"file://{folder}/store")
     results = {}
     for name, copies in (("sharded", 1), ("copied", 2)):
         learner = learner_of(f"{folder}/{name}", parallelism=Parallelism(data_parallel_replicate_degree=copies))
@@ -93,7 +92,7 @@ def work_of_a_rank(rank: int, port: int, folder: str, fused_model: str, llama_mo
         )
         results[f"snapshot fused {name}"] = snapshot(learner)
         learner.close()
-    learner = learner_of(f"{folder}/repeated", kind=RepeatedLearner)
+    learner = learner_of(f"{folder}/repeated", parallelism=Repeated())
     results["repeated"] = one_step(learner)
     results["repeated"]["snapshot"] = snapshot(learner)
     learner.close()
@@ -135,7 +134,7 @@ def gradients_before_each_microbatch(learner: Learner) -> list[int]:
 @pytest.fixture(scope="module")
 def both_ranks(fused_model, llama_model, tmp_path_factory) -> list[dict]:
     folder = tmp_path_factory.mktemp("two_ranks")
-    run_ranks(work_of_a_rank, free_port(), str(folder), fused_model, llama_model, count=2)
+    run_ranks(work_of_a_rank, str(folder), fused_model, llama_model, count=2)
     return [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in range(2)]
 
 

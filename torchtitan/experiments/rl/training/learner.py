@@ -6,16 +6,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import (
@@ -39,6 +37,7 @@ from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.flops import ModelFlops, peak_flops
 from torchtitan.experiments.rl.training.hub_tensors import HubTensors
 from torchtitan.experiments.rl.training.reference import Reference
+from torchtitan.experiments.rl.training.sharding import materialize, parallelize, synchronise_gradients
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
 
 
@@ -66,7 +65,7 @@ class Learner:
         """
         self.config = config
         self.rank = dist.get_rank()
-        parallelism = self._parallelism()
+        parallelism = config.parallelism.for_torchtitan()
         dims = ParallelDims.from_config(parallelism, dist.get_world_size())
         self._shards = dims.dp_shard * dims.cp
         # torchtitan's mesh over ranks that are sent different rows: dp_replicate x dp_shard. None where it has one rank.
@@ -83,7 +82,15 @@ class Learner:
         with torch.device("meta"):
             self.model = spec.model.build().to(dtype)
         self.flops = ModelFlops.of(spec.model, self.model, peak=peak_flops(self._device), ranks=dims.tp)
-        self._parallelize(spec.parallelize_fn, dims, parallelism, run_dir)
+        parallelize(
+            self.model,
+            spec.parallelize_fn,
+            dims=dims,
+            config=config,
+            dtype=dtype,
+            device=self._device,
+            run_dir=run_dir,
+        )
         materialize(self.model, self._device, parameters_on_cpu=config.enable_cpu_offload)
         self.model.train()
         self._policy: Policy = self.model
@@ -141,7 +148,7 @@ class Learner:
         sums, kept = MetricSums(), list[torch.Tensor]()
         for index, microbatch in enumerate(microbatches):
             on_microbatch()
-            self._synchronise_gradients(last=index == len(microbatches) - 1)
+            synchronise_gradients(self.model, shards=self._shards, last=index == len(microbatches) - 1)
             self.flops.add(microbatch)
             batch = microbatch.to(self._device)
             if conditioned:
@@ -238,37 +245,6 @@ class Learner:
     def close(self) -> None:
         self.checkpoints.close()
 
-    def _parallelism(self) -> ParallelismConfig:
-        return self.config.parallelism.for_torchtitan()
-
-    def _synchronise_gradients(self, *, last: bool) -> None:
-        """Say what the next backward pass does with gradients.
-
-        Shards reduce them in each microbatch: a rank that kept them until the last would hold the whole model's gradient, in
-        float32. Copies of the model add theirs up once a step.
-        """
-        self.model.set_requires_gradient_sync(last or self._shards > 1)
-        self.model.set_requires_all_reduce(last)
-
-    def _parallelize(self, parallelize_fn, dims: ParallelDims, parallelism: ParallelismConfig, run_dir: str) -> None:
-        config = self.config
-        parallelize_fn(
-            self.model,
-            parallel_dims=dims,
-            training=TrainingConfig(
-                mixed_precision_param=config.mixed_precision_param, enable_cpu_offload=config.enable_cpu_offload
-            ),
-            parallelism=parallelism,
-            compile_config=CompileConfig(enable=config.compile),
-            ac_config=FullAC.Config() if config.activation_checkpoint else None,
-            dump_folder=run_dir,
-        )
-        if self._device.type == "cpu":
-            for module in self.model.modules():
-                if hasattr(module, "set_force_sum_reduction_for_comms"):
-                    # gloo has no averaging reduce-scatter.
-                    module.set_force_sum_reduction_for_comms(True)
-
     @contextmanager
     def _traced(self, name: str) -> Iterator[None]:
         """A span of a profile. A GPU works beside this thread: while one is recorded, the span waits for it."""
@@ -287,17 +263,6 @@ class Learner:
         if self._data_parallel_group is not None:
             dist.all_reduce(sums, group=self._data_parallel_group)
         return sums
-
-
-def materialize(model: Any, device: torch.device, *, parameters_on_cpu: bool) -> None:
-    """Give a model that was built on the meta device its memory, and fill its buffers.
-
-    Args:
-        parameters_on_cpu: FSDP keeps them there and copies a layer at a time to ``device``. Buffers are used where they are.
-    """
-    model.to_empty(device=torch.device("cpu") if parameters_on_cpu else device)
-    with torch.no_grad():
-        model.init_states(buffer_device=device)
 
 
 def check_finite(what: str, value: float, loss: LossConfig) -> None:
