@@ -154,6 +154,7 @@ async def synchronise(version: int, sync: WeightSync, generator) -> dict[str, fl
         "  map, digests": report.verify_s,
         "  engine's reload": report.reload_s,
         "  generator's canary": canary_s,
+        "  messages, and waits": total - report.copy_out_s - report.publish_s - report.verify_s - report.reload_s - canary_s,
         "ours alone": total - report.reload_s - canary_s,
         "reload_weights": reload_s,
         "reload_weights and repack": reload_and_repack_s,

@@ -24,6 +24,10 @@ class HeldWeights:
         self._shards = {entry.name: entry.shards for entry in manifest.layout.entries}
         self._weights = list(compat.held_weights(model, set(snapshot)))
         self._packed = {id(held.module): held for held in self._weights if held.packed}
+        first = {id(held.parameter): held.module for held in reversed(self._weights)}
+        self._tied = {id(held.module) for held in self._weights if first[id(held.parameter)] is not held.module}
+        self._noted_later: dict[int, dict[str, str]] = {}
+        """By tied module: filled when its weight is read, which comes after the packing and is not done twice."""
         self.seconds = 0.0
         """Spent on digests so far."""
         self.has_shares = False
@@ -32,7 +36,11 @@ class HeldWeights:
     def note(self, module: Any) -> dict[str, str] | None:
         """Digests of what is about to be packed."""
         held = self._packed.get(id(module))
-        return None if held is None else self._digests_of(held, module.weight)
+        if held is None:
+            return None
+        if id(module) in self._tied:
+            return self._noted_later.setdefault(id(module), {})
+        return self._digests_of(held, module.weight)
 
     def digests(self) -> dict[str, str]:
         """By hub name, in the snapshot's order. A tensor that the model holds more than once, as a tied head, has the digest of
@@ -45,6 +53,7 @@ class HeldWeights:
                 read[own] = self._digests_of(held, held.parameter)
             copies = [read[own]] if own in read else []
             if held.packed:
+                self._noted_later.get(id(held.module), {}).update(read.get(own, {}))
                 copies.append(compat.packed_from(held.module) or dict.fromkeys(held.sources, UNKNOWN))
             for copy in copies:
                 for name, value in copy.items():
@@ -61,8 +70,11 @@ class HeldWeights:
         weight = weight.detach()
         for name, rows in zip(held.sources, compat.rows_of_parts(held, len(weight)), strict=True):
             whole = self._snapshot[name]
-            region = compat.region(held, rows, tuple(whole.shape), weight.shape)
-            own = weight[start : start + region[0].stop - region[0].start].to(whole.dtype)
+            own = weight if rows == len(weight) else weight[start : start + rows]
+            if own.shape != whole.shape:  # a share, or a vocabulary that is filled up
+                region = compat.region(held, rows, tuple(whole.shape), weight.shape)
+                own = weight[start : start + region[0].stop - region[0].start]
+            own = own.to(whole.dtype)
             if own.shape == whole.shape:
                 found[name] = tensor_digest(own, self._shards[name])
             else:

@@ -22,7 +22,6 @@ from torchtitan.experiments.rl.weights.snapshot import (
     combined,
     copy_with_digest,
     digest,
-    digests,
     fingerprint,
 )
 from torchtitan.experiments.rl.weights.store import manifest_key, shards_key
@@ -146,8 +145,7 @@ class SnapshotPublisher:
         found = dict(copied)
         if self._owns_buffers:
             held = [each for each in self._shards[self._host].held if (each.name, each.shard) not in copied]
-            values = digests(bytes_of(each.view(self._buffers[index].bytes)) for each in held)
-            found |= {(each.name, each.shard): value for each, value in zip(held, values, strict=True)}
+            found |= {(each.name, each.shard): digest(bytes_of(each.view(self._buffers[index].bytes))) for each in held}
         if len(self._shards) > 1:
             found = {key: value for own in _of_every_rank(found) for key, value in own.items()}
         if self._rank:

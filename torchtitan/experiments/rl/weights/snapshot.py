@@ -7,7 +7,7 @@ touching fresh shared-memory pages costs as much as the copy itself.
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -193,15 +193,14 @@ def index_of(shard: Shard) -> tuple[slice, ...]:
 def tensor_digests(buffer: torch.Tensor, layout: SnapshotLayout) -> dict[str, str]:
     """``tensor_digest`` of each tensor in a snapshot's flat uint8 buffer, by name in the layout's order."""
     shards = [entry.shards for entry in layout.entries]
-    found = digests(
-        part for (_, view), own in zip(views(buffer, layout), shards, strict=True) for part in _shards_of(view, own)
-    )
-    return {entry.name: combined([next(found) for _ in entry.shards or (0,)]) for entry in layout.entries}
+    return {name: tensor_digest(view, own) for (name, view), own in zip(views(buffer, layout), shards, strict=True)}
 
 
 def tensor_digest(tensor: torch.Tensor, shards: tuple[Shard, ...] = ()) -> str:
     """Of a whole tensor that is divided as ``TensorEntry.shards`` says: ``digest`` of its bytes, or of those of its shards."""
-    return combined(list(digests(_shards_of(tensor, shards))))
+    if not shards:
+        return digest(bytes_of(tensor))
+    return combined([digest(bytes_of(tensor[index_of(shard)])) for shard in shards])
 
 
 def combined(found: list[str]) -> str:
@@ -215,21 +214,17 @@ def fingerprint(digests: Mapping[str, str]) -> str:
 
 
 def digest(flat: torch.Tensor) -> str:
-    """Of a flat uint8 tensor: XXH3-128 of those of its chunks, in their order."""
-    return next(digests([flat]))
+    """Of a flat uint8 tensor: XXH3-128 of those of its chunks, in their order.
+
+    Parts are hashed in parallel, where there are cores: xxhash releases the GIL, and reads at memory speed.
+    """
+    content = flat.numpy()
+    return _of_parts(content, partial(_hash_part, content))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's values as a flat uint8 tensor on the CPU; its own memory where they lie there one after the other."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-
-
-def digests(buffers: Iterable[torch.Tensor]) -> Iterator[str]:
-    """``digest`` of each. Parts are hashed in parallel, where there are cores: xxhash releases the GIL, and reads at memory
-    speed. One buffer is looked at after the other: a shard with gaps is copied to be hashed."""
-    for buffer in buffers:
-        content = buffer.numpy()
-        yield _of_parts(content, partial(_hash_part, content))
 
 
 def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> str:
@@ -252,8 +247,10 @@ def _threads() -> ThreadPoolExecutor:
 
 def _of_parts(content: np.ndarray, hash_part: Callable[[int], bytes]) -> str:
     """``digest`` of ``content``. ``hash_part`` gives the digests of the chunks of the part that begins there."""
+    if len(content) <= _PART:
+        return xxhash.xxh3_128_hexdigest(hash_part(0))
     parts = range(0, len(content), _PART)
-    spread = _threads().map if len(parts) > 1 and len(os.sched_getaffinity(0)) > 1 else map
+    spread = _threads().map if len(os.sched_getaffinity(0)) > 1 else map
     return xxhash.xxh3_128_hexdigest(b"".join(spread(hash_part, parts)))
 
 
@@ -269,7 +266,3 @@ def _copy_and_hash_part(written: np.ndarray, read: np.ndarray, start: int) -> by
         np.copyto(chunk, read[i : i + _CHUNK])
         found.append(xxhash.xxh3_128_digest(chunk.data))
     return b"".join(found)
-
-
-def _shards_of(tensor: torch.Tensor, shards: tuple[Shard, ...]) -> Iterator[torch.Tensor]:
-    return (bytes_of(tensor[index_of(shard)]) for shard in shards) if shards else iter((bytes_of(tensor),))
