@@ -149,12 +149,11 @@ async def synchronise(version: int, sync: WeightSync, generator) -> dict[str, fl
     copy_s = await generator.copy_seconds.call_one()
     return {
         "whole synchronisation": total,
-        "  copy out, fingerprint": report.copy_out_s,
-        "  publish": report.publish_s,
+        "  copy out, publish": report.copy_out_s,
         "  map, digests": report.verify_s,
         "  engine's reload": report.reload_s,
         "  generator's canary": canary_s,
-        "  messages, and waits": total - report.copy_out_s - report.publish_s - report.verify_s - report.reload_s - canary_s,
+        "  messages, and waits": total - report.copy_out_s - report.verify_s - report.reload_s - canary_s,
         "ours alone": total - report.reload_s - canary_s,
         "reload_weights": reload_s,
         "reload_weights and repack": reload_and_repack_s,

@@ -122,15 +122,13 @@ class World:
             tokens = sync.canary_token_ids
             return self._trainers(tokens) if sabotage is None else np.zeros(len(tokens), np.float32)
 
-        rank0 = SimpleNamespace(
-            publish_weights=SimpleNamespace(choose=lambda version, remote: answer(manifest.fingerprint)),
-            canary=SimpleNamespace(choose=lambda: answer(canary())),
-        )
+        rank0 = SimpleNamespace(canary=SimpleNamespace(choose=lambda: answer(canary())))
         trainer = SimpleNamespace(size=lambda dim: 1, slice=lambda procs: rank0)
         generators = cast(Any, SimpleNamespace(update_weights=receipts))
         sync = WeightSync(trainer, generators, vocab_size=VOCABULARY, tolerance=self._tolerance)
         try:
-            asyncio.run(sync.update(CopiedOut(version=manifest.version, seconds=0.0)))
+            copied = CopiedOut(version=manifest.version, fingerprint=manifest.fingerprint, seconds=0.0)
+            asyncio.run(sync.update(copied))
             if sampled:
                 self._alarm.check(self.version, {"mismatch/replica/0/age/0": self._mismatch()})
         except RunError as error:

@@ -12,7 +12,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.messages import GeneratorFailed
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
-from torchtitan.experiments.rl.weights.sync import CopiedOut, WeightSync
+from torchtitan.experiments.rl.weights.sync import WeightSync
 
 CANARY = np.zeros(2, np.float32)
 
@@ -160,7 +160,7 @@ class Trainer:
         self.publish_weights = SimpleNamespace(choose=self._publish)
         self.canary = Endpoint(lambda: np.full(2, self.published / 10, np.float32))
 
-    async def _publish(self, version: int, remote_readers: bool) -> str:
+    async def _publish(self, version: int, canary_token_ids, remote_readers: bool) -> str:
         self.published = version
         return "f"
 
@@ -208,7 +208,7 @@ async def test_a_replica_that_is_back_loads_the_version_of_the_others_before_it_
     await sync.admit(0, again, take_requests)  # nothing was published: it is at version 0 by itself
     assert loaded == ["takes requests"]
     generators.released.clear()
-    updating = asyncio.create_task(sync.update(CopiedOut(version=7, seconds=0.0)))
+    updating = asyncio.create_task(sync.update(await sync.copy_out(7)))
     await settle()
     admitting = asyncio.create_task(sync.admit(1, again, take_requests))
     await settle()
@@ -223,7 +223,7 @@ async def test_a_replica_that_is_back_loads_the_version_of_the_others_before_it_
 async def test_no_update_begins_while_a_replica_loads():
     generators = Generators()
     sync = sync_of(generators)
-    await sync.update(CopiedOut(version=1, seconds=0.0))
+    await sync.update(await sync.copy_out(1))
     loading, loaded = asyncio.Event(), asyncio.Event()
 
     async def load(version, canary_token_ids):
@@ -237,7 +237,7 @@ async def test_no_update_begins_while_a_replica_loads():
     again = SimpleNamespace(update_weights=SimpleNamespace(call_one=load))
     admitting = asyncio.create_task(sync.admit(0, again, take_requests))
     await loading.wait()
-    updating = asyncio.create_task(sync.update(CopiedOut(version=2, seconds=0.0)))
+    updating = asyncio.create_task(sync.update(await sync.copy_out(2)))
     await settle()
     assert generators.updated == [1]
     loaded.set()
@@ -248,7 +248,7 @@ async def test_no_update_begins_while_a_replica_loads():
 
 async def test_a_replica_that_is_back_with_other_weights_than_the_trainer_takes_no_request():
     sync = sync_of(Generators())
-    await sync.update(CopiedOut(version=2, seconds=0.0))
+    await sync.update(await sync.copy_out(2))
     wrong = SimpleNamespace(update_weights=Endpoint(lambda version, ids: receipt(version, 0.1)))
     taken = []
 
@@ -269,7 +269,7 @@ async def test_a_replica_that_is_back_with_other_weights_than_the_trainer_takes_
 )
 async def test_a_replica_that_is_back_without_the_published_version_takes_no_request(wrong, error):
     sync = sync_of(Generators())
-    await sync.update(CopiedOut(version=2, seconds=0.0))
+    await sync.update(await sync.copy_out(2))
 
     async def take_requests() -> None:
         raise AssertionError("it takes requests")

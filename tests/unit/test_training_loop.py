@@ -37,13 +37,13 @@ class Parts:
 
     async def copy_out(self, version):
         await self._answer("copy", version)
-        return CopiedOut(version=version, seconds=0.0)
+        return CopiedOut(version=version, fingerprint="", seconds=0.0)
 
     async def update(self, copied):
         await self._answer("update", copied.version)
         self.policy.version = copied.version
         self.events.append(("live", copied.version))
-        zeros = dict.fromkeys(("canary_max_diff", "copy_out_s", "publish_s", "load_s", "verify_s", "reload_s"), 0.0)
+        zeros = dict.fromkeys(("canary_max_diff", "copy_out_s", "load_s", "verify_s", "reload_s"), 0.0)
         return SyncReport(version=copied.version, fetched_bytes={"host 1": 100 + copied.version}, fetch_s=0.25, **zeros)
 
     def start(self, step, *, final=False):

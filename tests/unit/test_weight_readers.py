@@ -213,10 +213,7 @@ def sync_with(copies: WeightReaders, load) -> WeightSync:
     async def answer(value):
         return value
 
-    rank0 = SimpleNamespace(
-        publish_weights=SimpleNamespace(choose=lambda version, remote: answer("aa")),
-        canary=SimpleNamespace(choose=lambda: answer(np.zeros(CANARY_TOKENS))),
-    )
+    rank0 = SimpleNamespace(canary=SimpleNamespace(choose=lambda: answer(np.zeros(CANARY_TOKENS))))
     trainer = SimpleNamespace(size=lambda dim: 1, slice=lambda procs: rank0)
     return WeightSync(trainer, SimpleNamespace(update_weights=load), vocab_size=96, tolerance=1e-3, copies=copies)
 
@@ -233,7 +230,7 @@ async def test_generators_that_find_a_dead_readers_memory_gone_load_from_the_nex
             raise RunError("generator 0: the memory is gone")
         return {}
 
-    updating = asyncio.create_task(sync_with(readers, load).update(CopiedOut(version=5, seconds=0.0)))
+    updating = asyncio.create_task(sync_with(readers, load).update(CopiedOut(version=5, fingerprint="aa", seconds=0.0)))
     await iterations()
     assert loads == [5] and not updating.done()
     readers.lose("host 1")
@@ -250,4 +247,4 @@ async def test_generators_that_fail_for_another_reason_end_the_update():
         raise RunError("generator 0: the engine stopped")
 
     with pytest.raises(RunError, match="generator 0: the engine stopped"):
-        await sync_with(readers, load).update(CopiedOut(version=5, seconds=0.0))
+        await sync_with(readers, load).update(CopiedOut(version=5, fingerprint="aa", seconds=0.0))

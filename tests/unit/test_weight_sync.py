@@ -21,16 +21,11 @@ async def update(*receipts: WeightReceipt):
     async def answer(value):
         return value
 
-    def rank(procs: int) -> SimpleNamespace:
-        return SimpleNamespace(
-            canary=SimpleNamespace(choose=lambda: answer(np.full(CANARY_TOKENS, -1.0, np.float32))),
-            publish_weights=SimpleNamespace(choose=lambda version, remote: answer(["aa", ""][procs])),
-        )
-
-    trainer = SimpleNamespace(size=lambda dim: 2, slice=rank)
+    rank = SimpleNamespace(canary=SimpleNamespace(choose=lambda: answer(np.full(CANARY_TOKENS, -1.0, np.float32))))
+    trainer = SimpleNamespace(size=lambda dim: 2, slice=lambda procs: rank)
     generators = SimpleNamespace(update_weights=lambda version, canary: answer(dict(enumerate(receipts))))
     sync = WeightSync(trainer, generators, vocab_size=96, tolerance=1e-3)
-    return await sync.update(CopiedOut(version=5, seconds=1.0))
+    return await sync.update(CopiedOut(version=5, fingerprint="aa", seconds=1.0))
 
 
 async def test_receipts_of_the_published_version_pass():

@@ -62,11 +62,11 @@ class StandInWeights:
         self._policy = policy
 
     async def copy_out(self, version: int) -> CopiedOut:
-        return CopiedOut(version=version, seconds=0.0)
+        return CopiedOut(version=version, fingerprint="", seconds=0.0)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
         self._policy.version = copied.version
-        zeros = dict.fromkeys(("canary_max_diff", "copy_out_s", "publish_s", "load_s", "verify_s", "reload_s"), 0.0)
+        zeros = dict.fromkeys(("canary_max_diff", "copy_out_s", "load_s", "verify_s", "reload_s"), 0.0)
         return SyncReport(version=copied.version, **zeros)
 
 

@@ -95,7 +95,6 @@ class StepRecord:
                 "perf/sync_version": last_sync.version,
                 "perf/sync_canary_max_diff": last_sync.canary_max_diff,
                 "time/sync_copy_out_s": last_sync.copy_out_s,
-                "time/sync_publish_s": last_sync.publish_s,
                 "time/sync_load_s": last_sync.load_s,
                 "time/sync_verify_s": last_sync.verify_s,
                 "time/sync_reload_s": last_sync.reload_s,

@@ -42,7 +42,7 @@ class PolicyTrainer(WatchedActor):
     Knows no task, env or algorithm.
     """
 
-    # Made by setup, copy_out_weights and begin_checkpoint.
+    # Made by setup, publish_weights and begin_checkpoint.
     _learner: Learner
     _publisher: SnapshotPublisher
     _canary: asyncio.Future[np.ndarray]
@@ -183,10 +183,16 @@ class PolicyTrainer(WatchedActor):
             raise RunError(f"trainer rank {self._rank} can't write its part of the checkpoint: {write_error(error)}")
 
     @reported_endpoint
-    async def copy_out_weights(self, version: int, canary_token_ids: np.ndarray) -> None:
-        """Copy the weights into the snapshot of ``version``. Collective.
+    async def publish_weights(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> str:
+        """Copy the weights into the snapshot of ``version``, and put that where the generators find it. Collective.
 
         Also starts to score the canary with the same weights; ``canary`` returns the result.
+
+        Args:
+            remote_readers: some generator is on a host without trainer ranks.
+
+        Returns:
+            The fingerprint of the version's tensors; "" but on rank 0.
         """
 
         def copy_out() -> None:
@@ -198,19 +204,10 @@ class PolicyTrainer(WatchedActor):
                 return self._learner.score(canary_token_ids)
 
         await self._submit(copy_out, quick=True)
+        with trace.span("publish", version=version):
+            fingerprint = await self._publisher.publish(version, remote_readers=remote_readers)
         self._canary = self._submit(score)
-
-    @reported_endpoint
-    async def publish_weights(self, version: int, remote_readers: bool) -> str:
-        """Put the snapshot of ``version`` where the generators find it; every rank. Runs beside the compute thread.
-
-        Args:
-            remote_readers: some generator is on a host without trainer ranks.
-
-        Returns:
-            The fingerprint of the version's tensors; "" but on rank 0.
-        """
-        return await self._publisher.publish(version, remote_readers=remote_readers)
+        return fingerprint
 
     @reported_endpoint
     async def canary(self) -> np.ndarray:

@@ -25,9 +25,7 @@ class SyncReport:
     canary_max_diff: float
     """Largest difference of a canary token's log-probability, trainer to generator, over all replicas."""
     copy_out_s: float
-    """Trainer: gather, copy, fingerprint. Training waits for it."""
-    publish_s: float
-    """Trainer: put into the store, beside its canary and the next forward."""
+    """Trainer: gather, copy, fingerprint, put into the store. Training waits for it."""
     load_s: float
     """Generators: get, map, verify, the engine's reload, canary."""
     verify_s: float
@@ -42,9 +40,10 @@ class SyncReport:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CopiedOut:
-    """A version that lies in its snapshot and is not published yet."""
+    """A version that lies in its snapshot and in the store."""
 
     version: int
+    fingerprint: str
     seconds: float
 
 
@@ -102,7 +101,7 @@ class WeightSync:
         self._canary: np.ndarray | None = None
         """The trainer's, of that version."""
         self._fingerprint = ""
-        """Of the version that was published last."""
+        """Of that version."""
         self._lock = asyncio.Lock()
         """Held while replicas load. The trainer writes over a buffer two versions later, and so after the update between."""
 
@@ -136,29 +135,28 @@ class WeightSync:
 
         Call it before ``admit``.
         """
-        await self.copy_out(version)
+        copied = await self.copy_out(version)
         async with self._lock:
-            await self._publish(version)
-            self._canary, self._version, self._published = await ask(self._ranks[0].canary), version, True
+            self._canary, self._fingerprint = await ask(self._ranks[0].canary), copied.fingerprint
+            self._version, self._published = version, True
 
     async def copy_out(self, version: int) -> CopiedOut:
-        """Copy the trainer's weights out as ``version``; training may go on when this returns."""
+        """Copy the trainer's weights out and publish them as ``version``; training may go on when this returns."""
         started = time.perf_counter()
-        await ask_each(self._ranks, "copy_out_weights", version, self.canary_token_ids)
-        return CopiedOut(version=version, seconds=time.perf_counter() - started)
+        arguments = version, self.canary_token_ids, self._remote_readers
+        fingerprint, *_ = await ask_each(self._ranks, "publish_weights", *arguments)
+        return CopiedOut(version=version, fingerprint=fingerprint, seconds=time.perf_counter() - started)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
-        """Publish a version that was copied out, and return when every generator samples with it.
+        """Return when every generator samples with a version that was copied out.
 
         Raises:
             RunError: a generator loaded something else, or computes something else with it.
         """
         version = copied.version
         async with self._lock:
-            started = time.perf_counter()
-            with trace.span("publish"):
-                await self._publish(version)
-            published, fetched = time.perf_counter(), 0.0
+            self._fingerprint = copied.fingerprint
+            started, fetched = time.perf_counter(), 0.0
 
             async def load() -> dict[int, WeightReceipt]:
                 nonlocal fetched
@@ -176,16 +174,12 @@ class WeightSync:
             version=version,
             canary_max_diff=self._compare(version, self._canary, canaries),
             copy_out_s=copied.seconds,
-            publish_s=published - started,
-            load_s=loaded - published,
+            load_s=loaded - started,
             verify_s=max((receipt.verify_s for receipt in receipts.values()), default=0.0),
             reload_s=max((receipt.reload_s for receipt in receipts.values()), default=0.0),
             fetched_bytes=self._copies.take_fetched_bytes(),
-            fetch_s=fetched - published,
+            fetch_s=fetched - started,
         )
-
-    async def _publish(self, version: int) -> None:
-        self._fingerprint, *_ = await ask_each(self._ranks, "publish_weights", version, self._remote_readers)
 
     async def _with_copies(self, version: int, load: Callable[[], Awaitable[T]]) -> T:
         """What ``load`` returns, once every host has the version; again where a host lost it before its engines mapped it."""
