@@ -1,6 +1,7 @@
 """Builds the renderer, which alone depends on a model's chat template."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,6 +13,10 @@ from torchtitan.experiments.rl.errors import ConfigError
 
 DEFAULT = "default"
 """Name of the renderer of any tokenizer with a chat template."""
+SHORT_TEXT = 64
+"""Characters."""
+SHORT_TEXTS = 1024
+"""Distinct ones that are kept."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,6 +67,7 @@ def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Render
     if config.name == DEFAULT and not getattr(tokenizer, "chat_template", None):
         cure = f"the tokenizer in {tokenizer_path} has no chat template: name a renderer of the model's family"
         raise ConfigError("renderer.name", config.name, cure)
+    _remember_short_texts(tokenizer)
     try:
         return renderers.create_renderer(tokenizer, classes[config.name](**knobs))
     # The package asserts that the tokenizer has the template's special tokens.
@@ -73,6 +79,20 @@ def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Render
 def attributes_roles(renderer: Renderer) -> bool:
     """Whether the renderer says whose message each token of a prompt belongs to, and whether it is of the message's body."""
     return bool(renderer.render([{"role": "user", "content": "x"}], add_generation_prompt=True).is_content)
+
+
+def _remember_short_texts(tokenizer: Any) -> None:
+    """Have a tokenizer encode equal short texts once. Renderers encode a turn's header, and newlines, again at every turn, and
+    each takes 40 us."""
+    encode = tokenizer.encode
+    known = lru_cache(SHORT_TEXTS)(lambda text: tuple(encode(text, add_special_tokens=False)))
+
+    def remembered(text: Any, *args: Any, **options: Any) -> list[int]:
+        if args or options != {"add_special_tokens": False} or not isinstance(text, str) or len(text) > SHORT_TEXT:
+            return encode(text, *args, **options)
+        return list(known(text))
+
+    tokenizer.encode = remembered
 
 
 def _config_classes() -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torchtitan.experiments.rl.generation.messages import (
     GenerateRequest,
     GenerateResult,
     GeneratorFailed,
-    GeneratorMessage,
+    GeneratorMessages,
     Request,
     RequestFailed,
     Result,
@@ -264,7 +264,7 @@ class GeneratorClient:
 
     async def _read(self, index: int, receiver: Any) -> None:
         while True:
-            messages: list[GeneratorMessage] = await receiver.recv()
+            messages: GeneratorMessages = await receiver.recv()
             for message in messages:
                 if isinstance(message, GeneratorFailed):
                     if self._on_stopped is None:

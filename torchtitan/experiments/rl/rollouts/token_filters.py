@@ -97,11 +97,10 @@ class Repetition(Filter):
     def _too_few_distinct(self, rollout: Rollout) -> bool:
         if not self.config.distinct_ngrams:
             return False
-        if not rollout.turns:
+        texts = [turn.completion.token_ids for turn in rollout.turns]
+        if sum(max(0, len(token_ids) - self.config.ngram + 1) for token_ids in texts) < self.config.min_ngrams:
             return False
-        hashes = np.concatenate([ngram_hashes(turn.completion.token_ids, self.config.ngram) for turn in rollout.turns])
-        if len(hashes) < self.config.min_ngrams:
-            return False
+        hashes = np.concatenate([ngram_hashes(token_ids, self.config.ngram) for token_ids in texts])
         hashes.sort()  # np.unique takes 15 times as long: 2.5 ms for 32,768
         distinct = 1 + np.count_nonzero(hashes[1:] != hashes[:-1])
         return bool(distinct < self.config.distinct_ngrams * len(hashes))
