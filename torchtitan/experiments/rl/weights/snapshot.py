@@ -6,11 +6,12 @@ touching fresh shared-memory pages costs as much as the copy itself.
 
 import mmap
 import os
+import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, lru_cache, partial
 
 import numpy as np
 import torch
@@ -50,10 +51,19 @@ class TensorEntry:
         return tuple((0, size) for size in self.shape)
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(kw_only=True, frozen=True)
 class SnapshotLayout:
+    """A trainer has one for all its versions, so that it is pickled and unpickled once in each process."""
+
     entries: tuple[TensorEntry, ...]
     nbytes: int
+
+    def __reduce__(self) -> tuple[Callable[[bytes], "SnapshotLayout"], tuple[bytes]]:
+        return _unpacked_layout, (self._packed,)
+
+    @cached_property
+    def _packed(self) -> bytes:
+        return pickle.dumps((self.entries, self.nbytes))
 
     @classmethod
     def of(
@@ -171,6 +181,12 @@ class SnapshotReader:
                 f"weights of version {manifest.version}: fingerprint {seen} mapped, {manifest.fingerprint} published; "
                 "the snapshot was overwritten or truncated while it was read"
             )
+
+
+@lru_cache(2)
+def _unpacked_layout(packed: bytes) -> SnapshotLayout:
+    entries, nbytes = pickle.loads(packed)
+    return SnapshotLayout(entries=entries, nbytes=nbytes)
 
 
 def aligned(nbytes: int) -> int:
