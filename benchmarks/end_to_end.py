@@ -9,8 +9,12 @@
 2. Ours is the command, `--config rl_grpo_qwen3_debug`, asynchronous by one step unless --synchronous. TRL's side is GRPOTrainer
    with transformers' generate (its vLLM mode asks for a GPU), synchronous, all 256 rollouts in one batch.
 3. The sides take turns, each in processes of its own. Time runs from the start of the first step: imports, engine and model are
-   left out, and TRL's evaluations too, because ours run beside training. A step's seconds are a run's median from its sixth
-   step on. The held-out reward is that of greedy completions, every 10 steps.
+   left out.
+4. A step's seconds are the mean from the sixth step on, without evaluations: TRL's come between its steps and are left out, and
+   ours, which run beside its steps, are off in a run of their own. Not the median: asynchronous steps alternate between short
+   and long ones, and the median is of either kind.
+5. The held-out reward is that of greedy completions, every 10 steps. Seconds to it are of a run with evaluations, ours included
+   and TRL's left out.
 """
 
 import argparse
@@ -21,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +48,7 @@ class Seen:
 
     @property
     def seconds_a_step(self) -> float:
-        return statistics.median(self.step_s[FIRST:] or self.step_s)
+        return statistics.mean(self.step_s[FIRST:] or self.step_s)
 
     @property
     def seconds_to_goal(self) -> float | None:
@@ -52,14 +56,20 @@ class Seen:
 
 
 def ours(args: argparse.Namespace, folder: Path) -> Seen:
+    """Run the command without evaluations for the seconds of its steps, and with them for the rest."""
+    alone = run_command(args, folder, "alone", ["--validation.every", str(args.steps + 1)])
+    return replace(run_command(args, folder, "evaluated", []), step_s=alone.step_s)
+
+
+def run_command(args: argparse.Namespace, folder: Path, run: str, words: list[str]) -> Seen:
     """Run the command; read its metrics."""
-    words = ["--config", "rl_grpo_qwen3_debug", "--steps", str(args.steps), "--run-dir", str(folder / "run")]
+    words = ["--config", "rl_grpo_qwen3_debug", "--steps", str(args.steps), "--run-dir", str(folder / run), *words]
     words += ["--max-offpolicy-steps", "0"] if args.synchronous else []
     with (folder / "output").open("w") as output:
         subprocess.run(
             [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words], cwd=ROOT, check=True, stdout=output, stderr=output
         )
-    records = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
     seen, now = Seen(), 0.0
     for record in records:
         if record["step"]:
