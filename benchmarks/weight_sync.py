@@ -1,8 +1,10 @@
 """Weight synchronisation of a 500 MB model, trainer to generator, against what can't be avoided.
 
-    python benchmarks/weight_sync.py [--layers 16] [--versions 9]
+    python benchmarks/weight_sync.py [--layers 16] [--versions 9] [--share-cores]
 
-1. Real actors in two processes, a core each where there are two, as a run has them. The model is random, with a tied head.
+1. Real actors in two processes, a core each where there are two. The model is random, with a tied head. A run of one of this
+   size has its trainer and generators on the same cores: --share-cores. There the canary of the trainer, which runs beside the
+   load, takes cores from it.
 2. Ours is the whole way: gather and copy into shared memory, fingerprint, publish, get, map, the engine's reload, digests, and
    the canary on both sides (the trainer's runs beside the load), until the generator samples with the new weights.
 3. Against the engine's own ``reload_weights`` of the same tensors, already in the generator's memory, and the repacking of the
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
@@ -30,6 +33,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from torchtitan.experiments.rl.compat.vllm import repack_tied_head  # noqa: E402
 from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
+from torchtitan.experiments.rl.config.provision import ProvisionConfig  # noqa: E402
 from torchtitan.experiments.rl.controller.provision import shut_down, spawn_on, start_trainer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
@@ -100,9 +104,10 @@ class MeasuredGenerator(Generator):
         return await self._thread.call(copy)
 
 
-async def measure(model: str, versions: int, warmup: int) -> dict[str, list[float]]:
+async def measure(model: str, share_cores: bool, versions: int, warmup: int) -> dict[str, list[float]]:
     """Seconds by name, one for each version after the warm-up."""
-    placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
+    one_of_each: dict[str, Any] = {"trainer_ranks": 1, "replicas": 1, "tensor_parallel_degree": 1}
+    placement = plan_placement(device="cpu", provision=ProvisionConfig(share_cores=share_cores), **one_of_each)
     client, meshes = GeneratorClient(), []
     try:
         trainers, _ = spawn_on(None, "trainer", placement.trainer, "cpu")
@@ -164,6 +169,7 @@ async def synchronise(version: int, sync: WeightSync, generator) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=16, help="16 make 500 MB")
+    parser.add_argument("--share-cores", action="store_true", help="trainer and generator on the same cores")
     parser.add_argument("--versions", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=4)
     arguments = parser.parse_args()
@@ -171,7 +177,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         nbytes = make_model(folder, arguments.layers)
         try:
-            seconds = asyncio.run(measure(folder, arguments.versions, arguments.warmup))
+            seconds = asyncio.run(measure(folder, arguments.share_cores, arguments.versions, arguments.warmup))
         except KeyboardInterrupt:
             sys.exit(130)
         finally:
