@@ -5,12 +5,14 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+from monarch.actor import ActorError
 
 from tests.unit.test_saved_state import run_state
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, newest_valid, verify
 from torchtitan.experiments.rl.controller.run_checkpoints import RunCheckpoints
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 
 
@@ -97,3 +99,17 @@ async def test_nothing_is_lost_where_the_last_step_is_saved(tmp_path):
     await saved.checkpoints.close()
     saved.checkpoints.trainer_lost(ProcessLost("trainer rank 0", "killed by SIGKILL"))
     assert saved.checkpoints.failure is None
+
+
+async def test_what_a_trainer_refuses_is_said_in_its_words_and_without_a_traceback(tmp_path):
+    """A run may fail when a step is taken and not yet counted."""
+    saved = Saved(tmp_path)
+
+    async def refuse(folder, step):
+        raise ActorError(RunError("trainer rank 0 has taken 3 steps, and can't save the state after 2"), "Traceback ...")
+
+    saved.trainer.begin_checkpoint = refuse
+    saved.checkpoints.step_taken(2)
+    await saved.checkpoints.finish()
+    expected = "the state after step 2 is not saved: trainer rank 0 has taken 3 steps, and can't save the state after 2"
+    assert saved.checkpoints.failure == expected

@@ -20,6 +20,7 @@ from typing import Protocol
 from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointError, CheckpointFolder
 from torchtitan.experiments.rl.checkpointing.run_files import sizes, sync
+from torchtitan.experiments.rl.compat.monarch import original
 from torchtitan.experiments.rl.controller.mismatch_alarm import MismatchAlarm
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.run_start import TRAINER_FOLDER
@@ -225,7 +226,9 @@ class RunCheckpoints:
 
     def _failed(self, step: int, error: Exception) -> None:
         """The run goes on: the checkpoints before are intact, and the next is tried again."""
-        self.failure = f"the state after step {step} is not saved: {error if isinstance(error, RunError) else cause_of(error)}"
+        raised = original(error)
+        cause = raised if isinstance(raised, RunError) else cause_of(raised)
+        self.failure = f"the state after step {step} is not saved: {cause}"
         self.saved_step = min(self.saved_step, step - 1)
         # A trainer that died is said by others: the run goes on without it, or ends with that.
         level = logging.INFO if isinstance(error, ProcessLost) else logging.WARNING
