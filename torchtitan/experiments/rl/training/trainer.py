@@ -205,7 +205,7 @@ class PolicyTrainer(WatchedActor):
                 return self._learner.score(canary_token_ids)
 
         await self._submit(copy_out, quick=True)
-        with trace.span("publish", version=version):
+        with trace.lane("publish", version=version):
             fingerprint = await self._publisher.publish(version, remote_readers=remote_readers)
         self._canary = self._submit(score)
         return fingerprint
