@@ -125,9 +125,9 @@ class Player:
             line = self._scripted.pop(0)
             self._say(f"{before}{line}")
             return line
-        self._out.write(before)
-        self._out.flush()
-        try:
+        try:  # who sees the prompt may interrupt at once, before anything is read
+            self._out.write(before)
+            self._out.flush()
             return self._read()
         except (EOFError, KeyboardInterrupt):
             raise self._end() from None
