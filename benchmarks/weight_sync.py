@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
@@ -106,8 +105,8 @@ class MeasuredGenerator(Generator):
 
 async def measure(model: str, share_cores: bool, versions: int, warmup: int) -> dict[str, list[float]]:
     """Seconds by name, one for each version after the warm-up."""
-    one_of_each: dict[str, Any] = {"trainer_ranks": 1, "replicas": 1, "tensor_parallel_degree": 1}
-    placement = plan_placement(device="cpu", provision=ProvisionConfig(share_cores=share_cores), **one_of_each)
+    provision = ProvisionConfig(share_cores=share_cores)
+    placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1, provision=provision)
     client, meshes = GeneratorClient(), []
     try:
         trainers, _ = spawn_on(None, "trainer", placement.trainer, "cpu")

@@ -117,6 +117,29 @@ async def test_the_engine_starts_when_it_is_asked_first_and_again_where_it_could
     assert len(engines) == 2 and engines[1].closed
 
 
+async def test_an_engine_that_failed_is_closed_before_another_is_started(tmp_path):
+    table = counting_table(1.0)
+    engines = []
+
+    def fail():
+        raise OSError("the device is lost")
+
+    def build():
+        assert all(engine.closed for engine in engines), "a process has one engine"
+        engines.append(ScriptedEngineConfig().build(model_path=save_table(table, tmp_path), device="cpu"))
+        if len(engines) == 1:
+            engines[0].step = fail
+        return engines[-1]
+
+    model = LocalModel(build)
+    talk = model.session(rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[7])
+    with pytest.raises(RunError, match="the engine: OSError: the device is lost"):
+        await talk.generate(np.array([3]), max_tokens=9)
+    assert (await talk.generate(np.array([3]), max_tokens=9)).token_ids.tolist() == [4, 5, 6, 7]
+    await model.close()
+    assert [engine.closed for engine in engines] == [True, True]
+
+
 async def test_the_person_is_the_judge_too_and_sees_the_question(capsys):
     player = player_of(["/model", "yes"])
     reply = await player.policy.chat([{"role": "user", "content": "Is\x1b it right?"}], seed=0, sampling=SamplingConfig())

@@ -30,6 +30,8 @@ class LocalModel:
         """``build`` makes the engine, on a thread of its own."""
         self._build = build
         self._thread: EngineThread | None = None
+        self._failed: EngineThread | None = None
+        """Stopped before another is started: a process has one engine."""
         self._starting: asyncio.Task[None] | None = None
         self._answer: asyncio.Future[GenerateResult] | None = None
         self._asked = -1
@@ -67,6 +69,9 @@ class LocalModel:
             await self._thread.stop()
 
     async def _started(self) -> EngineThread:
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            await failed.stop()
         if self._thread is None:
             loop = asyncio.get_running_loop()
 
@@ -91,7 +96,7 @@ class LocalModel:
     def _take(self, messages: Sequence[GeneratorMessage]) -> None:
         for message in messages:
             if isinstance(message, GeneratorFailed):
-                self._thread = None
+                self._failed, self._thread = self._thread, None
             elif message.request_id != self._asked:
                 continue  # of a request that nobody waits for any more
             if self._answer is None or self._answer.done():

@@ -86,6 +86,7 @@ class Learner:
             self.model,
             spec.parallelize_fn,
             dims=dims,
+            parallelism=parallelism,
             config=config,
             dtype=dtype,
             device=self._device,

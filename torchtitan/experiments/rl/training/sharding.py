@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan.config import CompileConfig, TrainingConfig
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.distributed.compile import apply_compile
@@ -18,6 +18,7 @@ def parallelize(
     parallelize_fn: Callable[..., Any],
     *,
     dims: ParallelDims,
+    parallelism: ParallelismConfig,
     config: TrainerConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -46,7 +47,7 @@ def parallelize(
         training=TrainingConfig(
             mixed_precision_param=config.mixed_precision_param, enable_cpu_offload=config.enable_cpu_offload
         ),
-        parallelism=config.parallelism.for_torchtitan(),
+        parallelism=parallelism,
         compile_config=compile_config,
         ac_config=activation_checkpoint,
         dump_folder=run_dir,
