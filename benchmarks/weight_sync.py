@@ -132,6 +132,7 @@ async def measure(model: str, share_cores: bool, versions: int, warmup: int) -> 
         sync = WeightSync(trainer, client, vocab_size=VOCABULARY, tolerance=1e-3)
         seconds: dict[str, list[float]] = {}
         for version in range(1, versions + warmup + 1):
+            await trainer.score.call(sync.canary_token_ids)  # as a step does in a run: a core that was idle copies more slowly
             for name, value in (await synchronise(version, sync, generator)).items():
                 if version > warmup:
                     seconds.setdefault(name, []).append(value)
@@ -169,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=16, help="16 make 500 MB")
     parser.add_argument("--share-cores", action="store_true", help="trainer and generator on the same cores")
-    parser.add_argument("--versions", type=int, default=9)
+    parser.add_argument("--versions", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=4)
     arguments = parser.parse_args()
     set_up_process()

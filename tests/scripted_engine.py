@@ -29,7 +29,6 @@ from torchtitan.experiments.rl.weights.snapshot import (
     SharedBuffer,
     SnapshotLayout,
     SnapshotReader,
-    bytes_of,
     digest,
     fingerprint,
     tensor_digest,
@@ -63,7 +62,7 @@ def snapshot_of(version: int, table: torch.Tensor) -> Manifest:
     buffer = SharedBuffer.create(layout.nbytes)
     _PUBLISHED.append(buffer)
     dict(buffer.views(layout))[TABLE].copy_(table)
-    digests = {TABLE: digest(bytes_of(table.float()))}
+    digests = {TABLE: digest(table.float())}
     return Manifest(
         version=version,
         layout=layout,

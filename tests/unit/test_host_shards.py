@@ -15,7 +15,6 @@ from torchtitan.experiments.rl.weights.host_shards import HostShards, divide, di
 from torchtitan.experiments.rl.weights.snapshot import (
     Shard,
     SnapshotLayout,
-    bytes_of,
     combined,
     digest,
     index_of,
@@ -111,11 +110,7 @@ def test_what_hosts_write_and_others_fetch_is_every_tensor_once(mesh, read_bytes
     for snapshot in (fetched, shared):
         assert all(torch.equal(view, tensors[name]) for name, view in views(snapshot, layout))
     # What the hosts say of their own parts is what anyone finds in the whole.
-    parts = {
-        (each.name, each.shard): digest(bytes_of(each.view(buffers[host])))
-        for host, own in divided.items()
-        for each in own.held
-    }
+    parts = {(each.name, each.shard): digest(each.view(buffers[host])) for host, own in divided.items() for each in own.held}
     published = {
         entry.name: combined([parts[entry.name, shard] for shard in entry.shards or (entry.whole,)]) for entry in layout.entries
     }

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.weights.snapshot import Manifest, bytes_of, digest, tensor_digest
+from torchtitan.experiments.rl.weights.snapshot import Manifest, digest, tensor_digest
 
 UNKNOWN = "packed before this version"
 """In place of a digest: nobody has seen what the copy was made of."""
@@ -79,8 +79,8 @@ class HeldWeights:
                 found[name] = tensor_digest(own, self._shards[name])
             else:
                 self.has_shares = True
-                seen = digest(bytes_of(own))
-                found[name] = self._published[name] if seen == digest(bytes_of(whole[region])) else seen
+                seen = digest(own)
+                found[name] = self._published[name] if seen == digest(whole[region]) else seen
             start += rows
         self.seconds += time.perf_counter() - started
         return found

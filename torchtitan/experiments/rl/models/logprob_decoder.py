@@ -38,8 +38,9 @@ class LogprobDecoder(HiddenStateDecoder):
             hidden_BLD[rows, parent_columns(positions)[rows, columns]],
             tokens[rows, columns],
             temperatures[rows, columns],
-            # Short rows fit one chunk whole; a quarter of a row at a time bounds the logits of these too.
-            chunk_tokens=max(1, tokens.shape[1] // 4),
+            # Short rows fit one chunk whole; a quarter of a row at a time bounds the logits of these too. Each chunk reads the
+            # head's whole weight: it is worth that for some tokens, and not for the canary's two.
+            chunk_tokens=max(32, tokens.shape[1] // 4),
         )
         zeros = logprobs_N.new_zeros(tokens.shape)
         return zeros.index_put((rows, columns), logprobs_N), zeros.index_put((rows, columns), entropy_N)

@@ -18,7 +18,6 @@ from torchtitan.experiments.rl.weights.snapshot import (
     Shard,
     SharedBuffer,
     SnapshotLayout,
-    bytes_of,
     combined,
     copy_with_digest,
     digest,
@@ -145,7 +144,7 @@ class SnapshotPublisher:
         found = dict(copied)
         if self._owns_buffers:
             held = [each for each in self._shards[self._host].held if (each.name, each.shard) not in copied]
-            found |= {(each.name, each.shard): digest(bytes_of(each.view(self._buffers[index].bytes))) for each in held}
+            found |= {(each.name, each.shard): digest(each.view(self._buffers[index].bytes)) for each in held}
         if len(self._shards) > 1:
             found = {key: value for own in _of_every_rank(found) for key, value in own.items()}
         if self._rank:

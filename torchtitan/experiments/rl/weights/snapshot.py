@@ -213,10 +213,10 @@ def tensor_digests(buffer: torch.Tensor, layout: SnapshotLayout) -> dict[str, st
 
 
 def tensor_digest(tensor: torch.Tensor, shards: tuple[Shard, ...] = ()) -> str:
-    """Of a whole tensor that is divided as ``TensorEntry.shards`` says: ``digest`` of its bytes, or of those of its shards."""
+    """Of a whole tensor that is divided as ``TensorEntry.shards`` says: its ``digest``, or one of those of its shards."""
     if not shards:
-        return digest(bytes_of(tensor))
-    return combined([digest(bytes_of(tensor[index_of(shard)])) for shard in shards])
+        return digest(tensor)
+    return combined([digest(tensor[index_of(shard)]) for shard in shards])
 
 
 def combined(found: list[str]) -> str:
@@ -229,18 +229,13 @@ def fingerprint(digests: Mapping[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest("\n".join(f"{name} {value}" for name, value in digests.items()).encode())
 
 
-def digest(flat: torch.Tensor) -> str:
-    """Of a flat uint8 tensor: XXH3-128 of those of its chunks, in their order.
+def digest(tensor: torch.Tensor) -> str:
+    """XXH3-128 of those of the chunks of a tensor's bytes, in their order.
 
     Parts are hashed in parallel, where there are cores: xxhash releases the GIL, and reads at memory speed.
     """
-    content = flat.numpy()
+    content = _content(tensor)
     return _of_parts(content, partial(_hash_part, content))
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's values as a flat uint8 tensor on the CPU; its own memory where they lie there one after the other."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> str:
@@ -250,9 +245,17 @@ def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> str:
     """
     if source.dtype != target.dtype or not source.is_contiguous():
         target.copy_(source)
-        return digest(bytes_of(target))
-    read, written = bytes_of(source).numpy(), bytes_of(target).numpy()
-    return _of_parts(written, partial(_copy_and_hash_part, written, read))
+        return digest(target)
+    written = _content(target)
+    return _of_parts(written, partial(_copy_and_hash_part, written, _content(source)))
+
+
+def _content(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's values as flat uint8: its own memory where they lie on the CPU, one after the other."""
+    if not (tensor.is_cpu and tensor.is_contiguous()):  # asking costs less than either call, for each tensor of a model
+        tensor = tensor.cpu().contiguous()
+    # A lone value counts as contiguous with any stride, and then view(-1) keeps that.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 @cache
