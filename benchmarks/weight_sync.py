@@ -1,6 +1,6 @@
 """Weight synchronisation of a 500 MB model, trainer to generator, against what can't be avoided.
 
-    python benchmarks/weight_sync.py [--layers 16] [--versions 9] [--share-cores]
+    python benchmarks/weight_sync.py [--layers 16] [--versions 15] [--share-cores]
 
 1. Real actors in two processes, a core each where there are two. The model is random, with a tied head. A run of one of this
    size has its trainer and generators on the same cores: --share-cores. There the canary of the trainer, which runs beside the
@@ -132,7 +132,7 @@ async def measure(model: str, share_cores: bool, versions: int, warmup: int) -> 
         sync = WeightSync(trainer, client, vocab_size=VOCABULARY, tolerance=1e-3)
         seconds: dict[str, list[float]] = {}
         for version in range(1, versions + warmup + 1):
-            await trainer.score.call(sync.canary_token_ids)  # as a step does in a run: a core that was idle copies more slowly
+            await trainer.score.call(sync.canary_token_ids)  # a step comes before in a run: the trainer's core was not idle
             for name, value in (await synchronise(version, sync, generator)).items():
                 if version > warmup:
                     seconds.setdefault(name, []).append(value)

@@ -138,6 +138,30 @@ def test_no_tensor_of_a_row_holds_its_logits_in_the_head(row_length):
     assert seen.elements >= row_length // 4 * vocabulary, "the check sees the chunks"
 
 
+class Products(TorchDispatchMode):
+    """Counts the matrix products that read a tensor of so many elements."""
+
+    def __init__(self, elements: int):
+        super().__init__()
+        self._elements, self.count = elements, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.count += any(
+                tensor.numel() == self._elements for tensor in tree_leaves(args) if isinstance(tensor, torch.Tensor)
+            )
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("length, readings", [(8, 1), (33, 1), (34, 2), (160, 4)])
+def test_a_short_row_reads_the_heads_weight_once(policy, length, readings):
+    tokens = torch.randint(policy.config.vocab_size, (1, length))
+    positions = torch.arange(length)[None]
+    with Products(policy.config.vocab_size * policy.config.dim) as seen, torch.no_grad():
+        policy(tokens, positions, torch.ones(1, length), positions != 0)
+    assert seen.count == readings
+
+
 def saved_elements(run) -> int:
     """Elements of the largest tensor autograd keeps for the backward pass of ``run``."""
     largest = 0

@@ -39,7 +39,7 @@ class LogprobDecoder(HiddenStateDecoder):
             tokens[rows, columns],
             temperatures[rows, columns],
             # Short rows fit one chunk whole; a quarter of a row at a time bounds the logits of these too. Each chunk reads the
-            # head's whole weight: it is worth that for some tokens, and not for the canary's two.
+            # head's whole weight, so it has 32 tokens at least: the canary has 8, and reads it once.
             chunk_tokens=max(32, tokens.shape[1] // 4),
         )
         zeros = logprobs_N.new_zeros(tokens.shape)

@@ -65,13 +65,12 @@ class LocalModel:
 
     async def close(self) -> None:
         """End the engine. One that is still being started ends with the process."""
+        await self._stop_failed()
         if self._thread is not None and self._starting is not None and self._starting.done():
             await self._thread.stop()
 
     async def _started(self) -> EngineThread:
-        if self._failed is not None:
-            failed, self._failed = self._failed, None
-            await failed.stop()
+        await self._stop_failed()
         if self._thread is None:
             loop = asyncio.get_running_loop()
 
@@ -88,6 +87,11 @@ class LocalModel:
             self._thread = None
             raise RunError(f"the engine can't be started: {cause_in(error)}") from error
         return thread
+
+    async def _stop_failed(self) -> None:
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            await failed.stop()
 
     def _built(self) -> Engine:
         with quiet_libraries():
