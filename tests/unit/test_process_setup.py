@@ -181,7 +181,13 @@ print(path.read_text().count("chatter"))
     assert run_python(code, tmp_path).split() == ["1"]
 
 
-def test_objects_are_frozen_and_seen_again():
+@pytest.fixture
+def nothing_frozen():
+    """An engine that an earlier test has made in this process freezes what is there, and leaves it so."""
+    unfreeze_objects()
+
+
+def test_objects_are_frozen_and_seen_again(nothing_frozen):
     assert gc.get_freeze_count() == 0
     usual = gc.get_threshold()
     freeze_objects()
@@ -192,7 +198,7 @@ def test_objects_are_frozen_and_seen_again():
     assert gc.get_freeze_count() == 0 and gc.get_threshold() == usual
 
 
-def test_what_is_there_when_collection_begins_again_is_never_looked_at():
+def test_what_is_there_when_collection_begins_again_is_never_looked_at(nothing_frozen):
     collect_again()
     assert gc.get_freeze_count() == 0  # it was not held
     hold_collection()
