@@ -37,16 +37,18 @@ from monarch.actor import (  # noqa: E402
     this_host,
 )
 
+from torchtitan.experiments.rl.errors import RunError  # noqa: E402
 from torchtitan.experiments.rl.process.host_identity import VARIABLE, host_identity  # noqa: E402
 from torchtitan.experiments.rl.process.setup import (  # noqa: E402
     launch_environment,
     set_up_process,
     set_up_spawned_process,
 )
+from torchtitan.experiments.rl.weights.digests import tensor_digests  # noqa: E402
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher  # noqa: E402
 from torchtitan.experiments.rl.weights.reader import WeightReader, local_snapshot  # noqa: E402
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SnapshotReader  # noqa: E402
-from torchtitan.experiments.rl.weights.store import manifest_key, start_store  # noqa: E402
+from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer  # noqa: E402
+from torchtitan.experiments.rl.weights.store import manifest_key, published_digests, start_store  # noqa: E402
 
 TENSORS = 300
 """About as many as a model of 28 layers has."""
@@ -64,7 +66,7 @@ class Trainer(Actor):
         for tensor in self._tensors.values():
             tensor[0] = version
         self._publisher.write(version, self._tensors)
-        await self._publisher.publish(version, remote_readers=True)
+        await (await self._publisher.publish(version, remote_readers=True))
 
 
 class MeasuredReader(WeightReader):
@@ -85,7 +87,9 @@ class MeasuredReader(WeightReader):
             RunError: the bytes are not those that were published.
         """
         manifest: Manifest = await torchstore.get(manifest_key(version))
-        SnapshotReader().verify(manifest, await local_snapshot(manifest))
+        copy = SharedBuffer.attach(await local_snapshot(manifest))
+        if tensor_digests(copy.bytes, manifest.layout) != await published_digests(manifest):
+            raise RunError(f"version {version} was not fetched as it was published")
 
 
 def spawn(host: str, cores: Sequence[int]) -> ProcMesh:

@@ -146,7 +146,7 @@ class StubEngine:
         return SimpleNamespace(generate=generate, close=lambda: None)
 
     async def copy_out(self, version: int) -> CopiedOut:
-        return CopiedOut(version=version, fingerprint="", seconds=0.0)
+        return CopiedOut(version=version, seconds=0.0)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
         await asyncio.sleep(UPDATE_S)

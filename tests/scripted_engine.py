@@ -24,15 +24,8 @@ from torchtitan.experiments.rl.generation.messages import (
     ScoreResult,
 )
 from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.weights.snapshot import (
-    Manifest,
-    SharedBuffer,
-    SnapshotLayout,
-    SnapshotReader,
-    digest,
-    fingerprint,
-    tensor_digest,
-)
+from torchtitan.experiments.rl.weights.digests import digest, fingerprint, tensor_digest
+from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout, SnapshotReader
 
 WEIGHTS = "model.safetensors"
 TABLE = "table"
@@ -62,14 +55,12 @@ def snapshot_of(version: int, table: torch.Tensor) -> Manifest:
     buffer = SharedBuffer.create(layout.nbytes)
     _PUBLISHED.append(buffer)
     dict(buffer.views(layout))[TABLE].copy_(table)
-    digests = {TABLE: digest(table.float())}
-    return Manifest(
-        version=version,
-        layout=layout,
-        paths={"here": buffer.path},
-        fingerprint=fingerprint(digests),
-        digests=digests,
-    )
+    return Manifest(version=version, layout=layout, paths={"here": buffer.path}, publication=f"version {version}")
+
+
+def digests_of(table: torch.Tensor) -> dict[str, str]:
+    """What a trainer publishes of the table."""
+    return {TABLE: digest(table.float())}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -144,7 +135,6 @@ class ScriptedEngine:
         return requests
 
     def load(self, manifest: Manifest, path: str, *, recompute: bool) -> LoadReport:
-        self._reader.verify(manifest, path)
         tensors = dict(self._reader.map(path).views(manifest.layout))
         assert all(each.token_ids for each in self._open.values()), "a request without a token was not withdrawn"
         self._table = tensors[TABLE].double().numpy()

@@ -13,9 +13,10 @@ from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.types import TrainingSample
+from torchtitan.experiments.rl.weights.digests import digests_of_shards, tensor_digests
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.remote import place
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, tensor_digests, views
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, views
 
 LAYOUTS = {
     "short rows": dict(row_length=64, rows_per_microbatch=1),
@@ -162,6 +163,8 @@ def snapshot_of_two_hosts(learner: Learner) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", None)  # a rank that gathers a tensor fails
         publisher.write(1, learner.hub_tensors())
+    digests: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(digests, publisher._take_digests(1) if publisher._owns_buffers else {})
     found = {}
     if learner.rank == 0:
         layout = publisher._layout
@@ -170,7 +173,8 @@ def snapshot_of_two_hosts(learner: Learner) -> dict:
             place(publisher._shards[name].held, SharedBuffer.attach(path).bytes, 0, layout, whole)
         found["tensors"] = dict(views(whole, layout))
         found["nbytes"] = {name: shards.nbytes for name, shards in publisher._shards.items()} | {"whole": layout.nbytes}
-        found["published"], found["seen"] = publisher._digests[1], tensor_digests(whole, layout)
+        found["seen"] = tensor_digests(whole, layout)
+        found["published"] = digests_of_shards({key: value for own in digests for key, value in own.items()}, layout)
     dist.barrier()  # the buffers are gone with the publisher that made them
     return found
 

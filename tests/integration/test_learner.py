@@ -30,6 +30,7 @@ from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import SharedBuffer
+from torchtitan.experiments.rl.weights.store import manifest_key
 
 
 def test_loss_and_gradient_do_not_depend_on_recomputed_activations_or_logit_chunks(exact):
@@ -125,7 +126,7 @@ def published(learner: Learner, monkeypatch) -> dict[str, torch.Tensor]:
     publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.float32)
     publisher.write(1, learner.hub_tensors())
     asyncio.run(publisher.publish(1, remote_readers=False))
-    (manifest,) = store.values()
+    manifest = store[manifest_key(1)]
     return {name: view.clone() for name, view in SharedBuffer.attach(manifest.paths["here"]).views(manifest.layout)}
 
 

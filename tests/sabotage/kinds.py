@@ -1,6 +1,6 @@
 """The ways a delivery goes wrong. Each is a context manager: in it, one replica loads a version wrongly.
 
-It yields a manifest where the replica gets another than was published, and None otherwise.
+It yields what the replica finds in the store where that is not what was published, and None otherwise.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,15 +25,23 @@ NORM, BIAS, EMBEDDING = (
 
 
 @dataclass(kw_only=True)
+class Published:
+    """What the store has of a version."""
+
+    manifest: Manifest
+    digests: dict[str, str]
+
+
+@dataclass(kw_only=True)
 class Delivery:
     """One version on its way, and the one before."""
 
-    manifest: Manifest
+    published: Published
     views: Tensors
     """The mapped snapshot's."""
     before: Tensors
     """Copies of the last version's tensors."""
-    manifest_before: Manifest
+    published_before: Published
     engine: Any
 
     @property
@@ -171,20 +179,22 @@ def old_packed_copy_put_back(delivery: Delivery) -> Iterator[None]:
 
 
 @sabotage()
-def manifest_of_the_version_before(delivery: Delivery) -> Iterator[Manifest]:
-    yield delivery.manifest_before
+def manifest_and_digests_of_the_version_before(delivery: Delivery) -> Iterator[Published]:
+    yield delivery.published_before
 
 
 @sabotage()
-def weights_of_the_version_before_under_this_versions_number(delivery: Delivery) -> Iterator[Manifest]:
-    yield replace(delivery.manifest_before, version=delivery.manifest.version)
+def weights_of_the_version_before_under_this_versions_number(delivery: Delivery) -> Iterator[Published]:
+    before = delivery.published_before
+    yield replace(before, manifest=replace(before.manifest, version=delivery.published.manifest.version))
 
 
 @sabotage()
-def fingerprint_of_another_version(delivery: Delivery) -> Iterator[Manifest]:
-    yield replace(delivery.manifest, fingerprint=delivery.manifest_before.fingerprint)
+def digests_of_another_version(delivery: Delivery) -> Iterator[Published]:
+    yield replace(delivery.published, digests=delivery.published_before.digests)
 
 
 @sabotage()
-def digests_of_another_version(delivery: Delivery) -> Iterator[Manifest]:
-    yield replace(delivery.manifest, digests=delivery.manifest_before.digests)
+def digest_of_another_tensor(delivery: Delivery) -> Iterator[Published]:
+    digests = delivery.published.digests
+    yield replace(delivery.published, digests=digests | {Q: digests[OUT]})

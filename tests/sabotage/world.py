@@ -12,21 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.sabotage.kinds import Delivery, Sabotage, Tensors
+from tests.sabotage.kinds import Delivery, Published, Sabotage, Tensors
 from torchtitan.experiments.rl.controller.mismatch_alarm import MismatchAlarm
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.generation.engine_thread import check_held
+from torchtitan.experiments.rl.generation.engine import LoadReport, check_held
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Request, Result, ScoreRequest
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.weights.snapshot import (
-    Manifest,
-    SharedBuffer,
-    SnapshotLayout,
-    WeightReceipt,
-    fingerprint,
-    tensor_digests,
-)
+from torchtitan.experiments.rl.weights.digests import fingerprint, tensor_digests
+from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout, WeightReceipt
 from torchtitan.experiments.rl.weights.sync import CopiedOut, WeightSync, canary_tolerance
 
 VOCABULARY = 96
@@ -73,10 +67,10 @@ class World:
         self._master = {name: value.float().clone() for name, value in tensors.items()}
         self._layout = SnapshotLayout.of(tensors, config.torch_dtype)
         self._buffers = [SharedBuffer.create(self._layout.nbytes) for _ in range(2)]
-        self._manifests: list[Manifest] = []
+        self._published: list[Published] = []
         self.version = 0
         self._publish(1e-4)
-        check_held(self._load(self._manifests[-1]), self._manifests[-1])
+        self._load(self._published[-1])
 
     def deliver(self, sabotage: Sabotage | None, lr: float, *, sampled: bool = False) -> str:
         """Deliver the next version to two replicas. Returns the error that ends the run, "" if there is none.
@@ -86,25 +80,25 @@ class World:
                 case.
         """
         self._publish(lr)
-        old, manifest = self._manifests
-        views = dict(self._buffers[manifest.version % 2].views(self._layout))
+        old, published = self._published
+        buffer = self._buffers[self.version % 2]
+        views = dict(buffer.views(self._layout))
         delivery = Delivery(
-            manifest=manifest,
+            published=published,
             views=views,
-            before={name: view.clone() for name, view in self._buffers[old.version % 2].views(self._layout)},
-            manifest_before=old,
+            before={name: view.clone() for name, view in self._buffers[(self.version - 1) % 2].views(self._layout)},
+            published_before=old,
             engine=self.engine._engine,
         )
-        intended = self._buffers[manifest.version % 2].bytes.clone()
+        intended = buffer.bytes.clone()
         self._trainer.load_state_dict(views, strict=False)
 
         def replica(wrongly: Sabotage | None, canary: np.ndarray) -> WeightReceipt:
-            """As Generator.update_weights: the manifest that the store has, a load, and the check of what is held."""
+            """As Generator.update_weights: what the store has, a load, and the check of what is held."""
             with wrongly(delivery) if wrongly else _honest() as found:
-                report = self._load(found or manifest)
-            check_held(report, found or manifest)
+                report = self._load(found or published)
             return WeightReceipt(
-                version=(found or manifest).version,
+                version=(found or published).manifest.version,
                 fingerprint=report.fingerprint,
                 canary_logprobs=self._scored(canary) if sabotage is None else np.zeros(len(canary), np.float32),
                 verify_s=0.0,
@@ -118,23 +112,23 @@ class World:
             second = replica(sabotage, canary_token_ids)  # first, so that the engine holds the version before
             return {0: replica(None, canary_token_ids), 1: second}
 
-        def canary() -> np.ndarray:
+        def proof() -> tuple[str, np.ndarray]:
             tokens = sync.canary_token_ids
-            return self._trainers(tokens) if sabotage is None else np.zeros(len(tokens), np.float32)
+            canary = self._trainers(tokens) if sabotage is None else np.zeros(len(tokens), np.float32)
+            return fingerprint(published.digests), canary
 
-        rank0 = SimpleNamespace(canary=SimpleNamespace(choose=lambda: answer(canary())))
+        rank0 = SimpleNamespace(proof=SimpleNamespace(choose=lambda: answer(proof())))
         trainer = SimpleNamespace(size=lambda dim: 1, slice=lambda procs: rank0)
         generators = cast(Any, SimpleNamespace(update_weights=receipts))
         sync = WeightSync(trainer, generators, vocab_size=VOCABULARY, tolerance=self._tolerance)
         try:
-            copied = CopiedOut(version=manifest.version, fingerprint=manifest.fingerprint, seconds=0.0)
-            asyncio.run(sync.update(copied))
+            asyncio.run(sync.update(CopiedOut(version=self.version, seconds=0.0)))
             if sampled:
                 self._alarm.check(self.version, {"mismatch/replica/0/age/0": self._mismatch()})
         except RunError as error:
             return str(error)
         finally:
-            self._buffers[manifest.version % 2].bytes.copy_(intended)
+            buffer.bytes.copy_(intended)
         return ""
 
     def _publish(self, lr: float) -> None:
@@ -143,18 +137,15 @@ class World:
         for name, view in buffer.views(self._layout):
             self._master[name] += lr * (2 * torch.rand(view.shape, generator=self._random) - 1)
             view.copy_(self._master[name])
-        digests = tensor_digests(buffer.bytes, self._layout)
-        manifest = Manifest(
-            version=self.version,
-            layout=self._layout,
-            paths={"here": buffer.path},
-            fingerprint=fingerprint(digests),
-            digests=digests,
-        )
-        self._manifests = [*self._manifests[-1:], manifest]
+        paths, publication = {"here": buffer.path}, f"publication {self.version}"
+        manifest = Manifest(version=self.version, layout=self._layout, paths=paths, publication=publication)
+        published = Published(manifest=manifest, digests=tensor_digests(buffer.bytes, self._layout))
+        self._published = [*self._published[-1:], published]
 
-    def _load(self, manifest: Manifest):
-        return self.engine.load(manifest, manifest.paths["here"], recompute=False)
+    def _load(self, published: Published) -> LoadReport:
+        report = self.engine.load(published.manifest, published.manifest.paths["here"], recompute=False)
+        check_held(report, published.manifest.version, published.digests)
+        return report
 
     def _answers(self, requests: list[Request]) -> list[Result]:
         for request in requests:

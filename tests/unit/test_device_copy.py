@@ -56,7 +56,7 @@ def test_pages_of_the_whole_buffer_are_locked_and_a_refusal_is_only_logged(monke
     assert ("can't be page-locked (CUDA error 1)" in caplog.text) is not locked
 
 
-def test_a_publisher_locks_its_buffers_once_and_waits_for_the_gpu_before_it_takes_the_digests(monkeypatch):
+def test_a_publisher_locks_its_buffers_once_and_returns_when_the_gpu_has_written_them(monkeypatch):
     """The device of every tensor is said to be a GPU; the copies themselves are the CPU's."""
     events = []
     module = "torchtitan.experiments.rl.weights.publisher"
@@ -64,13 +64,11 @@ def test_a_publisher_locks_its_buffers_once_and_waits_for_the_gpu_before_it_take
     monkeypatch.setattr(f"{module}.wait_for_copies", lambda device: events.append(f"wait for {device.type}"))
     real = device_copy.copy_to_host
     monkeypatch.setattr(f"{module}.copy_to_host", lambda target, source: (events.append("copy"), real(target, source)))
-    # That of no bytes stands for a shard that nobody holds, and reads nothing.
-    monkeypatch.setattr(f"{module}.digest", lambda flat: events.append("digest") or "d" if len(flat) else "nothing")
     publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.bfloat16)
     reach = publisher._reach
     monkeypatch.setattr(publisher, "_reach", lambda device: reach(torch.device("cuda")))
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7)}
     publisher.write(1, tensors)
     publisher.write(2, tensors)
-    one_write = ["copy", "copy", "wait for cuda", "digest", "digest"]
+    one_write = ["copy", "copy", "wait for cuda"]
     assert events == ["lock", "lock", *one_write, *one_write]

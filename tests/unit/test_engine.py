@@ -2,7 +2,7 @@
 
 import ast
 import inspect
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -216,16 +216,6 @@ def test_a_version_loaded_in_mid_completion_samples_the_rest_and_scores_what_com
     assert engine.version == 3 and completion.policy_versions.tolist() == [0, 3, 3, 3]
     np.testing.assert_allclose(completion.logprobs, np.log([0.5, 0.9, 0.9, 0.9]), rtol=1e-6)
     np.testing.assert_allclose(results[-1].logprobs, [0, np.log(0.9), np.log(0.1 / 15)], rtol=1e-5)
-
-
-def test_other_bytes_than_those_published_are_refused_and_the_old_table_stays():
-    engine = engine_of(counting_table(0.5))
-    manifest = snapshot_of(1, counting_table(0.9))
-    with pytest.raises(RunError, match="weights of version 1: fingerprint .* mapped, x published"):
-        engine.load(replace(manifest, fingerprint="x"), manifest.paths["here"], recompute=False)
-    engine.add(request(1, tokens=1, temperature=0.0))
-    completion = finish(engine)[1].completion
-    assert completion.policy_versions.tolist() == [0] and completion.logprobs[0] == pytest.approx(np.log(0.5))
 
 
 @pytest.mark.parametrize("gone, kind", [(["", "the weights are gone"], PeerGone), (["", ""], WrongWeights)])

@@ -3,7 +3,7 @@
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.scripted_engine import TABLE, ScriptedEngine, ScriptedEngineConfig, counting_table, snapshot_of
+from tests.scripted_engine import TABLE, ScriptedEngine, ScriptedEngineConfig, counting_table, digests_of, snapshot_of
 from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import WeightUpdate
+from torchtitan.experiments.rl.generation.engine import LoadReport
 from torchtitan.experiments.rl.generation.engine_thread import EngineThread
 from torchtitan.experiments.rl.generation.messages import (
     GenerateRequest,
@@ -26,7 +27,7 @@ from torchtitan.experiments.rl.generation.messages import (
 )
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.weights.snapshot import fingerprint
+from torchtitan.experiments.rl.weights.digests import fingerprint
 
 CANARY = np.array([1, 2, 3], np.int32)
 MODES = get_args(WeightUpdate)
@@ -79,6 +80,11 @@ class GatedEngine(ScriptedEngine):
             raise self.breaks
         return super().step()
 
+    def load(self, *args, **kwargs) -> LoadReport:
+        report = super().load(*args, **kwargs)
+        self._changes.notify()
+        return report
+
 
 class Harness:
     """An engine thread over a gated engine, and what it delivered."""
@@ -118,12 +124,22 @@ class Harness:
             if asked.done() and (asked.exception() or asked.result()):
                 return
 
-    async def update(self, version: int, how: WeightUpdate, *, corrupted: bool = False) -> asyncio.Task:
-        """Ask for an update; the command is in the queue when this returns."""
+    async def update(
+        self, version: int, how: WeightUpdate, *, published: Awaitable | None = None, gone: bool = False
+    ) -> asyncio.Task:
+        """Ask for an update; the command is in the queue when this returns.
+
+        Args:
+            published: gives the digests that the trainer has taken. None: those of the version, at once.
+            gone: there is no snapshot any more.
+        """
+
+        async def digests():
+            return digests_of(table(version)) if published is None else await published
+
         manifest = snapshot_of(version, table(version))
-        if corrupted:
-            manifest = replace(manifest, fingerprint="of other bytes")
-        task = asyncio.create_task(self.thread.update_weights(manifest, manifest.paths["here"], CANARY, how))
+        path = "/proc/self/fd/99999" if gone else manifest.paths["here"]
+        task = asyncio.create_task(self.thread.update_weights(manifest, path, digests(), CANARY, how))
         await asyncio.sleep(0)
         return task
 
@@ -263,12 +279,12 @@ async def test_a_request_that_waited_and_can_not_run_is_refused_alone(harness):
 
 
 @pytest.mark.parametrize("how", MODES)
-async def test_a_refused_snapshot_fails_its_update_alone_and_lets_go_of_what_waited(harness, how):
+async def test_a_snapshot_that_is_gone_fails_its_update_alone_and_lets_go_of_what_waited(harness, how):
     harness.submit(*(generate(i, 2) for i in range(6)))
     await harness.step()
-    update = await harness.update(1, how, corrupted=True)
+    update = await harness.update(1, how, gone=True)
     await harness.step(5)
-    with pytest.raises(RunError, match="fingerprint .* mapped, of other bytes published"):
+    with pytest.raises(RunError, match="the weights at /proc/self/fd/99999 are gone"):
         await asyncio.wait_for(update, LIMIT_S)
     assert harness.versions() == {i: [0, 0] for i in range(6)}
     update = await harness.update(1, how)
@@ -347,3 +363,55 @@ async def test_an_engine_that_holds_other_weights_than_it_was_given_answers_noth
     (failed,) = [r for r in harness.delivered if isinstance(r, GeneratorFailed)]
     assert re.fullmatch(expected, failed.cause)
     assert {r.request_id for r in harness.delivered if isinstance(r, GenerateResult)} <= {1, 2}
+
+
+# ---- the digests of what was published, which the trainer may still be taking
+
+
+@pytest.mark.parametrize("how", MODES)
+async def test_no_request_is_answered_with_weights_before_they_are_proven(harness, how):
+    harness.submit(*(generate(i, 1) for i in range(6)))
+    digests = asyncio.get_running_loop().create_future()
+    update = await harness.update(1, how, published=digests)
+    harness.engine.allowed.release(1000)
+    await harness.changes.until(lambda: harness.engine.version == 1)
+    steps = harness.engine.begun
+    harness.submit(generate(6, 1))
+    await asyncio.sleep(0.05)
+    assert harness.engine.begun == steps and not update.done()
+    digests.set_result(digests_of(table(1)))
+    assert (await asyncio.wait_for(update, LIMIT_S)).version == 1
+    await harness.changes.until(lambda: len(harness.delivered) == 7)
+
+
+@pytest.mark.parametrize("how", MODES)
+async def test_an_engine_whose_weights_can_not_be_proven_answers_nothing_with_them(harness, how):
+    async def lost():
+        raise ConnectionError("the store is gone")
+
+    harness.submit(generate(1, 2))
+    await harness.step(2)
+    update = await harness.update(1, how, published=lost())
+    harness.submit(generate(2, 2))
+    expected = "weights of version 1 can't be proven: ConnectionError: the store is gone"
+    with pytest.raises(RunError, match=expected):
+        await asyncio.wait_for(update, LIMIT_S)
+    await harness.changes.until(lambda: any(isinstance(r, GeneratorFailed) for r in harness.delivered))
+    assert harness.delivered[-1].cause == expected
+    assert {r.request_id for r in harness.delivered if isinstance(r, GenerateResult)} <= {1}
+
+
+async def test_a_shutdown_does_not_wait_for_digests_that_do_not_come(harness):
+    update = await harness.update(1, "keep", published=asyncio.Event().wait())
+    await harness.changes.until(lambda: harness.engine.version == 1)
+    await asyncio.wait_for(harness.thread.stop(), LIMIT_S)
+    with pytest.raises(RunError, match="weights of version 1 can't be proven"):
+        await asyncio.wait_for(update, LIMIT_S)
+
+
+async def test_digests_whose_fingerprint_the_engine_does_not_report_are_refused(harness, monkeypatch):
+    load = harness.engine.load
+    monkeypatch.setattr(harness.engine, "load", lambda *args, **kwargs: replace(load(*args, **kwargs), fingerprint="x"))
+    update = await harness.update(1, "keep")
+    with pytest.raises(RunError, match="weights of version 1: the engine holds fingerprint = x, [0-9a-f]+ was published"):
+        await asyncio.wait_for(update, LIMIT_S)

@@ -11,17 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.experiments.rl.weights import host_shards, remote
+from torchtitan.experiments.rl.weights.digests import digest, digests_of_shards, tensor_digest, tensor_digests
 from torchtitan.experiments.rl.weights.host_shards import HostShards, divide, divided_tensors, transfers, volume, written_by
-from torchtitan.experiments.rl.weights.snapshot import (
-    Shard,
-    SnapshotLayout,
-    combined,
-    digest,
-    index_of,
-    tensor_digest,
-    tensor_digests,
-    views,
-)
+from torchtitan.experiments.rl.weights.snapshot import Shard, SnapshotLayout, index_of, views
 
 
 @dataclass
@@ -111,9 +103,7 @@ def test_what_hosts_write_and_others_fetch_is_every_tensor_once(mesh, read_bytes
         assert all(torch.equal(view, tensors[name]) for name, view in views(snapshot, layout))
     # What the hosts say of their own parts is what anyone finds in the whole.
     parts = {(each.name, each.shard): digest(each.view(buffers[host])) for host, own in divided.items() for each in own.held}
-    published = {
-        entry.name: combined([parts[entry.name, shard] for shard in entry.shards or (entry.whole,)]) for entry in layout.entries
-    }
+    published = digests_of_shards(parts, layout)
     assert published == tensor_digests(fetched, layout)
     assert published == {entry.name: tensor_digest(tensors[entry.name], entry.shards) for entry in layout.entries}
 

@@ -2,27 +2,12 @@
 
 import subprocess
 
-import numpy as np
 import pytest
 import torch
-import xxhash
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.errors import PeerGone, RunError
-from torchtitan.experiments.rl.weights import publisher as publisher_module
-from torchtitan.experiments.rl.weights import snapshot as snapshot_module
-from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.snapshot import (
-    Manifest,
-    SharedBuffer,
-    SnapshotLayout,
-    SnapshotReader,
-    copy_with_digest,
-    digest,
-    fingerprint,
-    tensor_digests,
-)
+from torchtitan.experiments.rl.errors import PeerGone
+from torchtitan.experiments.rl.weights.digests import digest, tensor_digests
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, SnapshotLayout
 
 
 def tensors_of(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
@@ -99,99 +84,6 @@ def test_buffers_are_apart_and_start_empty():
     assert first.path != second.path and set(second.bytes.tolist()) == {0}
 
 
-# ---- digests and fingerprint
-
-
-@settings(max_examples=50)
-@given(st.binary(min_size=1, max_size=300), st.data())
-def test_digest_changes_with_any_byte(content, data):
-    at = data.draw(st.integers(0, len(content) - 1))
-    flip = data.draw(st.integers(1, 255))
-    original = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    changed = original.clone()
-    changed[at] ^= flip
-    assert digest(original) == digest(original.clone()) != digest(changed)
-
-
-def test_digest_changes_with_the_order_of_bytes_and_of_chunks():
-    size = 40 * 2**20  # more than one chunk, the last one short
-    content = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
-    half = size // 2
-    swapped = torch.cat([content[half:], content[:half]])
-    chunk = 16 * 2**20
-    chunks_swapped = torch.cat([content[chunk : 2 * chunk], content[:chunk], content[2 * chunk :]])
-    reversed_bytes = content.flip(0)
-    last_byte = content.clone()
-    last_byte[-1] ^= 1
-    versions = (content, swapped, chunks_swapped, reversed_bytes, last_byte, content[:-1])
-    assert len({digest(version) for version in versions}) == len(versions)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.sampled_from([(), (0,), (5,), (3, 70_000), (262_144,), (600, 300), (2**23 + 3,)]),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.booleans(),
-)
-def test_a_copy_with_its_digest_is_the_copy_and_the_digest_of_what_was_copied(shape, source_dtype, dtype, transposed):
-    source = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(source_dtype)
-    if transposed and len(shape) == 2:
-        source = source.t()
-    target = torch.full(source.shape, 7.0, dtype=dtype)
-    seen = copy_with_digest(target, source)
-    expected = source.to(dtype)
-    assert torch.equal(target, expected) and seen == digest(expected)
-
-
-@pytest.mark.parametrize("cores", [1, 4])
-def test_digest_does_not_depend_on_the_number_of_cores(cores, monkeypatch):
-    content = torch.arange(5 * 2**20, dtype=torch.int64).view(torch.uint8)[3:]  # three parts, the last one short
-    chunks = [xxhash.xxh3_128_digest(content[i : i + 2**18].numpy()) for i in range(0, len(content), 2**18)]
-    monkeypatch.setattr(snapshot_module.os, "sched_getaffinity", lambda _: set(range(cores)))
-    expected = xxhash.xxh3_128_hexdigest(b"".join(chunks))
-    assert digest(content) == expected
-    assert copy_with_digest(torch.empty_like(content), content) == expected
-
-
-def test_swapped_tensors_of_equal_shape_have_another_fingerprint():
-    tensors = {"a": torch.ones(4), "b": torch.zeros(4)}
-    layout = SnapshotLayout.of(tensors, torch.float32)
-    buffer = SharedBuffer.create(layout.nbytes)
-    seen = set()
-    for first, second in (("a", "b"), ("b", "a")):
-        views = dict(buffer.views(layout))
-        views["a"].copy_(tensors[first])
-        views["b"].copy_(tensors[second])
-        seen.add(fingerprint(tensor_digests(buffer.bytes, layout)))
-    assert len(seen) == 2
-
-
-def test_fingerprint_changes_with_a_name_a_digest_and_the_order():
-    versions = ({"a": "1", "b": "2"}, {"b": "2", "a": "1"}, {"a": "2", "b": "1"}, {"a": "1", "c": "2"}, {"a": "1"}, {})
-    assert len({fingerprint(digests) for digests in versions}) == len(versions)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_digest_of_a_tensor_is_of_its_values_wherever_they_lie(dtype):
-    whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert digest(whole[1:3]) == digest(whole[1:3].clone())
-    assert digest(whole.t()) == digest(whole.t().contiguous()) != digest(whole)
-    assert digest(whole[0, 0]) == digest(whole[:1, 0])
-
-
-def test_a_snapshot_that_changed_after_its_digests_were_taken_is_refused():
-    layout = SnapshotLayout.of(tensors_of(), torch.float32)
-    buffer = SharedBuffer.create(layout.nbytes)
-    digests = tensor_digests(buffer.bytes, layout)
-    sizes = dict(version=3, layout=layout, paths={"here": buffer.path})
-    manifest = Manifest(fingerprint=fingerprint(digests), digests=digests, **sizes)
-    SnapshotReader().verify(manifest, buffer.path)
-    dict(buffer.views(layout))["norm"][0] = 1
-    with pytest.raises(RunError, match="weights of version 3: fingerprint .* mapped, .* published"):
-        SnapshotReader().verify(manifest, buffer.path)
-
-
 def test_a_buffer_that_its_process_has_closed_is_gone_with_its_publisher():
     publisher = subprocess.Popen(["sleep", "600"])
     path = f"/proc/{publisher.pid}/fd/57"
@@ -201,60 +93,3 @@ def test_a_buffer_that_its_process_has_closed_is_gone_with_its_publisher():
     publisher.wait()
     with pytest.raises(PeerGone):
         SharedBuffer.attach(path)
-
-
-# ---- publisher
-
-
-@pytest.fixture
-def published(monkeypatch):
-    """What the store holds, and a publisher over it."""
-    store = {}
-
-    async def put(key, value):
-        store[key] = value
-
-    monkeypatch.setattr(publisher_module.torchstore, "put", put)
-    return store, SnapshotPublisher(rank=0, host="here", dtype=torch.float32)
-
-
-def manifests(store) -> dict:
-    return {value.version: value for key, value in store.items() if "manifest" in key}
-
-
-async def test_version_before_can_still_be_read_while_the_next_is_written(published):
-    store, publisher = published
-    readers = {}
-    for version in (1, 2, 3, 4):
-        publisher.write(version, tensors_of(version))
-        if version > 1:  # being read meanwhile
-            manifest = manifests(store)[version - 1]
-            assert fingerprint(tensor_digests(readers[version - 1].bytes, manifest.layout)) == manifest.fingerprint
-        await publisher.publish(version, remote_readers=False)
-        manifest = manifests(store)[version]
-        readers[version] = SharedBuffer.attach(manifest.paths["here"])
-        for name, view in readers[version].views(manifest.layout):
-            assert torch.equal(view, tensors_of(version)[name])
-    assert len({manifest.paths["here"] for manifest in manifests(store).values()}) == 2
-
-
-async def test_what_is_published_are_the_digests_of_the_trainers_tensors(published, monkeypatch):
-    """Taken while they are copied: a byte that changes between the copy and the manifest is another than was published."""
-    store, publisher = published
-    for version, dtype in ((1, torch.float32), (2, torch.bfloat16)):  # the second is converted
-        tensors = tensors_of(version, dtype)
-        publisher.write(version, tensors)
-        publisher._buffers[version % 2].bytes[4] ^= 1
-        await publisher.publish(version, remote_readers=False)
-        manifest = manifests(store)[version]
-        assert manifest.digests == {name: digest(tensor.float()) for name, tensor in tensors.items()}
-        with pytest.raises(RunError, match=f"weights of version {version}: fingerprint .* mapped"):
-            SnapshotReader().verify(manifest, manifest.paths["here"])
-
-
-async def test_store_keeps_the_two_newest_versions_and_no_bytes(published):
-    store, publisher = published
-    for version in (1, 2, 3, 4, 5):
-        publisher.write(version, tensors_of(version))
-        await publisher.publish(version, remote_readers=False)
-    assert sorted(manifests(store)) == [4, 5] and len(store) == 2

@@ -37,7 +37,7 @@ class Parts:
 
     async def copy_out(self, version):
         await self._answer("copy", version)
-        return CopiedOut(version=version, fingerprint="", seconds=0.0)
+        return CopiedOut(version=version, seconds=0.0)
 
     async def update(self, copied):
         await self._answer("update", copied.version)

@@ -21,11 +21,12 @@ async def update(*receipts: WeightReceipt):
     async def answer(value):
         return value
 
-    rank = SimpleNamespace(canary=SimpleNamespace(choose=lambda: answer(np.full(CANARY_TOKENS, -1.0, np.float32))))
+    proof = "aa", np.full(CANARY_TOKENS, -1.0, np.float32)
+    rank = SimpleNamespace(proof=SimpleNamespace(choose=lambda: answer(proof)))
     trainer = SimpleNamespace(size=lambda dim: 2, slice=lambda procs: rank)
     generators = SimpleNamespace(update_weights=lambda version, canary: answer(dict(enumerate(receipts))))
     sync = WeightSync(trainer, generators, vocab_size=96, tolerance=1e-3)
-    return await sync.update(CopiedOut(version=5, fingerprint="aa", seconds=1.0))
+    return await sync.update(CopiedOut(version=5, seconds=1.0))
 
 
 async def test_receipts_of_the_published_version_pass():

@@ -62,7 +62,7 @@ class StandInWeights:
         self._policy = policy
 
     async def copy_out(self, version: int) -> CopiedOut:
-        return CopiedOut(version=version, fingerprint="", seconds=0.0)
+        return CopiedOut(version=version, seconds=0.0)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
         self._policy.version = copied.version

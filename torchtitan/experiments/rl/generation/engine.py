@@ -5,7 +5,7 @@ makes in the generator's process. Import what only the engine needs inside ``bui
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.messages import Request, RequestFailed, Result
+from torchtitan.experiments.rl.weights.digests import fingerprint
 from torchtitan.experiments.rl.weights.snapshot import Manifest
 
 
@@ -26,14 +27,35 @@ class LoadReport:
     """What an engine says of a version that it loaded."""
 
     fingerprint: str
-    """Of ``digests``, as ``weights.snapshot.fingerprint`` computes it."""
+    """Of ``digests``, as ``weights.digests.fingerprint`` computes it."""
     digests: dict[str, str]
-    """What the engine holds after loading: ``weights.snapshot.digest`` of each tensor, by hub name in the manifest's order.
-    They are taken from the engine's own copies, the packed ones that it computes with included, never from the snapshot."""
+    """What the engine holds after loading: ``weights.digests.tensor_digest`` of each tensor, by hub name in the manifest's
+    order, and ``of_copies`` where it holds several copies. They are taken from the engine's own copies, the packed ones that it
+    computes with included, never from the snapshot."""
     verify_s: float
     """Mapping the snapshot and taking digests, in seconds."""
     reload_s: float
     """Copying it into the model, in seconds."""
+
+
+def check_held(report: LoadReport, version: int, published: Mapping[str, str]) -> None:
+    """
+    Args:
+        published: digests of the version's tensors.
+
+    Raises:
+        WrongWeights: the engine holds other tensors than were published; names the first.
+    """
+    held = report.digests
+    names = [name for name in {**published, **held} if held.get(name) != published.get(name)]
+    if names:
+        first, others = names[0], f" ({len(names)} of {len(published)} tensors differ)" if len(names) > 1 else ""
+        seen, wanted = held.get(first), published.get(first)
+    elif report.fingerprint != (wanted := fingerprint(published)):
+        first, others, seen = "fingerprint", "", report.fingerprint
+    else:
+        return
+    raise WrongWeights(f"weights of version {version}: the engine holds {first} = {seen}, {wanted} was published{others}")
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -104,7 +126,8 @@ class Engine(Protocol):
                 Otherwise they go on with those they have.
 
         Returns:
-            What it holds now. The caller compares it with the manifest, and uses the engine no more where they differ.
+            What it holds now. The caller compares it with what the trainer has published, and uses the engine no more where
+            they differ.
 
         Raises:
             WrongWeights: it may hold a part of the new weights. The engine can't go on.

@@ -3,16 +3,17 @@
 No other thread uses the engine. The event loop puts commands in a queue, and the thread runs them between two engine steps. So
 requests join and leave the batch at every step, weights change between steps, and the engine needs no lock.
 
-A weight update withdraws the requests that have no token yet, loads, adds the canary, and then adds those requests again, with
-the ones that arrived meanwhile: they start under the new version. ``GeneratorConfig.weight_update`` says what happens to the
-requests that have tokens. One update ends, canary included, before the next begins.
+A weight update withdraws the requests that have no token yet, loads, compares what the engine holds with what was published,
+adds the canary, and then adds those requests again, with the ones that arrived meanwhile: they start under the new version.
+``GeneratorConfig.weight_update`` says what happens to the requests that have tokens. One update ends, canary included, before
+the next begins.
 """
 
 import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import WeightUpdate
-from torchtitan.experiments.rl.generation.engine import Engine, LoadReport, WrongWeights
+from torchtitan.experiments.rl.generation.engine import Engine, LoadReport, WrongWeights, check_held
 from torchtitan.experiments.rl.generation.engine_usage import EngineUsage
 from torchtitan.experiments.rl.generation.messages import (
     GeneratorFailed,
@@ -61,6 +62,8 @@ class EngineThread:
         """For the whole of an update: its canary must be scored before the next version is loaded."""
         self._pending: set[Future[Any]] = set()
         """Futures that coroutines wait for and this thread completes."""
+        self._awaited: set[Future[Any]] = set()
+        """Futures that this thread waits for and coroutines complete."""
         self._failure: RunError | None = None
         self._running = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -115,17 +118,28 @@ class EngineThread:
         return await asyncio.wrap_future(done)
 
     async def update_weights(
-        self, manifest: Manifest, path: str, canary_token_ids: np.ndarray, how: WeightUpdate
+        self,
+        manifest: Manifest,
+        path: str,
+        published: Coroutine[Any, Any, Mapping[str, str]],
+        canary_token_ids: np.ndarray,
+        how: WeightUpdate,
     ) -> WeightReceipt:
         """Load the snapshot at ``path``, and score the canary with it before any request that waited.
 
+        Args:
+            published: returns the digests of the version's tensors. It runs beside the load.
+
         Raises:
-            RunError: the engine holds other weights than were published, or failed: it is used no more. Or the snapshot is
-                gone: the engine then keeps its weights.
+            RunError: the engine holds other weights than were published, or can't be proven to hold those, or failed: it is
+                used no more. Or the snapshot is gone: the engine then keeps its weights.
         """
+        digests = asyncio.run_coroutine_threadsafe(published, asyncio.get_running_loop())
+        self._awaited.add(digests)
+        digests.add_done_callback(self._awaited.discard)
 
         def load() -> tuple[LoadReport, Future[np.ndarray]]:
-            return self._load(manifest, path, canary_token_ids, recompute=how == "recompute")
+            return self._load(manifest, path, digests, canary_token_ids, recompute=how == "recompute")
 
         async with self._update_lock:
             report, canary = await self.call(load, drain=how == "drain")
@@ -150,6 +164,8 @@ class EngineThread:
             self._running = False
 
         self._commands.put(stop)
+        for awaited in list(self._awaited):
+            awaited.cancel()
         await asyncio.to_thread(self._thread.join)
         if self._engine is not None:
             self._engine.close()
@@ -223,7 +239,13 @@ class EngineThread:
         self._postponed = {request.request_id: request for request in self.engine.withdraw()}
 
     def _load(
-        self, manifest: Manifest, path: str, canary_token_ids: np.ndarray, *, recompute: bool
+        self,
+        manifest: Manifest,
+        path: str,
+        published: Future[Mapping[str, str]],
+        canary_token_ids: np.ndarray,
+        *,
+        recompute: bool,
     ) -> tuple[LoadReport, Future[np.ndarray]]:
         if self._postponed is None:
             self._postpone()
@@ -231,10 +253,12 @@ class EngineThread:
         try:
             with trace.span("load weights", version=manifest.version):
                 report = self.engine.load(manifest, path, recompute=recompute)
-                check_held(report, manifest)
+            with trace.span("wait for the digests of what was published"):
+                check_held(report, manifest.version, _result(published, manifest.version))
             logger.info("holds version %d", manifest.version)
             return report, self._score_canary(canary_token_ids)
         finally:
+            published.cancel()
             postponed, self._postponed = self._postponed, None
             self._add((postponed or {}).values())
 
@@ -262,18 +286,8 @@ class EngineThread:
                 future.set_exception(failure)
 
 
-def check_held(report: LoadReport, manifest: Manifest) -> None:
-    """
-    Raises:
-        WrongWeights: the engine holds other tensors than were published; names the first.
-    """
-    held, published = report.digests, manifest.digests
-    if held == published and report.fingerprint == manifest.fingerprint:
-        return
-    names = [name for name in {**published, **held} if held.get(name) != published.get(name)]
-    first = names[0] if names else "fingerprint"
-    seen, wanted = (held.get(first), published.get(first)) if names else (report.fingerprint, manifest.fingerprint)
-    others = f" ({len(names)} of {len(published)} tensors differ)" if len(names) > 1 else ""
-    raise WrongWeights(
-        f"weights of version {manifest.version}: the engine holds {first} = {seen}, {wanted} was published{others}"
-    )
+def _result(published: Future[Mapping[str, str]], version: int) -> Mapping[str, str]:
+    try:
+        return published.result()
+    except BaseException as error:
+        raise WrongWeights(f"weights of version {version} can't be proven: {cause_in(error)}") from error

@@ -31,7 +31,8 @@ from torchtitan.experiments.rl.process.descendants import descendants
 from torchtitan.experiments.rl.process.garbage import keep_imported
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.user_code.endpoint import cause_in
-from torchtitan.experiments.rl.weights.snapshot import Manifest, fingerprint
+from torchtitan.experiments.rl.weights.digests import fingerprint, of_copies
+from torchtitan.experiments.rl.weights.snapshot import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -184,11 +185,7 @@ class VLLMEngine:
         self._engine.set_weight_version(str(manifest.version))
         if recompute:
             compat.recompute_open_requests(self._engine, cache_salt=str(manifest.version))
-        # Workers agree on what is right: each has the published digest where its own share is what was published.
-        held = {
-            name: next((report.digests[name] for report in reports if report.digests[name] != published), published)
-            for name, published in manifest.digests.items()
-        }
+        held = {name: of_copies(report.digests[name] for report in reports) for name in reports[0].digests}
         return LoadReport(
             fingerprint=fingerprint(held),
             digests=held,

@@ -6,21 +6,27 @@ from typing import Any
 import torch
 
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.weights.snapshot import Manifest, digest, tensor_digest
+from torchtitan.experiments.rl.weights.digests import digest, of_copies, tensor_digest
+from torchtitan.experiments.rl.weights.snapshot import Manifest
 
 UNKNOWN = "packed before this version"
 """In place of a digest: nobody has seen what the copy was made of."""
+NOT_HELD = "not held"
+"""In place of a digest: the engine has no copy."""
 
 
 class HeldWeights:
     """Of one version: load it within ``compat.packing_noted(held.note)``, then read ``digests``.
 
-    A worker that holds a share of a tensor compares it with the same share of the snapshot, and gives the whole tensor's
-    published digest where they are equal.
+    A worker that holds a share of a tensor compares it with the same share of the snapshot, and gives the digest of the
+    snapshot's whole tensor where they are equal.
     """
 
     def __init__(self, model: Any, manifest: Manifest, snapshot: dict[str, torch.Tensor]):
-        self._published, self._snapshot = manifest.digests, snapshot
+        self._snapshot = snapshot
+        self._as_snapshot = f"as {manifest.publication} has it"
+        """In place of the digest of a share that equals the snapshot's, until that one's is taken. A copy that was packed from
+        another publication has another one."""
         self._shards = {entry.name: entry.shards for entry in manifest.layout.entries}
         self._weights = list(compat.held_weights(model, set(snapshot)))
         self._packed = {id(held.module): held for held in self._weights if held.packed}
@@ -30,8 +36,6 @@ class HeldWeights:
         """By tied module: filled when its weight is read, which comes after the packing and is not done twice."""
         self.seconds = 0.0
         """Spent on digests so far."""
-        self.has_shares = False
-        """Whether something was compared with the snapshot, as it is now."""
 
     def note(self, module: Any) -> dict[str, str] | None:
         """Digests of what is about to be packed."""
@@ -43,8 +47,7 @@ class HeldWeights:
         return self._digests_of(held, module.weight)
 
     def digests(self) -> dict[str, str]:
-        """By hub name, in the snapshot's order. A tensor that the model holds more than once, as a tied head, has the digest of
-        a copy that differs from what was published, if one does."""
+        """By hub name, in the snapshot's order. A model may hold a tensor more than once, as a tied head: see ``of_copies``."""
         found: dict[str, list[str]] = {name: [] for name in self._snapshot}
         read: dict[int, dict[str, str]] = {}
         for held in self._weights:
@@ -58,11 +61,11 @@ class HeldWeights:
             for copy in copies:
                 for name, value in copy.items():
                     found[name].append(value)
-        return {name: self._reported(name, values) for name, values in found.items()}
+        return {name: of_copies(self._of_whole(name, value) for value in set(found[name])) or NOT_HELD for name in found}
 
-    def _reported(self, name: str, values: list[str]) -> str:
-        differing = [value for value in values if value != self._published[name]]
-        return differing[0] if differing else self._published[name] if values else "not held"
+    def _of_whole(self, name: str, found: str) -> str:
+        """The snapshot is read last: what was compared with it was compared with this."""
+        return tensor_digest(self._snapshot[name], self._shards[name]) if found == self._as_snapshot else found
 
     def _digests_of(self, held: compat.HeldWeight, weight: torch.Tensor) -> dict[str, str]:
         started = time.perf_counter()
@@ -78,9 +81,8 @@ class HeldWeights:
             if own.shape == whole.shape:
                 found[name] = tensor_digest(own, self._shards[name])
             else:
-                self.has_shares = True
                 seen = digest(own)
-                found[name] = self._published[name] if seen == digest(whole[region]) else seen
+                found[name] = self._as_snapshot if seen == digest(whole[region]) else seen
             start += rows
         self.seconds += time.perf_counter() - started
         return found

@@ -46,6 +46,7 @@ class PolicyTrainer(WatchedActor):
     # Made by setup, publish_weights and begin_checkpoint.
     _learner: Learner
     _publisher: SnapshotPublisher
+    _fingerprint: asyncio.Task[str]
     _canary: asyncio.Future[np.ndarray]
     _saving: Future[Any]
 
@@ -184,16 +185,13 @@ class PolicyTrainer(WatchedActor):
             raise RunError(f"trainer rank {self._rank} can't write its part of the checkpoint: {write_error(error)}")
 
     @reported_endpoint
-    async def publish_weights(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> str:
+    async def publish_weights(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> None:
         """Copy the weights into the snapshot of ``version``, and put that where the generators find it. Collective.
 
-        Also starts to score the canary with the same weights; ``canary`` returns the result.
+        Also starts to take the version's digests and to score the canary with the same weights: see ``proof``.
 
         Args:
             remote_readers: some generator is on a host without trainer ranks.
-
-        Returns:
-            The fingerprint of the version's tensors; "" but on rank 0.
         """
 
         def copy_out() -> None:
@@ -206,14 +204,15 @@ class PolicyTrainer(WatchedActor):
 
         await self._submit(copy_out, quick=True)
         with trace.lane("publish", version=version):
-            fingerprint = await self._publisher.publish(version, remote_readers=remote_readers)
+            self._fingerprint = await self._publisher.publish(version, remote_readers=remote_readers)
         self._canary = self._submit(score)
-        return fingerprint
 
     @reported_endpoint
-    async def canary(self) -> np.ndarray:
-        """float32 [L]: log-probabilities of the canary under the weights copied out last."""
-        return await self._canary
+    async def proof(self) -> tuple[str, np.ndarray]:
+        """What a receipt of the version that was published last has to agree with: the fingerprint of what was published, and
+        float32 [L] log-probabilities of the canary. Ranks other than 0 have "" for the first."""
+        fingerprint, canary = await asyncio.gather(self._fingerprint, self._canary)
+        return fingerprint, canary
 
     @reported_endpoint
     async def score(self, token_ids: np.ndarray) -> np.ndarray:

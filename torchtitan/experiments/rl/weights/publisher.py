@@ -1,7 +1,9 @@
 """The trainer's side of weight synchronisation: sharded parameters to one shared snapshot per version."""
 
 import asyncio
+import uuid
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
@@ -10,20 +12,13 @@ import torchstore
 from torch.distributed.tensor import DTensor
 
 from torchtitan.experiments.rl.compat.torch import local_shard
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.weights.device_copy import copy_to_host, page_lock, wait_for_copies
+from torchtitan.experiments.rl.weights.digests import digest, fingerprint
 from torchtitan.experiments.rl.weights.host_shards import HostShards, divide, divided_tensors, written_by
 from torchtitan.experiments.rl.weights.remote import RemoteShards, offer
-from torchtitan.experiments.rl.weights.snapshot import (
-    Manifest,
-    Shard,
-    SharedBuffer,
-    SnapshotLayout,
-    combined,
-    copy_with_digest,
-    digest,
-    fingerprint,
-)
-from torchtitan.experiments.rl.weights.store import manifest_key, shards_key
+from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, SharedBuffer, SnapshotLayout
+from torchtitan.experiments.rl.weights.store import HostDigests, digests_key, manifest_key, published_digests, shards_key
 
 T = TypeVar("T")
 
@@ -33,7 +28,8 @@ class SnapshotPublisher:
 
     Every rank copies its own shards straight into the buffers of its host: gathering is that copy. Of several ranks that hold
     the same shard, the lowest writes it, and a host of which no rank writes anything has no buffers. The lowest rank of each
-    host owns its buffers, and takes the digests of what is in them: of what it copies by itself, while it copies.
+    host owns its buffers. It takes the digests of what is in them when the version is published, beside what follows: neither
+    training nor the generators' loads wait for them.
     """
 
     def __init__(self, *, rank: int, host: str, dtype: torch.dtype):
@@ -52,10 +48,13 @@ class SnapshotPublisher:
         self._page_locked = False
         self._targets: list[dict[str, torch.Tensor]] = [{}, {}]
         """By buffer and name: where this rank copies its part of a tensor. Found once: it takes a tenth of the copying."""
-        self._alone: dict[str, Shard] = {}
-        """By name: what the owner of the buffers copies and no other rank has a part of."""
-        self._digests: list[dict[str, str]] = [{}, {}]
-        """Of the snapshot in each buffer."""
+        self._life = ""
+        """The same on all ranks, and of no other trainer."""
+        self._written = 0
+        """How often ``write`` was called."""
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digests of what is published")
+        self._digests: list[Future[dict[tuple[str, Shard], str]] | None] = [None, None]
+        """Of what this host holds in each buffer, by name and shard: on the owner of the buffers, of what it published last."""
         self._offered = False
         """Whether readers of other hosts can read this host's buffers."""
 
@@ -64,29 +63,30 @@ class SnapshotPublisher:
         """Copy ``tensors`` (hub names; DTensor or plain) into this version's buffer. Collective: every rank calls it."""
         if self._layout is None:
             self._lay_out(tensors)
+        if (digests := self._digests[version % 2]) is not None:
+            digests.exception()  # returns when they are taken: they read this buffer
+        _barrier()
+        self._written += 1
         targets = self._targets[version % 2]
         device = torch.device("cpu")
-        copied: dict[tuple[str, Shard], str] = {}
         for name, tensor in tensors.items():
             if name in targets:
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 device = self._reach(local.device)
-                if name in self._alone and device.type == "cpu":
-                    copied[name, self._alone[name]] = copy_with_digest(targets[name], local)
-                else:
-                    copy_to_host(targets[name], local)
+                copy_to_host(targets[name], local)
         wait_for_copies(device)
         _barrier()
-        self._digests[version % 2] = self._take_digests(version % 2, copied)
 
-    async def publish(self, version: int, *, remote_readers: bool) -> str:
-        """Put a written version into torchstore: every rank calls it, and generators may read when all have returned.
+    async def publish(self, version: int, *, remote_readers: bool) -> asyncio.Task[str]:
+        """Put what was written last into torchstore: every rank calls it, and generators may read when all have returned.
 
-        Rank 0 puts the manifest, and returns the version's fingerprint; the others return "". It replaces that of version
-        ``v - 2``, which had the same buffer: every generator has answered for it.
+        It replaces version ``v - 2``, which had the same buffer: every generator has answered for it.
 
         Args:
             remote_readers: some generator is on a host without trainer ranks.
+
+        Returns:
+            A task, to be kept, that publishes the digests. It returns the fingerprint on rank 0, and "" on the others.
         """
         assert self._layout is not None, "publish comes after write"
         if (remote_readers or len(self._shards) > 1) and self._owns_buffers and not self._offered:
@@ -95,18 +95,20 @@ class SnapshotPublisher:
             handles = await asyncio.to_thread(offer, self._shards[self._host], self._layout, buffers)
             await torchstore.put(shards_key(self._host), RemoteShards(shards=self._shards[self._host], handles=handles))
             self._offered = True
-        if self._rank:
-            return ""
-        found = self._digests[version % 2]
-        manifest = Manifest(
-            version=version,
-            layout=self._layout,
-            paths=self._paths[version % 2],
-            fingerprint=fingerprint(found),
-            digests=found,
-        )
-        await torchstore.put(manifest_key(version), manifest)
-        return manifest.fingerprint
+        paths, publication = self._paths[version % 2], f"{self._life}-{self._written}"
+        manifest = Manifest(version=version, layout=self._layout, paths=paths, publication=publication)
+        if self._rank == 0:
+            await torchstore.put(manifest_key(version), manifest)
+        if self._owns_buffers:
+            self._digests[version % 2] = self._beside.submit(self._take_digests, version)
+        return asyncio.create_task(self._publish_digests(manifest))
+
+    async def _publish_digests(self, manifest: Manifest) -> str:
+        digests = self._digests[manifest.version % 2]
+        if digests is not None:
+            own = HostDigests(publication=manifest.publication, digests=await asyncio.wrap_future(digests))
+            await torchstore.put(digests_key(manifest.version, self._host), own)
+        return fingerprint(await published_digests(manifest)) if self._rank == 0 else ""
 
     def _reach(self, device: torch.device) -> torch.device:
         """``device``, from which the buffers can be written at its own speed now."""
@@ -119,8 +121,10 @@ class SnapshotPublisher:
     def _lay_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Decide who writes what, and make or map this host's buffers."""
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        everyones = _of_every_rank((self._host, {name: _shard_of(tensor) for name, tensor in tensors.items()}))
-        hosts, held = [host for host, _ in everyones], [shards for _, shards in everyones]
+        own_shards = {name: _shard_of(tensor) for name, tensor in tensors.items()}
+        everyones = _of_every_rank((self._host, own_shards, uuid.uuid4().hex))
+        hosts, held = [host for host, _, _ in everyones], [shards for _, shards, _ in everyones]
+        self._life = everyones[0][2]
         self._shards = divide(held, hosts, self._dtype)
         self._layout = SnapshotLayout.of(tensors, self._dtype, divided_tensors(self._shards, shapes))
         own = self._shards.get(self._host)
@@ -135,25 +139,11 @@ class SnapshotPublisher:
             self._buffers = [SharedBuffer.attach(paths[self._host]) for paths in self._paths]
         written = written_by(self._rank, held)
         self._targets = [own.targets(buffer.bytes, written) for buffer in self._buffers]
-        if self._owns_buffers:
-            self._alone = {each.name: each.shard for each in own.held if written.get(each.name) == each.shard}
 
-    def _take_digests(self, index: int, copied: Mapping[tuple[str, Shard], str]) -> dict[str, str]:
-        """Of the snapshot in the buffers of this index, by name. Each host's are taken there; ``copied`` has some of them."""
-        assert self._layout is not None
-        found = dict(copied)
-        if self._owns_buffers:
-            held = [each for each in self._shards[self._host].held if (each.name, each.shard) not in copied]
-            found |= {(each.name, each.shard): digest(each.view(self._buffers[index].bytes)) for each in held}
-        if len(self._shards) > 1:
-            found = {key: value for own in _of_every_rank(found) for key, value in own.items()}
-        if self._rank:
-            return {}
-        empty = digest(torch.empty(0, dtype=torch.uint8))
-        return {
-            entry.name: combined([found.get((entry.name, shard), empty) for shard in entry.shards or (entry.whole,)])
-            for entry in self._layout.entries
-        }
+    def _take_digests(self, version: int) -> dict[tuple[str, Shard], str]:
+        buffer = self._buffers[version % 2].bytes
+        with trace.span("digests of what is published", version=version):
+            return {(each.name, each.shard): digest(each.view(buffer)) for each in self._shards[self._host].held}
 
 
 def _shard_of(tensor: torch.Tensor) -> Shard:

@@ -25,8 +25,8 @@ class HostCopy:
     """A whole snapshot in a generator host's memory."""
 
     version: int
-    fingerprint: str
-    """Of the version. An engine proves what it makes of the copy."""
+    publication: str
+    """An engine proves what it makes of the copy."""
     path: str
     """Of a SharedBuffer."""
 
@@ -76,7 +76,7 @@ class WeightReader(WatchedActor):
         if manifest.whole_on(self._host) is not None:
             return Fetched(nbytes=0, seconds=0.0)
         nbytes = 0
-        if self._copy is None or self._copy.fingerprint != manifest.fingerprint or self._copy.version != version:
+        if self._copy is None or self._copy.publication != manifest.publication:
             nbytes = await self._fetch(manifest)
         await torchstore.put(copy_key(self._host), self._copy)
         return Fetched(nbytes=nbytes, seconds=time.perf_counter() - started)
@@ -92,7 +92,7 @@ class WeightReader(WatchedActor):
         running = self._running = asyncio.create_task(self._read_all(manifest, buffer))
         nbytes = await running
         self._buffers[manifest.version % 2] = buffer
-        self._copy = HostCopy(version=manifest.version, fingerprint=manifest.fingerprint, path=buffer.path)
+        self._copy = HostCopy(version=manifest.version, publication=manifest.publication, path=buffer.path)
         return nbytes
 
     async def _read_all(self, manifest: Manifest, buffer: SharedBuffer) -> int:
@@ -120,6 +120,6 @@ async def local_snapshot(manifest: Manifest) -> str:
     if (path := manifest.whole_on(host)) is not None:
         return path
     copy: HostCopy = await torchstore.get(copy_key(host))
-    if (copy.version, copy.fingerprint) != (manifest.version, manifest.fingerprint):
+    if copy.publication != manifest.publication:
         raise RunError(f"host {host} has a copy of version {copy.version}, and not of version {manifest.version}")
     return copy.path

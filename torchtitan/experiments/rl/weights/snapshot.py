@@ -9,22 +9,15 @@ import os
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
-import xxhash
 
-from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.errors import PeerGone
 
 _ALIGNMENT = 64
-_CHUNK = 256 * 2**10
-"""Bytes that are hashed at once. Just copied, they are in the core's own cache, where a hash reads 130 GB/s, and 35 GB/s from
-memory."""
-_PART = 16 * 2**20
-"""Bytes that a thread takes at once; whole chunks."""
 
 Shard = tuple[tuple[int, int], ...]
 """A part of a tensor: start and stop in each dimension."""
@@ -92,10 +85,9 @@ class Manifest:
     layout: SnapshotLayout
     paths: dict[str, str]
     """Of the trainer's SharedBuffer on each host that holds something of the version, by the host's identity."""
-    fingerprint: str
-    """Of ``digests``."""
-    digests: dict[str, str]
-    """Of each tensor, by hub name in the layout's order, taken by the trainer after writing them."""
+    publication: str
+    """Names what was written, and no other: a trainer that is made again may publish a version again, with other weights. The
+    digests come later (``weights.store.published_digests``): the trainer takes them while generators load."""
 
     def whole_on(self, host: str) -> str | None:
         """Path of the trainer's own buffer where that is the whole snapshot, on ``host``."""
@@ -170,18 +162,6 @@ class SnapshotReader:
             del self._buffers[next(iter(self._buffers))]
         return buffer
 
-    def verify(self, manifest: Manifest, path: str) -> None:
-        """
-        Raises:
-            RunError: the bytes at ``path`` are not those that were published.
-        """
-        seen = fingerprint(tensor_digests(self.map(path).bytes, manifest.layout))
-        if seen != manifest.fingerprint:
-            raise RunError(
-                f"weights of version {manifest.version}: fingerprint {seen} mapped, {manifest.fingerprint} published; "
-                "the snapshot was overwritten or truncated while it was read"
-            )
-
 
 @lru_cache(2)
 def _unpacked_layout(packed: bytes) -> SnapshotLayout:
@@ -204,84 +184,3 @@ def views(buffer: torch.Tensor, layout: SnapshotLayout) -> Iterator[tuple[str, t
 def index_of(shard: Shard) -> tuple[slice, ...]:
     """What picks a shard out of its tensor."""
     return tuple(slice(start, stop) for start, stop in shard)
-
-
-def tensor_digests(buffer: torch.Tensor, layout: SnapshotLayout) -> dict[str, str]:
-    """``tensor_digest`` of each tensor in a snapshot's flat uint8 buffer, by name in the layout's order."""
-    shards = [entry.shards for entry in layout.entries]
-    return {name: tensor_digest(view, own) for (name, view), own in zip(views(buffer, layout), shards, strict=True)}
-
-
-def tensor_digest(tensor: torch.Tensor, shards: tuple[Shard, ...] = ()) -> str:
-    """Of a whole tensor that is divided as ``TensorEntry.shards`` says: its ``digest``, or one of those of its shards."""
-    if not shards:
-        return digest(tensor)
-    return combined([digest(tensor[index_of(shard)]) for shard in shards])
-
-
-def combined(found: list[str]) -> str:
-    """Digest of a tensor from those of its shards, in their order."""
-    return found[0] if len(found) == 1 else xxhash.xxh3_128_hexdigest("\n".join(found).encode())
-
-
-def fingerprint(digests: Mapping[str, str]) -> str:
-    """Of a version: of its tensors' names and digests, in their order."""
-    return xxhash.xxh3_128_hexdigest("\n".join(f"{name} {value}" for name, value in digests.items()).encode())
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """XXH3-128 of those of the chunks of a tensor's bytes, in their order.
-
-    Parts are hashed in parallel, where there are cores: xxhash releases the GIL, and reads at memory speed.
-    """
-    content = _content(tensor)
-    return _of_parts(content, partial(_hash_part, content))
-
-
-def copy_with_digest(target: torch.Tensor, source: torch.Tensor) -> str:
-    """Copy a CPU tensor, as the target's dtype, into a contiguous one. Returns the ``digest`` of what the target holds.
-
-    Each chunk is hashed when it was just copied: it is read from memory once.
-    """
-    if source.dtype != target.dtype or not source.is_contiguous():
-        target.copy_(source)
-        return digest(target)
-    written = _content(target)
-    return _of_parts(written, partial(_copy_and_hash_part, written, _content(source)))
-
-
-def _content(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's values as flat uint8: its own memory where they lie on the CPU, one after the other."""
-    if not (tensor.is_cpu and tensor.is_contiguous()):  # asking costs less than either call, for each tensor of a model
-        tensor = tensor.cpu().contiguous()
-    # A lone value counts as contiguous with any stride, and then view(-1) keeps that.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """One for each core of this process."""
-    return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="digests")
-
-
-def _of_parts(content: np.ndarray, hash_part: Callable[[int], bytes]) -> str:
-    """``digest`` of ``content``. ``hash_part`` gives the digests of the chunks of the part that begins there."""
-    if len(content) <= _PART:
-        return xxhash.xxh3_128_hexdigest(hash_part(0))
-    parts = range(0, len(content), _PART)
-    spread = _threads().map if len(os.sched_getaffinity(0)) > 1 else map
-    return xxhash.xxh3_128_hexdigest(b"".join(spread(hash_part, parts)))
-
-
-def _hash_part(content: np.ndarray, start: int) -> bytes:
-    part = content.data[start : start + _PART]
-    return b"".join(xxhash.xxh3_128_digest(part[i : i + _CHUNK]) for i in range(0, len(part), _CHUNK))
-
-
-def _copy_and_hash_part(written: np.ndarray, read: np.ndarray, start: int) -> bytes:
-    found = []
-    for i in range(start, min(start + _PART, len(written)), _CHUNK):
-        chunk = written[i : i + _CHUNK]
-        np.copyto(chunk, read[i : i + _CHUNK])
-        found.append(xxhash.xxh3_128_digest(chunk.data))
-    return b"".join(found)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from torchtitan.experiments.rl.compat.monarch import ask, ask_each, ranks_of
+from torchtitan.experiments.rl.compat.monarch import ask_each, ranks_of
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
@@ -25,11 +25,11 @@ class SyncReport:
     canary_max_diff: float
     """Largest difference of a canary token's log-probability, trainer to generator, over all replicas."""
     copy_out_s: float
-    """Trainer: gather, copy, fingerprint, put into the store. Training waits for it."""
+    """Trainer: gather, copy, put into the store. Training waits for it."""
     load_s: float
     """Generators: get, map, verify, the engine's reload, canary."""
     verify_s: float
-    """Part of load_s: the slowest replica's mapping and fingerprint."""
+    """Part of load_s: the slowest replica's mapping and digests."""
     reload_s: float
     """Part of load_s: the slowest replica's engine."""
     fetched_bytes: dict[str, int] = field(default_factory=dict)
@@ -43,7 +43,6 @@ class CopiedOut:
     """A version that lies in its snapshot and in the store."""
 
     version: int
-    fingerprint: str
     seconds: float
 
 
@@ -135,17 +134,17 @@ class WeightSync:
 
         Call it before ``admit``.
         """
-        copied = await self.copy_out(version)
+        await self.copy_out(version)
         async with self._lock:
-            self._canary, self._fingerprint = await ask(self._ranks[0].canary), copied.fingerprint
+            self._fingerprint, self._canary = await self._trainers_proof()
             self._version, self._published = version, True
 
     async def copy_out(self, version: int) -> CopiedOut:
         """Copy the trainer's weights out and publish them as ``version``; training may go on when this returns."""
         started = time.perf_counter()
         arguments = version, self.canary_token_ids, self._remote_readers
-        fingerprint, *_ = await ask_each(self._ranks, "publish_weights", *arguments)
-        return CopiedOut(version=version, fingerprint=fingerprint, seconds=time.perf_counter() - started)
+        await ask_each(self._ranks, "publish_weights", *arguments)
+        return CopiedOut(version=version, seconds=time.perf_counter() - started)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
         """Return when every generator samples with a version that was copied out.
@@ -155,7 +154,6 @@ class WeightSync:
         """
         version = copied.version
         async with self._lock:
-            self._fingerprint = copied.fingerprint
             started, fetched = time.perf_counter(), 0.0
 
             async def load() -> dict[int, WeightReceipt]:
@@ -163,12 +161,13 @@ class WeightSync:
                 fetched = time.perf_counter()
                 return await self._generators.update_weights(version, self.canary_token_ids)
 
-            with trace.span("generators load"):  # the trainer scores its canary meanwhile
-                receipts, canary = await asyncio.gather(self._with_copies(version, load), ask(self._ranks[0].canary))
+            with trace.span("generators load"):  # the trainer takes digests and scores its canary meanwhile
+                receipts, proof = await asyncio.gather(self._with_copies(version, load), self._trainers_proof())
+            self._fingerprint, self._canary = proof
             for replica, receipt in receipts.items():
                 self._check_receipt(replica, version, receipt)
             loaded = time.perf_counter()
-            self._canary, self._version, self._published = canary, version, True
+            self._version, self._published = version, True
         canaries = {replica: receipt.canary_logprobs for replica, receipt in receipts.items()}
         return SyncReport(
             version=version,
@@ -180,6 +179,11 @@ class WeightSync:
             fetched_bytes=self._copies.take_fetched_bytes(),
             fetch_s=fetched - started,
         )
+
+    async def _trainers_proof(self) -> tuple[str, np.ndarray]:
+        """Fingerprint and canary of the version that was copied out last."""
+        proof, *_ = await ask_each(self._ranks, "proof")
+        return proof
 
     async def _with_copies(self, version: int, load: Callable[[], Awaitable[T]]) -> T:
         """What ``load`` returns, once every host has the version; again where a host lost it before its engines mapped it."""

@@ -1,0 +1,123 @@
+"""What the trainer publishes: two versions side by side, and digests that come while generators already read."""
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from tests.unit.waiting import LIMIT_S
+from torchtitan.experiments.rl.weights import publisher as publisher_module
+from torchtitan.experiments.rl.weights.digests import digest, fingerprint, tensor_digests
+from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer
+from torchtitan.experiments.rl.weights.store import published_digests
+
+
+def tensors_of(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (7, 5), "norm": (5,), "head": (3, 11), "scalar": (), "nothing": (0, 4)}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def digests_of(seed: int, dtype=torch.float32) -> dict[str, str]:
+    return {name: digest(tensor.float()) for name, tensor in tensors_of(seed, dtype).items()}
+
+
+@pytest.fixture
+def published(monkeypatch):
+    """What the store holds, and a publisher over it."""
+    store = {}
+
+    async def put(key, value):
+        store[key] = value
+
+    async def get(key):
+        return store[key]
+
+    monkeypatch.setattr(publisher_module.torchstore, "put", put)
+    monkeypatch.setattr(publisher_module.torchstore, "get", get)
+    return store, SnapshotPublisher(rank=0, host="here", dtype=torch.float32)
+
+
+def manifests(store) -> dict:
+    return {value.version: value for key, value in store.items() if "manifest" in key}
+
+
+async def test_version_before_can_still_be_read_while_the_next_is_written(published):
+    store, publisher = published
+    readers = {}
+    for version in (1, 2, 3, 4):
+        publisher.write(version, tensors_of(version))
+        if version > 1:  # being read meanwhile
+            manifest = manifests(store)[version - 1]
+            assert tensor_digests(readers[version - 1].bytes, manifest.layout) == digests_of(version - 1)
+        await (await publisher.publish(version, remote_readers=False))
+        manifest = manifests(store)[version]
+        readers[version] = SharedBuffer.attach(manifest.paths["here"])
+        for name, view in readers[version].views(manifest.layout):
+            assert torch.equal(view, tensors_of(version)[name])
+    assert len({manifest.paths["here"] for manifest in manifests(store).values()}) == 2
+
+
+async def test_what_is_published_are_the_digests_of_the_trainers_tensors(published):
+    store, publisher = published
+    for version, dtype in ((1, torch.float32), (2, torch.bfloat16)):  # the second is converted
+        publisher.write(version, tensors_of(version, dtype))
+        found = await (await publisher.publish(version, remote_readers=False))
+        expected = digests_of(version, dtype)
+        assert await published_digests(manifests(store)[version]) == expected and found == fingerprint(expected)
+
+
+async def test_whoever_asks_early_waits_for_the_digests_and_takes_no_others(published, monkeypatch):
+    """No others: of the version that was under the same key before, or of this version by a trainer that is gone."""
+    store, publisher = published
+    for version in (1, 2):
+        publisher.write(version, tensors_of(version))
+        await (await publisher.publish(version, remote_readers=False))
+    asked = {}
+    for version, trainer in ((3, publisher), (3, SnapshotPublisher(rank=0, host="here", dtype=torch.float32))):
+        taken = threading.Event()
+        monkeypatch.setattr(publisher_module, "digest", lambda tensor, taken=taken: taken.wait(LIMIT_S) and digest(tensor))
+        seed = 10 + len(asked)
+        trainer.write(version, tensors_of(seed))
+        task = await trainer.publish(version, remote_readers=False)
+        asked = asyncio.create_task(published_digests(manifests(store)[version]))
+        await asyncio.sleep(0.1)
+        assert not asked.done()
+        taken.set()
+        assert await asyncio.wait_for(asked, LIMIT_S) == digests_of(seed) and await task == fingerprint(digests_of(seed))
+        asked = {seed: task}
+
+
+async def test_a_buffer_is_not_written_again_before_its_digests_are_taken(published, monkeypatch):
+    store, publisher = published
+    taken = threading.Event()
+    monkeypatch.setattr(publisher_module, "digest", lambda tensor: taken.wait(LIMIT_S) and digest(tensor))
+    publisher.write(1, tensors_of(1))
+    task = await publisher.publish(1, remote_readers=False)
+    first = manifests(store)[1]
+    writing = asyncio.create_task(asyncio.to_thread(publisher.write, 3, tensors_of(3)))
+    await asyncio.sleep(0.1)
+    assert not writing.done()
+    taken.set()
+    await asyncio.wait_for(writing, LIMIT_S)
+    assert await task == fingerprint(digests_of(1)) and await published_digests(first) == digests_of(1)
+
+
+async def test_digests_that_can_not_be_taken_are_an_error_of_the_trainer(published, monkeypatch):
+    store, publisher = published
+    monkeypatch.setattr(publisher_module, "digest", lambda tensor: 1 / 0)
+    publisher.write(1, tensors_of(1))
+    task = await publisher.publish(1, remote_readers=False)
+    with pytest.raises(ZeroDivisionError):
+        await task
+    publisher.write(3, tensors_of(3))
+
+
+async def test_store_keeps_the_two_newest_versions_and_no_bytes(published):
+    store, publisher = published
+    for version in (1, 2, 3, 4, 5):
+        publisher.write(version, tensors_of(version))
+        await (await publisher.publish(version, remote_readers=False))
+    assert sorted(manifests(store)) == [4, 5] and len(store) == 4
