@@ -1,6 +1,7 @@
 """The trainer's side of weight synchronisation: sharded parameters to one shared snapshot per version."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,14 @@ from torchtitan.experiments.rl.weights.digests import digest, fingerprint
 from torchtitan.experiments.rl.weights.host_shards import HostShards, divide, divided_tensors, written_by
 from torchtitan.experiments.rl.weights.remote import RemoteShards, offer
 from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, SharedBuffer, SnapshotLayout
-from torchtitan.experiments.rl.weights.store import HostDigests, digests_key, manifest_key, published_digests, shards_key
+from torchtitan.experiments.rl.weights.store import (
+    DIGESTS_AFTER_S,
+    HostDigests,
+    digests_key,
+    manifest_key,
+    published_digests,
+    shards_key,
+)
 
 T = TypeVar("T")
 
@@ -141,6 +149,7 @@ class SnapshotPublisher:
         self._targets = [own.targets(buffer.bytes, written) for buffer in self._buffers]
 
     def _take_digests(self, version: int) -> dict[tuple[str, Shard], str]:
+        time.sleep(DIGESTS_AFTER_S)
         buffer = self._buffers[version % 2].bytes
         with trace.span("digests of what is published", version=version):
             return {(each.name, each.shard): digest(each.view(buffer)) for each in self._shards[self._host].held}

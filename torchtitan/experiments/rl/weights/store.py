@@ -13,6 +13,9 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.weights.digests import digests_of_shards
 from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard
 
+DIGESTS_AFTER_S = 0.01
+"""The trainer begins to take digests so long after it has put the manifest, which generators fetch meanwhile. On one core,
+hashing 500 MB at once held that up by 7 ms."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
 """Between looks for digests that are still being taken. Each pause is twice the one before."""
 
@@ -65,8 +68,13 @@ def digests_key(version: int, host: str) -> str:
     return f"policy/digests/{version % 2}/{host}"
 
 
-async def published_digests(manifest: Manifest) -> dict[str, str]:
-    """``weights.digests.tensor_digests`` of a published version, as the trainer has taken them. Waits until it has."""
+async def published_digests(manifest: Manifest, *, after_s: float = 0.0) -> dict[str, str]:
+    """``weights.digests.tensor_digests`` of a published version, as the trainer has taken them. Waits until it has.
+
+    Args:
+        after_s: seconds before the first look.
+    """
+    await asyncio.sleep(after_s)
     hosts = await asyncio.gather(*(_digests_on(host, manifest) for host in manifest.paths))
     return digests_of_shards({key: value for own in hosts for key, value in own.items()}, manifest.layout)
 
