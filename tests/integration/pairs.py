@@ -80,8 +80,7 @@ class Pair:
         """One step that changes the policy clearly."""
         samples = samples_of(8, vocabulary=self.vocabulary, seed=self.version)
         plan = Batcher.Config(row_length=512).build().plan(samples, 1)
-        await self.trainer.forward_backward.call_one(plan.microbatches[0], self.version)
-        await self.trainer.optim_step.call_one()
+        await self.trainer.train_step.call_one(plan.microbatches[0], self.version)
 
     async def publish(self) -> np.ndarray:
         """Put the trainer's weights into the store as the next version; returns the trainer's canary."""

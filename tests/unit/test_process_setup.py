@@ -19,10 +19,7 @@ from torchtitan.experiments.rl.process.garbage import (
     keep_imported,
     unfreeze_objects,
 )
-from torchtitan.experiments.rl.process.setup import (
-    launch_environment,
-    set_up_process,
-)
+from torchtitan.experiments.rl.process.setup import SWITCH_INTERVAL_S, launch_environment, set_up_process
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +35,7 @@ class Probe(Actor):
             "now": dict(os.environ),
             "cores": {core for thread in os.listdir("/proc/self/task") for core in os.sched_getaffinity(int(thread))},
             "threads": torch.get_num_threads(),
+            "switch_interval_s": sys.getswitchinterval(),
             "device": tools.device_type,
         }
 
@@ -103,6 +101,7 @@ def test_a_cpu_process_is_launched_with_its_threads_and_without_gpus_and_set_up_
         assert launched["TORCH_CPP_LOG_LEVEL"] == "ERROR" and launched["VLLM_CONFIGURE_LOGGING"] == "0"
         assert launched["LOCAL_RANK"] == "0" and int(launched["HYPERACTOR_CODEC_MAX_FRAME_LENGTH"]) >= 2**40
         assert (look["cores"], look["threads"], look["device"]) == (set(share), len(share), "cpu")
+        assert look["switch_interval_s"] == pytest.approx(SWITCH_INTERVAL_S)
         assert {name: look["now"][name] for name in launched} == launched, "something changed the environment after the launch"
     assert dict(os.environ) == before
 

@@ -28,38 +28,29 @@ class Mesh:
         return len(self._coordinates)
 
     def slice(self, *, procs: int):
-        async def forward_backward(microbatches, version):
+        async def train_step(microbatches, version):
             self.sent[procs] = (microbatches, version)
             if procs == self._broken:
                 raise RuntimeError(f"rank {procs} is broken")
-            return {"loss/total": 0.5}
+            return {"loss/total": 0.5, "train/lr": 0.3 if procs == 0 else None}
 
-        async def optim_step():
-            return {"train/lr": 0.3 if procs == 0 else None}
-
-        return SimpleNamespace(
-            forward_backward=SimpleNamespace(choose=forward_backward), optim_step=SimpleNamespace(choose=optim_step)
-        )
+        return SimpleNamespace(train_step=SimpleNamespace(choose=train_step))
 
 
 class KeepingRank:
     """Of coordinate ``coordinate``: the log-probability of token t of row r of microbatch m is its coordinate, m, r and t."""
 
     def __init__(self, coordinate: int):
-        self.forward_backward = SimpleNamespace(choose=self._forward_backward)
-        self.optim_step = SimpleNamespace(choose=self._optim_step)
+        self.train_step = SimpleNamespace(choose=self._train_step)
         self.logprobs = SimpleNamespace(choose=self._logprobs)
         self._coordinate = coordinate
 
-    async def _forward_backward(self, microbatches, version, keep_logprobs=False):
+    async def _train_step(self, microbatches, version, keep_logprobs=False):
         self._kept = [
             np.array([[-(1000 * self._coordinate + 100 * m + 10 * r + t) for t in range(8)] for r in range(2)], np.float32)
             for m in range(len(microbatches))
         ]
         assert keep_logprobs
-        return {}
-
-    async def _optim_step(self):
         return {}
 
     async def _logprobs(self):

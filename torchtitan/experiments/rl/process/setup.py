@@ -53,6 +53,10 @@ SPAWNED_ENVIRONMENT = {
 }
 """Of the processes the command launches, where the command's own environment does not say otherwise."""
 
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread keeps Python's lock when another wants it; 5 ms by default. Monarch's threads want it several times a
+message: beside a busy event loop an answer of the trainer took 10 to 40 ms. So a step of the demo takes a tenth less."""
+
 LEVELS = {
     # Logs every request: thousands of lines a step.
     "httpx": logging.WARNING,
@@ -100,6 +104,7 @@ def set_up_process() -> None:
     """Set up the process that starts a run, or a script's own. Variables that are set already stay. May be called again."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     from torchtitan.experiments.rl.compat.torchtitan import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
@@ -140,6 +145,7 @@ def set_up_spawned_process(
     ``<output>-<r>.txt`` where ``output`` does not end with a number; None: to where its parent's goes.
     """
     may_end_without_finalizing()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     hold_collection()  # until the actor is set up
     from monarch.actor import current_rank
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
-from torchtitan.experiments.rl.compat.monarch import ask, ask_each, ranks_of
+from torchtitan.experiments.rl.compat.monarch import ask, ranks_of
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.types import DataParallel
 
@@ -54,14 +54,14 @@ class TrainerClient:
             raise ValueError(f"rows planned for {planned} data-parallel ranks, and the trainer has {size}")
         keep = (True,) if self._keep_logprobs else ()
         calls = [
-            ask(rank.forward_backward, packed.microbatches[coordinate.rank], step - 1, *keep)
+            ask(rank.train_step, packed.microbatches[coordinate.rank], step - 1, *keep)
             for rank, coordinate in zip(self._ranks, self._coordinates, strict=True)
         ]
         try:
             metrics = (await self._life.call(asyncio.gather(*calls)))[0]
             if self._keep_logprobs:
                 await self._set_logprobs(packed)
-            return metrics | (await self._life.call(ask_each(self._ranks, "optim_step")))[0]
+            return metrics
         except ProcessLost:  # the batch need not be to blame
             raise
         except Exception:

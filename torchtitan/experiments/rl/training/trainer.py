@@ -118,16 +118,17 @@ class PolicyTrainer(WatchedActor):
         return self._learner.data_parallel
 
     @reported_endpoint
-    async def forward_backward(
+    async def train_step(
         self, microbatches: list[TrainingBatch], policy_version: int, keep_logprobs: bool = False
     ) -> dict[str, float]:
-        """Accumulate one step's gradient over this coordinate's microbatches; metrics of the whole step. Collective.
+        """Take an optimizer step on this coordinate's microbatches. Collective. Returns metrics of the whole step.
 
         Args:
             keep_logprobs: ``logprobs`` is asked next.
 
         Raises:
-            RunError: the loss is not finite. Its gradient may be: a loss with an infinite constant has one.
+            RunError: the loss or the gradient is not finite; the step is not taken. A loss with an infinite constant has a
+                finite gradient.
         """
 
         def accumulate() -> dict[str, float]:
@@ -138,23 +139,15 @@ class PolicyTrainer(WatchedActor):
             check_finite("loss", metrics["loss/total"], self._learner.config.loss)
             return metrics
 
-        return await self._submit(accumulate, quick=True)
+        metrics = await self._submit(accumulate, quick=True)
+        metrics |= await self._submit(self._learner.optim_step)
+        self._steps_taken += 1
+        return metrics
 
     @reported_endpoint
     async def logprobs(self) -> list[np.ndarray]:
         """float32 [B, L] of each microbatch of the last step: log-probabilities of sampled tokens, 0 elsewhere."""
         return self._learner.logprobs
-
-    @reported_endpoint
-    async def optim_step(self) -> dict[str, float]:
-        """Clip and apply the gradient. Collective.
-
-        Raises:
-            RunError: the gradient is not finite; the step is not taken.
-        """
-        metrics = await self._submit(self._learner.optim_step)
-        self._steps_taken += 1
-        return metrics
 
     @reported_endpoint
     async def begin_checkpoint(self, folder: Path, step: int) -> None:
