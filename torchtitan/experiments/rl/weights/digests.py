@@ -73,7 +73,7 @@ def _content(tensor: torch.Tensor) -> np.ndarray:
 @cache
 def _threads() -> ThreadPoolExecutor:
     """One for each core of this process."""
-    return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="digests")
+    return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="hashing")
 
 
 _NOTHING = digest(torch.empty(0))

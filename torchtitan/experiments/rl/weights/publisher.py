@@ -60,7 +60,7 @@ class SnapshotPublisher:
         """The same on all ranks, and of no other trainer."""
         self._written = 0
         """How often ``write`` was called."""
-        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digests of what is published")
+        self._beside = ThreadPoolExecutor(max_workers=1, thread_name_prefix="digests")
         self._digests: list[Future[dict[tuple[str, Shard], str]] | None] = [None, None]
         """Of what this host holds in each buffer, by name and shard: on the owner of the buffers, of what it published last."""
         self._offered = False
