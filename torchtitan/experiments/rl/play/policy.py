@@ -137,11 +137,12 @@ async def interruptible(work: Coroutine[Any, Any, Completion]) -> Completion:
     loop, task, before = asyncio.get_running_loop(), asyncio.ensure_future(work), signal.getsignal(signal.SIGINT)
     pressed = False
 
-    def interrupt() -> None:
+    def cancel() -> None:
         nonlocal pressed
-        pressed = task.cancel()
+        pressed = task.cancel() or pressed
 
-    loop.add_signal_handler(signal.SIGINT, interrupt)
+    # Not by add_signal_handler: a Ctrl-C while it is being added may raise, and interrupt the next call too.
+    signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(cancel))
     try:
         return await task
     except asyncio.CancelledError:
@@ -149,5 +150,4 @@ async def interruptible(work: Coroutine[Any, Any, Completion]) -> Completion:
             raise
         raise KeyboardInterrupt from None
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
         signal.signal(signal.SIGINT, before)
