@@ -1,6 +1,10 @@
 """A person as the policy: what is shown, what answers become, and that a session is a record and a test that holds."""
 
+import asyncio
 import json
+import os
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.play.command import main
 from torchtitan.experiments.rl.play.model import LocalModel
 from torchtitan.experiments.rl.play.player import Left, Player
+from torchtitan.experiments.rl.play.policy import interruptible
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Completion
@@ -212,3 +217,45 @@ def test_what_cannot_be_played_is_refused_in_one_line(words, message, capsys):
     assert main(words.split()) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+# ---- Ctrl-C
+
+
+def test_a_ctrl_c_that_comes_while_its_handler_is_installed_interrupts_one_call(monkeypatch):
+    ended = []
+
+    async def answer(seconds: float) -> str:
+        try:
+            await asyncio.sleep(seconds)
+        finally:
+            ended.append(seconds)
+        return "an answer"
+
+    install, presses = signal.signal, [True]
+
+    def pressed_before(number, handler):
+        if number == signal.SIGINT and presses:
+            presses.clear()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)  # until it raises
+        return install(number, handler)
+
+    async def play() -> None:
+        install(signal.SIGINT, signal.default_int_handler)
+        first = answer(60)
+        monkeypatch.setattr(signal, "signal", pressed_before)
+        with pytest.raises(KeyboardInterrupt):
+            await interruptible(first)
+        assert await interruptible(answer(0.1)) == "an answer"
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
+            await interruptible(answer(61))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and 60 not in ended
+
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        asyncio.run(play())
+    finally:
+        install(signal.SIGINT, before)
+    assert ended == [0.1, 61], "the first was cancelled before it began"

@@ -31,7 +31,7 @@ class LoadReport:
     digests: dict[str, str]
     """What the engine holds after loading: ``weights.digests.tensor_digest`` of each tensor, by hub name in the manifest's
     order, and ``of_copies`` where it holds several copies. They are taken from the engine's own copies, the packed ones that it
-    computes with included, never from the snapshot."""
+    computes with included, never from the snapshot. A share that equals the snapshot's has the digest of that one's tensor."""
     verify_s: float
     """Mapping the snapshot and taking digests, in seconds."""
     reload_s: float

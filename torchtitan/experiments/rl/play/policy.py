@@ -141,13 +141,14 @@ async def interruptible(work: Coroutine[Any, Any, Completion]) -> Completion:
         nonlocal pressed
         pressed = task.cancel() or pressed
 
-    # Not by add_signal_handler: a Ctrl-C while it is being added may raise, and interrupt the next call too.
-    signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(cancel))
     try:
+        # Not by add_signal_handler: a Ctrl-C while it is being added raises, and interrupts the next call too.
+        signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(cancel))
         return await task
     except asyncio.CancelledError:
         if not pressed:
             raise
         raise KeyboardInterrupt from None
     finally:
+        task.cancel()  # Ctrl-C may have come before it was awaited
         signal.signal(signal.SIGINT, before)
