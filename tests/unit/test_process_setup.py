@@ -1,5 +1,6 @@
 """What a process of a run is set up with, and when: a new process has its environment before anything is imported."""
 
+import asyncio
 import gc
 import os
 import subprocess
@@ -36,6 +37,7 @@ class Probe(Actor):
             "cores": {core for thread in os.listdir("/proc/self/task") for core in os.sched_getaffinity(int(thread))},
             "threads": torch.get_num_threads(),
             "switch_interval_s": sys.getswitchinterval(),
+            "event_loop": type(asyncio.get_running_loop()).__module__,
             "device": tools.device_type,
         }
 
@@ -102,6 +104,7 @@ def test_a_cpu_process_is_launched_with_its_threads_and_without_gpus_and_set_up_
         assert launched["LOCAL_RANK"] == "0" and int(launched["HYPERACTOR_CODEC_MAX_FRAME_LENGTH"]) >= 2**40
         assert (look["cores"], look["threads"], look["device"]) == (set(share), len(share), "cpu")
         assert look["switch_interval_s"] == pytest.approx(SWITCH_INTERVAL_S)
+        assert look["event_loop"] == "uvloop"
         assert {name: look["now"][name] for name in launched} == launched, "something changed the environment after the launch"
     assert dict(os.environ) == before
 

@@ -6,6 +6,7 @@
 3. Each actor calls ``set_up_logging`` when it is made.
 """
 
+import asyncio
 import atexit
 import contextlib
 import ctypes
@@ -20,6 +21,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn
+
+import uvloop
 
 from torchtitan.experiments.rl.compat import monarch
 from torchtitan.experiments.rl.process.garbage import hold_collection
@@ -104,7 +107,7 @@ def set_up_process() -> None:
     """Set up the process that starts a run, or a script's own. Variables that are set already stay. May be called again."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _set_up_event_loops()
     from torchtitan.experiments.rl.compat.torchtitan import use_cpu_without_accelerator
 
     use_cpu_without_accelerator()
@@ -145,8 +148,8 @@ def set_up_spawned_process(
     ``<output>-<r>.txt`` where ``output`` does not end with a number; None: to where its parent's goes.
     """
     may_end_without_finalizing()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     hold_collection()  # until the actor is set up
+    _set_up_event_loops()
     from monarch.actor import current_rank
 
     if output is not None:
@@ -261,6 +264,11 @@ def _exit_unless_finalizing() -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(_exit_code)
+
+
+def _set_up_event_loops() -> None:
+    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def _stay_on(cores: tuple[int, ...]) -> None:
