@@ -5,8 +5,7 @@
 1. Ours is all that happens between a data sample and a scored group: RolloutLoop and Task.run_group with RendererEnv,
    GeneratorClient, the Generator actor in its own process, the rubric, credit, training samples. Only the trainer is left out.
 2. vLLM alone is its LLMEngine in a process of its own, given the same prompts, seeds and sampling parameters, ready made and
-   all at once. Both engines have the same settings and the cores that a run gives its generators; the controller has the
-   trainer's.
+   all at once. Both engines have the same settings and a generator's number of threads; no process is bound to a core.
 3. Two loads: the `sum_digits` task as the debug config runs it (answers of some 2 tokens, where the work per rollout weighs
    most), and the same with 64 tokens in every completion and no stop token.
 4. The sides take turns, each turn some steps from a standing start; both sample the same tokens. A figure is a median.
@@ -87,7 +86,7 @@ class RolloutPath:
 
 
 class BareEngine:
-    """The other side: vLLM's LLMEngine in a child process, on the generator's cores."""
+    """The other side: vLLM's LLMEngine in a child process, with as many threads as the generator's."""
 
     def __init__(self, arguments: dict[str, Any], cores: Sequence[int], run_dir: str):
         context = multiprocessing.get_context("spawn")
@@ -125,7 +124,6 @@ class BareEngine:
 
 
 def _serve_bare_engine(pipe: Connection, arguments: dict[str, Any], cores: Sequence[int], run_dir: str) -> None:
-    pin(cores)
     torch.set_num_threads(len(cores))
     os.environ |= {
         "OMP_NUM_THREADS": str(len(cores)),
@@ -178,12 +176,6 @@ def _serve_bare_engine(pipe: Connection, arguments: dict[str, Any], cores: Seque
         pass
 
 
-def pin(cores: Sequence[int]) -> None:
-    """Keep this process on ``cores``, threads that run already included."""
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), cores)
-
-
 def bare_arguments(config: RunConfig) -> dict[str, Any]:
     """The generator's engine settings as vLLM calls them."""
     engine = config.generator.engine
@@ -216,10 +208,9 @@ async def compare(args: argparse.Namespace, config: RunConfig, run_dir: str) -> 
         await generator.setup.call()
         await bare.answer()
         await client.connect([generator])
-        pin(placement.trainer[0].devices)
         print(
             f"{args.rollouts} rollouts a step, {args.steps} steps a turn, medians of {args.repeats} turns; "
-            f"engines on cores {placement.generators[0].devices}, controller on {placement.trainer[0].devices}"
+            f"{len(placement.generators[0].devices)} thread(s) for each engine"
         )
         print(f"{'load':<12}{'ours':>10}{'vLLM alone':>12}{'ratio':>8}{'tokens a rollout':>18}{'completions that differ':>25}")
         ratios = []

@@ -41,10 +41,12 @@ def test_environment_variables_are_read_by_vllm(monkeypatch):
 
     monkeypatch.setattr(os, "environ", {"VLLM_CPU_KVCACHE_SPACE": "3"})
     compat.set_environment(device="cpu")
-    unknown = set(os.environ) - set(envs.environment_variables)
+    unknown = set(os.environ) - set(envs.environment_variables) - {"OMP_NUM_THREADS"}
     assert not unknown, f"vLLM no longer reads {unknown}"
     assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ and "kv_cache_memory_bytes" in EngineArgs.__dataclass_fields__
-    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"].split(",") == [str(core) for core in sorted(os.sched_getaffinity(0))]
+    assert int(os.environ.pop("OMP_NUM_THREADS")) == torch.get_num_threads()
+    compat.set_environment(device="cpu", workers=2 * torch.get_num_threads())
+    assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
 def test_the_core_client_shuts_its_engine_down_by_a_finalizer():

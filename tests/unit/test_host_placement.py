@@ -132,32 +132,37 @@ def test_the_config_of_three_process_hosts_has_the_roles_that_it_says(monkeypatc
     config = config_registry.rl_grpo_qwen3_debug_hosts()
     check(config)
     assert plan_run(config).placement.lines("cpu")[:3] == [
-        "host 0         trainer 0 on cores 0-1",
-        "host 1         trainer 1 on core 3; generator 0 on core 2",
-        "host 2         generator 1 on cores 4-5; rollout workers 0",
+        "host 0         trainer 0 with 2 threads",
+        "host 1         trainer 1 with 1 thread; generator 0 with 1 thread",
+        "host 2         generator 1 with 2 threads; rollout workers 0",
     ]
 
 
-SHARE, APART = "use the same ones", "have cores of their own"
+SHARE, APART = "all", "half"
 
 
 @pytest.mark.parametrize(
     "parameters, share_cores, said",
     [(9_999_999, None, APART), (10_000_000, None, SHARE), (1, True, SHARE), (10**9, False, APART)],
 )
-def test_the_two_sides_have_the_same_cores_where_the_model_is_large_or_the_config_says_so(parameters, share_cores, said):
+def test_the_two_sides_have_as_many_threads_where_the_model_is_large_or_the_config_says_so(parameters, share_cores, said):
     placement = place([(0, 1, 2, 3)], device="cpu", trainer=2, parameters=parameters, share_cores=share_cores)
     ranks, engine = (((0, 1), (2, 3)), (0, 1, 2, 3)) if said is SHARE else (((2,), (3,)), (0, 1))
     assert gpus(placement.trainer) == [(0, cores) for cores in ranks] and gpus(placement.generators) == [(0, engine)]
-    assert f"cores          trainer and generators {said} (provision.share_cores)" in placement.lines("cpu")
+    line = f"cores          trainer and generators have threads for {said} of the cores each, and run on any"
+    assert f"{line} (provision.share_cores)" in placement.lines("cpu")
+    trainers = "trainer 0-1 with 2 threads each" if said is SHARE else "trainer 0-1 with 1 thread each"
+    assert placement.lines("cpu")[0] == f"host 0         {trainers}; generator 0 with {len(engine)} threads"
 
 
 def test_sides_on_hosts_of_their_own_have_all_cores_of_them_and_one_core_is_for_both():
     apart = place([(0, 1), (0, 1)], device="cpu", parameters=10**9)
     assert gpus(apart.trainer) == [(0, (0, 1))] and gpus(apart.generators) == [(1, (0, 1))]
-    assert any(APART in line for line in apart.lines("cpu"))
+    assert apart.lines("cpu")[:2] == ["host 0         trainer 0 with 2 threads", "host 1         generator 0 with 2 threads"]
+    assert not any(line.startswith("cores") for line in apart.lines("cpu")), "nothing is shared"
     one = place([(5,)], device="cpu")
-    assert gpus(one.trainer) == gpus(one.generators) == [(0, (5,))] and any(SHARE in line for line in one.lines("cpu"))
+    assert gpus(one.trainer) == gpus(one.generators) == [(0, (5,))]
+    assert any("for all of the cores" in line for line in one.lines("cpu"))
 
 
 def test_process_hosts_share_the_cores_of_this_machine(monkeypatch):

@@ -11,7 +11,7 @@ from torchtitan.experiments.rl.config.checks import plan_run
 from torchtitan.experiments.rl.config.machine import numa_lines
 from torchtitan.experiments.rl.process import numa, setup
 from torchtitan.experiments.rl.process.gpus import pci_addresses
-from torchtitan.experiments.rl.process.numa import cores_by_node, cores_near, own_cores
+from torchtitan.experiments.rl.process.numa import cores_by_node, cores_near, cores_on_nodes_of, own_cores
 
 GPUS = {"0000:1b:00.0": 0, "0000:43:00.0": 0, "0001:9a:00.0": 1, "0000:c3:00.0": -1}
 """The node of each, as /sys has it; -1: Linux does not know."""
@@ -64,6 +64,12 @@ def test_trainer_and_generator_of_one_machine_have_a_node_each(system):
     assert placement.generators[0].devices == NODE_0 and placement.trainer[0].devices == NODE_1
 
 
+def test_a_process_on_cpu_is_set_up_on_the_nodes_of_its_share(system):
+    assert cores_on_nodes_of([9, 10]) == NODE_0 and cores_on_nodes_of([4]) == NODE_1
+    assert cores_on_nodes_of([0, 15]) == tuple(sorted(NODE_0 + NODE_1))
+    assert cores_on_nodes_of([1]) == (), "a core that this process may not use"
+
+
 def test_a_gpu_is_found_by_its_address_and_has_the_cores_of_its_node(system, gpus):
     assert pci_addresses() == list(GPUS)
     first, second, third, unknown = GPUS
@@ -100,7 +106,8 @@ def test_a_process_with_gpus_is_set_up_on_the_cores_near_them(system, monkeypatc
 
 def test_a_dry_run_says_what_is_near_what(system, gpus, monkeypatch):
     assert numa_lines("cuda", elsewhere=False) == ["NUMA           GPUs 0-1 with cores 0,2-3,8-11; GPU 2 with cores 4-7,13-15"]
-    assert numa_lines("cpu", elsewhere=False) == ["NUMA           cores are shared out by node: 0,2-3,8-11; 4-7,13-15"]
+    stays = "NUMA           each process stays on the nodes of its share"
+    assert numa_lines("cpu", elsewhere=False) == [f"{stays}: 0,2-3,8-11; 4-7,13-15"]
     each = "NUMA           on its host, each process gets the cores near its GPUs"
     assert numa_lines("cuda", elsewhere=True) == [each] and numa_lines("cpu", elsewhere=True) == []
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 2})

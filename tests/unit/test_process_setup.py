@@ -20,6 +20,7 @@ from torchtitan.experiments.rl.process.garbage import (
     keep_imported,
     unfreeze_objects,
 )
+from torchtitan.experiments.rl.process.numa import cores_on_nodes_of
 from torchtitan.experiments.rl.process.setup import SWITCH_INTERVAL_S, launch_environment, set_up_process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +93,7 @@ def test_a_gpu_process_is_launched_seeing_its_own_gpus_and_no_others(tmp_path, m
     assert set((tmp_path / "counts").read_text().split()) == {"GPU-b", "GPU-c,GPU-d"}, "GPUs were counted without the mask"
 
 
-def test_a_cpu_process_is_launched_with_its_threads_and_without_gpus_and_set_up_on_its_cores():
+def test_a_cpu_process_is_launched_with_its_threads_and_without_gpus_and_set_up_on_its_nodes():
     cores = sorted(os.sched_getaffinity(0))
     shares = ((cores[0],), (cores[-1],), tuple(cores))
     before = dict(os.environ)
@@ -102,7 +103,8 @@ def test_a_cpu_process_is_launched_with_its_threads_and_without_gpus_and_set_up_
         assert launched["CUDA_VISIBLE_DEVICES"] == "" and launched["OMP_NUM_THREADS"] == str(len(share))
         assert launched["TORCH_CPP_LOG_LEVEL"] == "ERROR" and launched["VLLM_CONFIGURE_LOGGING"] == "0"
         assert launched["LOCAL_RANK"] == "0" and int(launched["HYPERACTOR_CODEC_MAX_FRAME_LENGTH"]) >= 2**40
-        assert (look["cores"], look["threads"], look["device"]) == (set(share), len(share), "cpu")
+        assert (look["threads"], look["device"]) == (len(share), "cpu")
+        assert look["cores"] == set(cores_on_nodes_of(share))
         assert look["switch_interval_s"] == pytest.approx(SWITCH_INTERVAL_S)
         assert look["event_loop"] == "uvloop"
         assert {name: look["now"][name] for name in launched} == launched, "something changed the environment after the launch"

@@ -25,7 +25,7 @@ def set_environment(*, device: str, workers: int = 1) -> None:
     the process's own.
 
     Args:
-        workers: processes that share the model (tensor parallelism). On CPU they share this process's cores.
+        workers: processes that share the model (tensor parallelism). On CPU they share out its threads.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -34,10 +34,10 @@ def set_environment(*, device: str, workers: int = 1) -> None:
     # vLLM forks its workers otherwise: a copy of a process with threads, and on GPUs with CUDA, which may hang or fail.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if device == "cpu":
-        cores = sorted(os.sched_getaffinity(0))
-        shares = [cores[rank::workers] or [cores[rank % len(cores)]] for rank in range(workers)]
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would go before the argument
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+        # Without it each worker takes a NUMA node for itself, and fails where there are fewer.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // workers))
 
 
 def output_token_count(engine: Any, internal_id: str) -> int:

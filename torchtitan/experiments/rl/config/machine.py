@@ -60,7 +60,7 @@ def numa_lines(device: Literal["cpu", "cuda"], *, elsewhere: bool) -> list[str]:
     if device == "cpu":
         nodes = cores_by_node()
         said = "; ".join(ranges(cores) for cores in nodes)
-        return [f"NUMA           cores are shared out by node: {said}"] if len(nodes) > 1 else []
+        return [f"NUMA           each process stays on the nodes of its share: {said}"] if len(nodes) > 1 else []
     near: dict[tuple[int, ...], list[int]] = {}
     for gpu, address in enumerate(pci_addresses()):
         near.setdefault(cores_near([address]), []).append(gpu)

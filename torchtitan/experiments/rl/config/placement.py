@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from torchtitan.experiments.rl.config.provision import ProvisionConfig
@@ -13,9 +14,9 @@ from torchtitan.experiments.rl.process.gpus import sliced, visible_gpus
 from torchtitan.experiments.rl.process.numa import own_cores
 
 LARGE_ON_CPU = 10_000_000
-"""Parameters from which trainer and generators use the same cores. Seconds of a step on two busy cores, with one core each and
-with both for both: 7.6 and 4.6 with 25.6M parameters in a synchronous run, 5.6 and 5.2 in an asynchronous one; with 0.9M
-parameters, synchronous, 0.37 and 0.43."""
+"""Parameters from which trainer and generators have threads for all cores each. Seconds of a step on two busy cores, with a
+core each (bound to it, then) and with both for both: 7.6 and 4.6 with 25.6M parameters in a synchronous run, 5.6 and 5.2 in an
+asynchronous one; with 0.9M parameters, synchronous, 0.37 and 0.43."""
 
 
 class Place(NamedTuple):
@@ -23,7 +24,7 @@ class Place(NamedTuple):
 
     host: int
     devices: tuple[int, ...]
-    """Cores (CPU), or indices of the host's GPUs (CUDA)."""
+    """Indices of the host's GPUs (CUDA). On CPU, cores: the process has a thread for each, and stays on their NUMA nodes."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -41,16 +42,14 @@ class Placement:
 
     def lines(self, device: Literal["cpu", "cuda"], *, submitted: bool = False) -> list[str]:
         """What stands on each host, for ``--dry-run``. ``submitted``: the run is a job of a scheduler, and not this command."""
-        what = "GPU" if device == "cuda" else "core"
         roles = {"trainer": self.trainer, "generator": self.generators}
         roles |= {f"hosted model {number}": places for number, places in enumerate(self.hosted)}
         lines = []
         for host in sorted({place.host for places in (*roles.values(), self.rollout_workers) for place in places}):
             here = []
             for role, places in roles.items():
-                for first, last, devices in _runs(host, places):
-                    which = f"{first}-{last}" if last > first else str(first)
-                    here.append(f"{role} {which} on {what}{'s' if len(devices) > 1 else ''} {ranges(devices)}")
+                for first, last, has in _on_gpus(host, places) if device == "cuda" else _with_threads(host, places):
+                    here.append(f"{role} {f'{first}-{last}' if last > first else first} {has}")
             workers = [index for index, place in enumerate(self.rollout_workers) if place.host == host]
             here += [f"rollout workers {ranges(workers)}"] if workers else []
             lines.append(f"host {host:<10}{'; '.join(here)}")
@@ -58,10 +57,9 @@ class Placement:
             both = {place.host for place in self.trainer} & {place.host for place in self.generators}
             cores = {core for place in self.trainer for core in place.devices if place.host in both}
             shared = any(cores & set(place.devices) for place in self.generators if place.host in both)
-            apart = "have cores of their own"
-            lines.append(
-                f"cores          trainer and generators {'use the same ones' if shared else apart} (provision.share_cores)"
-            )
+            if both:
+                threads = f"threads for {'all' if shared else 'half'} of the cores each"
+                lines.append(f"cores          trainer and generators have {threads}, and run on any (provision.share_cores)")
         where = "the job's own command, on host 0" if submitted else "this process, on the host of the command"
         return [*lines, f"controller     {where}"]
 
@@ -83,9 +81,10 @@ def plan_placement(
 ) -> Placement:
     """Divide the hosts' cores or GPUs.
 
-    GPUs are exclusive: trainer ranks first, then replicas, then hosted models. Cores are shared out among the trainer's ranks
-    of a host, and among its engines; the two sides have the same cores, or half of them each (``ProvisionConfig.share_cores``).
-    Hosted models share the generators' cores: where the policy waits for its reference, they take turns.
+    GPUs are exclusive: trainer ranks first, then replicas, then hosted models. Threads are not: Linux runs them on any core of
+    their NUMA nodes. Their number follows from cores, which are shared out among the trainer's ranks of a host, and among its
+    engines; the two sides have all of them, or half of them each (``ProvisionConfig.share_cores``). Hosted models share the
+    generators': where the policy waits for its reference, they take turns.
 
     Args:
         parameters: of the model.
@@ -232,14 +231,22 @@ def _engine_place(free: list[list[int]], size: int, among: Sequence[int]) -> Pla
     raise ConfigError("generator.engine.tensor_parallel_degree", size, cure)
 
 
-def _runs(host: int, places: Sequence[Place]) -> Iterator[tuple[int, int, list[int]]]:
-    """First and last process, and devices, of the processes on a host whose devices follow each other."""
+def _with_threads(host: int, places: Sequence[Place]) -> Iterator[tuple[int, int, str]]:
+    """First and last process, and what they have, of the processes on a host that follow each other and have as much."""
+    here = [(index, len(place.devices)) for index, place in enumerate(places) if place.host == host]
+    for (count, _), group in groupby(enumerate(here), key=lambda entry: (entry[1][1], entry[1][0] - entry[0])):
+        indices = [index for _, (index, _) in group]
+        yield indices[0], indices[-1], f"with {count} thread{'s' if count > 1 else ''}{' each' if len(indices) > 1 else ''}"
+
+
+def _on_gpus(host: int, places: Sequence[Place]) -> Iterator[tuple[int, int, str]]:
+    """The same, of processes whose GPUs follow each other."""
     first = 0
     devices: list[int] = []
     for index, (on, own) in enumerate([*places, Place(-1, ())]):
         follows = on == host and devices and own[0] == devices[-1] + 1
         if devices and not follows:
-            yield first, index - 1, devices
+            yield first, index - 1, f"on GPU{'s' if len(devices) > 1 else ''} {ranges(devices)}"
             devices = []
         if on == host:
             first, devices = (first if follows else index), [*devices, *own]

@@ -28,9 +28,9 @@ class ProvisionConfig:
     rollout_worker_hosts: tuple[NonNegativeInt, ...] = ()
     """Hosts of the rollout workers, in turn. Empty: all."""
     share_cores: bool | None = None
-    """CPU only. True: trainer and generators of a host may each use all of its cores, so that none is idle while the other side
-    computes. False: each side has half. None: True for models of at least 10 million parameters. Smaller ones do not gain by
-    more threads."""
+    """CPU only. True: trainer and generators of a host have as many threads each as it has cores, so that none is idle while
+    the other side computes. False: half as many. None: True for models of at least 10 million parameters. Smaller ones do not
+    gain by more threads."""
 
     def resolve(self) -> Literal["cpu", "cuda"]:
         elsewhere = self.job.has_gpus

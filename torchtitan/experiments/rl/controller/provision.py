@@ -79,7 +79,7 @@ def place_run(config: RunConfig, plan: RunPlan, hosts: HostPool | None) -> Place
 def spawn_on(
     hosts: HostPool | None, name: str, places: Sequence[Place], device: Literal["cpu", "cuda"], *, run_dir: Path | None = None
 ) -> tuple[ProcMesh, ProcMesh]:
-    """One process per place, each seeing only its own cores or GPUs.
+    """One process per place, each with threads for its own cores, or seeing only its own GPUs.
 
     Args:
         hosts: None: this host alone.
@@ -123,7 +123,10 @@ def spawn(
     device: Literal["cpu", "cuda"],
     output: str | None = None,
 ) -> ProcMesh:
-    """One process per share, each seeing only its own cores or GPUs. ``output``: see ``set_up_spawned_process``."""
+    """One process per share, each with threads for its own cores, or seeing only its own GPUs.
+
+    ``output``: see ``set_up_spawned_process``.
+    """
 
     def launch_command(point: Point) -> Any:
         return default_bootstrap_cmd().with_env(launch_environment(shares[point.rank], device))

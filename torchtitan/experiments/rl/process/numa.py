@@ -26,6 +26,12 @@ def own_cores() -> list[int]:
     return [core for cores in cores_by_node() for core in cores]
 
 
+def cores_on_nodes_of(cores: Iterable[int]) -> tuple[int, ...]:
+    """The cores that this process may use of the nodes that ``cores`` are on."""
+    wanted = set(cores)
+    return tuple(sorted(core for node in cores_by_node() if wanted & set(node) for core in node))
+
+
 def cores_near(addresses: Iterable[str]) -> tuple[int, ...]:
     """The cores that this process may use of the nodes that PCI devices ("0000:3b:00.0") are attached to.
 

@@ -35,7 +35,7 @@ from torchtitan.experiments.rl.process.logs import (
     TerminalLine,
     worth_the_terminal,
 )
-from torchtitan.experiments.rl.process.numa import cores_near
+from torchtitan.experiments.rl.process.numa import cores_near, cores_on_nodes_of
 from torchtitan.experiments.rl.process.output import print_to
 from torchtitan.experiments.rl.process.terminal import share_terminal
 
@@ -144,8 +144,9 @@ def set_up_spawned_process(
 ) -> None:
     """Set up the new process of rank r for ``shares[r]``, before any actor is made in it.
 
-    It stays on its cores; with GPUs, on those of their NUMA node. What it prints goes to the file ``<output>.txt``, to
-    ``<output>-<r>.txt`` where ``output`` does not end with a number; None: to where its parent's goes.
+    On "cpu" it computes with a thread for each core of its share, and stays on their NUMA nodes: a core that another process
+    leaves idle runs these threads too. With GPUs it stays on the nodes of those. What it prints goes to the file
+    ``<output>.txt``, to ``<output>-<r>.txt`` where ``output`` does not end with a number; None: to where its parent's goes.
     """
     may_end_without_finalizing()
     hold_collection()  # until the actor is set up
@@ -162,9 +163,11 @@ def set_up_spawned_process(
     ignore_signals_of_the_command()
     if device == "cpu":
         share = shares[current_rank().rank]
-        _stay_on(share)
         torch.set_num_threads(len(share))
-    elif near := cores_near(pci_addresses()):
+        near = cores_on_nodes_of(share)
+    else:
+        near = cores_near(pci_addresses())
+    if near:
         _stay_on(near)
     use_cpu_without_accelerator()
     # Here, before actors are made in several threads: torchstore's modules import each other in a circle, and two threads that
