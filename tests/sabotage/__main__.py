@@ -6,7 +6,9 @@
    does.
 2. Two replicas are one engine that loads twice: the second replica wrongly, the first as it should.
 3. A delivery is caught if the generator refuses it or the controller does, by an error that names the version.
-4. Every sabotage is followed by an honest version, which must pass; then ``--versions`` in a row, at learning rates of 1e-4 to
+4. The engine is given a version in both ways that ``compat/vllm.py`` has: by copying, and by vLLM's own reload. After each way
+   it computes the same, to the last bit.
+5. Every sabotage is followed by an honest version, which must pass; then ``--versions`` in a row, at learning rates of 1e-4 to
    1e-7. A version passes if digests and canary let it, and in the row the alarm on tokens that are sampled from it.
    transformers computes the trainer's side of both.
 
@@ -14,6 +16,7 @@ Prints a line for each miss, and "N of N". Exits with 1 below. Some 5 minutes on
 """
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -23,7 +26,7 @@ from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.sabotage.kinds import SABOTAGES  # noqa: E402
-from tests.sabotage.world import World  # noqa: E402
+from tests.sabotage.world import World, reloaded_by_vllm  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 
 
@@ -32,11 +35,14 @@ def run(dtype: Literal["float32", "bfloat16"], versions: int, seed: int) -> dict
     with tempfile.TemporaryDirectory() as folder:
         world = World(folder, dtype, seed)
         found = {}
-        for name, (how, lr) in SABOTAGES.items():
-            error = world.deliver(how, lr)
-            found[name] = "" if str(world.version) in error else f"not caught: {error!r}"
-            if error := world.deliver(None, lr):
-                found[name] += f" stopped an honest version after it: {error}"
+        for way, context in (("copied", contextlib.nullcontext), ("reloaded by vLLM", reloaded_by_vllm)):
+            with context():
+                for name, (how, lr) in SABOTAGES.items():
+                    error, case = world.deliver(how, lr), f"{way}, {name}"
+                    found[case] = "" if str(world.version) in error else f"not caught: {error!r}"
+                    if error := world.deliver(None, lr):
+                        found[case] += f" stopped an honest version after it: {error}"
+        found["copied as vLLM reloads"] = world.both_ways_differ()
         stops = [error for i in range(versions) if (error := world.deliver(None, 10.0 ** -(4 + i % 4), sampled=True))]
         found[f"{versions} honest versions"] = f"{len(stops)} were stopped: {stops[0]}" if stops else ""
         world.engine.close()

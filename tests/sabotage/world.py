@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.sabotage.kinds import Delivery, Published, Sabotage, Tensors
+from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.controller.mismatch_alarm import MismatchAlarm
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.engine import LoadReport, check_held
@@ -183,6 +184,35 @@ class World:
             theirs = self._trainers(np.concatenate([prompts[result.request_id], sampled.token_ids]))[TOKENS:]
             distances.append(np.abs(theirs - sampled.logprobs))
         return float(np.mean(distances))
+
+    def both_ways_differ(self) -> str:
+        """How an engine that copies a version differs from one that loads it by vLLM's own reload; "" if it does not."""
+        model, names = self.engine._engine.model_executor.driver_worker.worker.get_model(), set(self._master)
+        if not compat.copying_suffices(model, list(compat.held_weights(model, names)), names):
+            return "this model is not loaded by copying"
+        tokens = np.random.default_rng(self.version).integers(0, VOCABULARY, 50).astype(np.int32)
+        wanted, scored = self._master, []
+        for way in (nullcontext, reloaded_by_vllm):
+            self._master = {name: value.clone() for name, value in wanted.items()}
+            self._publish(1e-2)
+            self._load(self._published[-1])  # the engine holds other weights, of which a load may leave none
+            self._master = wanted
+            self._publish(0.0)
+            with way():
+                self._load(self._published[-1])
+            scored.append(self._scored(tokens))
+        return "" if np.array_equal(*scored) else f"by up to {np.abs(scored[0] - scored[1]).max()} nats"
+
+
+@contextmanager
+def reloaded_by_vllm() -> Iterator[None]:
+    """Loads in it are vLLM's own, which a run has with tensor parallelism and on GPUs."""
+    suffices = compat.copying_suffices
+    compat.copying_suffices = lambda *arguments: False
+    try:
+        yield
+    finally:
+        compat.copying_suffices = suffices
 
 
 @contextmanager

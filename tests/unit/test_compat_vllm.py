@@ -188,6 +188,46 @@ def test_parameters_that_skip_their_clone_are_copied_shallowly():
     assert clone is not params and clone == params and clone.stop_token_ids is params.stop_token_ids
 
 
+def test_weights_are_copied_only_where_a_load_takes_nothing_else(monkeypatch):
+    import vllm.distributed
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+    def made(kind: type) -> torch.nn.Module:
+        module = kind.__new__(kind)
+        torch.nn.Module.__init__(module)
+        return module
+
+    def model() -> torch.nn.Module:
+        whole = torch.nn.Module()
+        whole.norm, whole.attention = torch.nn.LayerNorm(4, bias=False), made(Attention)
+        whole.lm_head = made(ParallelLMHead)
+        whole.lm_head.weight = torch.nn.Parameter(torch.zeros(6, 4))
+        whole.lm_head.quant_method = UnquantizedEmbeddingMethod()
+        return whole
+
+    def weights(of: torch.nn.Module) -> list[compat.HeldWeight]:
+        return [
+            compat.HeldWeight(module=of.norm, parameter=of.norm.weight, sources=("norm.weight",), packed=False),
+            compat.HeldWeight(module=of.lm_head, parameter=of.lm_head.weight, sources=("lm_head.weight",), packed=True),
+        ]
+
+    names, world = {"norm.weight", "lm_head.weight"}, 1
+    monkeypatch.setattr(vllm.distributed, "get_tensor_model_parallel_world_size", lambda: world)
+    plain = model()
+    assert compat.copying_suffices(plain, weights(plain), names)
+    assert not compat.copying_suffices(plain, weights(plain), names | {"more.weight"}), "a tensor that nothing is made of"
+    assert not compat.copying_suffices(plain, weights(plain)[:1], names), "a parameter of unknown origin"
+    quantized, derived, other_head = model(), model(), model()
+    quantized.norm.quant_method = SimpleNamespace()
+    derived.attention = made(MLAAttention)  # has matrices of its own that are computed from weights
+    other_head.lm_head.__class__ = torch.nn.Embedding
+    for changed in (quantized, derived, other_head, model().to("meta")):
+        assert not compat.copying_suffices(changed, weights(changed), names)
+    world = 2
+    assert not compat.copying_suffices(plain, weights(plain), names), "shares of tensors"
+
+
 # ---- where a model holds a checkpoint's tensors
 
 

@@ -10,9 +10,10 @@ is noted when it is packed, and the note hangs on the function that owns the cop
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -95,9 +96,60 @@ def reload_weights(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> 
     vLLM 0.32 warns at each version that modules which own no weight, such as a tied head, "failed to load": the digests of what
     is held say what failed.
     """
-    logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
-    worker.reload_weights(weights_iterator=tensors)
-    repack_tied_head(worker.get_model())
+    model, given = worker.get_model(), dict(tensors)
+    weights = list(held_weights(model, set(given)))
+    if copying_suffices(model, weights, set(given)):
+        _copy_and_pack(weights, given)
+    else:
+        logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+        worker.reload_weights(weights_iterator=given.items())
+    repack_tied_head(model)
+
+
+def copying_suffices(model: Any, weights: Sequence["HeldWeight"], names: set[str]) -> bool:
+    """Whether a load of the tensors ``names`` is to copy each of ``weights``, and to pack those that are packed, for CPU.
+
+    vLLM 0.32's own reload also prepares weights that are quantized, or from which others are computed. For that it takes every
+    module apart and puts it together again, and copies each tensor twice.
+    """
+    from vllm.distributed import get_tensor_model_parallel_world_size
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+    methods = {type(module.quant_method) for module in model.modules() if getattr(module, "quant_method", None) is not None}
+    attentions = {type(module) for module in model.modules() if isinstance(module, AttentionLayerBase)}
+    return (
+        all(parameter.device.type == "cpu" for parameter in model.parameters())
+        and get_tensor_model_parallel_world_size() == 1
+        and {source for held in weights for source in held.sources} == names
+        and {id(parameter) for parameter in model.parameters()} == {id(held.parameter) for held in weights}
+        and methods <= {UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
+        and attentions <= {Attention}
+        and isinstance(getattr(model, "lm_head", None), ParallelLMHead)
+    )
+
+
+def _copy_and_pack(weights: Iterable["HeldWeight"], tensors: Mapping[str, torch.Tensor]) -> None:
+    copied: set[int] = set()
+    for module, of_module in groupby(weights, key=lambda held: held.module):
+        pack = False
+        for held in of_module:
+            if id(held.parameter) in copied:
+                continue  # a tied head, whose weight is the embedding's
+            copied.add(id(held.parameter))
+            parts = [tensors[name] for name in held.sources]
+            rows, weight = [len(part) for part in parts], held.parameter.data
+            if held.packed:
+                pack = True
+                if not weight.numel():  # vLLM keeps none beside the packed copy
+                    weight = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=weight.dtype)
+                    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+            for own, part in zip(weight[: sum(rows)].split(rows), parts, strict=True):  # a vocabulary may be filled up
+                own.copy_(part)
+        if pack:
+            module.quant_method.process_weights_after_loading(module)
 
 
 def repack_tied_head(model: Any) -> None:
