@@ -39,6 +39,24 @@ async def test_slow_call_leaves_the_event_loop_free_and_those_behind_it_keep_the
     assert order == [0, 1, 2, 3] and ticks > 5 and len(threads) == 1
 
 
+async def test_a_function_of_the_librarys_own_runs_in_place_but_not_before_the_calls_that_wait():
+    gate, order, here = Gate(), [], threading.get_ident()
+
+    def work(name, seconds=0.0):
+        time.sleep(seconds)
+        order.append(name)
+        return threading.get_ident()
+
+    assert gate.start_own(work, "own", owner="mix").value_now() == here
+    with pytest.raises(RunError, match="^mix: KeyError: 2"):
+        gate.start_own(lambda: {}[2], owner="mix").value_now()
+    slow = gate.start(work, "slow", 0.2, owner="sampler")
+    behind = gate.start_own(work, "behind", owner="mix")
+    assert not slow.answered and not behind.answered
+    assert await behind.value() == await slow.value() != here
+    assert order == ["own", "slow", "behind"]
+
+
 @pytest.mark.parametrize(
     ("function", "cause"),
     [

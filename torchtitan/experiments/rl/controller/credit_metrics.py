@@ -16,15 +16,18 @@ def advantage_metrics(rollouts: Sequence[Rollout], task: str) -> dict[str, float
     tokens all have advantage 0, ``min`` and ``max`` are over tokens. All are as the algorithm gave them, before the trainer
     normalises any.
     """
-    found = [np.concatenate([_advantages(sample) for sample in rollout.samples]) for rollout in rollouts if rollout.samples]
-    found = [advantages for advantages in found if len(advantages)]
-    if not found:
+    of_rollouts = [[_advantages(sample) for sample in rollout.samples] for rollout in rollouts]
+    counts = np.array([sum(map(len, own)) for own in of_rollouts])
+    if not counts.any():
         return {}
+    counts = counts[counts > 0]
+    starts = np.cumsum(counts) - counts
+    advantages = np.concatenate([array for own in of_rollouts for array in own])
     return {
-        f"advantage/{task}/mean": float(np.mean([advantages.mean(dtype=np.float64) for advantages in found])),
-        f"advantage/{task}/zero": float(np.mean([not advantages.any() for advantages in found])),
-        f"advantage/{task}/min": float(min(advantages.min() for advantages in found)),
-        f"advantage/{task}/max": float(max(advantages.max() for advantages in found)),
+        f"advantage/{task}/mean": float((np.add.reduceat(advantages, starts, dtype=np.float64) / counts).mean()),
+        f"advantage/{task}/zero": float((np.add.reduceat(advantages != 0, starts, dtype=np.int64) == 0).mean()),
+        f"advantage/{task}/min": float(advantages.min()),
+        f"advantage/{task}/max": float(advantages.max()),
     }
 
 

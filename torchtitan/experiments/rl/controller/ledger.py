@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from torchtitan.experiments.rl.controller.saved_state import LedgerEntry, LedgerState
@@ -21,6 +21,9 @@ class LedgerRecord:
     """Where it ended; None while it is open: in flight or buffered."""
     ended_version: int | None = None
     """Version the generators held then."""
+
+
+FIELDS = tuple(field.name for field in fields(LedgerRecord))
 
 
 class Ledger:
@@ -58,7 +61,7 @@ class Ledger:
         record.column, record.ended_version = column, version
         self._ended.setdefault(record.task, Counter())[column] += 1
         if self._file is not None:
-            self._unwritten.append(json.dumps(asdict(record)) + "\n")
+            self._unwritten.append(json.dumps({name: getattr(record, name) for name in FIELDS}) + "\n")
 
     def replay(self, task: str, rollouts: int) -> None:
         """Rollouts that were trained on are trained on again: they stay in their column, and are counted beside it."""

@@ -52,7 +52,8 @@ class UserParts:
 
     def pick_task(self) -> Call:
         """Ask the mix for the next task."""
-        return self._gate.start(self._mix.next, owner=f"task mix {name_of(self._mix, 'next')}")
+        start = self._gate.start_own if _is_own(self._mix) else self._gate.start
+        return start(self._mix.next, owner=f"task mix {name_of(self._mix, 'next')}")
 
     def picked(self, name: Any) -> str:
         """What the mix returned, checked.
@@ -211,5 +212,9 @@ def _plain(state_dict: Callable[[], Any]) -> Any:
 def _observe(part: SampleStrategy | TaskMix, group: RolloutGroup) -> Any:
     """Show the group to a sampler or a mix, with a list of its own: what happens to the list changes nothing for others."""
     call = functools.partial(part.observe, replace(group, rollouts=list(group.rollouts)))
-    own = type(part).__module__.startswith(LIBRARY)  # they change nothing
-    return call() if own else leaving_unchanged(group, call)
+    return call() if _is_own(part) else leaving_unchanged(group, call)
+
+
+def _is_own(part: SampleStrategy | TaskMix) -> bool:
+    """Whether it is the library's: it changes nothing."""
+    return type(part).__module__.startswith(LIBRARY)

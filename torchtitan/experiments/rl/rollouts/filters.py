@@ -83,7 +83,7 @@ class ZeroAdvantage(Filter):
 def _teaches_nothing(sample: TrainingSample) -> bool:
     return (
         sample.advantages is not None
-        and not np.any(sample.advantages)
+        and not np.count_nonzero(sample.advantages)
         and not any(weights is not None and np.any(weights) for weights in (sample.ce_weights, sample.ref_kl_weights))
     )
 

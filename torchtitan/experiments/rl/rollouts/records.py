@@ -76,6 +76,10 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
     samples: list[SampleRecord] = []
 
 
+OWN_FIELDS = tuple(field.name for field in fields(Rollout) if field.name not in ("data_sample", "turns", "samples"))
+TURN_FIELDS = tuple(field.name for field in fields(RolloutTurn))
+
+
 def encode_rollout(
     rollout: Rollout, *, outcome: str | None, admitted_version: int, max_bytes: int, kind: RecordKind = "training"
 ) -> bytes:
@@ -86,7 +90,6 @@ def encode_rollout(
         short = {"sample_id": _json(data.sample_id), "env_input": None}
         whole = _example_record(data)
     given = _given_streams(rollout, len(rollout.samples))
-    own = [field.name for field in fields(rollout) if field.name not in ("data_sample", "turns", "samples")]
     record = RolloutRecord(
         kind=kind,
         rollout_id=rollout.rollout_id,
@@ -94,7 +97,7 @@ def encode_rollout(
         admitted_version=admitted_version,
         turn_count=len(rollout.turns),
         completion_tokens=rollout.completion_tokens,
-        rollout=_json({name: getattr(rollout, name) for name in own}),
+        rollout=_json({name: getattr(rollout, name) for name in OWN_FIELDS}),
         data_sample=whole,
         turns=[_turn_record(*pair) for pair in zip(rollout.turns, [None, *rollout.turns], strict=False)],
         samples=[_sample_record(*pair) for pair in zip(rollout.samples, given, strict=True)],
@@ -181,7 +184,7 @@ def _shared(entries: list | np.ndarray, given: list | np.ndarray) -> int:
 
 
 def _turn_record(turn: RolloutTurn, before: RolloutTurn | None) -> TurnRecord:
-    values = {field.name: getattr(turn, field.name) for field in fields(turn)}
+    values = {name: getattr(turn, name) for name in TURN_FIELDS}
     given = {name: entries for name, entries in _given(before).items() if values[name] is not None}
     kept = {name: _shared(values[name], entries) for name, entries in given.items()}
     values |= {name: values[name][count:] for name, count in kept.items()}

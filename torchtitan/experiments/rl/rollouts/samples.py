@@ -90,18 +90,18 @@ def turn_spans(turns: Sequence[RolloutTurn]) -> list[TurnSpan | None]:
     None for a turn that sampled nothing (aborted before its first token): there is nothing to train.
     """
     spans: list[TurnSpan | None] = []
-    sample, tokens = -1, np.empty(0, np.int32)
+    sample, before = -1, None
     for turn in turns:
-        if len(turn.completion.token_ids) == 0:
+        sampled = len(turn.completion.token_ids)
+        if not sampled:
             spans.append(None)
             continue
-        prompt = turn.prompt_token_ids
-        if sample >= 0 and np.array_equal(prompt[: len(tokens)], tokens):
-            new = len(tokens)
-        else:
-            sample, new = sample + 1, 0
-        tokens = np.concatenate([prompt, turn.completion.token_ids])
-        spans.append(TurnSpan(sample=sample, new=new, completion=len(prompt), end=len(tokens)))
+        prompt, new = turn.prompt_token_ids, 0
+        if before is not None:
+            tokens = np.concatenate([before.prompt_token_ids, before.completion.token_ids])
+            new = len(tokens) if np.array_equal(prompt[: len(tokens)], tokens) else 0
+        sample, before = sample if new else sample + 1, turn
+        spans.append(TurnSpan(sample=sample, new=new, completion=len(prompt), end=len(prompt) + sampled))
     return spans
 
 
@@ -128,14 +128,16 @@ def samples_from_turns(
     samples = []
     for run in runs.values():
         last, last_span = run[-1]
-        replicas = np.full(last_span.end, -1, np.int16)
-        role_ids = np.full(last_span.end, ROLE_IDS["assistant"], np.int8)
+        replicas, versions = np.empty(last_span.end, np.int16), np.empty(last_span.end, np.int32)
+        replicas.fill(-1)
+        versions.fill(-1)
+        role_ids = np.empty(last_span.end, np.int8)
         role_ids[: last_span.completion] = last.prompt_role_ids
         sample = TrainingSample(
-            token_ids=np.concatenate([last.prompt_token_ids, last.completion.token_ids]).astype(np.int32),
+            token_ids=np.concatenate([last.prompt_token_ids, last.completion.token_ids]).astype(np.int32, copy=False),
             loss_mask=np.zeros(last_span.end, bool),
             generator_logprobs=np.zeros(last_span.end, np.float32),
-            policy_versions=np.full(last_span.end, -1, np.int32),
+            policy_versions=versions,
             replicas=replicas,
             role_ids=role_ids,
             temperature=temperature,
@@ -146,7 +148,7 @@ def samples_from_turns(
             sampled = slice(span.completion, span.end)
             sample.loss_mask[sampled] = True
             sample.generator_logprobs[sampled] = turn.completion.logprobs
-            sample.policy_versions[sampled] = turn.completion.policy_versions
+            versions[sampled] = turn.completion.policy_versions
             replicas[sampled] = turn.completion.replica
             role_ids[sampled] = ROLE_IDS["assistant"]
         samples.append(sample)

@@ -53,11 +53,12 @@ class Gibberish(Filter):
 
     def _gibberish(self, rollout: Rollout) -> int:
         """Gibberish tokens of a rollout."""
-        unlikely = -math.log(self.config.vocab_size) - self.config.margin
-        return sum(
-            int(np.count_nonzero((turn.completion.token_ids >= self.config.rare_from) & (turn.completion.logprobs < unlikely)))
-            for turn in rollout.turns
-        )
+        unlikely, found = -math.log(self.config.vocab_size) - self.config.margin, 0
+        for turn in rollout.turns:
+            rare = turn.completion.token_ids >= self.config.rare_from
+            if np.count_nonzero(rare):
+                found += int(np.count_nonzero(rare & (turn.completion.logprobs < unlikely)))
+        return found
 
 
 class Repetition(Filter):

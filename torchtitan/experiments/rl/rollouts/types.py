@@ -141,7 +141,8 @@ class Rollout:
         Raises:
             ValueError: not a number or a sequence of one for each sampled token, or not finite in float32.
         """
-        sampled = sum(int(sample.loss_mask.sum()) for sample in self.samples)
+        counts = [int(np.count_nonzero(sample.loss_mask)) for sample in self.samples]
+        sampled = sum(counts)
         broadcast = isinstance(value, numbers.Real | np.bool_) or (isinstance(value, np.ndarray) and value.ndim == 0)
         try:
             per_token = checked_stream("advantages", np.full(sampled, value) if broadcast else value, sampled)
@@ -152,8 +153,7 @@ class Rollout:
             given = np.broadcast_to(np.asarray(value), sampled)[wrong]
             raise ValueError(f"rollout {self.rollout_id}: the advantage {given} is not a finite number that float32 holds")
         start = 0
-        for sample in self.samples:
-            count = int(sample.loss_mask.sum())
+        for sample, count in zip(self.samples, counts, strict=True):
             sample.advantages = np.zeros(len(sample), np.float32)
             sample.advantages[sample.loss_mask] = per_token[start : start + count]
             start += count

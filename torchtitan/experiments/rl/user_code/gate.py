@@ -40,11 +40,24 @@ class Gate:
 
     def start(self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None) -> "Call":
         """Begin ``function(*args)``; wait in place for a moment."""
-        behind_another = self._last is not None and self._last.result is None and not self._last.left
+        behind_another = self._is_busy
         job = self._last = self._threads.submit(function, *args)
         if not behind_another:
             job.wait_in_place(min(self._in_place_s, timeout_s or self._timeout_s))
         return Call(self._threads, job, owner=owner, timeout_s=timeout_s or self._timeout_s)
+
+    def start_own(self, function: Callable[..., Any], *args: Any, owner: str) -> "Call":
+        """The same of a function of the library's own, which takes microseconds: without the thread, unless it has calls to run
+        before this one."""
+        if self._is_busy:
+            return self.start(function, *args, owner=owner)
+        job = Job(lambda: function(*args))
+        job.result = job.run()
+        return Call(self._threads, job, owner=owner, timeout_s=self._timeout_s)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._last is not None and self._last.result is None and not self._last.left
 
     async def call(self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None) -> Any:
         """The value of ``function(*args)``, or of what it returned if that can be awaited.
