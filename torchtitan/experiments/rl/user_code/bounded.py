@@ -80,24 +80,25 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
     watch = Watch(timeout_s, owner)
     task = asyncio.ensure_future(_outcome(call, watch))
     try:
-        await _ended_or_late(task, watch, timeout_s)
-    except asyncio.CancelledError:
-        await asyncio.sleep(0)  # a task cancelled before its first step never runs: an env's close() would be skipped
+        try:
+            await _ended_or_late(task, watch, timeout_s)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)  # a task cancelled before its first step never runs: an env's close() would be skipped
+            await _stop(task, watch)
+            raise
+        if task.done():
+            if task.cancelled():
+                raise UserCodeError(CANCELLED_ITSELF)
+            value, error = task.result()
+            if error is not None:
+                raise failure(error) from error
+            if not watch.blocked_s:
+                return cast(T, value)
+        late = too_late(watch, returned=task.done())
         await _stop(task, watch)
-        raise
+        raise late
     finally:
-        watch.over()
-    if task.done():
-        if task.cancelled():
-            raise UserCodeError(CANCELLED_ITSELF)
-        value, error = task.result()
-        if error is not None:
-            raise failure(error) from error
-        if not watch.blocked_s:
-            return cast(T, value)
-    late = too_late(watch, returned=task.done())
-    await _stop(task, watch)
-    raise late
+        watch.over()  # not before it was stopped: a call that it is part of may be late meanwhile, and say what it waits for
 
 
 def call_plain(call: Callable[[], T], *, timeout_s: float, owner: str = "") -> T:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from torchtitan.experiments.rl.user_code.bounded import UserCodeTimeout, call_bounded
+from torchtitan.experiments.rl.user_code.watch import TIMER_S
 
 
 class Threads:
@@ -53,7 +54,7 @@ class Threads:
                 # Neither time in the queue counts, nor time that the event loop takes to see that it has ended.
                 ends = time.monotonic() if job.ended_at is None else job.ended_at
                 left_s = timeout_s if job.begun_at is None else job.begun_at + timeout_s - ends
-                if left_s <= 0:
+                if job.begun_at is not None and left_s <= TIMER_S:
                     late = UserCodeTimeout(f"no answer within {timeout_s:g} s")
                     late.where = job.doing[-1] if job.doing else ""
                     raise late

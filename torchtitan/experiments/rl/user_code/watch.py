@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 HOLD_S = 0.005
 """A step that runs longer has held up the event loop."""
+TIMER_S = 0.001
+"""How early an event loop's timer may be: uvloop counts milliseconds."""
 NOT_THE_USERS = ("/asyncio/", f"/{Path(__file__).parent.name}/")
 """Folders whose functions no call is said to wait in."""
 
@@ -127,8 +129,9 @@ class Watch:
                 self.hold(began, ended)
 
     def left_s(self) -> float:
-        """What is left of its limit."""
-        return self.limit_s - self._ran_s(time.monotonic())
+        """What is left of its limit; 0 where a timer can't measure it."""
+        left_s = self.limit_s - self._ran_s(time.monotonic())
+        return left_s if left_s > TIMER_S else 0.0
 
     def hold(self, began: float, ended: float, held_before: float | None = None) -> None:
         """One of its steps held up the event loop.
