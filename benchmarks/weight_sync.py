@@ -2,9 +2,9 @@
 
     python benchmarks/weight_sync.py [--layers 16] [--versions 15] [--share-cores]
 
-1. Real actors in two processes, a core each where there are two. The model is random, with a tied head. A run of one of this
-   size has its trainer and generators on the same cores: --share-cores. There the canary of the trainer, which runs beside the
-   load, takes cores from it.
+1. Real actors in two processes, with threads for half of the cores each. The model is random, with a tied head. Trainer and
+   generators of a run with a model of this size have threads for all cores each: --share-cores. There the canary of the
+   trainer, which runs beside the load, takes cores from it.
 2. Ours is the whole way: gather and copy into shared memory, fingerprint, publish, get, map, the engine's reload, digests, and
    the canary on both sides (the trainer's runs beside the load), until the generator samples with the new weights.
 3. Against the engine's own ``reload_weights`` of the same tensors, already in the generator's memory, and the repacking of the
@@ -169,7 +169,7 @@ async def synchronise(version: int, sync: WeightSync, generator) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--layers", type=int, default=16, help="16 make 500 MB")
-    parser.add_argument("--share-cores", action="store_true", help="trainer and generator on the same cores")
+    parser.add_argument("--share-cores", action="store_true", help="trainer and generator have threads for all cores each")
     parser.add_argument("--versions", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=4)
     arguments = parser.parse_args()

@@ -141,11 +141,10 @@ def _copy_and_pack(weights: Iterable["HeldWeight"], tensors: Mapping[str, torch.
             copied.add(id(held.parameter))
             parts = [tensors[name] for name in held.sources]
             rows, weight = [len(part) for part in parts], held.parameter.data
-            if held.packed:
-                pack = True
-                if not weight.numel():  # vLLM keeps none beside the packed copy
-                    weight = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=weight.dtype)
-                    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+            if not weight.numel():  # vLLM keeps none beside the packed copy
+                weight = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=weight.dtype)
+                module.weight = torch.nn.Parameter(weight, requires_grad=False)
+            pack = hasattr(module, "cpu_linear")  # an embedding's too, which ``packing_noted`` frees where it is for nothing
             for own, part in zip(weight[: sum(rows)].split(rows), parts, strict=True):  # a vocabulary may be filled up
                 own.copy_(part)
         if pack:
