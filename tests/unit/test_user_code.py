@@ -1,6 +1,7 @@
 """Calls of user code: bounded in time, and every failure one line."""
 
 import asyncio
+import contextlib
 import threading
 import time
 
@@ -241,6 +242,17 @@ async def test_call_that_is_late_says_where_the_call_inside_it_waits_whatever_li
     with pytest.raises(UserCodeTimeout) as caught:
         await call_bounded(nested(levels), timeout_s=0.1)
     assert "hangs (test_user_code.py:" in caught.value.where and "call_bounded" not in caught.value.where
+
+
+async def test_call_that_is_late_while_a_late_call_inside_it_is_stopped_says_where_that_waits():
+    async def keeps_on():
+        for _ in range(8):  # longer than the outer limit, and than a cancellation interrupts
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.1)
+
+    with pytest.raises(UserCodeTimeout) as caught:
+        await call_bounded(lambda: call_bounded(keeps_on, timeout_s=0.1), timeout_s=0.3)
+    assert "keeps_on (test_user_code.py:" in caught.value.where
 
 
 async def test_call_that_is_late_names_the_owner_of_the_call_inside_it_that_blocks_or_hangs():

@@ -23,7 +23,7 @@ class LedgerRecord:
     """Version the generators held then."""
 
 
-FIELDS = tuple(field.name for field in fields(LedgerRecord))
+_FIELDS = tuple(field.name for field in fields(LedgerRecord))
 
 
 class Ledger:
@@ -61,7 +61,7 @@ class Ledger:
         record.column, record.ended_version = column, version
         self._ended.setdefault(record.task, Counter())[column] += 1
         if self._file is not None:
-            self._unwritten.append(json.dumps({name: getattr(record, name) for name in FIELDS}) + "\n")
+            self._unwritten.append(json.dumps({name: getattr(record, name) for name in _FIELDS}) + "\n")
 
     def replay(self, task: str, rollouts: int) -> None:
         """Rollouts that were trained on are trained on again: they stay in their column, and are counted beside it."""

@@ -49,7 +49,8 @@ class CheckedSession:
     def _check_ids(self, token_ids: np.ndarray, what: str) -> None:
         if self._vocab_size is None or not len(token_ids):
             return
-        highest = token_ids.item(token_ids.argmax())
+        ids = np.asarray(token_ids)  # a user's generator may give a list
+        highest = ids.item(ids.argmax())
         if highest >= self._vocab_size:
             raise UserCodeError(f"{what} the token id {highest}, and the model has {self._vocab_size:,} ids")
 
