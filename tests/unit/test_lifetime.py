@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
 from tests.unit.waiting import until
+from torchtitan.experiments.rl.process import lifetime
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 
 
@@ -18,6 +20,10 @@ def sleeper():
     yield process
     process.kill()
     process.wait()
+
+
+async def fail(error):
+    raise error
 
 
 async def test_the_end_of_a_watched_process_is_noticed_with_its_signal(sleeper):
@@ -73,6 +79,29 @@ async def test_a_process_that_is_gone_when_it_is_to_be_watched_has_ended(sleeper
     life = Lifetime("generator 1")
     life.watch(sleeper.pid)
     assert life.cause == "ended before it was watched"
+
+
+async def test_the_cause_a_watch_learns_counts_when_monarch_reports_the_end_first(sleeper):
+    life = Lifetime("generator 1")
+    life.watch(sleeper.pid)
+    life.report("the process this actor was running on failed: Killed(sig=9)")
+    call = asyncio.create_task(life.call(fail(SupervisionError("Actor X exited because of the following reason: gone"))))
+    await asyncio.sleep(0.01)
+    assert life.cause is None and not call.done()
+    sleeper.kill()
+    with pytest.raises(ProcessLost, match="^generator 1 died: killed by SIGKILL$"):
+        await call
+    assert life.cause == "killed by SIGKILL"
+
+
+async def test_monarchs_report_counts_for_a_process_that_lives_on_or_is_not_watched(sleeper, monkeypatch):
+    monkeypatch.setattr(lifetime, "WATCH_S", 0.0)
+    watched, elsewhere = Lifetime("generator 0"), Lifetime("generator 1")
+    watched.watch(sleeper.pid)
+    elsewhere.report("its host is gone")
+    assert elsewhere.cause == "its host is gone"
+    with pytest.raises(ProcessLost, match="^generator 0 died: its actor failed$"):
+        await watched.call(fail(SupervisionError("its actor failed")))
 
 
 async def test_kill_ends_the_process_for_the_cause_it_is_given(sleeper):

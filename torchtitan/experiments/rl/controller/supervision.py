@@ -146,10 +146,10 @@ class Supervisor:
         self._fail(error)
 
     def died(self, death: ProcessDeath) -> None:
-        """Monarch reports the death of an actor. Those of processes that are not watched are learned here."""
+        """Monarch reports the death of an actor. That of a process which is not watched is learned here."""
         for part in self.parts:
             if part.process is not None and death.actor == self._spawn_name(part):
-                part.process.life.end(death.cause)
+                part.process.life.report(death.cause)
 
     async def explained(self, error: Exception) -> Exception:
         """``error``, or what names the process that has died if ``error`` may follow from that.

@@ -13,6 +13,9 @@ from typing import Any
 from torchtitan.experiments.rl.compat.monarch import process_death_behind
 from torchtitan.experiments.rl.errors import RunError
 
+WATCH_S = 5.0
+"""A process that Monarch has seen to end has ended for its watch too, which hears of it within milliseconds."""
+
 _PF_EXITING = 0x4
 """Linux's flag of a process that is being taken down (proc(5), "flags" of /proc/PID/stat)."""
 
@@ -67,6 +70,15 @@ class Lifetime:
             self._ended.set_result(cause)
         self.close()
 
+    def report(self, cause: str) -> None:
+        """Monarch says that the process has ended, or that its actor can't be called. Of a process that is watched the cause is
+        the one that its watch learns, so that people read the same words for the same end; Monarch may say it first.
+        """
+        if self._descriptor < 0:
+            self.end(cause)
+        else:
+            self._loop.call_later(WATCH_S, self.end, cause)
+
     async def call(self, answer: Awaitable[Any]) -> Any:
         """The answer of a call to the process.
 
@@ -80,8 +92,8 @@ class Lifetime:
             death = process_death_behind(error)
             if death is None:
                 raise
-            self.end(death.cause)
-            raise ProcessLost(self.name, death.cause) from error
+            self.report(death.cause)
+            raise ProcessLost(self.name, await self.ended()) from error
 
     async def during(self, work: Awaitable[Any]) -> Any:
         """What ``work`` returns or raises; it is cancelled when the process ends.
