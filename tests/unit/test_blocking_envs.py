@@ -61,7 +61,7 @@ async def test_rollout_whose_env_blocks_beyond_its_limit_is_a_timeout_by_name_an
     group = await task.run_group(DataSample(sample_id="0", env_input=None), ScriptedPolicy(tokenizer), group_id="g-0", seed=0)
     blocked, other = group.rollouts
     assert blocked.status is RolloutStatus.TIMEOUT
-    assert blocked.error.startswith(f"BlockingEnv.{where}: no answer within 0.2 s: it blocked the event loop for 0.3")
+    assert blocked.error.startswith(f"BlockingEnv.{where}: no answer within 0.2 s: it blocked the event loop for ")
     assert other.status is RolloutStatus.COMPLETED
     assert runner.lap_blocking_calls() == 1 and runner.lap_blocking_calls() == 0
     assert [env.closed for env in task.made] == [1, 1]

@@ -7,8 +7,10 @@ import time
 
 import pytest
 
+from tests.unit.waiting import iterations
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.user_code.gate import Gate
+from torchtitan.experiments.rl.user_code.gate import IN_PLACE_S, Gate
+from torchtitan.experiments.rl.user_code.threads import Job
 
 
 async def test_quick_call_is_answered_without_the_event_loop_going_round():
@@ -19,24 +21,27 @@ async def test_quick_call_is_answered_without_the_event_loop_going_round():
     assert ticks == []
 
 
-async def test_slow_call_leaves_the_event_loop_free_and_those_behind_it_keep_their_order():
-    gate, order, ticks = Gate(), [], 0
-    threads = set()
+async def test_slow_call_leaves_the_event_loop_free_and_those_behind_it_keep_their_order(monkeypatch):
+    gate, order, threads, free, waited = Gate(), [], set(), threading.Event(), []
+    wait_in_place = Job.wait_in_place
 
-    def work(name, seconds):
-        time.sleep(seconds)
+    def work(name):
+        assert name or free.wait(60)
         order.append(name)
         threads.add(threading.get_ident())
-        return name
 
-    began = time.perf_counter()
-    calls = [asyncio.create_task(gate.call(work, n, 0.2 if n == 0 else 0, owner="x")) for n in range(4)]
-    await asyncio.sleep(0)
-    assert time.perf_counter() - began < 0.15, "in place the loop waits once, and not for those behind"
-    while not all(call.done() for call in calls):
-        await asyncio.sleep(0.01)
-        ticks += 1
-    assert order == [0, 1, 2, 3] and ticks > 5 and len(threads) == 1
+    def counted(job, seconds):
+        waited.append(seconds)
+        wait_in_place(job, seconds)
+
+    monkeypatch.setattr(Job, "wait_in_place", counted)
+    calls = [asyncio.create_task(gate.call(work, n, owner="x")) for n in range(4)]
+    await iterations()
+    assert waited == [IN_PLACE_S], "in place the loop waits once, and not for those behind"
+    assert order == [] and not any(call.done() for call in calls)
+    free.set()
+    await asyncio.gather(*calls)
+    assert order == [0, 1, 2, 3] and len(threads) == 1
 
 
 async def test_a_function_of_the_librarys_own_runs_in_place_but_not_before_the_calls_that_wait():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, TalkingEnv, answer_with, completion_of, hang
+from tests.unit.waiting import until
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.messages import copied
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, attributes_roles, build_renderer, renderer_names
@@ -449,7 +450,8 @@ async def test_log_probability_that_is_not_finite_fails_the_rollout_alone(wrap, 
 
 @pytest.mark.parametrize("where", ["reset", "step_message"])
 async def test_cancellation_passes_through_after_the_env_was_closed(wrap, tokenizer, where):
-    inner = BrokenEnv(where, hang)
+    hangs = []
+    inner = BrokenEnv(where, lambda: hangs.append(True) or hang())
     env = wrap(inner)
 
     async def play():
@@ -457,7 +459,7 @@ async def test_cancellation_passes_through_after_the_env_was_closed(wrap, tokeni
         await env.step_completion(completion_of(tokenizer, "one"))
 
     task = asyncio.ensure_future(play())
-    await asyncio.sleep(0.05)
+    await until(lambda: hangs)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
