@@ -188,7 +188,7 @@ def test_tensorboard_whose_disk_is_full_is_given_up_and_the_metrics_file_goes_on
     def fail(*args, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    metrics._tensorboard.add_scalar = fail
+    metrics._tensorboard.file_writer.add_summary = fail
     for step in (1, 2):
         metrics.log(step, {"loss": 0.5})
     metrics.flush()

