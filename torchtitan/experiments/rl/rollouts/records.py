@@ -13,7 +13,7 @@
 import base64
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -90,7 +90,7 @@ def encode_rollout(
     if data is not None:
         short = {"sample_id": _json(data.sample_id), "env_input": None}
         whole = _example_record(data)
-    given = _given_streams(rollout, len(rollout.samples))
+    given = _given_samples(rollout, len(rollout.samples))
     record = RolloutRecord(
         kind=kind,
         rollout_id=rollout.rollout_id,
@@ -124,9 +124,10 @@ def decode_rollout(line: bytes | str) -> RecordedRollout:
         for turn in record.turns:
             rollout.turns.append(_turn(turn, rollout.turns[-1] if rollout.turns else None))
         of_rollout: dict[str, Any] = {"task_name": rollout.task_name, "rollout_id": rollout.rollout_id}
-        for sample, given in zip(record.samples, _given_streams(rollout, len(record.samples)), strict=True):
+        for sample, given in zip(record.samples, _given_samples(rollout, len(record.samples)), strict=True):
             others = {name: getattr(sample, name) for name in ("temperature", "reference_ids", "trainer_logprobs")}
-            rollout.samples.append(TrainingSample(**of_rollout | given | sample.streams, **others))
+            streams = {} if given is None else {name: getattr(given, name) for name in STREAMS}
+            rollout.samples.append(TrainingSample(**of_rollout | streams | sample.streams, **others))
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a rollout's record: {type(error).__name__}: {error}") from error
     return RecordedRollout(
@@ -151,16 +152,20 @@ def _example_record(example: DataSample) -> dict[str, msgspec.Raw]:
     }
 
 
-def _given(turn: RolloutTurn | None) -> dict[str, list | np.ndarray]:
+_GIVEN_AT_THE_START: dict[str, list | np.ndarray] = {
+    "prompt_messages": [],
+    "tools": [],
+    "prompt_token_ids": np.empty(0, np.int32),
+    "prompt_role_ids": np.empty(0, np.int8),
+    "prompt_is_content": np.empty(0, np.bool_),
+    "prompt_message_indices": np.empty(0, np.int16),
+}
+
+
+def _given(turn: RolloutTurn | None) -> Mapping[str, list | np.ndarray]:
     """What the next turn's fields begin with where the conversation goes on."""
     if turn is None:
-        arrays = {
-            "prompt_token_ids": np.int32,
-            "prompt_role_ids": np.int8,
-            "prompt_is_content": np.bool_,
-            "prompt_message_indices": np.int16,
-        }
-        return {"prompt_messages": [], "tools": []} | {name: np.empty(0, dtype) for name, dtype in arrays.items()}
+        return _GIVEN_AT_THE_START
     sampled = len(turn.completion.token_ids)
     indices = np.empty(0, np.int16) if turn.prompt_message_indices is None else turn.prompt_message_indices
     return {
@@ -188,7 +193,7 @@ def _turn_record(turn: RolloutTurn, before: RolloutTurn | None) -> TurnRecord:
     values = {name: getattr(turn, name) for name in _OF_TURN}
     given = {name: entries for name, entries in _given(before).items() if values[name] is not None}
     kept = {name: _shared(values[name], entries) for name, entries in given.items()}
-    values |= {name: values[name][count:] for name, count in kept.items()}
+    values |= {name: values[name][count:] for name, count in kept.items() if count}
     completion = values.pop("completion")
     arrays = {name: values.pop(name) for name in kept if isinstance(values[name], np.ndarray)}
     return TurnRecord(kept, arrays, completion, _json(values))
@@ -202,25 +207,23 @@ def _turn(record: TurnRecord, before: RolloutTurn | None) -> RolloutTurn:
     return RolloutTurn(**values, completion=record.completion)
 
 
-def _streams(sample: TrainingSample) -> dict[str, np.ndarray | None]:
-    values = {name: getattr(sample, name) for name in STREAMS}
-    return {name: None if value is None else np.asarray(value, STREAMS[name].dtype) for name, value in values.items()}
-
-
-def _given_streams(rollout: Rollout, count: int) -> list[dict[str, np.ndarray | None]]:
-    """Of each of ``count`` samples, the streams that the turns give; none of a sample that they don't give."""
+def _given_samples(rollout: Rollout, count: int) -> list[TrainingSample | None]:
+    """The first ``count`` samples that the turns give; None in place of each that they don't."""
     if not count:  # as of turns whose completions are not aligned, of which no sample can be made
         return []
     samples = samples_from_turns(rollout.turns, task_name=rollout.task_name, rollout_id=rollout.rollout_id, temperature=1.0)
-    return ([_streams(sample) for sample in samples] + [{}] * count)[:count]
+    return ([*samples] + [None] * count)[:count]
 
 
-def _sample_record(sample: TrainingSample, given: dict[str, np.ndarray | None]) -> SampleRecord:
-    def bits(array: np.ndarray | None) -> bytes | None:  # a NaN is itself, 0.0 is not -0.0
-        return None if array is None else array.tobytes()
-
-    streams = _streams(sample).items()
-    changed = {n: v for n, v in streams if n not in given or bits(v) != bits(given[n])}
+def _sample_record(sample: TrainingSample, given: TrainingSample | None) -> SampleRecord:
+    changed = {}
+    for name, declared in STREAMS.items():
+        value, usual = getattr(sample, name), getattr(given, name, None)
+        if value is not None:
+            value = np.asarray(value, declared.dtype)
+        # By their bits: a NaN is itself, and 0.0 is not -0.0.
+        if given is None or (value is not usual and (value is None or usual is None or value.tobytes() != usual.tobytes())):
+            changed[name] = value
     return SampleRecord(sample.temperature, changed, sample.reference_ids, sample.trainer_logprobs)
 
 
