@@ -135,7 +135,6 @@ class MetricsLogger(Configurable):
         if self._file is not None:
             self._file.append((json.dumps({"step": step, **values}, allow_nan=False) + "\n").encode())
         if (tensorboard := self._tensorboard) is not None:
-
             self._tensorboard = self._surviving(tensorboard, lambda: _add_scalars(tensorboard, finite, step))
         for tracker in self._trackers:
             tracker.put(lambda own: own.log(step, finite))
