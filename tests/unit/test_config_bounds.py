@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torchtitan.config import Configurable
 
 import torchtitan.experiments.rl as library
-from torchtitan.experiments.rl.bounds import field_annotations
+from torchtitan.experiments.rl.bounds import _own_annotations, check_fields, field_annotations
 from torchtitan.experiments.rl.config.changes import rule
 from torchtitan.experiments.rl.config.checks import TORCHTITAN_FIELDS, check, checked_plan
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions, load_config, parse_command
@@ -229,6 +229,14 @@ def test_wrong_entries_of_a_tuple_are_found():
         with pytest.raises(ConfigError) as error:
             checked_plan(changed)
         assert error.value.field == f"trainer.optimizer.betas[{index}]"
+
+
+def test_a_second_walk_reads_no_annotations_anew():
+    for name in CONFIGS:
+        check_fields(fresh(name), field_types=TORCHTITAN_FIELDS)
+        read = _own_annotations.cache_info().misses
+        check_fields(fresh(name), field_types=TORCHTITAN_FIELDS)
+        assert _own_annotations.cache_info().misses == read, name
 
 
 # ---- the command line

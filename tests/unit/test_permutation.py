@@ -56,6 +56,7 @@ def test_orders_follow_from_the_seed():
 def test_a_cursor_over_the_largest_length_there_is_starts_at_once_and_resumes():
     assert LARGEST_TABLE < 10**12
     for size in (LARGEST_TABLE + 1, 10**12, 2**63 - 1):
+        assert isinstance(random_order(size, 0), ComputedOrder)  # no table is made
         cursor = ShuffledCursor(ShuffledCursor.Config(), dataset=Endless(size), seed=0)
         drawn = [cursor.next().env_input for _ in range(20)]
         assert len(set(drawn)) == 20

@@ -176,7 +176,7 @@ class MetricsLogger(Configurable):
 
 
 def _add_scalars(writer: Any, values: Mapping[str, float], step: int) -> None:
-    """In one event: ``add_scalar`` writes one for each value, and takes 10 ms for those of a step where this takes 0.2."""
+    """In one event: ``add_scalar`` writes one for each value. 150 values took 11 to 16 ms so, and 0.2 to 0.4 in one."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, simple_value=v) for tag, v in values.items()]), step)

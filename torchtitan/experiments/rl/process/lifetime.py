@@ -14,7 +14,7 @@ from torchtitan.experiments.rl.compat.monarch import process_death_behind
 from torchtitan.experiments.rl.errors import RunError
 
 WATCH_S = 5.0
-"""A process that Monarch has seen to end has ended for its watch too, which hears of it within milliseconds."""
+"""How long the watch of a process has to say why it ended after Monarch has; of an end it hears within milliseconds."""
 
 _PF_EXITING = 0x4
 """Linux's flag of a process that is being taken down (proc(5), "flags" of /proc/PID/stat)."""
@@ -34,7 +34,7 @@ class ProcessLost(RunError):
 class Lifetime:
     """Made on the event loop that uses it.
 
-    ``watch`` notices the end of a process of this host at once; Monarch reports any process's, after some ten seconds.
+    ``watch`` notices the end of a process of this host at once; Monarch reports any process's, within some ten seconds.
     """
 
     def __init__(self, name: str):
