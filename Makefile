@@ -9,7 +9,7 @@ REQUIREMENTS := requirements/cpu.txt requirements/dev.txt
 STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-browser lint format clean
+.PHONY: help install demo real test test-browser lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -19,6 +19,10 @@ install: $(STAMP) ## make .venv; does nothing when requirements/ has not changed
 
 demo: $(STAMP) ## train a tiny model by GRPO on this machine's CPU, in a few minutes
 	.venv/bin/python -m torchtitan.experiments.rl.grpo --config rl_grpo_qwen3_debug $(ARGS)
+
+real: $(STAMP) ## get a real model of 135M parameters (93 MB) and train it on sums, on this machine's CPU
+	.venv/bin/python scripts/get_smollm2.py
+	.venv/bin/python -m torchtitan.experiments.rl.grpo --config rl_sums_smollm2 $(ARGS)
 
 test: $(STAMP) ## all tests; WORKERS=0 runs one at a time
 	.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
-from torchtitan.experiments.rl.batching.filling import Row, fill  # noqa: E402
+from torchtitan.experiments.rl.batching.packing import Row, fill  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
 from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_members  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig  # noqa: E402

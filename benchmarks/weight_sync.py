@@ -22,27 +22,31 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from monarch.actor import concurrent_endpoint, shutdown_context  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from torchtitan.experiments.rl.compat.vllm import repack_tied_head  # noqa: E402
-from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
+from torchtitan.experiments.rl.config.placement import Placement, plan_placement  # noqa: E402
 from torchtitan.experiments.rl.config.provision import ProvisionConfig  # noqa: E402
 from torchtitan.experiments.rl.controller.provision import shut_down, spawn_on, start_trainer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
-from torchtitan.experiments.rl.generation.config import GeneratorConfig
+from torchtitan.experiments.rl.generation.config import GeneratorConfig  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
-from torchtitan.experiments.rl.training.config import TrainerConfig
+from torchtitan.experiments.rl.training.config import TrainerConfig  # noqa: E402
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer  # noqa: E402
-from torchtitan.experiments.rl.weights.sync import WeightSync  # noqa: E402
+from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, WeightSync  # noqa: E402
 
 VOCABULARY = 32_000
 
@@ -103,43 +107,74 @@ class MeasuredGenerator(Generator):
         return await self._thread.call(copy)
 
 
-async def measure(model: str, share_cores: bool, versions: int, warmup: int) -> dict[str, list[float]]:
-    """Seconds by name, one for each version after the warm-up."""
-    provision = ProvisionConfig(share_cores=share_cores)
-    placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1, provision=provision)
+@asynccontextmanager
+async def trainer_and_generator(
+    model: str,
+    *,
+    run_dir: str,
+    placement: Placement,
+    device: Literal["cpu", "cuda"],
+    trainer_config: TrainerConfig,
+    generator_config: GeneratorConfig,
+    generator_class: type[Generator] = Generator,
+    text: np.ndarray,
+    row_length: int = 256,
+) -> AsyncIterator[tuple[Any, Any, WeightSync, GeneratorClient]]:
+    """One rank and one replica with the model, and what keeps them in step.
+
+    Args:
+        text: the canary's.
+    """
     client, meshes = GeneratorClient(), []
     try:
-        trainers, _ = spawn_on(None, "trainer", placement.trainer, "cpu")
-        generators, _ = spawn_on(None, "g", placement.generators, "cpu")
+        trainers, _ = spawn_on(None, "trainer", placement.trainer, device)
+        generators, _ = spawn_on(None, "g", placement.generators, device)
         trainer = trainers.spawn(
             "trainer",
             PolicyTrainer,
-            TrainerConfig(save_final_model=False),
+            trainer_config,
             model=ModelConfig(hf_assets_path=model),
-            device="cpu",
-            max_seq_len=256,
-            total_steps=1,
-            run_dir=model,
-            generator_dtype=torch.float32,
+            device=device,
+            max_seq_len=row_length,
+            total_steps=1000,
+            run_dir=run_dir,
+            generator_dtype=generator_config.engine.torch_dtype,
         )
-        config = GeneratorConfig(engine=VLLMEngineConfig(max_model_len=256))
-        generator = generators.spawn("generator", MeasuredGenerator, config, model_path=model, device="cpu", run_dir=model)
+        generator = generators.spawn(
+            "generator", generator_class, generator_config, model_path=model, device=device, run_dir=run_dir
+        )
         meshes = [(trainers, trainer), (generators, generator)]
         await start_trainer(trainers, trainer)
         await generator.setup.call()
         await client.connect([generator])
+        bound = CanaryBound(generator_config.engine.dtype)
+        yield trainer, generator, WeightSync(trainer, client, text=text, bound=bound), client
+    finally:
+        client.close()
+        await shut_down([actor for _, actor in meshes], [procs for procs, _ in meshes])
+
+
+async def measure(model: str, share_cores: bool, versions: int, warmup: int) -> dict[str, list[float]]:
+    """Seconds by name, one for each version after the warm-up."""
+    provision = ProvisionConfig(share_cores=share_cores)
+    seconds: dict[str, list[float]] = {}
+    async with trainer_and_generator(
+        model,
+        run_dir=model,
+        placement=plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1, provision=provision),
+        device="cpu",
+        trainer_config=TrainerConfig(save_final_model=False),
+        generator_config=GeneratorConfig(engine=VLLMEngineConfig(max_model_len=256)),
+        generator_class=MeasuredGenerator,
+        text=np.arange(CANARY_TOKENS, dtype=np.int32),
+    ) as (trainer, generator, sync, _):
         await generator.keep.call()
-        sync = WeightSync(trainer, client, vocab_size=VOCABULARY, tolerance=1e-3)
-        seconds: dict[str, list[float]] = {}
         for version in range(1, versions + warmup + 1):
             await trainer.score.call(sync.canary_token_ids)  # a step comes before in a run: the trainer's core was not idle
             for name, value in (await synchronise(version, sync, generator)).items():
                 if version > warmup:
                     seconds.setdefault(name, []).append(value)
-        return seconds
-    finally:
-        client.close()
-        await shut_down([actor for _, actor in meshes], [procs for procs, _ in meshes])
+    return seconds
 
 
 async def synchronise(version: int, sync: WeightSync, generator) -> dict[str, float]:

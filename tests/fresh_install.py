@@ -53,7 +53,7 @@ def main() -> None:
             timed(f"pip install {torch}", [*pip, torch], empty)
             timed("pins and the library", [*pip, "--no-deps", "-r", str(pins), str(ROOT)], empty)
         timed("rl-train, 2 steps", [rl_train, *RUN], empty)
-        print(f"{'policy':<24}{next(empty.glob('outputs/*/checkpoint/step-2')).relative_to(empty)}")
+        print(f"{'policy':<24}{next(empty.glob('outputs/*/policy/step-2')).relative_to(empty)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Kills whole runs, resumes them, and compares them with runs that nothing disturbed.
 
-    python tests/resume_matrix.py --kills 10 --seed 0 [--only sync async elastic init] [--folder FOLDER]
+    python tests/resume_matrix.py --kills 10 --seed 0 [--only sync async elastic init faults] [--folder FOLDER]
 
 sync     One synchronous run is killed so many times, every process at once, at random points: build, step, weight update,
          validation, checkpoint writing, shutdown. Each time it is resumed. At each kill its metrics so far, and at the end
@@ -10,15 +10,22 @@ async    One asynchronous run over two epochs of its data is killed five times a
 elastic  A run goes on with 2 trainer ranks and 2 generators, then with 1 of each. The step after each resume is that of a run
          that did not change, up to rounding.
 init     A run with --init-from begins with the weights of another's checkpoint, bit for bit.
+faults   No other user can enter a run by its sockets; a part that is stopped is named; after a checkpoint for which there was
+         no room the next is written; a run is resumed whose command a power cut has emptied, or whose newest checkpoint has
+         lost its manifest; a forged checkpoint is refused by --resume, --init-from and rl-export, and runs nothing.
 
 Prints a line for each case and "N of N"; exits 1 if one is missing. Some 10 minutes on two quiet cores.
 """
 
 import argparse
 import math
+import os
+import pickle
 import random
+import resource
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +34,9 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tests.kills.command import Command, has_checkpoint, steps_recorded  # noqa: E402
+from tests.integration.command_runs import private  # noqa: E402
+from tests.integration.processes import listening_sockets  # noqa: E402
+from tests.kills.command import ROOT, Command, has_checkpoint, steps_recorded, wait_for  # noqa: E402
 from tests.kills.judge import (  # noqa: E402
     different_files,
     different_metrics,
@@ -38,6 +47,7 @@ from tests.kills.judge import (  # noqa: E402
     unbalanced,
 )
 from tests.kills.moments import Kill, Moment, draw, wait_for_moment  # noqa: E402
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder, step_of, verify  # noqa: E402
 
 ROLLOUTS, GROUP = 32, 8
 STEPS, INTERVAL, EVERY = 16, 3, 4
@@ -57,6 +67,9 @@ ASYNC = [
 ]
 WIDER_FROM, NARROWER_FROM = 2 * INTERVAL, 3 * INTERVAL
 """Steps after which a run goes on with more and with fewer processes."""
+PARTS = ("sync", "async", "elastic", "init", "faults")
+ROOM_BYTES = 6 << 20
+"""Largest file of a trainer whose disk is full: a snapshot of the weights has 4 MB, and a checkpoint of them 11."""
 ROUNDING = 1e-3
 """Relative; float32 sums in another order, through one optimizer step."""
 
@@ -129,7 +142,7 @@ def planned(random_: random.Random, count: int, moments: tuple[Moment, ...], *, 
 
 def undisturbed(base: Path, limit_s: float) -> object:
     """The run that others are compared with; in a --folder, that of an earlier start where it is there."""
-    if any((base / "undisturbed" / "run").glob("checkpoint/step-*/*.safetensors")):
+    if any((base / "undisturbed" / "run").glob("policy/step-*/*.safetensors")):
         return "as it was"
     case = Case(base / "undisturbed", limit_s)
     case.to_the_end([*SYNC, "--checkpoint.keep", "99", "--run-dir", str(case.run)])
@@ -208,8 +221,7 @@ def init(base: Path, limit_s: float) -> Iterator[Result]:
     case.to_the_end([*words, "--init-from", str(reference), "--run-dir", str(case.run)])
     if not case.faults:
         ours, theirs = (
-            {path.name: path.read_bytes() for path in run.glob("checkpoint/step-*/*.safetensors")}
-            for run in (case.run, reference)
+            {path.name: path.read_bytes() for path in run.glob("policy/step-*/*.safetensors")} for run in (case.run, reference)
         )
         if not theirs or ours != theirs:
             case.faults.append("the weights are not those of the run it began from")
@@ -220,15 +232,117 @@ def init(base: Path, limit_s: float) -> Iterator[Result]:
     yield "--init-from", not case.faults, case
 
 
+def faults(base: Path, limit_s: float) -> Iterator[Result]:
+    """What full disks, power cuts, stopped processes and other people do to a run, one after another."""
+    case = Case(base / "faults", limit_s)
+    words = [*SMALL, *f"--steps {STEPS} --checkpoint.interval 1 --checkpoint.keep 3 --max-offpolicy-steps 0".split()]
+    command = case.start([*words, "--run-dir", str(case.run)])
+    came = wait_for(lambda: steps_recorded(case.run) >= 1 or not command.lives, limit_s)
+    parts = command.parts() if came and command.lives else {}
+    if not {"trainer-0", "generator-0"} <= set(parts):
+        command.kill_session()
+        yield "faults", False, "the run ended before it had a step"
+        return
+    sockets = listening_sockets(command.alive())
+    open_ = [path for path in sockets if not private(path)]
+    yield "faults, sockets that no other user can enter", len(sockets) >= 4 and not open_, open_ or f"{len(sockets)} sockets"
+
+    said = Said(case.folder / "output")
+    _, most = resource.prlimit(parts["trainer-0"], resource.RLIMIT_FSIZE)
+    resource.prlimit(parts["trainer-0"], resource.RLIMIT_FSIZE, (ROOM_BYTES, most))
+    failed = wait_for(lambda: "is not saved" in said.new, limit_s)
+    step = steps_recorded(case.run)
+    resource.prlimit(parts["trainer-0"], resource.RLIMIT_FSIZE, (most, most))
+    lines = [line for line in said.new.splitlines() if "WARNING" in line or "ERROR" in line]
+    yield (
+        "faults, one line for a checkpoint without room",
+        failed and all("is not saved" in line for line in lines),
+        "; ".join(lines[:3]),
+    )
+
+    os.kill(parts["generator-0"], signal.SIGSTOP)
+    named = wait_for(lambda: "generator 0 has not answered for" in said.new, 60)
+    os.kill(parts["generator-0"], signal.SIGCONT)
+    case.end(command)
+    yield "faults, a stopped generator is named and the run goes on", named and not case.faults, case
+    newest = max((case.run / "checkpoints").glob("step-*"), key=step_of, default=None)
+    later = newest is not None and step_of(newest) == STEPS > step
+    yield "faults, checkpoints after the one without room", later, newest
+    if not later or case.faults:
+        return
+    verify(newest)
+
+    for name in ("command.json", "config.json"):
+        (case.run / name).write_bytes(b"")
+    case.to_the_end(["--resume", str(case.run), "--steps", str(STEPS + 2)])
+    steps = steps_recorded(case.run)
+    yield "faults, resumed after a power cut emptied its command", steps == STEPS + 2 and not case.faults, case
+
+    (case.run / "checkpoints" / f"step-{STEPS + 2:06d}" / "manifest.json").unlink()
+    case.to_the_end(["--resume", str(case.run)])
+    named = f"step-{STEPS + 2:06d} is damaged: " in said.all and "manifest.json is missing" in said.all
+    yield "faults, a newest checkpoint without its manifest is named", named and not case.faults, case
+
+    forged, made = base / "forged" / "run", base / "forged" / "made"
+    shutil.rmtree(forged.parent, ignore_errors=True)
+    shutil.copytree(case.run, forged)
+    shutil.rmtree(forged / "checkpoints")
+    folder = CheckpointFolder(forged, keep=9)
+    source = next((case.run / "checkpoints").glob("step-*"))
+    shutil.copytree(source, folder.begin(STEPS), dirs_exist_ok=True, ignore=shutil.ignore_patterns("manifest.json"))
+    for metadata in (forged / "checkpoints").rglob(".metadata"):
+        metadata.write_bytes(pickle.dumps(Mkdir(made)))
+    folder.commit(STEPS)
+    rl = "torchtitan.experiments.rl"
+    for name, command_words in {
+        "--resume": [f"{rl}.grpo", "--resume", str(forged), "--steps", "99"],
+        "--init-from": [f"{rl}.grpo", *SMALL, "--init-from", str(forged)],
+        "rl-export": [f"{rl}.export", str(forged), "--to", str(forged.parent / "policy")],
+    }.items():
+        ended = subprocess.run(
+            [sys.executable, "-m", *command_words], cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False
+        )
+        line = ended.stderr.strip().splitlines()[-1:]
+        refused = (
+            ended.returncode == 2 and "names posix.mkdir, which no checkpoint needs" in "".join(line) and not made.exists()
+        )
+        yield f"faults, a forged checkpoint is refused by {name}", refused, "".join(line)
+
+
+class Mkdir:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._path),)
+
+
+class Said:
+    """What commands have written to a file since it was made."""
+
+    def __init__(self, path: Path):
+        self._path, self._begin = path, path.stat().st_size
+
+    @property
+    def new(self) -> str:
+        return self.all[self._begin :]
+
+    @property
+    def all(self) -> str:
+        return self._path.read_bytes().decode(errors="replace")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10, help="of the synchronous run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=("sync", "async", "elastic", "init"), help="these parts alone")
+    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts alone")
     parser.add_argument("--limit-s", type=float, default=400.0, help="for each start of the command")
     parser.add_argument("--folder", type=Path, default=None, help="where the runs are kept; a temporary folder otherwise")
     arguments = parser.parse_args()
-    parts = arguments.only or ["sync", "async", "elastic", "init"]
+    parts = arguments.only or PARTS
     right = total = 0
     with tempfile.TemporaryDirectory() as temporary:
         base, limit_s = arguments.folder or Path(temporary), arguments.limit_s
@@ -239,6 +353,7 @@ def main() -> int:
             "async": lambda: asynchronous(base, limit_s, random.Random(f"async {arguments.seed}")),
             "elastic": lambda: elastic(base, limit_s),
             "init": lambda: init(base, limit_s),
+            "faults": lambda: faults(base, limit_s),
         }
         for part in parts:
             for name, fine, said in runs[part]():

@@ -97,7 +97,7 @@ class ScriptedEngine:
         self._version = 0
         self.recomputed: list[int] = []
         """Versions loaded with ``recompute``. A table has no keys and values: there is nothing else to it."""
-        self.closed = False
+        self.asleep = self.closed = False
 
     @property
     def version(self) -> int:
@@ -108,6 +108,7 @@ class ScriptedEngine:
         return bool(self._open)
 
     def add(self, request: Request) -> RequestFailed | None:
+        assert not self.asleep
         scores = isinstance(request, ScoreRequest)
         length = len(request.token_ids) if scores else len(request.prompt_token_ids) + request.sampling.max_tokens
         if length > self._config.max_model_len:
@@ -134,12 +135,16 @@ class ScriptedEngine:
         self.abort(request.request_id for request in requests)
         return requests
 
+    def sleep(self) -> None:
+        assert not self._open and not self.asleep
+        self.asleep = True
+
     def load(self, manifest: Manifest, path: str, *, recompute: bool) -> LoadReport:
         tensors = dict(self._reader.map(path).views(manifest.layout))
         assert all(each.token_ids for each in self._open.values()), "a request without a token was not withdrawn"
         self._table = tensors[TABLE].double().numpy()
         digests = {TABLE: tensor_digest(torch.from_numpy(self._table).float(), manifest.layout.entries[0].shards)}
-        self._version = manifest.version
+        self._version, self.asleep = manifest.version, False
         self.recomputed += [self._version] if recompute else []
         return LoadReport(fingerprint=fingerprint(digests), digests=digests, verify_s=0.0, reload_s=0.0)
 

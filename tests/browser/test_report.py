@@ -208,3 +208,91 @@ def luminance(colour: str) -> float:
     parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_any_metric_gets_a_chart_which_stays_in_the_address(page, address):
+    opened(page, address, "overview")
+    page.locator("input[name=metric]").fill("no such metric")
+    page.get_by_role("button", name="Add").click()
+    assert "metric=" not in page.url
+    page.locator("input[name=metric]").fill("time/step_s")
+    page.get_by_role("button", name="Add").click()
+    own = page.locator("figure").first
+    expect(own.locator("figcaption")).to_contain_text("time/step_s")
+    page.reload()
+    expect(own.locator("figcaption")).to_contain_text("time/step_s")
+    page.get_by_role("button", name="Remove own charts").click()
+    expect(own.locator("figcaption")).to_contain_text("Reward of training rollouts")
+
+
+def test_curves_are_smoothed_and_drawn_along_the_time(page, address):
+    opened(page, address, "overview?smooth=0.5&x=time")
+    figure = page.locator("figure", has_text="Reward of training rollouts")
+    expect(figure.locator("path.faint")).to_have_count(1)
+    figure.locator("svg[role=img]").focus()
+    page.keyboard.press("ArrowLeft")
+    # Of 0.25, 0.5, 0.75: (0.125 * 0.25 + 0.25 * 0.5 + 0.5 * 0.75) / 0.875, after three steps of 2 seconds.
+    expect(figure.locator(".readout")).to_contain_text("minutes of steps 0.1: rollout/reward_mean 0.6071")
+
+
+def test_a_part_of_a_chart_is_shown_larger_until_all_of_it_is_asked_for(page, address):
+    opened(page, address, "overview")
+    figure = page.locator("figure", has_text="Reward of training rollouts")
+    box = figure.locator("svg[role=img]").bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.99, box["y"] + 40)
+    page.mouse.up()
+    figure.locator("svg[role=img]").focus()
+    for _ in range(4):
+        page.keyboard.press("ArrowLeft")
+    expect(figure.locator(".readout")).to_contain_text("step 2:")
+    figure.get_by_role("button", name="Whole").click()
+    expect(figure.get_by_role("button", name="Whole")).to_have_count(0)
+
+
+def test_the_menu_stays_in_view_and_labels_stay_in_their_charts(page, address):
+    opened(page, address, "overview")
+    page.set_viewport_size({"width": 1280, "height": 300})
+    assert page.evaluate("window.scrollTo(0, 400), window.scrollY") > 300
+    assert page.locator("header").bounding_box()["y"] == 0
+    for text in page.locator("figure svg[role=img] text").all():
+        inside, outside = text.bounding_box(), text.locator("xpath=..").bounding_box()
+        assert inside["x"] + inside["width"] <= outside["x"] + outside["width"] + 0.5
+
+
+def test_the_list_shows_how_each_rollout_begins_and_says_that_it_searches(page, address):
+    opened(page, address, "rollouts")
+    row = page.locator("tbody tr").filter(has_text="bad-0/0")
+    expect(row).to_contain_text("<script>document.title")
+    rows = page.locator("tbody tr").all_inner_texts()
+    kinds = ["validation" in text for text in rows]
+    assert kinds == sorted(kinds) and True in kinds, "training rollouts come first"
+    page.route("**/api/runs/0/rollouts?*", lambda route: (page.wait_for_timeout(300), route.continue_()))
+    page.locator("input[name=text]").fill("broke")
+    page.get_by_role("button", name="Show").click()
+    expect(page.locator("main [role=status]").first).to_contain_text("Searching the texts")
+    expect(page.locator("main [role=status]").first).to_contain_text("those with the text")
+    page.unroute_all(behavior="wait")
+
+
+def test_a_ribbon_is_as_thick_as_its_share(page, address):
+    opened(page, address, "overview")
+    heights = page.evaluate(
+        """() => [...flow({ from: "all", total: 10000, boxes: [{ name: "most", count: 9997 }, { name: "few", count: 3 }] })
+            .querySelectorAll("g rect")].map((rect) => Number(rect.getAttribute("height")))"""
+    )
+    assert heights[0] == pytest.approx(239.928) and heights[1] == 1.5
+
+
+def test_a_groups_prompt_is_open_and_its_odd_one_comes_first(page, address, run):
+    place = key_of(run, "bad-0/0").split("-")[0]
+    opened(page, address, f"group/{place}")
+    expect(page.locator("details").first).to_have_attribute("open", "")
+    assert page.evaluate("document.querySelector('.side').getBoundingClientRect().top") < 800
+
+
+def test_two_runs_have_their_curves_in_one_chart(page, run):
+    with served([run, run]) as address:
+        opened(page, address, "runs")
+        expect(page.locator("figure", has_text="rollout/reward_mean").locator(".legend li")).to_have_count(2)

@@ -183,6 +183,11 @@ def wait_for(condition: Callable[[], object], what: str = "nothing happened") ->
         time.sleep(0.1)
 
 
+def private(path: str) -> bool:
+    """Whether a folder above ``path`` lets nobody in but its owner."""
+    return not path.startswith("@") and any(folder.stat().st_mode & 0o077 == 0 for folder in Path(path).parents)
+
+
 def assert_ledger_balances(record: dict) -> None:
     columns = {key: count for key, count in record.items() if key.startswith("ledger/sum_digits/")}
     dispatched = columns.pop("ledger/sum_digits/dispatched")

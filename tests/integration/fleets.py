@@ -2,24 +2,30 @@
 
 import asyncio
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import torchstore
 from monarch.actor import Channel, concurrent_endpoint
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from torchtitan.experiments.rl.generation.config import WeightUpdate
+from torchtitan.experiments.rl.controller.provision import shut_down
+from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Result, ScoreResult
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
+from torchtitan.experiments.rl.weights.store import start_store
 
 SEATS = 4
 """Sequences in one engine step."""
 MAX_LEN = 1024
+PATIENCE_S = 240
+"""How long to wait for what must come; nothing is claimed about how long it takes."""
 CANARY = np.random.default_rng(0).integers(3, 96, 8).astype(np.int32)
 
 
@@ -100,7 +106,7 @@ class Fleet:
     async def results(self, count: int) -> dict[int, Result]:
         """The next ``count`` results, by request."""
         results: list[Result] = []
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             while len(results) < count:
                 results += await self._receiver.recv()
         assert len(results) == count and all(isinstance(r, GenerateResult | ScoreResult) for r in results), results
@@ -122,6 +128,30 @@ class Fleet:
         await self.complete(prompt_of(5), 3)
 
 
+def running(procs: Any, config: GeneratorConfig, model_path: str, run_dir: str) -> Iterator[Fleet]:
+    """For a fixture: generators of the config in the processes, with a store beside the first."""
+
+    async def build() -> Fleet:
+        options: dict[str, Any] = {"model_path": model_path, "device": "cpu", "run_dir": run_dir}
+        mesh = procs.spawn("generator", SwitchedGenerator, config, **options)
+        await start_store(procs.slice(procs=0))
+        await mesh.setup.call()
+        await mesh.watch_cache.call()
+        return Fleet(model_path, mesh)
+
+    async def close(mesh: Any) -> None:
+        await torchstore.shutdown()  # a process has one store at a time
+        await shut_down([mesh], [procs])
+
+    made = asyncio.run(build())
+    yield made
+    asyncio.run(close(made.mesh))
+
+
+def assert_agree(seen: np.ndarray, expected: np.ndarray) -> None:
+    np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-4)
+
+
 def prompt_of(length: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, 96, length).astype(np.int32)
 
@@ -130,10 +160,12 @@ def prompt_of(length: int, seed: int = 0) -> np.ndarray:
 
 
 @torch.no_grad()
-def given_whole_prefix(model: Qwen3ForCausalLM, prompt: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+def given_whole_prefix(
+    model: Qwen3ForCausalLM, prompt: np.ndarray, token_ids: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
     """[T]: of each token, by one model that reads everything before it."""
     tokens = torch.from_numpy(np.concatenate([prompt, token_ids]).astype(np.int64))
-    return chosen(model(tokens[None, :-1]).logits[0, len(prompt) - 1 :], tokens[len(prompt) :])
+    return chosen(model(tokens[None, :-1]).logits[0, len(prompt) - 1 :] / temperature, tokens[len(prompt) :])
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -33,4 +34,15 @@ def open_files(pid: int) -> set[str]:
         for descriptor in os.scandir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
                 found.add(os.readlink(descriptor.path))
+    return found
+
+
+def listening_sockets(pids: Iterable[int]) -> set[str]:
+    """Paths of the Unix sockets at which processes wait for others. An abstract one begins with @, and has no permissions."""
+    inodes = {found.removeprefix("socket:[").removesuffix("]") for pid in pids for found in open_files(pid)}
+    found = set()
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        _, _, _, flags, _, _, inode, *name = line.split()
+        if flags == "00010000" and inode in inodes:  # Linux's flag of a socket that listens
+            found |= set(name)
     return found

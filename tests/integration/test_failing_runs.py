@@ -143,7 +143,7 @@ def test_run_whose_task_is_mastered_ends_as_complete(start, tmp_path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     run = start("--module", "hostile", *ENDLESS, "--max-drops-in-a-row", "40", config="mastered").ended_well()
     assert "stopped by nothing left to learn: in the last 40 groups of each task all rewards tie" in run.out
-    assert (run.folder / "checkpoint").is_dir()
+    assert (run.folder / "policy").is_dir()
     run.assert_nothing_left()
 
 

@@ -34,7 +34,7 @@ from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.reader import HostCopy, WeightReader
 from torchtitan.experiments.rl.weights.snapshot import SharedBuffer
 from torchtitan.experiments.rl.weights.store import copy_key, start_store
-from torchtitan.experiments.rl.weights.sync import WeightSync
+from torchtitan.experiments.rl.weights.sync import CanaryBound, WeightSync
 
 VOCABULARY = 2100
 """A host's half of the table is then more than what one read takes."""
@@ -126,7 +126,7 @@ async def build(folder: Path) -> World:
     await asyncio.gather(trainer.begin.call(f"file://{folder}/rendezvous", 1), generators.setup.call())
     client, readers = GeneratorClient(), WeightReaders(["host a", "host c"])
     await client.connect([generators.slice(procs=i) for i in range(2)])
-    sync = WeightSync(trainer, client, vocab_size=VOCABULARY, tolerance=1e-4, copies=readers)
+    sync = WeightSync(trainer, client, text=np.arange(8) % VOCABULARY, bound=CanaryBound("float32"), copies=readers)
     world = World(trainer, generators, client, readers, sync, procs, str(folder))
     await world.start_reader("host a", 0)
     await world.start_reader("host c", 2)

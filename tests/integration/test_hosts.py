@@ -8,8 +8,8 @@ import socket
 from collections import Counter
 from pathlib import Path
 
-from tests.integration.command_runs import ENDLESS, wait_for
-from tests.integration.processes import open_files
+from tests.integration.command_runs import ENDLESS, private, wait_for
+from tests.integration.processes import listening_sockets, open_files
 from torchtitan.experiments.rl.process.host_identity import VARIABLE
 
 
@@ -31,6 +31,8 @@ def processes_of(temporary: Path) -> dict[int, dict[str, str]]:
 def test_three_hosts_have_the_roles_of_the_config_and_a_killed_one_ends_the_run_by_its_name(start):
     run = start(*ENDLESS, config="rl_grpo_qwen3_debug_hosts")
     run.until_step(2)
+    sockets = listening_sockets(processes_of(run.temporary))
+    assert len(sockets) >= 12 and all(map(private, sockets)), f"another user could enter the run by {sockets}"
     host_of = {}
     for pid, launched in processes_of(run.temporary).items():
         logs = [path.stem for path in map(Path, open_files(pid)) if "logs" in path.parts]
@@ -48,7 +50,8 @@ def test_three_hosts_have_the_roles_of_the_config_and_a_killed_one_ends_the_run_
     assert run.wait() == 1
     name = re.escape(socket.gethostname())
     assert re.search(rf"^error: host 2 \({name}\) died: [\w ]+ \(logs in ", run.err, re.MULTILINE), run.err
-    assert "Traceback" not in run.err
+    assert "Traceback" not in run.err and "Monarch" not in run.err
+    assert "Monarch internal logs" in (run.folder / "logs/monarch.txt").read_text()
     wait_for(lambda: not processes_of(run.temporary), "processes left alive")
     run.assert_nothing_left()
     columns = Counter(json.loads(line)["column"] for line in (run.folder / "ledger.jsonl").read_text().splitlines())

@@ -103,6 +103,7 @@ def test_a_game_is_played_with_the_model_and_left_at_a_terminal(tmp_path):
     assert "error: it was interrupted" in terminal.shown
     terminal.enter("/model")
     terminal.until("model> ")
+    assert terminal.shown.splitlines()[1] == "(the model answers)" and "arning" not in terminal.shown, terminal.shown
     terminal.until("rollout 1, turn 0")
     terminal.until("you> ")
     terminal.enter(str(game.secret))
@@ -111,8 +112,9 @@ def test_a_game_is_played_with_the_model_and_left_at_a_terminal(tmp_path):
     assert f"You have {game.guesses - 1} guesses left" in terminal.shown
     terminal.interrupt()
     terminal.until("saved ")
-    assert "Correct!" in terminal.shown and "reward 1" in terminal.shown and "the session was ended" in terminal.shown
-    assert terminal.close() == 1
+    assert "Correct!" in terminal.shown and "reward 1" in terminal.shown and "The session was ended" in terminal.shown
+    assert "error" not in terminal.shown
+    assert terminal.close() == 0
     assert sorted(path.name for path in (tmp_path / "played").iterdir()) == [
         "config.json",
         "rollouts.jsonl.gz",

@@ -45,7 +45,7 @@ def rl_sums():
             template="Sum of the digits: {question}",
             dataset=ReasoningGymDataset.Config(generators=sums, count=1000),
             validation=ReasoningGymDataset.Config(generators=sums, count=8, seed=1000),
-            rubric=PuzzleRubric.Config(answer_tag=None),
+            rubric=PuzzleRubric.Config(exact=True),
             env=RendererEnvConfig(max_turns=1, max_rollout_tokens=160),
             sampling=SamplingConfig(max_tokens=8),
         )

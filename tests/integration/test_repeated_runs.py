@@ -29,10 +29,10 @@ RECORDED = "--recorder.trainer-logprobs"
 
 @pytest.fixture(scope="module")
 def sync_runs(start) -> list[Run]:
-    """Side by side, so that their timing differs."""
+    """Side by side, so that their timing differs. The engine of the second one sleeps while the trainer steps."""
     words = "--max-offpolicy-steps 0 --seed 7 --steps 4 --validation.every 2 --trainer.no-save-final-model"
-    words += " --checkpoint.interval 1 --checkpoint.keep 9"
-    return [run.ended_well() for run in [start(*words.split()) for _ in range(2)]]
+    words += " --checkpoint.interval 1 --checkpoint.keep 9 --provision.share-gpus"
+    return [run.ended_well() for run in [start(*words.split()), start(*words.split(), "--generator.engine.sleep")]]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,7 @@ def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(sync_r
     index.refresh()  # of files that the resumed run cuts back
     run = start(resume=folder).ended_well()
     assert run.out.count("resumed ") == 1 and "resumed     step 2, from " in run.out
+    assert re.search(r"^steps       (\d+) of \1, \d+ of them in ", run.out, re.MULTILINE)
     same_but_for_the_clock(run, sync_runs[0])
     for name in ("ledger.jsonl", "rollouts.jsonl.gz"):
         assert lines_of(folder / name) == lines_of(sync_runs[0].folder / name)

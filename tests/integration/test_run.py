@@ -64,7 +64,7 @@ def test_ledger_balances_at_every_step(async_run):
     for record in async_run.steps:
         assert_ledger_balances(record)
     assert async_run.steps[-1]["ledger/sum_digits/open"] == 0
-    assert "160 sum_digits/trained" in async_run.out
+    assert "160 sum_digits trained on" in async_run.out
 
 
 def test_no_token_is_older_than_the_bound_and_on_policy_tokens_agree_with_the_trainer(async_run):
@@ -115,7 +115,7 @@ def test_wandb_works_without_a_network(async_run):
 
 
 def test_final_policy_is_a_hub_folder_that_transformers_loads(async_run):
-    (folder,) = (async_run.folder / "checkpoint").iterdir()
+    (folder,) = (async_run.folder / "policy").iterdir()
     assert folder.name == "step-5"
     model, before = (AutoModelForCausalLM.from_pretrained(path) for path in (folder, ROOT / "assets" / "tiny_qwen3"))
     changed = [name for name, tensor in model.state_dict().items() if not tensor.equal(before.state_dict()[name])]

@@ -6,9 +6,11 @@ import re
 import signal
 from collections import Counter
 
-from tests.integration.command_runs import ENDLESS, MODULE, PATIENCE_S, assert_ledger_balances, wait_for
+from tests.integration.command_runs import ENDLESS, PATIENCE_S, assert_ledger_balances, private, wait_for
+from tests.integration.processes import listening_sockets
 from tests.screen import Screen
 from torchtitan.experiments.rl.checkpointing.folder import step_of, verify
+from torchtitan.experiments.rl.observability.console import typed_command
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 
 ENDED = "(?:killed by SIGKILL|its process ended)"
@@ -35,7 +37,7 @@ def test_ctrl_c_ends_the_run_after_its_step_with_a_summary_and_leaves_nothing(st
         f"folder      {run.folder}",
         "stopping after this step; once more stops at once",
         f"folder      {run.folder}",
-        f"go on with  python -m {MODULE} --resume {run.folder}",
+        f"go on with  {typed_command('grpo')} --resume {run.folder}",
     ]
     for record in run.steps:
         assert_ledger_balances(record)
@@ -46,12 +48,14 @@ def test_a_signal_to_every_process_of_the_job_ends_the_run_with_a_checkpoint_and
     run = start(*ENDLESS, "--checkpoint.interval", "0", "--checkpoint.grace-s", str(PATIENCE_S))
     run.until_step(2)
     assert [path.name[:14] for path in run.temporary.iterdir()] == ["torchtitan-rl-"]
+    sockets = listening_sockets(run.alive())
+    assert len(sockets) >= 4 and all(map(private, sockets)), f"another user could enter the run by {sockets}"
     run.send(signal.SIGTERM)
     assert run.wait() == 143, run.out + run.err
     (checkpoint,) = (run.folder / "checkpoints").iterdir()
     verify(checkpoint)
     assert step_of(checkpoint) == run.steps[-1]["step"]
-    assert run.out.endswith(f"go on with  python -m {MODULE} --resume {run.folder}\n")
+    assert run.out.endswith(f"go on with  {typed_command('grpo')} --resume {run.folder}\n")
     run.assert_nothing_left()
 
 

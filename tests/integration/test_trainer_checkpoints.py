@@ -88,6 +88,18 @@ def test_a_step_that_fails_in_its_middle_leaves_a_state_that_is_not_saved(one_ra
     learner.close()
 
 
+def test_a_checkpoint_is_written_after_one_that_could_not_be(one_rank, tmp_path):
+    learner = learner_of(tmp_path)
+    no_folder = tmp_path / "full"
+    no_folder.write_text("")
+    assert learner.checkpoints.begin(no_folder / "trainer", 0).exception() is not None
+    again = learner_of(tmp_path / "again", start=saved(learner, tmp_path / "trainer", 0))
+    assert_same(parameters(again), parameters(learner), rtol=0, atol=0)
+    again.close()
+    learner.checkpoints.begin(no_folder / "trainer", 1)
+    learner.close()  # and the end of the run meets no error of it
+
+
 def test_an_exported_checkpoint_is_a_hub_folder_with_the_trainers_weights(uninterrupted, tmp_path):
     target = tmp_path / "exports" / "policy"
     export_checkpoint(uninterrupted["start"].folder, ModelConfig(hf_assets_path=str(MODEL)), target)

@@ -8,30 +8,29 @@ import asyncio
 import os
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
-import torchstore
 
 from tests.integration.fleets import (
     CANARY,
     MAX_LEN,
     SEATS,
     Fleet,
-    SwitchedGenerator,
+    assert_agree,
     by_label,
     given_kept_cache,
     given_whole_prefix,
     prompt_of,
+    running,
 )
-from torchtitan.experiments.rl.controller.provision import shut_down, spawn
+from torchtitan.experiments.rl.controller.provision import spawn
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.messages import ScoreRequest
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.weights.store import start_store
 
 MODES = get_args(WeightUpdate)
 every_mode = pytest.mark.parametrize("how", MODES)
@@ -43,26 +42,7 @@ def fleet(untied_model, tmp_path_factory) -> Iterator[Fleet]:
     config.engine.max_model_len, config.engine.max_num_seqs = MAX_LEN, SEATS
     cores = sorted(os.sched_getaffinity(0))
     procs = spawn(None, "generator", ((cores[0],), (cores[-1],)), "cpu")
-
-    async def build() -> Fleet:
-        run_dir = str(tmp_path_factory.mktemp("fleet"))
-        mesh = procs.spawn("generator", SwitchedGenerator, config, model_path=untied_model, device="cpu", run_dir=run_dir)
-        await start_store(procs.slice(procs=0))
-        await mesh.setup.call()
-        await mesh.watch_cache.call()
-        return Fleet(untied_model, mesh)
-
-    async def close(mesh: Any) -> None:
-        await torchstore.shutdown()  # a process has one store at a time
-        await shut_down([mesh], [procs])
-
-    made = asyncio.run(build())
-    yield made
-    asyncio.run(close(made.mesh))
-
-
-def assert_agree(seen: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(seen, expected, rtol=0, atol=1e-4)
+    yield from running(procs, config, untied_model, str(tmp_path_factory.mktemp("fleet")))
 
 
 def assert_other(seen: np.ndarray, expected: np.ndarray) -> None:

@@ -22,9 +22,10 @@ from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.weights.digests import fingerprint, tensor_digests
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout, WeightReceipt
-from torchtitan.experiments.rl.weights.sync import CopiedOut, WeightSync, canary_tolerance
+from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, CopiedOut, WeightSync
 
 VOCABULARY = 96
+_TEXT = np.random.default_rng(0).integers(0, VOCABULARY, CANARY_TOKENS).astype(np.int32)
 COMPLETIONS, TOKENS = 4, 6
 """Sampled from a version for the alarm."""
 
@@ -63,7 +64,7 @@ class World:
         config = VLLMEngineConfig(max_model_len=64, max_num_seqs=COMPLETIONS, dtype=dtype)
         self.engine = config.build(model_path=folder, device="cpu")
         self._trainer = model.to(config.torch_dtype)
-        self._alarm, self._tolerance = MismatchAlarm(dtype, exact=True), canary_tolerance(dtype)
+        self._alarm, self._bound = MismatchAlarm(dtype, exact=True), CanaryBound(dtype)
         self._random = torch.Generator().manual_seed(seed)
         self._master = {name: value.float().clone() for name, value in tensors.items()}
         self._layout = SnapshotLayout.of(tensors, config.torch_dtype)
@@ -121,7 +122,7 @@ class World:
         rank0 = SimpleNamespace(proof=SimpleNamespace(choose=lambda: answer(proof())))
         trainer = SimpleNamespace(size=lambda dim: 1, slice=lambda procs: rank0)
         generators = cast(Any, SimpleNamespace(update_weights=receipts))
-        sync = WeightSync(trainer, generators, vocab_size=VOCABULARY, tolerance=self._tolerance)
+        sync = WeightSync(trainer, generators, text=_TEXT, bound=self._bound)
         try:
             asyncio.run(sync.update(CopiedOut(version=self.version, seconds=0.0)))
             if sampled:

@@ -87,8 +87,8 @@ async def test_right_replies_earn_all_and_the_conversation_is_one_training_sampl
         (["Nora\nAlice", "Bob\nNora\nAlice", ""], 0.0, (2 / 4 + 4 / 6 + 0) / 3),
     ],
 )
-async def test_reward_is_the_share_of_rounds_with_the_list_and_nothing_else(renderer, tokenizer, replies, exact, similarity):
-    rollout, _ = await play(renderer, tokenizer, replies)
+async def test_exact_reward_is_the_share_of_rounds_with_the_list_alone(renderer, tokenizer, replies, exact, similarity):
+    rollout, _ = await play(renderer, tokenizer, replies, rubric=AlphabetSortRubric.Config(exact=True))
     assert rollout.reward_components == pytest.approx({"exact": exact, "similarity": similarity})
     assert rollout.reward == pytest.approx(exact)
 

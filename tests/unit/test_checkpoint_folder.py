@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.checkpointing.folder import (
     newest_valid,
     step_of,
     verify,
+    write_durably,
 )
 
 MEMORY = "/dev/shm"
@@ -170,6 +171,25 @@ def test_a_power_failure_at_any_operation_leaves_whole_checkpoints_and_at_most_t
         write(CheckpointFolder(run_dir, keep), 100)  # the next process goes on
         assert steps_in(run_dir)[-1] == 100 and len(steps_in(run_dir)) <= keep
         assert not list((run_dir / "checkpoints").glob(".*"))
+
+
+@pytest.mark.parametrize("stop_at", range(8))
+def test_a_power_failure_leaves_a_file_that_was_written_durably_as_it_was_or_as_it_is_to_be(stop_at, tmp_path):
+    run_dir, disk = tmp_path / "outputs" / "run", Disk(stop_at)
+    run_dir.mkdir(parents=True)
+    (run_dir / "command.json").write_text("old")
+    disk._synced.add((run_dir / "command.json").stat().st_ino)
+    ended = False
+    try:
+        with disk.watched():
+            write_durably(run_dir / "command.json", "new and longer")
+            ended = True
+    except PowerFailure:
+        pass
+    disk.lose_unsynced(run_dir)
+    assert (run_dir / "command.json").read_text() in (["new and longer"] if ended else ["old", "new and longer"])
+    assert ended == (stop_at >= 4), "the file, its name, and the folders above: all on the disk"
+    assert not ended or {path.stat().st_ino for path in (run_dir, run_dir.parent)} <= disk._synced
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,11 +4,18 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
+import tempfile
+from subprocess import PIPE
 from types import SimpleNamespace
 
 import pytest
-from monarch.actor import Actor, ActorError, concurrent_endpoint, this_host, this_proc
+from monarch.actor import Actor, ActorError, concurrent_endpoint, default_bootstrap_cmd, this_host, this_proc
 
+from tests.integration.command_runs import ROOT
+from tests.integration.processes import descendants, listening_sockets
+from torchtitan.experiments.rl.compat import monarch as compat_monarch
 from torchtitan.experiments.rl.compat.monarch import (
     ENVIRONMENT,
     OneActor,
@@ -22,6 +29,7 @@ from torchtitan.experiments.rl.compat.monarch import (
 )
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.temporary import hold_sockets
 
 
 class Worker(Actor):
@@ -84,6 +92,25 @@ def worker():
     procs = this_host().spawn_procs(per_host={"procs": 1}, name="worker")
     yield procs.spawn("worker", Worker)
     procs.stop().get()
+
+
+@pytest.mark.parametrize(("end", "cause"), [("kill -9 $$", "killed by SIGKILL"), ("exit 3", "exit code 3")])
+async def test_a_process_that_ends_while_it_is_started_is_a_death_with_its_cause(tmp_path, end, cause):
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\n{end}\n")
+    program.chmod(0o700)
+
+    def launch(point):
+        command = default_bootstrap_cmd()
+        command.program = str(program)
+        return command
+
+    procs = this_host().spawn_procs(per_host={"procs": 1}, name="generator_0_1", bootstrap_command=launch)
+    with pytest.raises(ValueError, match="error creating proc") as error:
+        await procs.spawn("generator", Worker).pid.call_one()
+    death = process_death_behind(error.value)
+    assert (death.actor, death.cause) == ("generator_0_1", f"{cause} while it was started")
+    assert process_death_behind(ValueError("something else")) is None
 
 
 def test_a_process_that_ends_after_the_run_does_not_end_the_command(monkeypatch, caplog):
@@ -157,6 +184,51 @@ def test_a_failure_of_another_form_keeps_its_text():
 def test_messages_are_logged_without_the_actors_name(worker, tmp_path):
     (line,) = worker.log.call_one(str(tmp_path)).get().splitlines()
     assert '"message": "as written"' in line, "Monarch adds the actor's name to log messages in another way"
+
+
+LISTENER = """
+import sys, tempfile
+from pathlib import Path
+from torchtitan.experiments.rl.process.temporary import hold_sockets
+hold_sockets(Path(sys.argv[1]))
+from monarch.actor import this_host
+this_host().spawn_procs(per_host={"procs": 1}).initialized.get()
+print("ready", flush=True)
+input()
+"""
+STRANGER = """
+import os, socket, sys
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+for path in sys.argv[1:]:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.connect(path.replace("@", chr(0)))
+        print("entered", path)
+"""
+
+
+def test_no_other_user_can_connect_to_monarchs_sockets():
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"TMPDIR": folder}
+        command = [sys.executable, "-c", LISTENER, folder]
+        with subprocess.Popen(command, env=environment, cwd=ROOT, stdin=PIPE, stdout=PIPE, text=True) as process:
+            assert process.stdout.readline() == "ready\n"
+            sockets = listening_sockets([process.pid, *descendants(process.pid)])
+            assert len(sockets) == 3, "Monarch listens for the command, for its processes and in the process that it spawned"
+            assert {os.path.commonpath([path, folder]) for path in sockets} == {folder}
+            assert os.stat(folder).st_mode & 0o777 == 0o700
+            if os.getuid() == 0:  # nobody else can be another user for a while
+                for path in sockets:
+                    stranger = subprocess.run([sys.executable, "-c", STRANGER, path], capture_output=True, text=True)
+                    assert stranger.stdout == "" and stranger.stderr.endswith("PermissionError: [Errno 13] Permission denied\n")
+            process.kill()
+
+
+def test_sockets_that_can_not_be_private_are_said_in_one_line(capfd, monkeypatch, tmp_path):
+    monkeypatch.setattr(compat_monarch, "_pointer_to", lambda *of: None)
+    hold_sockets(tmp_path)
+    hold_sockets(tmp_path / ("x" * 90))
+    line, again = capfd.readouterr().err.splitlines()
+    assert line == again and line.startswith("warning: every user of this host can control this run")
 
 
 def test_the_message_limit_is_monarchs_own_name_and_holds_in_this_process():

@@ -1,14 +1,22 @@
 """The private API of torch that the library uses is there and does what the library needs. An upgrade that breaks it
 fails here, by its name."""
 
+import ctypes
+import os
+import pickle
+import subprocess
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan.experiments.rl.compat.torch import local_shard
+from torchtitan.experiments.rl.compat.torch import check_pickles, local_shard, take_cuda_error
 
 
 @pytest.fixture
@@ -34,3 +42,78 @@ def test_compute_local_shape_and_global_offset_gives_the_shard_of_this_rank(thir
     square = init_device_mesh("cpu", (2, 2))
     assert local_shard(sharded(torch.zeros(5, 2), square, Shard(0), Shard(1), shape=(10, 4))) == ((5, 0), (5, 2))
     assert local_shard(sharded(torch.zeros(10, 2), square, Replicate(), Shard(1), shape=(10, 4))) == ((0, 0), (10, 2))
+
+
+# ---- checkpoints that may be forged
+
+
+class Evil:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, made: Path):
+        self._made = made
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._made),)
+
+
+def save(folder: Path, **values) -> Path:
+    state = {
+        "weight": torch.arange(6.0).view(2, 3),
+        "half": torch.zeros(3, dtype=torch.bfloat16),
+        "step": 3,
+        "betas": (0.9, None),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state | values, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_an_honest_checkpoint_names_nothing_but_what_is_allowed(tmp_path):
+    check_pickles(save(tmp_path / "step-1"))
+
+
+def test_a_forged_checkpoint_is_refused_before_what_it_names_is_called(tmp_path):
+    made = tmp_path / "made"
+    in_metadata = save(tmp_path / "step-1")
+    (in_metadata / ".metadata").write_bytes(pickle.dumps(Evil(made)))
+    in_data = save(tmp_path / "step-2", noise=Evil(made))
+    beside = save(tmp_path / "step-3")
+    (beside / "__0.metadata").write_bytes(pickle.dumps(Evil(made)))
+    elsewhere = save(tmp_path / "step-4")
+    metadata = pickle.loads((elsewhere / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = "../step-2/__0_0.distcp"
+    (elsewhere / ".metadata").write_bytes(pickle.dumps(metadata))
+    for folder, said in {
+        in_metadata: r"\.metadata names posix\.mkdir, which no checkpoint needs",
+        in_data: r"__0_0\.distcp holds no plain value as noise",
+        beside: r"__0\.metadata names posix\.mkdir",
+        elsewhere: r"names a file elsewhere: \.\./step-2",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            check_pickles(folder)
+    assert not made.exists()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load({"noise": None}, checkpoint_id=in_data, no_dist=True)
+    assert made.exists(), "torch unpickles objects without restriction no more: check_pickles need not read them"
+
+
+def test_a_file_that_is_no_pickle_is_refused_as_such(tmp_path):
+    folder = save(tmp_path / "step-1")
+    for data in (b"", b"hello", pickle.dumps({}), pickle.dumps(3)):
+        (folder / ".metadata").write_bytes(data)
+        with pytest.raises(ValueError, match="is no checkpoint's"):
+            check_pickles(folder)
+
+
+def test_the_last_error_of_the_loaded_cuda_runtime_is_taken_once(tmp_path):
+    """A stand-in for libcudart, with an error that a call has left."""
+    source, library = tmp_path / "cudart.c", tmp_path / "libcudart.so.13"
+    source.write_text("static int last = 801; int cudaGetLastError(void) { int code = last; last = 0; return code; }")
+    assert take_cuda_error() == 0, "no CUDA is loaded here"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    ctypes.CDLL(str(library))
+    assert (take_cuda_error(), take_cuda_error()) == (801, 0)

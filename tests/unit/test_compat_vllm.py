@@ -349,3 +349,40 @@ def test_a_vocabulary_that_is_filled_up_is_read_where_it_has_tokens(rank):
     indices = SimpleNamespace(org_vocab_start_index=64, org_vocab_end_index=96)
     embedding = held([64], 1, shard_indices=indices)
     assert compat.region(embedding, 64, (96, 8), torch.Size((64, 8))) == (slice(64, 96), slice(0, 8))
+
+
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_nothing_that_the_engine_asks_for_keeps_gpus_from_the_v2_model_runner(backend, monkeypatch):
+    from vllm.config import vllm as configs
+
+    monkeypatch.setattr(configs, "HAS_TRITON", True)
+    monkeypatch.setattr(configs.envs, "VLLM_USE_V2_MODEL_RUNNER", None, raising=False)
+    config = object.__new__(configs.VllmConfig)
+    config.attention_config = SimpleNamespace(hisparse_config=None)
+    config.speculative_config = None
+    config.parallel_config = SimpleNamespace(
+        distributed_executor_backend=backend, pipeline_parallel_size=1, use_ubatching=False
+    )
+    assert configs.VllmConfig.use_v2_model_runner.__get__(config) is True
+
+
+def test_the_v2_runner_is_reloaded_and_put_to_sleep_by_the_calls_that_the_v1_runner_has():
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.sample.states import SamplingStates
+    from vllm.v1.worker.gpu_worker import Worker
+
+    parameters = inspect.signature(GPUModelRunner.reload_weights).parameters
+    assert "weights_iterator" in parameters and parameters["is_checkpoint_format"].default is True
+    from vllm.model_executor.model_loader.reload import inplace
+
+    assert "initialize_layerwise_reload(model)" in source_of(inplace.reload_weights), "storage stays, and CUDA graphs with it"
+    assert "self.model_runner.reload_weights" in source_of(Worker.reload_weights)
+    assert "return self.model_runner.get_model()" in source_of(Worker.get_model), "compat's worker.get_model()"
+    # vllm_engine.py sleeps at level 2: buffers come back, parameters with the next version, and no prefix stays cached.
+    assert "model.named_buffers()" in source_of(Worker.sleep) and "_sleep_saved_buffers" in source_of(Worker.wake_up)
+    assert "clear_prefix_cache = level >= 1" in source_of(EngineCore.sleep)
+    # A request comes back from preemption as a new one, with its tokens; its noise depends on seed and position alone.
+    assert "new_req_data.prefill_token_ids" in source_of(GPUModelRunner.add_requests)
+    states = source_of(SamplingStates.__init__)
+    assert "self.seeds = UvaBackedTensor(max_num_reqs, dtype=torch.int64)" in states, "seeds of 63 bits fit"

@@ -1,13 +1,17 @@
-"""The shipped configs: every number has a bound, every wrong value is found by its field, and --help shows the bounds."""
+"""Configs: every number has a bound, a wrong value is found by its field, --help shows the bounds, an option sets its field."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import importlib
+import io
 import math
 import pkgutil
 import re
 import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
@@ -18,14 +22,23 @@ from hypothesis import strategies as st
 from torchtitan.config import Configurable
 
 import torchtitan.experiments.rl as library
-from torchtitan.experiments.rl.bounds import _own_annotations, check_fields, field_annotations
+from torchtitan.experiments.rl.bounds import _own_annotations, check_fields, declared, field_annotations
 from torchtitan.experiments.rl.config.changes import rule
 from torchtitan.experiments.rl.config.checks import TORCHTITAN_FIELDS, check, checked_plan
-from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions, load_config, parse_command
+from torchtitan.experiments.rl.config.command_line import (
+    DEFAULT_MODULE,
+    _override,
+    config_functions,
+    load_config,
+    parse_command,
+)
 from torchtitan.experiments.rl.config.resolved import resolved_config
+from torchtitan.experiments.rl.data.made import MadeDataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import ModelReference
+from torchtitan.experiments.rl.tasks import Dataset, MemoryRows, RowDataset, Task, question_task
+from torchtitan.experiments.rl.tasks.questions.task import QuestionTask
 
 CONFIGS = config_functions(DEFAULT_MODULE)
 
@@ -260,8 +273,8 @@ def test_help_shows_the_bounds_of_every_option(capsys):
     for shown in (
         "--steps INT>=1",
         "--max-offpolicy-steps INT>=0",
-        "--rollouts-per-step {None}|INT>=1",
-        "--trainer.optimizer.lr FLOAT>0",
+        "--rollouts-per-step {None}|1<=INT<=1000000",
+        "--trainer.optimizer.lr 0<FLOAT<=1",
         "--trainer.optimizer.betas 0<=FLOAT<1 0<=FLOAT<1",
         "--trainer.lr-scheduler.warmup-steps INT>=0",
         "--trainer.lr-scheduler.decay-ratio {None}|0<=FLOAT<=1",
@@ -270,6 +283,7 @@ def test_help_shows_the_bounds_of_every_option(capsys):
         "--tasks.sum-digits.dataset.seed INT",
     ):
         assert re.search(rf"^\W*{re.escape(shown)}\W*$", text, re.MULTILINE), shown
+    assert "normally 1/5 of --steps" in text and "training.steps" not in text, "torchtitan's help names its trainer's option"
     for option, annotation, _ in options_of(fresh("rl_grpo_qwen3_debug")):
         shown = re.search(rf"^\W*{re.escape(option)} (.*)$", text, re.MULTILINE)[1]
         if "INT" in shown or "FLOAT" in shown:
@@ -304,6 +318,128 @@ def test_an_override_out_of_bounds_is_one_line_and_exit_code_2(option, value, me
     assert main(["--config", "rl_grpo_qwen3_debug", "--dry-run", option, value]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and message in err
+
+
+def made(config_class: type) -> Any:
+    """A config of the class; what it must be given, a stand-in."""
+    given = {}
+    for entry in dataclasses.fields(config_class):
+        if entry.init and entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
+            plain = declared(field_annotations(config_class, {}).get(entry.name, Any)).type
+            if get_origin(plain) in (Union, types.UnionType):
+                plain = next(option for option in get_args(plain) if option in STAND_INS)
+            given[entry.name] = STAND_INS.get(get_origin(plain) or plain) or made(plain)
+    return config_class(**given)
+
+
+def may_be_said(annotation: Any) -> bool:
+    plain, _ = parts(annotation)
+    return plain in (int, float, str) or get_origin(plain) is Literal or any(map(may_be_said, get_args(plain)))
+
+
+STAND_INS = {
+    str: "text",
+    int: 1,
+    float: 1.0,
+    dict: {"a": 1.0},
+    list: [1],
+    Task.Config: QuestionTask.Config(),
+    Dataset.Config: RowDataset.Config(rows=MemoryRows([{"question": "1"}])),
+    Any: object(),
+    Callable: len,
+}
+
+
+def test_every_config_class_of_the_library_takes_options():
+    classes = shipped_config_classes()
+    for config_class in classes:
+        config = made(config_class)
+        said = [(option, str(value)) for option, kind, value in options_of(config) if value is not None or may_be_said(kind)]
+        read = _override(config, [word for words in said for word in words])
+        assert read == config, config_class
+        with pytest.raises(SystemExit) as end, contextlib.redirect_stdout(io.StringIO()):
+            _override(config, ["--help"])
+        assert not end.value.code, config_class
+
+
+class Rows:
+    """No dataclass: what its constructor takes are no options."""
+
+    def __init__(self, rows: Any):
+        self.rows = rows
+
+
+@dataclass(kw_only=True, slots=True)
+class Part(Configurable.Config):
+    weight: float = 1.0
+    call: Any = len
+
+
+@dataclass(kw_only=True, slots=True)
+class OwnDataset(MadeDataset.Config):
+    call: Callable[[int], int] = abs
+    may_call: Callable[[int], int] | None = abs
+    number_or_call: int | Callable[[int], int] = abs
+    rows: Rows = field(default_factory=lambda: Rows([1]))
+    may_have_rows: Rows | None = field(default_factory=lambda: Rows([2]))
+    no_rows: Rows | None = None
+    by_name: dict[str, Any] = field(default_factory=lambda: {"level": 3, "call": len, "rows": Rows([3])})
+    by_any_name: dict[Any, Any] = field(default_factory=lambda: {(1, 2): Rows([3]), "a b": 4})
+    several: list[Part | Callable[..., Any]] = field(default_factory=lambda: [Part(), len])
+    kind: type = int
+    anything: Any = field(default_factory=lambda: Rows([4]))
+
+
+def own_config() -> Any:
+    config = fresh("rl_grpo_qwen3_debug")
+    config.tasks["sum_digits"].dataset = OwnDataset()
+    return config
+
+
+def test_a_config_that_holds_functions_dicts_and_objects_takes_options_and_keeps_them():
+    config = own_config()
+    before = config.tasks["sum_digits"].dataset
+    own = "--tasks.sum-digits.dataset."
+    words = [
+        "--steps",
+        "3",
+        f"{own}number-or-call",
+        "7",
+        f"{own}by-name.level",
+        "5",
+        f"{own}several.0.weight",
+        "2",
+        f"{own}seed",
+        "9",
+    ]
+    read = _override(config, words)
+    dataset = read.tasks["sum_digits"].dataset
+    assert read.steps == 3 and (dataset.number_or_call, dataset.by_name["level"], dataset.seed) == (7, 5, 9)
+    assert dataset.several == [Part(weight=2.0), len]
+    for name in ("call", "may_call", "rows", "may_have_rows", "no_rows", "kind", "anything"):
+        assert getattr(dataset, name) is getattr(before, name), name
+    assert dataset.by_any_name == before.by_any_name and dataset.by_name["rows"] is before.by_name["rows"]
+
+
+def test_help_shows_a_field_that_no_words_can_say_and_refuses_it_as_an_option(capsys):
+    with pytest.raises(SystemExit) as end:
+        _override(own_config(), ["--help"])
+    assert not end.value.code
+    text = capsys.readouterr().out
+    for name in ("call", "may-have-rows", "no-rows", "by-name.call", "by-any-name", "several.1", "kind", "anything"):
+        assert re.search(rf"--tasks\.sum-digits\.dataset\.{name} {{fixed}}", text), name
+    assert "(is set in a config function)" in text
+    with pytest.raises(ConfigError, match="call.* is fixed to .*cannot accept the value 'len'"):
+        _override(own_config(), ["--tasks.sum-digits.dataset.call", "len"])
+
+
+@pytest.mark.parametrize("words", [["--steps", "3"], ["--tasks.mine.group-size", "4"], ["--validation.examples", "3"]])
+def test_a_task_of_rows_in_memory_takes_options(words):
+    config = fresh("rl_questions_qwen3_debug")
+    config.tasks = {"mine": question_task([{"question": "1"}], max, validation=[{"question": "2"}])}
+    rows = config.tasks["mine"].dataset.rows
+    read = _override(config, words)
+    assert read.tasks["mine"].dataset.rows is rows and read != config
 
 
 @pytest.mark.parametrize("dry_run", [["--dry-run"], []], ids=["dry run", "run"])

@@ -123,6 +123,16 @@ RELATIONS = {
         ["--generator.engine.tensor-parallel-degree", "3"],
         "generator.engine.tensor_parallel_degree = 3: the model's 4 attention heads can't be divided by it",
     ),
+    "heads of a model that is not there in three parts": (
+        ["--config", "rl_grpo_qwen3_32b", "--generator.engine.tensor-parallel-degree", "3", "--dry-run"],
+        "generator.engine.tensor_parallel_degree = 3: the model's 64 attention heads can't be divided by it",
+    ),
+    "rollouts without end": (["--rollouts-per-step", "1000000000000"], "rollouts_per_step = 1000000000000", "1000000"),
+    "a learning rate without end": (["--trainer.optimizer.lr", "1e308"], "trainer.optimizer.lr = 1e+308"),
+    "digits without end": (
+        ["--tasks.sum-digits.dataset.max-digits", "100000"],
+        "tasks.sum_digits.dataset.max_digits = 100000",
+    ),
     "a context longer than the model's": (
         ["--generator.engine.max-model-len", "100000"],
         "generator.engine.max_model_len = 100000: the model has 2048 positions",
@@ -136,6 +146,11 @@ def test_numbers_that_do_not_fit_together_are_refused(refused, words, parts, dry
     err = refused(*DEBUG, *words, *dry_run)
     for part in parts:
         assert part in err
+
+
+def test_a_cache_larger_than_the_machine_is_refused(refused):
+    err = refused(*DEBUG, "--generator.engine.cpu-kv-cache-gib", "100000")
+    assert "it needs 112,500 GiB and this host has" in err and "lower generator.engine.cpu_kv_cache_gib" in err
 
 
 def test_a_flavor_of_another_size_than_the_folder_is_refused(refused):

@@ -30,7 +30,8 @@ def report(**changes) -> StepReport:
 
 def summary(**changes) -> RunSummary:
     values = dict(steps=110, total_steps=110, wall_time_s=131.0, start_val_reward=0.31, final_val_reward=0.725)
-    values |= dict(ledger={"dispatched": 28160, "trained": 28000, "filtered": 160, "failed": 0})
+    columns = {"dispatched": 28160, "filtered/post/zero_advantage": 150, "failed/timeout": 10, "trained": 28000, "lost": 0}
+    values |= dict(ledger={f"sums/{column}": count for column, count in columns.items()})
     return RunSummary(**values | dict(files={"metrics": Path("outputs/demo/metrics.jsonl")}) | changes)
 
 
@@ -79,15 +80,20 @@ def test_the_summary_says_how_far_how_long_what_was_learned_and_where_it_is():
         "",
         "steps       110 of 110 in 2 min 11 s, done",
         "validation  reward 0.310 -> 0.725 (+0.415)",
-        "rollouts    28,160 dispatched, 28,000 trained, 160 filtered",
+        "rollouts    28,160 sums dispatched, 150 sums left out (zero advantage),",
+        "            10 sums failed (timeout), 28,000 sums trained on",
         "metrics     outputs/demo/metrics.jsonl",
     ]
+
+
+def test_the_summary_of_a_resumed_run_says_which_steps_its_time_is_of():
+    assert summary_lines(summary(steps_before=86))[1] == "steps       110 of 110, 24 of them in 2 min 11 s, done"
 
 
 def test_files_in_the_run_folder_are_named_from_there_and_others_in_full():
     files = {"metrics": Path("/runs/demo/metrics.jsonl"), "profile": Path("/elsewhere/trace.json")}
     lines = summary_lines(summary(files=files, run_dir=Path("/runs/demo")))
-    assert lines[-3:] == ["folder      /runs/demo", "metrics     metrics.jsonl", "profile     /elsewhere/trace.json"]
+    assert lines[-4:-1] == ["folder      /runs/demo", "metrics     metrics.jsonl", "profile     /elsewhere/trace.json"]
 
 
 def test_the_run_folder_is_named_from_the_current_one_where_it_is_in_there(monkeypatch, tmp_path):
@@ -99,6 +105,62 @@ def test_the_summary_of_a_stopped_run_says_why_and_claims_no_validation():
     lines = summary_lines(summary(steps=40, wall_time_s=8_000, final_val_reward=None, stopped_by="interrupt"))
     assert lines[1] == "steps       40 of 110 in 2 h 13 min, stopped by interrupt"
     assert not any("validation" in line for line in lines)
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """A current folder with an environment in it."""
+    programs = tmp_path / ".venv/bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "rl-train", "rl-report", "rl-play", "rl-evaluate"):
+        (programs / name).write_text("")
+        (programs / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(programs / "python"))
+    monkeypatch.setattr("sys.argv", ["grpo.py"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    return programs
+
+
+def next_commands(tmp_path, **changes) -> list[str]:
+    files = {name: tmp_path / name for name in ("policy", "checkpoint")}
+    return summary_lines(summary(**dict(files=files, run_dir=tmp_path / "outputs/my run") | changes))[-4:]
+
+
+@pytest.mark.parametrize(
+    ("started_as", "on_path", "words"),
+    [
+        ("grpo.py", False, ".venv/bin/python -m torchtitan.experiments.rl.{module}"),
+        ("grpo.py", True, "python -m torchtitan.experiments.rl.{module}"),
+        (".venv/bin/rl-train", False, ".venv/bin/{script}"),
+        (".venv/bin/rl-train", True, "{script}"),
+    ],
+)
+def test_the_summary_ends_with_the_commands_that_come_next_as_this_one_was_started(
+    environment, tmp_path, monkeypatch, started_as, on_path, words
+):
+    monkeypatch.setattr("sys.argv", [str(tmp_path / started_as)])
+    if on_path:
+        monkeypatch.setenv("PATH", str(environment))
+    report, play, evaluate, train = (
+        words.format(module=module, script=script)
+        for module, script in zip(
+            ("report", "play", "evaluate", "grpo"), ("rl-report", "rl-play", "rl-evaluate", "rl-train"), strict=True
+        )
+    )
+    assert next_commands(tmp_path) == [
+        f"see it      {report} 'outputs/my run'",
+        f"try it      {play} --model 'outputs/my run'",
+        f"measure it  {evaluate} --model 'outputs/my run'",
+        f"go on with  {train} --resume 'outputs/my run' --steps 220",
+    ]
+    assert next_commands(tmp_path, stopped_by="SIGINT")[-1] == f"go on with  {train} --resume 'outputs/my run'"
+
+
+def test_what_a_run_has_not_saved_or_measured_is_not_suggested(environment, tmp_path):
+    labels = [line.split()[0] for line in next_commands(tmp_path, start_val_reward=None, final_val_reward=None)]
+    assert "measure" not in labels and "try" in labels
+    assert not {"try", "measure", "go"} & {line.split()[0] for line in next_commands(tmp_path, files={})}
 
 
 def test_colours_only_on_a_terminal_that_wants_them(monkeypatch):

@@ -86,7 +86,7 @@ def test_the_hosted_model_shown_serves_a_task_of_the_shipped_gpu_configs(shown_m
     config.tasks["sum_digits"].algorithm = OPD.Config(teacher=hosted)
     check(config)
     plan = plan_run(config, device="cuda", available=list(range(8)))
-    assert needed_gpus(config) == plan.processes == 6  # 2 trainer ranks, 2 generators, 2 GPUs of the teacher
+    assert needed_gpus(config) == plan.processes == 6  # a trainer rank, 3 generators, 2 GPUs of the teacher
     # The default engine can't score this task's samples: its context is 2,048 tokens, and they have up to 4,096.
     config.tasks["sum_digits"].algorithm = OPD.Config(teacher=HostedModel(path=hosted.path))
     with pytest.raises(ConfigError, match="teacher.engine.max_model_len = 2048: must be above"):

@@ -4,6 +4,7 @@ A block of commands is read word by word by the command's own parser, which chec
 data of one's own go through ``--dry-run``. Commands of other programs are named here.
 """
 
+import importlib
 import json
 import re
 import shlex
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.experiments.rl import export
+from scripts import gpu_smoke
+from torchtitan.experiments.rl import export, script
 from torchtitan.experiments.rl.config import trial_build
 from torchtitan.experiments.rl.config.checks import check
-from torchtitan.experiments.rl.config.command_line import load_config, parse_command
-from torchtitan.experiments.rl.config_registry import rl_questions_qwen3_debug
+from torchtitan.experiments.rl.config.command_line import _option_paths, load_config, parse_command
+from torchtitan.experiments.rl.config_registry import rl_math_qwen3, rl_questions_qwen3_debug
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.observability import rollouts
 
@@ -32,6 +34,9 @@ PYTHON = {
     "# my_algorithms.py": "test_docs_algorithms.py::test_the_algorithm_in_twenty_lines_gives_its_credit",
     "# phonebook.py": "test_docs_tasks.py::test_the_tests_of_the_task_pass",
     "# test_phonebook.py": "test_docs_tasks.py::test_the_tests_of_the_task_pass",
+    "# short_phonebook.py": "test_docs_tasks.py::test_the_shorter_task_has_less_than_thirty_lines_and_is_the_same",
+    "# my_sums.py": "test_docs_blocks.py::test_the_sums_on_the_way_to_a_real_task_are_trained_as_shown",
+    "# train_my_sums.py": "test_docs_blocks.py::test_the_sums_on_the_way_to_a_real_task_are_trained_as_shown",
     "# sandboxes.py": "test_docs_tasks.py::test_sandboxes_are_lent_to_one_env_at_a_time_and_come_back_whatever_happens",
     "# slow_tools.py": "test_docs_tasks.py::test_what_was_said_can_be_read_as_shown",
 }
@@ -41,7 +46,7 @@ NO_CODE = ("starting ", "16/100 [", "Controller (one actor)", "dataset → task"
 """How blocks begin that show what is printed, or a drawing."""
 
 OTHER_PROGRAMS = (
-    r"make (demo|test)\b.*",  # Makefile; the tests are under way
+    r"make (demo|real|test)\b.*",  # Makefile; the tests are under way
     r"pip install torch==2\.13\.0 && pip install --no-deps -r requirements/cpu\.txt \.",  # tests/fresh_install.py
     r"python3\.11 -m venv \.venv",
     r"\.venv/bin/pip install --no-deps -r requirements/gpu\.txt( \.)?",
@@ -50,11 +55,14 @@ OTHER_PROGRAMS = (
     r"git clone <this repository> rl && cd rl",
     r"\.venv/bin/hf download \S+ --local-dir assets/hf/\S+",
     r"#SBATCH --requeue --signal=TERM@120",
+    r"tar czf report\.tar\.gz .*",
     r"python -m pytest -o asyncio_mode=auto test_phonebook\.py",  # test_docs_tasks.py calls its tests
 )
 """Commands that are not the library's; most need a network or GPUs."""
 
-OF_THE_LIBRARY = re.compile(r"(?:srun )?(?:\S*python -m torchtitan\.experiments\.rl\.|rl-)(\S+)(.*)")
+SMOKE = re.compile(r"scripts/gpu_smoke\.sh(.*)")
+
+OF_THE_LIBRARY = re.compile(r"(?:srun )?(?:\S*python -m torchtitan\.experiments\.rl\.|(?:\.venv/bin/)?rl-)(\S+)(.*)")
 
 
 def blocks() -> list[tuple[str, str, str]]:
@@ -100,7 +108,7 @@ def test_every_other_block_is_commands_output_or_a_drawing():
     unknown = [
         (page, command)
         for page, command in commands()
-        if not OF_THE_LIBRARY.fullmatch(command) and not any(re.fullmatch(known, command) for known in OTHER_PROGRAMS)
+        if not any(re.fullmatch(known, command) for known in (OF_THE_LIBRARY, SMOKE, *OTHER_PROGRAMS))
     ]
     assert unknown == []
 
@@ -129,6 +137,19 @@ def test_every_command_of_the_library_is_one_that_its_parser_takes(shown_files, 
     assert read > 20
 
 
+def test_the_smoke_of_gpus_is_called_with_options_and_steps_that_it_has():
+    found = [words for _, command in commands() if (words := SMOKE.fullmatch(command))]
+    assert found
+    for words in found:
+        gpu_smoke.parser().parse_args(shlex.split(words[1]))
+    page = (ROOT / "docs/gpu.md").read_text()
+    for words in re.findall(r"`scripts/gpu_smoke\.sh ([^`]*)`|`(--only [^`]*)`|`(--minutes [^`]*)`", page):
+        gpu_smoke.parser().parse_args(shlex.split(" ".join(words)))
+    table = page.partition("| step |")[2].partition("\n\n")[0]
+    named = set(re.findall(r"`([a-z]+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:])))
+    assert named == {name for name in gpu_smoke.STEPS if not name.startswith("learner-")}
+
+
 def test_the_demonstrations_shown_are_a_task_that_is_checked(shown_files):
     (text,) = [text for _, _, text in blocks() if text.startswith("# in a function that makes a config")]
     config = rl_questions_qwen3_debug()
@@ -139,6 +160,40 @@ def test_the_demonstrations_shown_are_a_task_that_is_checked(shown_files):
     check(config)
     trial_build.build_tasks(config)
     assert list(config.tasks) == ["chats"]
+
+
+def test_the_sums_on_the_way_to_a_real_task_are_trained_as_shown(shown_files, capsys, monkeypatch):
+    """tests/integration/test_script.py has a run that a script starts."""
+    words = "--module my_sums --config rl_my_sums --dry-run"
+    assert ("from_demo_to_real.md", f"rl-train {words}") in commands()
+    assert main(words.split()) == 0 and "=<|im_end|>" in capsys.readouterr().out
+    started = []
+    monkeypatch.setattr(script, "train", lambda config, *words: started.append((config, words)))
+    importlib.import_module("train_my_sums")
+    ((config, words),) = started
+    assert words == ("--steps", "5") and list(config.tasks) == ["sums"]
+
+
+def test_what_other_libraries_words_are_called_here_is_there():
+    """Each path of a table's last column is a field, and each class is one of the library's."""
+    rows = re.findall(r"^\|.*\| (.*?) \|$", (ROOT / "docs/coming_from.md").read_text(), re.MULTILINE)
+    words = [word for row in rows for word in re.findall(r"`([\w./<>=]+)", row)]
+    fields = {path.replace("-", "_") for path in _option_paths(rl_math_qwen3())}
+    paths = [word.replace("tasks.NAME", "tasks.math") for word in words if re.fullmatch(r"[a-z_]+(\.[a-zA-Z_]+)+", word)]
+    assert len(paths) > 30 and {path for path in paths if not path.endswith(".py") and path != "config.recipes"} <= fields
+    source = "\n".join(path.read_text() for path in (ROOT / "torchtitan/experiments/rl").rglob("*.py"))
+    classes = {word.partition("(")[0] for word in words if re.fullmatch(r"[A-Z]\w+", word)}
+    assert len(classes) > 20 and [name for name in classes if f"class {name}" not in source] == []
+
+
+def test_every_link_within_the_docs_leads_to_a_page_and_its_heading():
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\((?!http)([\w./-]*)(?:#([\w-]+))?\)", page.read_text()):
+            found = (page.parent / target) if target else page
+            assert found.exists(), (page.name, target)
+            headings = re.findall(r"^#+ (.*)$", found.read_text(), re.MULTILINE) if anchor else []
+            anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert not anchor or anchor in anchors, (page.name, target, anchor)
 
 
 def test_data_of_ones_own_passes_a_dry_run_as_shown(shown_files, capsys):

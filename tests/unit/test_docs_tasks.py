@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import inspect
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan.experiments.rl.algorithms import GRPO
+from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.grpo import main
@@ -40,7 +42,7 @@ def sandbox_task(modules, renderer, **changes):
 
 
 def test_every_block_of_code_is_one_that_is_run_here():
-    assert set(FILES) == {"phonebook", "test_phonebook", "sandboxes", "slow_tools"}
+    assert set(FILES) == {"phonebook", "test_phonebook", "short_phonebook", "sandboxes", "slow_tools"}
     assert PAGE.count("```python") == len(FILES)
 
 
@@ -63,6 +65,31 @@ async def test_the_tests_of_the_task_pass(modules):
         outcome = test()
         if inspect.isawaitable(outcome):
             await outcome
+
+
+async def test_the_shorter_task_has_less_than_thirty_lines_and_is_the_same(modules, renderer):
+    assert len(FILES["short_phonebook"].splitlines()) < 30 < len(FILES["phonebook"].splitlines())
+    call, broken = modules["test_phonebook"].CALL, modules["test_phonebook"].CALL.replace('"}}', "")
+    config = modules["short_phonebook"].rl_phonebook()
+    checked_plan(config)
+    task = config.tasks["phonebook"].build(name="phonebook", renderer=renderer)
+    looks_up, stumbles, makes_up = [call, "It is 5514."], [broken, call, "It is 5514."], ["It is 1234."]
+    replies = ScriptedPolicy(TINY_MODEL, lambda rollout, turn: (looks_up, stumbles, makes_up)[rollout][turn])
+    group = await task.run_group(task.dataset[0], replies, group_id="g", seed=0, group_size=3)
+    assert await task.score_group(group) is None
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0, 0.0]
+    assert [rollout.reward_components for rollout in group.rollouts] == [
+        {"right": 1, "calls": 1},
+        {"right": 1, "calls": 2},
+        {"right": 0, "calls": 0},
+    ]
+    assert any("5514" in prompt for prompt in replies.prompts) and any(
+        "Error: no such name" in text for text in replies.prompts
+    )
+    assert [task.dataset[i].env_input["name"] for i in range(len(task.dataset))] == ["Ada", "Grace", "Alan"]
+    assert [task.validation[i].env_input["name"] for i in range(len(task.validation))] == ["Edsger"]
+    again = pickle.loads(pickle.dumps(config.tasks["phonebook"]))
+    assert again.message_env is modules["short_phonebook"].PhonebookEnv, "a rollout worker imports it by its name"
 
 
 def test_the_command_finds_the_config_and_its_override(modules):

@@ -31,7 +31,7 @@ ENGINES = (VLLMEngine, ScriptedEngine)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine_has_what_the_protocol_names(engine):
     names = [name for name in vars(Engine) if not name.startswith("_")]
-    assert set(names) == {"version", "busy", "add", "step", "occupancy", "withdraw", "load", "abort", "close"}
+    assert set(names) == {"version", "busy", "add", "step", "occupancy", "withdraw", "load", "sleep", "abort", "close"}
     for name in names:
         promised, given = getattr(Engine, name), getattr(engine, name)
         assert isinstance(given, property) == isinstance(promised, property)
@@ -84,6 +84,7 @@ def test_the_command_line_reaches_every_field_of_the_engine_a_config_names():
         tensor_parallel_degree="2",
         max_num_seqs="8",
         gpu_memory_utilization="0.5",
+        kv_cache_gib="4",
         cpu_kv_cache_gib="3",
     )
     expected = VLLMEngineConfig(
@@ -92,17 +93,19 @@ def test_the_command_line_reaches_every_field_of_the_engine_a_config_names():
         tensor_parallel_degree=2,
         max_num_seqs=8,
         gpu_memory_utilization=0.5,
+        kv_cache_gib=4,
         cpu_kv_cache_gib=3,
         cuda_graphs=False,
         enable_prefix_caching=False,
+        sleep=True,
     )
-    assert {field.name for field in fields(VLLMEngineConfig)} == {*given, "cuda_graphs", "enable_prefix_caching"}
+    assert {field.name for field in fields(VLLMEngineConfig)} == {*given, "cuda_graphs", "enable_prefix_caching", "sleep"}
     for path, get in (
         ("generator.engine", lambda config: config.generator.engine),
         ("tasks.sum-digits.algorithm.teacher.engine", lambda config: config.tasks["sum_digits"].algorithm.teacher.engine),
     ):
         words = [word for name, value in given.items() for word in (f"--{path}.{name.replace('_', '-')}", value)]
-        words += [f"--{path}.no-cuda-graphs", f"--{path}.no-enable-prefix-caching"]
+        words += [f"--{path}.no-cuda-graphs", f"--{path}.no-enable-prefix-caching", f"--{path}.sleep"]
         assert get(override(*words)) == expected
 
 
@@ -227,7 +230,7 @@ def test_a_vllm_engine_whose_load_breaks_can_go_on_only_if_nothing_has_changed(g
         raise ValueError("no such tensor")
 
     engine = object.__new__(VLLMEngine)
-    engine._engine, engine._version = SimpleNamespace(collective_rpc=collective_rpc), 4
+    engine._engine, engine._version, engine._asleep = SimpleNamespace(collective_rpc=collective_rpc), 4, False
     manifest = snapshot_of(5, counting_table(0.9))
     with pytest.raises(RunError, match="gone|version 5 are not loaded: ValueError: no such tensor") as caught:
         engine.load(manifest, manifest.paths["here"], recompute=False)

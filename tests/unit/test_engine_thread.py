@@ -1,11 +1,12 @@
 """The thread between a generator's messages and its engine: which requests wait for a weight update, and how an update ends."""
 
 import asyncio
+import logging
 import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -68,6 +69,7 @@ class GatedEngine(ScriptedEngine):
         self.begun = self.ended = 0
         self.allowed = threading.Semaphore(0)
         self.breaks: Exception | None = None
+        self.pulse: Callable[[], Any] = lambda: None
         self._changes = changes
 
     def step(self) -> list[Result]:
@@ -81,6 +83,7 @@ class GatedEngine(ScriptedEngine):
         return super().step()
 
     def load(self, *args, **kwargs) -> LoadReport:
+        self.pulse_in_load = self.pulse()
         report = super().load(*args, **kwargs)
         self._changes.notify()
         return report
@@ -193,6 +196,23 @@ async def test_draining_ends_what_has_tokens_and_keeps_everything_else_for_the_n
 
 
 @pytest.mark.parametrize("how", MODES)
+async def test_an_engine_sleeps_when_what_has_tokens_is_done_and_wakes_with_the_next_version(harness, how):
+    harness.submit(*(generate(i, 2) for i in range(5)))  # four of them find a seat
+    await harness.step()
+    falling = asyncio.create_task(harness.thread.sleep())
+    await asyncio.sleep(0)
+    harness.submit(generate(5, 1))
+    await harness.step()
+    await falling
+    assert harness.engine.asleep and harness.versions() == {i: [0, 0] for i in range(4)}
+    harness.submit(generate(6, 1))
+    update = await harness.update(1, how)
+    await harness.step(3)
+    assert (await update).version == 1 and not harness.engine.asleep
+    assert harness.versions() == {i: [0, 0] for i in range(4)} | {4: [1, 1], 5: [1], 6: [1]}
+
+
+@pytest.mark.parametrize("how", MODES)
 async def test_nothing_without_a_token_starts_under_the_old_version(harness, how):
     harness.submit(*(generate(i, 1) for i in range(20)))
     await harness.step()
@@ -214,6 +234,16 @@ async def test_the_canary_is_scored_before_all_that_waited(harness, how):
     receipt = await asyncio.wait_for(update, LIMIT_S)
     np.testing.assert_allclose(receipt.canary_logprobs, canary_logprobs(1), rtol=1e-6)
     assert len(harness.delivered) < 10
+
+
+async def test_a_load_is_work_that_may_take_long_and_says_of_which_version(harness):
+    """A supervisor would kill a large model's engine as hung otherwise."""
+    harness.engine.pulse = harness.thread._heartbeat.pulse
+    update = await harness.update(1, "keep")
+    await harness.step()
+    await update
+    assert (harness.engine.pulse_in_load.doing, harness.engine.pulse_in_load.slow) == ("loading version 1", True)
+    assert not harness.thread._heartbeat.pulse().slow
 
 
 @pytest.mark.parametrize("how", MODES)
@@ -401,12 +431,13 @@ async def test_an_engine_whose_weights_can_not_be_proven_answers_nothing_with_th
     assert {r.request_id for r in harness.delivered if isinstance(r, GenerateResult)} <= {1}
 
 
-async def test_a_shutdown_does_not_wait_for_digests_that_do_not_come(harness):
+async def test_a_shutdown_does_not_wait_for_digests_that_do_not_come_and_is_no_error(harness, caplog):
     update = await harness.update(1, "keep", published=asyncio.Event().wait())
     await harness.changes.until(lambda: harness.engine.version == 1)
     await asyncio.wait_for(harness.thread.stop(), LIMIT_S)
-    with pytest.raises(RunError, match="weights of version 1 can't be proven"):
+    with pytest.raises(RunError, match="weights of version 1 are not proven: the generator was shut down"):
         await asyncio.wait_for(update, LIMIT_S)
+    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
 
 
 async def test_digests_whose_fingerprint_the_engine_does_not_report_are_refused(harness, monkeypatch):

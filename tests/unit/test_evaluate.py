@@ -10,10 +10,18 @@ from hypothesis import strategies as st
 from torchtitan.experiments.rl.config.placement import Place, Placement
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.evaluate.checked import _without_trainer, evaluated_config
 from torchtitan.experiments.rl.evaluate.command import parse_options
-from torchtitan.experiments.rl.evaluate.figures import Example, example_of, interval, paired, sign_flip_p, student, task_figures
-from torchtitan.experiments.rl.evaluate.printed import result_lines
+from torchtitan.experiments.rl.evaluate.figures import (
+    Example,
+    example_of,
+    interval,
+    paired,
+    result_lines,
+    sign_flip_p,
+    student,
+    task_figures,
+)
+from torchtitan.experiments.rl.evaluate.measure import _without_trainer, evaluated_config
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 
 

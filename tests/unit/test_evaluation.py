@@ -8,8 +8,7 @@ from transformers import AutoTokenizer
 
 from tests.unit.waiting import until
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_grpo_qwen3_debug
-from torchtitan.experiments.rl.evaluate.checked import checked_plan, evaluated_config
-from torchtitan.experiments.rl.evaluate.measure import Evaluation
+from torchtitan.experiments.rl.evaluate.measure import Evaluation, checked_plan, evaluated_config
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, read_rollouts
 

@@ -1,6 +1,7 @@
 """The client of a frozen model's server, against a server that behaves as told."""
 
 import asyncio
+import base64
 import json
 import logging
 import re
@@ -16,7 +17,16 @@ from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
-KEY = "sk-very-secret"
+KEY = "sk-very-secret-0123456789"
+FORMS = {
+    "whole": lambda key: [key],
+    "in two pieces": lambda key: [f"first {key[:12]}", f"and then {key[12:]}"],
+    "masked": lambda key: [f"{key[:8]}...{key[-4:]}"],
+    "reversed": lambda key: [key[::-1]],
+    "spaced": lambda key: [" ".join(key)],
+    "in base64": lambda key: [base64.b64encode(key.encode()).decode()],
+}
+"""In which a server may repeat a key."""
 
 
 class FakeServer:
@@ -32,6 +42,7 @@ class FakeServer:
         self.paths: list[str] = []
         self.headers: list[dict] = []
         self.delay_s = 0.0
+        self.repeat: str | None = None
         self.open = self.most_open = 0
         self.url = ""
 
@@ -46,7 +57,7 @@ class FakeServer:
         self.headers.append(dict(request.headers))
         answer = self.answers.pop(0) if self.answers else None
         if isinstance(answer, int):
-            return web.Response(status=answer, text=f"key was {request.headers.get('Authorization')}\nno")
+            return web.Response(status=answer, text=self.repeat or f"key was {request.headers.get('Authorization')}\nno")
         if answer is not None:
             return web.Response(text=answer if isinstance(answer, str) else json.dumps(answer))
         return web.json_response({"choices": [self.choice(body)]})
@@ -227,7 +238,7 @@ async def test_rubbish_is_named_and_never_becomes_a_number(server, connect, body
 
 async def test_a_server_that_returns_text_only_is_named(server, connect):
     server.answers = [{"choices": [{"text": "hi", "finish_reason": "stop"}]}]
-    with pytest.raises(RunError, match="without token_ids and logprobs: is it a vLLM server"):
+    with pytest.raises(RunError, match="without token_ids, logprobs and finish_reason: is it a vLLM server"):
         await session(connect()).generate(tokens(1), max_tokens=3)
 
 
@@ -244,17 +255,35 @@ async def test_the_key_is_read_at_each_request_and_sent_as_a_bearer(server, conn
     assert "Authorization" not in server.headers[-1]
 
 
-async def test_the_key_is_in_no_error_no_log_and_no_record(server, connect, monkeypatch, caplog):
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("status", [None, 401, 503])
+async def test_nothing_that_a_server_says_is_shown_where_it_was_sent_a_key(server, connect, monkeypatch, caplog, form, status):
     monkeypatch.setenv("TEACHER_KEY", KEY)
-    server.answers = [503, 401]  # the server repeats the key in its refusal
-    client = connect(api_key_env="TEACHER_KEY")
-    with (
-        caplog.at_level(logging.DEBUG),
-        pytest.raises(RunError, match=r"refused with HTTP 401: key was Bearer \(key\)") as error,
-    ):
+    said = " ".join(form(KEY))
+    server.repeat = said
+    server.answers = [status or said] * 2  # a refusal, a failure, and what is no JSON
+    client = connect(api_key_env="TEACHER_KEY", max_retries=1)
+    with caplog.at_level(logging.DEBUG), pytest.raises(RunError) as error:
         await client.score(tokens(1, 2))
-    assert KEY not in caplog.text and "HTTP 503" in caplog.text
-    assert KEY not in repr(client.model) + str(error.value) + repr(vars(client))
+    text = caplog.text + repr(client.model) + str(error.value) + repr(vars(client))
+    assert not any(piece in text for piece in form(KEY))
+    assert str(error.value).startswith("frozen model 'big' at http://127.0.0.1:")
+    assert ("HTTP" if status else "no completion: (its words are left out") in str(error.value)
+
+
+async def test_what_a_server_says_is_shown_where_no_key_is_sent_and_where_a_switch_asks_for_it(server, connect, monkeypatch):
+    monkeypatch.setenv("TEACHER_KEY", KEY)
+    monkeypatch.setenv("TORCHTITAN_RL_SERVER_TEXT", "1")
+    server.answers = [401]
+    with pytest.raises(RunError, match=f"refused with HTTP 401: key was Bearer {KEY} no$"):
+        await connect(api_key_env="TEACHER_KEY").score(tokens(1, 2))
+
+
+async def test_a_finish_reason_of_a_servers_own_words_is_not_recorded(server, connect):
+    server.answers = [{"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [-1]}, "finish_reason": KEY}]}]
+    with pytest.raises(RunError, match="answered without token_ids, logprobs and finish_reason") as error:
+        await session(connect()).generate(tokens(1), max_tokens=3)
+    assert KEY not in str(error.value)
 
 
 async def test_a_key_that_is_not_set_is_an_error_that_names_its_variable(server, connect, monkeypatch):

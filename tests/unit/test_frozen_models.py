@@ -39,6 +39,7 @@ def two_tasks(first: HostedModel, second: HostedModel):
 
 
 REFUSED = {
+    "no such port": (FrozenModel(name="m", base_url="http://localhost:99999/v1"), "t.base_url = .*99999.*server's root"),
     "no name": (FrozenModel(name="", base_url=URL), "t.name = ''.*GET /v1/models"),
     "no scheme": (FrozenModel(name="m", base_url="localhost:8000"), "t.base_url = 'localhost:8000'.*server's root"),
     "no places": (FrozenModel(name="m", base_url=URL, max_concurrency=0), "t.max_concurrency = 0: must be at least 1"),

@@ -9,7 +9,7 @@ from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.tasks.guess_number.data import Game, make_examples, split_of
-from torchtitan.experiments.rl.tasks.guess_number.env import GuessNumberEnv, number_in
+from torchtitan.experiments.rl.tasks.guess_number.env import GuessNumberEnv, guess_in
 from torchtitan.experiments.rl.tasks.guess_number.rubric import GuessNumberRubric
 from torchtitan.experiments.rl.tasks.guess_number.task import GuessNumberDataset, GuessNumberTask
 
@@ -67,8 +67,13 @@ def test_splits_share_no_range_and_each_number_of_a_range_comes_up():
         ("9" * 10_000, None),
     ],
 )
-def test_a_guess_is_the_one_integer_said(text, number):
-    assert number_in(text) == number
+def test_a_guess_is_the_integer_that_the_reply_gives(text, number):
+    assert guess_in(text) == number
+    assert guess_in(text, exact=True) == number
+
+
+def test_only_the_exact_form_wants_no_other_integer():
+    assert [guess_in("From 1 to 100: **50**", exact=exact) for exact in (False, True)] == [50, None]
 
 
 async def test_halving_finds_every_one_of_seven_numbers_in_three_guesses():
@@ -88,7 +93,7 @@ async def test_hints_lead_to_the_number_and_the_game_is_one_training_sample(rend
     rollout = await play(renderer, tokenizer, "44", "47", "46")
     assert [turn.env_messages[0]["content"] for turn in rollout.turns] == [
         "Wrong: the number is higher than 44. You have 2 guesses left.",
-        "Wrong: the number is lower than 47. You have 1 guesses left.",
+        "Wrong: the number is lower than 47. You have 1 guess left.",
         "Correct! The number was 46. Game over.",
     ]
     assert [turn.reward_components for turn in rollout.turns] == [{}, {}, {"found": 1.0}]
@@ -104,7 +109,7 @@ async def test_every_reply_costs_a_guess_and_the_last_ends_the_game(renderer, to
     rollout = await play(renderer, tokenizer, "what?", "1000", "45")
     assert [turn.env_messages[0]["content"] for turn in rollout.turns] == [
         "Wrong: reply with one number. You have 2 guesses left.",
-        "Wrong: the number is lower than 1000. You have 1 guesses left.",
+        "Wrong: the number is lower than 1000. You have 1 guess left.",
         "Wrong: the number was 46. Game over.",
     ]
     assert (rollout.status, rollout.reward) == (RolloutStatus.COMPLETED, 0.0)

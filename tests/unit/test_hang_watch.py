@@ -82,7 +82,21 @@ async def test_a_process_that_does_not_answer_ends(watched, clock):
     process.silent, silent_since = True, clock.now
     await until(lambda: life.cause is not None)
     assert 20 < clock.now - silent_since < 30 and life.cause.startswith("hung: no answer for 2")
-    assert "no stack could be had" in lines[0]
+    said, hangs = lines
+    assert said == "generator 1 has not answered for 16 s: its host is busy, stopped or out of reach"
+    assert "no stack could be had" in hangs
+
+
+async def test_a_silence_is_said_once_and_its_end_too(watched, clock):
+    process, life, lines = watched
+    await until(lambda: clock.now > 5)
+    process.silent = True
+    await until(lambda: lines)
+    await iterations(2)
+    process.silent = False
+    await until(lambda: len(lines) > 1)
+    assert life.cause is None and len(lines) == 2
+    assert lines[0].startswith("generator 1 has not answered for ") and lines[1].startswith("generator 1 answers again after ")
 
 
 async def test_a_pause_of_everything_is_no_hang(watched, clock):
@@ -111,6 +125,8 @@ def test_a_heartbeat_says_what_is_done_and_since_when(monkeypatch):
         heartbeat.beat()
         now[0] += 1
         assert heartbeat.pulse() == Pulse(doing="a step", seconds=1.0, slow=True)
+        heartbeat.beat("a load", slow=False)
+        assert heartbeat.pulse() == Pulse(doing="a load", seconds=0.0, slow=False)
     assert heartbeat.pulse().doing == ""
 
 

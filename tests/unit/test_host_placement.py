@@ -9,7 +9,7 @@ from torchtitan.experiments.rl.config.checks import check, plan_run
 from torchtitan.experiments.rl.config.placement import Place, plan_placement
 from torchtitan.experiments.rl.config.provision import ProvisionConfig
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.hosts.jobs import ProcessJob, SlurmJob
+from torchtitan.experiments.rl.hosts.jobs import ProcessJob
 
 EIGHT = tuple(range(8))
 
@@ -114,7 +114,6 @@ def test_no_gpu_has_two_processes_and_no_engine_two_hosts(hosts, trainer, replic
 def test_a_job_that_counts_its_hosts_gets_as_few_as_hold_the_run():
     """Sixteen train: two hosts of 8. Eight engines of two: two more."""
     config = config_registry.rl_grpo_qwen3_32b_32()
-    config.provision = ProvisionConfig(device="cuda", job=SlurmJob(gpus_per_host=8))
     check(config)
     plan = plan_run(config)
     assert plan.hosts == 4

@@ -1,11 +1,13 @@
 """Hosts of a run: how their ends are noticed, and what they must share before anything is spawned."""
 
+import contextlib
 import json
 import os
 import secrets
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.controller.run_hosts import MARK_FILE, check_shared_files
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.hosts import pool
 from torchtitan.experiments.rl.hosts.keeper import TOKEN_BYTES, _begins_with
 from torchtitan.experiments.rl.process.descendants import descendants
 from torchtitan.experiments.rl.process.network import LOOPBACK, interface_towards, network_address, source_address
@@ -66,6 +69,18 @@ def test_a_stranger_can_not_end_a_host_nor_keep_the_command_from_it(host):
         command.sendall(host.token)
         assert host.agent.poll() is None and len(host.alive()) == 3
     assert host.agent.wait(timeout=60) == -9
+
+
+def test_strangers_that_say_nothing_do_not_hold_the_command_up(host):
+    with contextlib.ExitStack() as strangers:
+        silent = [strangers.enter_context(socket.create_connection(("127.0.0.1", host.port))) for _ in range(20)]
+        with socket.create_connection(("127.0.0.1", host.port)) as command:
+            command.sendall(host.token)
+        assert host.agent.wait(timeout=60) == -9
+        for stranger in silent:
+            stranger.settimeout(60)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
 
 
 def test_the_hosts_death_ends_the_commands_connection(host):
@@ -127,3 +142,54 @@ def test_the_network_address_is_one_that_leads_out_and_a_host_name_does_not_chan
 
 def test_the_interface_that_leads_to_this_host_itself_is_the_loopback_one():
     assert source_address("127.0.0.1") == "127.0.0.1" and interface_towards("127.0.0.1") == LOOPBACK
+
+
+# ---- agents that are not there yet
+
+
+@pytest.fixture
+def attached(monkeypatch):
+    """What Monarch is told to attach to."""
+    calls = []
+    monkeypatch.setattr(pool, "attach_to_workers", lambda ca, workers, name: calls.append(workers))
+    monkeypatch.setattr(pool, "POLL_S", 0.01)
+    return calls
+
+
+def test_agents_that_begin_to_listen_late_are_waited_for_before_monarch_attaches(attached, tmp_path):
+    """Monarch loses its first message to an agent that listens more than half a minute later."""
+    early = socket.create_server(("127.0.0.1", 0))
+    late, path = socket.socket(), tmp_path / "socket"
+    late.bind(("127.0.0.1", 0))
+    (_, port), (_, late_port) = early.getsockname(), late.getsockname()
+    endpoints = [("127.0.0.1", port), ("127.0.0.1", late_port), str(path)]
+    attaching = threading.Thread(target=lambda: pool.attach(["a", "b", "c"], endpoints, timeout_s=60))
+    attaching.start()
+    assert attached == []
+    late.listen()
+    with socket.socket(socket.AF_UNIX) as last:
+        last.bind(str(path))
+        assert attached == [], "a socket that exists, and at which nobody listens, is not enough"
+        last.listen()
+        attaching.join(timeout=60)
+    assert attached == [["a", "b", "c"]]
+
+
+def test_an_agent_that_does_not_come_is_one_line_with_its_host_and_the_field(attached, monkeypatch, capsys):
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        place = bound.getsockname()
+        with pytest.raises(RunError) as error:
+            pool.attach(["a"], [place], timeout_s=0.05)
+        said = f"host 0 of 1: no agent at 127.0.0.1:{place[1]} after 0.05 s (Connection refused): "
+        assert str(error.value).startswith(said) and "provision.job.start_timeout_s" in str(error.value)
+        assert f"warning: whoever reaches port {place[1]} of these hosts can run code as you" in capsys.readouterr().err
+        with pytest.raises(RunError, match="stopped while its hosts were taken"):
+            pool.attach(["a"], [place], timeout_s=60, stopped=lambda: True)
+
+    def refuse(**arguments):
+        raise RuntimeError("attach failed: config push failed\nsomething long")
+
+    monkeypatch.setattr(pool, "attach_to_workers", refuse)
+    with pytest.raises(RunError, match="^the hosts' agents can't be attached to: attach failed: config push failed$"):
+        pool.attach(["a"], [], timeout_s=1)

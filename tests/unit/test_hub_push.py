@@ -53,9 +53,9 @@ def test_a_token_that_the_hub_refuses_is_said(hub_answers, monkeypatch):
 
 def test_the_newest_policy_of_a_run_is_pushed(hub_answers, tmp_path, capsys):
     for step in (9, 10):
-        (tmp_path / "checkpoint" / f"step-{step}").mkdir(parents=True)
+        (tmp_path / "policy" / f"step-{step}").mkdir(parents=True)
     assert grpo._push(tmp_path, "me/mine") == 0
-    assert hub_answers == [("me/mine", tmp_path / "checkpoint/step-10")]
+    assert hub_answers == [("me/mine", tmp_path / "policy/step-10")]
     assert capsys.readouterr().out.endswith("pushed      https://hub/me/mine\n")
 
 

@@ -106,8 +106,8 @@ def test_runs_are_compared_without_seconds_and_the_order_of_groups(good, tmp_pat
 def test_runs_that_differ_in_a_number_a_line_or_a_weight_are_told_apart(good, tmp_path):
     run = write(tmp_path / "run", metrics=metrics(**{"validation/reward": 0.75}), ledger=ledger(), records=RECORDS[1:])
     for folder, weights in ((good, b"1"), (run, b"2")):
-        (folder / "checkpoint" / "step-2").mkdir(parents=True)
-        (folder / "checkpoint" / "step-2" / "model.safetensors").write_bytes(weights)
+        (folder / "policy" / "step-2").mkdir(parents=True)
+        (folder / "policy" / "step-2" / "model.safetensors").write_bytes(weights)
     (fault,) = judge.different_metrics(run, good, whole=True)
     assert fault == "metrics of step 2: validation/reward = 0.75, and not 0.5 (1 keys differ)"
     assert judge.different_files(run, good) == [

@@ -110,9 +110,46 @@ def test_a_dry_run_prints_the_manifest(command, tmp_path):
         ("volume_claim", "", "must be a name of lower-case letters"),
         ("mount_path", "shared", "must be an absolute path"),
         ("shared_memory", "16 GB", 'such as "16Gi"'),
+        ("tolerations", ("gpu",), 'such as "nvidia.com/gpu:NoSchedule"'),
     ],
 )
 def test_bad_values_are_refused_by_field_value_and_cure(field, value, cure):
     with pytest.raises(ConfigError, match=cure) as error:
         KubernetesJob(**{**JOB, field: value}).validate(field="provision.job")
     assert f"provision.job.{field}" in str(error.value)
+
+
+def test_a_pod_is_ready_when_its_agent_listens_and_asks_for_what_the_config_says():
+    job = KubernetesJob(
+        **JOB,
+        port=4000,
+        resources={"memory": "800Gi", "rdma/hca": "8"},
+        env={"NCCL_IB_HCA": "mlx5"},
+        capabilities=("IPC_LOCK",),
+        tolerations=("nvidia.com/gpu:NoSchedule", "pool=rl:NoExecute"),
+        node_selector={"gpu": "h100"},
+    )
+    job.validate(field="provision.job")
+    pod = job.pod_template()["spec"]
+    (worker,) = pod["containers"]
+    assert worker["readinessProbe"]["tcpSocket"] == {"port": 4000}
+    assert worker["command"][-2:] == ["--port", "4000"]
+    assert worker["env"][0] == {"name": "MONARCH_PORT", "value": "4000"}, "where Monarch's job reads it"
+    assert worker["env"][1:] == [{"name": "NCCL_IB_HCA", "value": "mlx5"}]
+    assert worker["resources"]["limits"] == {"nvidia.com/gpu": "8", "memory": "800Gi", "rdma/hca": "8"}
+    assert worker["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert pod["nodeSelector"] == {"gpu": "h100"}
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "effect": "NoSchedule", "operator": "Exists"},
+        {"key": "pool", "effect": "NoExecute", "operator": "Equal", "value": "rl"},
+    ]
+
+
+def test_what_a_pod_asks_for_can_be_said_on_the_command_line(command, tmp_path):
+    words = [word for name, value in JOB.items() for word in (f"--provision.job.{name.replace('_', '-')}", value)]
+    more = ["--provision.job.env", "NCCL_IB_HCA", "mlx5", "--provision.job.resources", "rdma/hca", "8"]
+    more += ["--provision.job.capabilities", "IPC_LOCK", "--provision.job.tolerations", "gpu:NoSchedule"]
+    folder = ["--dry-run", "--run-dir", str(tmp_path / "r")]
+    code, out, err = command("--config", "rl_grpo_qwen3_32b_32", "--provision.job", "kubernetes", *words, *more, *folder)
+    assert code == 0, err
+    assert '"value": "mlx5"' in out and '"rdma/hca": "8"' in out and '"IPC_LOCK"' in out and '"effect": "NoSchedule"' in out

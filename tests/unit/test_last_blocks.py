@@ -141,6 +141,15 @@ def test_the_longest_unused_prompt_makes_room(connector_type, limits):
     assert engine.computed == [2, 2, 1, 2, 1, 2]
 
 
+def test_of_more_prompts_in_a_step_than_are_kept_each_place_gets_one_block(connector_type):
+    engine = Engine(connector(connector_type, at_once=2))
+    engine.step([request([first, 2]) for first in range(10, 15)])
+    places = [place for _, place in engine.connector._copies.save]
+    assert sorted(places) == [0, 1]
+    engine.step([request([13, 2]), request([14, 2])])
+    assert engine.computed == [2] * 5 + [1, 1], "the last two are kept"
+
+
 prompts = st.lists(st.sampled_from([1, 2]), min_size=1, max_size=11)
 
 

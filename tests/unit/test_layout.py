@@ -11,7 +11,6 @@ import pytest
 LIBRARY = Path(__file__).resolve().parents[2] / "torchtitan/experiments/rl"
 PACKAGE = "torchtitan.experiments.rl"
 MAX_ROOT_MODULES = 10
-MAX_LINES = 350
 
 FLOORS = (
     ("errors",),
@@ -30,7 +29,7 @@ FLOORS = (
     ("config",),
     ("controller",),
     ("config_registry",),
-    ("grpo", "evaluate", "export", "report", "play"),
+    ("grpo", "evaluate", "export", "report", "play", "script"),
 )
 """From bottom to top. A file imports from its own folder and from floors below, and from no other folder of its floor."""
 
@@ -61,9 +60,6 @@ def problems(library: Path) -> list[str]:
     root = sorted(file.name for file in library.glob("*.py"))
     if len(root) > MAX_ROOT_MODULES:
         found.append(f"{len(root)} modules at the root, at most {MAX_ROOT_MODULES}: {root}")
-    for file in sorted(library.rglob("*.py")):
-        if (lines := len(file.read_text().splitlines())) > MAX_LINES:
-            found.append(f"{file.relative_to(library)} has {lines} lines, at most {MAX_LINES}")
     return found
 
 
@@ -80,9 +76,9 @@ def test_imports_point_one_way_without_circles():
             "types imports tasks.task, which is not on a floor",
         ),
         (
-            "losses/ce.py",
+            "losses/components.py",
             "import torchtitan.experiments.rl.batching.packing",
-            "losses.ce imports batching.packing, which is not",
+            "losses.components imports batching.packing, which is not",
         ),
         ("rollouts/types.py", "from torchtitan.experiments.rl.rollouts.samples import turn_spans", "in a circle"),
         (
@@ -91,7 +87,6 @@ def test_imports_point_one_way_without_circles():
             "envs.prompt imports grpo",
         ),
         ("surprise.py", "", "surprise is on no floor"),
-        ("losses/ce.py", "\n" * MAX_LINES, "losses/ce.py has"),
     ],
 )
 def test_layout_check_finds_what_a_copy_is_made_to_do_wrong(file, line, message, tmp_path):

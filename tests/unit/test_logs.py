@@ -107,6 +107,28 @@ handler.stream = None
     assert terminal.count("\n") == 1 and "WARNING the log " in terminal and "No space left on device" in terminal
 
 
+def test_a_full_disk_is_one_line_however_many_parts_meet_it_and_of_the_command_alone(run, tmp_path):
+    meet = """
+error = OSError(28, "No space left on device", "ledger.jsonl")
+for number in range(3):
+    ours.warning("the state after step %d is not saved: %s", number, error)
+ours.error("the run failed", exc_info=error)
+handler = logging.getLogger().handlers[0]
+handler.stream = open("/dev/full", "w")
+ours.info("record")
+handler.stream = None
+ours.warning("another thing")
+"""
+    records, terminal = run(meet)
+    assert terminal.splitlines() == [
+        "WARNING trainer-0: the state after step 0 is not saved: [Errno 28] No space left on device: 'ledger.jsonl'",
+        "WARNING trainer-0: another thing",
+    ]
+    assert len(records) >= 4, "the file has all"
+    spawned = f"from torchtitan.experiments.rl.process.output import print_to; print_to(Path({str(tmp_path / 'x.txt')!r}))"
+    assert run(spawned + meet)[1] == "WARNING trainer-0: another thing\n"
+
+
 def test_a_traceback_from_another_process_is_one_sentence_on_the_terminal(run):
     _, terminal = run(
         "ours.warning('it failed: Traceback (most recent call last):\\n' + '  File x, line 1\\n' * 500 + 'KeyError: 3')"

@@ -12,7 +12,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.messages import GeneratorFailed
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
-from torchtitan.experiments.rl.weights.sync import WeightSync
+from torchtitan.experiments.rl.weights.sync import CanaryBound, WeightSync
 
 CANARY = np.zeros(2, np.float32)
 
@@ -186,9 +186,12 @@ class Generators:
         await self.released.wait()
         return {}
 
+    async def sleep(self):
+        self.updated.append("sleep")
+
 
 def sync_of(generators: Generators) -> WeightSync:
-    return WeightSync(Trainer(), generators, vocab_size=16, tolerance=1e-3)
+    return WeightSync(Trainer(), generators, text=np.arange(2), bound=CanaryBound("float32"))
 
 
 async def test_a_replica_that_is_back_loads_the_version_of_the_others_before_it_takes_requests():
@@ -245,6 +248,26 @@ async def test_no_update_begins_while_a_replica_loads():
     assert generators.updated == [1, 2]
 
 
+async def test_a_replica_that_is_back_while_the_others_sleep_takes_no_memory_before_they_wake():
+    generators = Generators()
+    sync, loaded = sync_of(generators), []
+    await sync.update(await sync.copy_out(1))
+    await sync.sleep()
+
+    def load(version, canary_token_ids):
+        loaded.append(version)
+        return receipt(version, version / 10)
+
+    async def take_requests() -> None: ...
+
+    admitting = asyncio.create_task(sync.admit(0, SimpleNamespace(update_weights=Endpoint(load)), take_requests))
+    await settle()
+    assert loaded == []
+    await sync.update(await sync.copy_out(2))
+    await admitting
+    assert generators.updated == [1, "sleep", 2] and loaded == [2]
+
+
 async def test_a_replica_that_is_back_with_other_weights_than_the_trainer_takes_no_request():
     sync = sync_of(Generators())
     await sync.update(await sync.copy_out(2))
@@ -275,3 +298,56 @@ async def test_a_replica_that_is_back_without_the_published_version_takes_no_req
 
     with pytest.raises(RunError, match=error):
         await sync.admit(1, SimpleNamespace(update_weights=Endpoint(lambda version, ids: wrong)), take_requests)
+
+
+async def test_replicas_are_admitted_side_by_side_and_an_update_waits_for_all_of_them():
+    generators = Generators()
+    sync = sync_of(generators)
+    await sync.update(await sync.copy_out(1))
+    all_load = asyncio.Barrier(4)
+
+    async def load(version, canary_token_ids):
+        await all_load.wait()  # none goes on before all have begun
+        return receipt(version, version / 10)
+
+    taken = []
+
+    async def take_requests() -> None:
+        assert generators.updated == [1]
+        taken.append(True)
+
+    again = SimpleNamespace(update_weights=SimpleNamespace(call_one=load))
+    admitting = [asyncio.create_task(sync.admit(index, again, take_requests)) for index in range(3)]
+    await settle()
+    updating = asyncio.create_task(sync.update(await sync.copy_out(2)))
+    await settle()
+    assert taken == [] and generators.updated == [1]
+    await all_load.wait()
+    await asyncio.gather(*admitting, updating)
+    assert len(taken) == 3 and generators.updated == [1, 2]
+    await sync.admit(0, SimpleNamespace(update_weights=Endpoint(lambda version, ids: receipt(version, 0.2))), nothing)
+
+
+async def test_an_admission_that_is_given_up_leaves_the_way_free_for_the_next_update():
+    generators = Generators()
+    sync = sync_of(generators)
+    await sync.update(await sync.copy_out(1))
+    hangs = SimpleNamespace(update_weights=SimpleNamespace(call_one=lambda version, ids: asyncio.Event().wait()))
+    admitting = asyncio.create_task(sync.admit(0, hangs, nothing))
+    await settle()
+    generators.released.clear()
+    updating = asyncio.create_task(sync.update(await sync.copy_out(2)))
+    await settle()
+    admitting.cancel()
+    await settle()
+    assert generators.updated == [1, 2]
+    waiting = asyncio.create_task(sync.admit(1, hangs, nothing))  # for the update that runs now
+    await settle()
+    waiting.cancel()
+    generators.released.set()
+    await updating
+    await sync.update(await sync.copy_out(3))
+
+
+async def nothing() -> None:
+    pass

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.fake_gpu import fake_gpus
+from tests.unit.model_shapes import SMOLLM2, write_model
 from torchtitan.experiments.rl.config import machine
-from torchtitan.experiments.rl.config.checks import checked_plan, missing
-from torchtitan.experiments.rl.config.machine import machine_lacks, raise_descriptor_limit
+from torchtitan.experiments.rl.config.checks import checked_plan, missing, plan_run
+from torchtitan.experiments.rl.config.machine import checkpoint_seconds, fit_rows, machine_lacks, raise_descriptor_limit
 from torchtitan.experiments.rl.config.plan import GIB, checkpoint_gib
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug, rl_opd_qwen3_debug
 from torchtitan.experiments.rl.grpo import main
+from torchtitan.experiments.rl.process import gpus
 
 PINS = Path(__file__).resolve().parents[2] / "requirements"
 
@@ -102,4 +105,95 @@ def test_a_hosted_model_needs_its_engine_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert str(missing(rl_opd_qwen3_debug())["sum_digits"]).startswith(
         "tasks.sum_digits.algorithm.teacher.engine = 'vllm': is not installed"
+    )
+
+
+# ---- a checkpoint's time
+
+
+def test_a_checkpoints_time_is_that_of_a_file_in_the_same_folder_by_its_size(plan, monkeypatch, tmp_path):
+    now = iter([10.0, 10.5])
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(machine, "PROBE_BYTES", 2**20)
+    large = dataclasses.replace(plan, checkpoint_gib=8.0)
+    assert checkpoint_seconds(large, str(tmp_path / "not/there/yet")) == 0.5 * 8 * 1024, "half a second for each MiB"
+    assert list(tmp_path.iterdir()) == []
+    assert checkpoint_seconds(plan, str(tmp_path)) is None, "that of the tiny model takes no time"
+    assert checkpoint_seconds(large, "/proc/self") is None, "nothing can be written there"
+
+
+def test_a_run_whose_checkpoint_outlasts_sigterm_is_warned_of(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(machine, "checkpoint_seconds", lambda plan, folder: 140.0)
+    words = ["--config", "rl_grpo_qwen3_debug", "--dry-run", "--run-dir", str(tmp_path / "r")]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "checkpoint     about 140 s, at the speed of this folder's disk" in out
+    assert err.startswith(
+        "warning: a checkpoint takes about 140 s here, and SIGTERM leaves the run 25 s: raise checkpoint.grace_s"
+    )
+    assert main([*words, "--checkpoint.grace-s", "150"]) == 0
+    assert "warning" not in capsys.readouterr().err
+
+
+# ---- what kernels need
+
+
+def test_a_gpu_host_needs_a_compiler_headers_and_lockable_memory(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(gpus.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(gpus.resource, "getrlimit", lambda which: (65536, 65536))
+    monkeypatch.setattr(gpus.Path, "glob", lambda path, pattern: iter(["mlx5_0"]))
+    compiler, headers, locked = gpus.gpu_host_lacks(several_hosts=True)
+    assert "no C compiler" in compiler and "install gcc" in compiler
+    assert f"{tmp_path}/Python.h" in headers and "python3.11-dev" in headers
+    assert "64 KiB" in locked and "ulimit -l unlimited" in locked
+    assert len(gpus.gpu_host_lacks(several_hosts=False)) == 2, "one host uses no RDMA"
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setenv("CC", "clang")
+    monkeypatch.setattr(gpus.resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert gpus.gpu_host_lacks(several_hosts=True) == []
+
+
+def test_the_command_says_before_a_run_on_gpus_what_kernels_lack_here(monkeypatch, capsys, tmp_path):
+    fake_gpus(monkeypatch, 2)
+    monkeypatch.setattr(machine, "gpu_host_lacks", lambda several_hosts: ["has no Python.h"])
+    words = ["--config", "rl_grpo_qwen3_debug", "--provision.device", "cuda", "--run-dir", str(tmp_path / "r")]
+    assert main(words) == 2
+    assert "provision.device = 'cuda': this host has no Python.h" in capsys.readouterr().err
+    assert main([*words, "--dry-run"]) == 0
+    assert "before a run   provision.device = 'cuda': this host has no Python.h" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "smollm2", SMOLLM2)
+
+
+def rows_with(free, total, model, monkeypatch):
+    """Rows and line that the demo with ``model`` gets on a host with so many GiB."""
+    monkeypatch.setattr(machine, "memory_gib", lambda: (free, total))
+    config = rl_grpo_qwen3_debug()
+    config.model.hf_assets_path = str(model)
+    plan, line = fit_rows(config, plan_run(config), lambda: plan_run(config))
+    return config.batcher.rows_per_microbatch, plan.trainer_gib, line
+
+
+def test_rows_are_halved_until_the_run_fits_the_free_memory(smollm2, monkeypatch):
+    # By hand, in GiB: state 2.01, the head at work 0.38, activations 0.615 a row of 512; generator 0.78; two versions of the
+    # weights 1.00; three processes 1.50. With 8, 4, 2 and 1 rows: 10.59, 8.13, 6.90 and 6.28.
+    assert rows_with(11, 16, smollm2, monkeypatch)[::2] == (8, None)
+    rows, gib, line = rows_with(8.2, 16, smollm2, monkeypatch)
+    assert rows == 4 and gib == pytest.approx(2.01 + 0.38 + 4 * 0.615, abs=0.1)
+    assert line.startswith("rows        4 a microbatch: batcher.rows_per_microbatch = 8 would need 10.")
+    assert rows_with(7, 16, smollm2, monkeypatch)[0] == 2
+    rows, _, line = rows_with(3, 16, smollm2, monkeypatch)
+    assert rows == 1 and "still. If the system kills it: batcher.row_length, lower it to the longest rollout" in line
+
+
+def test_a_run_beyond_the_hosts_memory_is_one_line_with_what_to_lower(smollm2, monkeypatch, capsys):
+    monkeypatch.setattr(machine, "memory_gib", lambda: (3.0, 4.0))
+    assert main(["--config", "rl_grpo_qwen3_debug", "--model", str(smollm2)]) == 2
+    assert capsys.readouterr().err.startswith(
+        "error: batcher.row_length = 512: this host has 4.00 GiB of memory, and with one "
     )

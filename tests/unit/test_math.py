@@ -8,8 +8,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
@@ -17,7 +15,6 @@ from torchtitan.experiments.rl.data import rows
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks.math.answers import same_answer
-from torchtitan.experiments.rl.tasks.math.boxed import last_boxed
 from torchtitan.experiments.rl.tasks.math.data import MathDataset, MathProblem
 from torchtitan.experiments.rl.tasks.math.rubric import MathRubric
 from torchtitan.experiments.rl.tasks.math.task import MathTask
@@ -91,26 +88,31 @@ def test_an_answer_at_the_end_of_its_solution_is_cut_out_by_its_marker(file):
 
 MISTAKES = {
     "no such column": ({}, {"question_column": "problem"}, "t.dataset.question_column = 'problem'", "columns question, answer"),
-    "no rows": ({"rows": [], "name": "problems.parquet"}, {}, "t.dataset.path", "can't be loaded: ValueError: ", "no data"),
-    "a slice with no rows": ({}, {"split": "train[:0]"}, "t.dataset.path", "can't be loaded: ValueError: ", "no data"),
-    "no JSON": ({"rows": [*ROWS, "{"]}, {}, "t.dataset.path", "can't be loaded: "),
-    "a slice that is none": ({}, {"split": "train[x]"}, "t.dataset.path", "can't be loaded: "),
+    "no rows": ({"rows": [], "name": "problems.parquet"}, {}, "t.dataset.path", "is empty: want at least one row"),
+    "a slice with no rows": ({}, {"split": "train[:0]"}, "t.dataset.split = 'train[:0]': is empty: there are 4 rows"),
+    "no JSON": (
+        {"rows": [*ROWS, "{"]},
+        {},
+        "t.dataset.path",
+        "line 5 is no JSON (Expecting",
+    ),
+    "a slice that is none": ({}, {"split": "train[x]"}, "t.dataset.split = 'train[x]': names no part, such as"),
     "a question that is null": (
         {"rows": [ROWS[0], {"question": None, "answer": "1"}]},
         {},
-        "t.dataset.question_column = 'question': row 1 holds None, want a text",
+        "t.dataset.question_column = 'question': line 2 holds None, want a text",
     ),
     "an answer that is a list": (
         {"rows": [{"question": "1?", "answer": ["1"]}]},
         {},
-        "t.dataset.answer_column = 'answer': row 0 holds ['1'], want a text or a number",
+        "t.dataset.answer_column = 'answer': line 1 holds ['1'], want a text or a number",
     ),
-    "an answer that is empty": ({"rows": [{"question": "1?", "answer": " "}]}, {}, "row 0 has an empty answer"),
-    "no marker": ({}, {"answer_marker": "####"}, "t.dataset.answer_marker = '####': row 0 has none: '42'"),
+    "an answer that is empty": ({"rows": [{"question": "1?", "answer": " "}]}, {}, "line 1 has an empty answer"),
+    "no marker": ({}, {"answer_marker": "####"}, "t.dataset.answer_marker = '####': line 1 has none: '42'"),
     "nothing after the marker": (
         {"rows": [{"question": "1?", "answer": "1 ####"}]},
         {"answer_marker": "####"},
-        "row 0 has an empty answer",
+        "line 1 has an empty answer",
     ),
 }
 
@@ -205,44 +207,6 @@ def test_naming_the_configs_imports_no_optional_package():
     assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "set()\n"
 
 
-# ---- the box
-
-
-@pytest.mark.parametrize(
-    ("text", "inside"),
-    [
-        ("so \\boxed{42}.", "42"),
-        ("\\boxed{ \\frac{1}{2} }", "\\frac{1}{2}"),
-        ("first \\boxed{1}, no, \\boxed{2}", "2"),
-        ("\\boxed{1} then cut off: \\boxed{2", "1"),
-        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
-        ("\\boxed{a \\boxed{b} c}", "b"),
-        ("{ } } { \\boxed {7} }", "7"),
-        ("\\boxed{}", ""),
-        ("the answer is 42", None),
-        ("\\boxed 42", None),
-        ("\\\\boxed{42}", None),
-        ("", None),
-    ],
-)
-def test_the_last_complete_box_is_the_answer(text, inside):
-    assert last_boxed(text) == inside
-
-
-@given(st.lists(st.sampled_from(["\\boxed{", "{", "}", "\\{", "\\}", "x", " "]), max_size=12).map("".join))
-def test_a_box_found_is_balanced_and_in_the_text(text):
-    inside = last_boxed(text)
-    if inside is not None:
-        assert inside in text
-        plain = inside.replace("\\{", "").replace("\\}", "")
-        assert plain.count("{") == plain.count("}")
-
-
-@given(st.text(alphabet="ab {}\\", max_size=30), st.text(alphabet="ab12+-", max_size=10))
-def test_a_box_at_the_end_is_found_whatever_comes_before(before, answer):
-    assert last_boxed(f"{before} \\boxed{{{answer}}}") == answer
-
-
 # ---- the comparison
 
 
@@ -291,7 +255,7 @@ async def test_right_wrong_and_unreadable_answers_get_1_and_0(file, renderer, to
     _, policy, group, failure = await run(config(file()), renderer, tokenizer, replies)
     assert failure is None
     assert [(rollout.status, rollout.reward) for rollout in group.rollouts] == [
-        (RolloutStatus.COMPLETED, reward) for reward in (1.0, 0.0, 0.0, 0.0)
+        (RolloutStatus.COMPLETED, reward) for reward in (1.0, 0.0, 1.0, 0.0)
     ]
     assert [rollout.reward_components["boxed"] for rollout in group.rollouts] == [1.0, 1.0, 0.0, 0.0]
     asked = "What is 6 * 7?\n\nReason step by step, and put your final answer within \\boxed{}.<|im_end|>"

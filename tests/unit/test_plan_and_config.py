@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.command_line import assert_one_line
+from tests.unit.model_shapes import SMOLLM2, write_model
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.checks import plan_run
-from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
+from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions, load_config, parse_command
 from torchtitan.experiments.rl.config.plan import GIB
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.grpo import main
@@ -23,19 +24,55 @@ TINY_MODEL = Path(config_registry.TINY_MODEL)
 # ---- every named config
 
 
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch):
+    """Beside other tests a disk may be so slow that the command warns of it."""
+    monkeypatch.setattr("torchtitan.experiments.rl.config.machine.checkpoint_seconds", lambda plan, folder: 1.0)
+
+
+@pytest.fixture(scope="module")
+def smollm2_shapes(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "smollm2", SMOLLM2)
+
+
 @pytest.mark.parametrize("name", config_functions(DEFAULT_MODULE))
-def test_every_named_config_has_a_plan_and_a_line_of_description(command, name):
+def test_every_named_config_has_a_plan_and_a_line_of_description(command, name, smollm2_shapes, monkeypatch):
+    monkeypatch.setattr("torchtitan.experiments.rl.config_registry.smollm2.SMOLLM2", str(smollm2_shapes))
     code, out, err = command("--config", name, "--dry-run")
     assert code == 0 and err == ""
-    assert [line.split()[0] for line in out.splitlines()][:6] == "model steps off-policy batch processes memory".split()
+    assert [line.split()[0] for line in out.splitlines()[:6]] == "model steps off-policy batch processes memory".split()
     assert config_functions(DEFAULT_MODULE)[name].__doc__
 
 
 def test_list_prints_each_config_once_with_its_line(command):
     code, out, _ = command("--list")
     assert code == 0
-    names = [line.split()[0] for line in out.splitlines()]
-    assert names == list(config_functions(DEFAULT_MODULE)) and all(len(line.split()) > 3 for line in out.splitlines())
+    lines = [line.split() for line in out.splitlines() if line.startswith("  ")]
+    assert sorted(line[0] for line in lines) == sorted(config_functions(DEFAULT_MODULE)) and all(
+        len(line) > 3 for line in lines
+    )
+    titles = [line for line in out.splitlines() if not line.startswith("  ")]
+    assert titles == list(config_registry.GROUPS), "every config is in a group"
+    assert out.splitlines()[:2] == [titles[0], next(line for line in out.splitlines() if "rl_grpo_qwen3_debug " in line)]
+
+
+@pytest.mark.parametrize("size", config_registry.SIZES)
+@pytest.mark.parametrize("name", ["rl_math_qwen3", "rl_questions_qwen3"])
+def test_a_config_of_several_sizes_has_the_plan_of_each(command, name, size):
+    code, out, err = command("--config", name, "--size", size, "--dry-run")
+    assert (code, err) == (0, "")
+    assert f"weights        assets/hf/Qwen3-{size.upper()}\n" in out
+    config, other = (load_config(parse_command(["--config", name, *words])) for words in (["--size", size], []))
+    assert config.tasks == other.tasks
+
+
+def test_a_size_belongs_to_the_config_and_is_refused_where_there_is_one_alone(refused):
+    words = ["--config", "rl_math_qwen3", "--size", "8b"]
+    resumed = parse_command(words)
+    assert load_config(resumed) == load_config(parse_command([*words[:2], *resumed.overrides])), "command.json keeps overrides"
+    assert "--size = '7b': want one of 0.6b, 1.7b" in refused("--config", "rl_math_qwen3", "--size", "7b")
+    alone = refused("--config", "rl_grpo_qwen3_8b", "--size", "4b")
+    assert "--size = '4b': rl_grpo_qwen3_8b has one size; rl_math_qwen3 and rl_questions_qwen3 of" in alone
 
 
 def test_help_names_our_options_and_a_configs_help_its_fields(command, capsys):
@@ -239,18 +276,19 @@ def test_plan_of_the_debug_config_by_hand():
     assert (plan.groups_per_step, plan.rollouts_per_step, plan.open_groups) == (32, 256, 64)
     assert (plan.tokens_per_step, plan.microbatches_per_rank) == (32_768, 8)
     assert (plan.trainer_ranks, plan.generator_replicas, plan.processes) == (1, 1, 2)
-    # float32: weights, gradients and two moments.
-    state = 4 * 4 * parameters
-    # Two layers' copies, a layer's gradient and its sum.
-    gathered = 4 * 4 * layer
-    # The tied head: copy, gradient, its sum and its reduction; three tensors of a chunk of 512 / 4 tokens' logits.
-    head = 4 * 4 * 768 * 128 + 3 * 4 * 128 * 768
-    # 4 times 128; queries of 128 and keys of 64 three times, values of 64, attention's 128; four times 384.
-    values = 4 * 128 + 3 * (128 + 64) + 64 + 128 + 4 * 384
-    activations = 4 * values * (8 * 512) * 4
+    # float32: weights, gradients and two moments; in each layer, cosines and sines of 512 places for heads of 32.
+    state = 4 * 4 * parameters + 4 * 4 * 2 * 512 * 32
+    # 4 times 128; queries of 128 and keys of 64 before and after, values of 64, attention's 128; four times 384.
+    values = 4 * 128 + 2 * (128 + 64) + 64 + 128 + 4 * 384
+    tokens, matrix, logits = 8 * 512, 768 * 128, 128 * 768
+    # Copies of the head and a layer; gradient; logits of a chunk and their gradient; three times the tokens' last values.
+    head = 4 * (matrix + layer) + 4 * matrix + 8 * logits + 3 * 128 * tokens * 4
+    # The tied head's copy and gradient; two layers' copies, a gradient and its sum; two feed-forward gradients.
+    at_work = 2 * 4 * matrix + 4 * 4 * layer + 2 * 384 * tokens * 4
     held = plan.trainer_memory
-    assert (held.state, held.vocabulary, held.activations) == (state, head, activations)
-    assert held.gathered == pytest.approx(gathered, rel=1e-3)
+    assert (held.state, held.activations) == (state, 4 * values * tokens * 4)
+    assert held.head == pytest.approx(head, rel=1e-3)
+    assert held.layer == pytest.approx(at_work, rel=1e-3)
     assert plan.trainer_gib == pytest.approx(held.total / GIB) and held.fixed == 0
     assert plan.generator_gib == pytest.approx(4 * parameters / GIB + 0.25 * 1.125)  # a cache, and kept prompts
 

@@ -1,20 +1,25 @@
 """What the plan says of a run on GPUs, against numbers worked out by hand from the models' cards."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.fake_gpu import fake_gpus
 from torchtitan.experiments.rl import config_registry
+from torchtitan.experiments.rl.algorithms import OPD
 from torchtitan.experiments.rl.config import machine
 from torchtitan.experiments.rl.config.balance import BANDWIDTH, FLOPS
-from torchtitan.experiments.rl.config.checks import needed_gpus, plan_run
+from torchtitan.experiments.rl.config.checks import check, needed_gpus, plan_run, split_of
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
 from torchtitan.experiments.rl.config.memory import shared_weights
+from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
-from torchtitan.experiments.rl.config.provision import ProvisionConfig
-from torchtitan.experiments.rl.hosts.jobs import SlurmJob
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.generation.references import HostedModel
 from torchtitan.experiments.rl.models.row_shapes import RowShapes
 
 ON_GPUS = [name for name in config_functions(DEFAULT_MODULE) if name.startswith("rl_grpo_qwen3_") and "debug" not in name]
@@ -28,9 +33,9 @@ def plan_of(name: str) -> RunPlan:
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_a_configs_docstring_names_as_many_gpus_as_it_takes_and_its_plan_fits_them(name):
     config, said = getattr(config_registry, name)(), getattr(config_registry, name).__doc__
-    gpus, size = re.search(r"on (\d+) GPUs(?: of (\d+) GB)?", said).groups()
+    gpus, size = re.search(r"on (\d+) GPUs?(?: of (\d+) GB)?", said).groups()
     assert needed_gpus(config) == int(gpus)
-    assert plan_of(name).trainer_gib < float(size or 80) * 1e9 / GIB
+    assert plan_of(name).gpu_gib < float(size or 80) * 1e9 / GIB
 
 
 # Parameters, layers, width, query width, key width, feed-forward width, of the model cards; ranks, and how many share a layer.
@@ -47,34 +52,41 @@ def test_memory_of_a_trainer_rank_by_hand(name, numbers):
     parameters, layers, width, queries, keys, feed_forward, ranks, tensor = numbers
     plan = plan_of(name)
     assert plan.parameters == parameters
-    # float32 weights, gradients and two moments, each rank an equal part.
-    state = 16 * parameters / ranks
-    # bfloat16 copies of two layers and a gradient, and its float32 sum: 3 x 2 + 4 bytes.
-    layer = 2 * width * queries + 2 * width * keys + 3 * width * feed_forward
-    gathered = 10 * layer / tensor
-    # The head of 151,936 words: copy and gradient in bfloat16, two of float32; float32 logits of 1,024 tokens, three times.
-    head = (12 * 151_936 * width + 12 * 1024 * 151_936) / tensor
-    # One row of 8,192 tokens: each layer's input, and all of one layer.
-    values = 4 * width + 3 * (queries + keys) + keys + queries + 4 * feed_forward
-    activations = 2 * 8192 * (layers * width + values) / tensor
-    assert plan.trainer_gib == pytest.approx((state + gathered + head + activations) / GIB + 2, rel=1e-3)
+    # float32 weights, gradients and two moments, each rank an equal part; in each layer, cosines and sines for heads of 128.
+    state = 16 * parameters / ranks + 4 * layers * 8192 * 2 * 128
+    inputs = 2 * 8192 * layers * width / tensor
+    layer = (2 * width * queries + 2 * width * keys + 3 * width * feed_forward) / tensor
+    matrix = 151_936 * width / tensor
+    # bfloat16 copies of the head and a layer, the head's gradient in float32, a chunk's product and the gradient of its logits
+    # in bfloat16, three times the values of one row of 8,192 tokens.
+    head = 2 * (matrix + layer) + 4 * matrix + 2 * (matrix + 1024 * 151_936 / tensor) + 3 * 2 * 8192 * width
+    assert plan.trainer_memory.head == pytest.approx(head, rel=1e-3)
+    # The reduction of the head's gradient in float32, a layer's copy and gradient, all its values, two feed-forward gradients.
+    values = 4 * width + 3 * (queries + keys) + 6 * feed_forward
+    at_work = 4 * matrix + 2 * 2 * layer + 2 * 8192 * values / tensor
+    assert plan.trainer_memory.layer == pytest.approx(at_work, rel=1e-3)
+    assert plan.trainer_gib == pytest.approx((state + inputs + max(head, at_work)) / GIB + 2, rel=1e-3)
 
 
 def test_a_step_of_the_8b_by_hand_and_the_side_that_takes_longer():
     costs = plan_of("rl_grpo_qwen3_8b").balance
     parameters, tokens = 8_190_735_360, 512 * 4096
-    assert costs.train_s == pytest.approx(8 * parameters * tokens / (4 * FLOPS))
+    # Two operations for each parameter that a token is multiplied with, that is all but the embedding's: forward, again, and
+    # twice backward. Attention has 2 products, again 2, and 5: each of 2 x 4,096 operations in each of 36 layers for each of
+    # the 2,048 places that a token sees on average.
+    operations = 8 * (parameters - 151_936 * 4096) + 9 * 2 * 4096 * 36 * 2048
+    assert costs.train_s == pytest.approx(operations * tokens / (4 * FLOPS), rel=1e-5)
     # 128 rollouts at once on each of four generators: 3,072 steps that read 2 bytes a parameter, and of each sequence, 2,560
     # tokens long on average, the keys and values: 36 layers x 2 x 1,024 x 2 bytes. Prompts of 1,024 tokens.
     read = 2 * parameters + 128 * 2560 * 36 * 2 * 1024 * 2
     prompts = 2 * parameters * 128 * 1024 / FLOPS
     assert costs.generate_s == pytest.approx(3072 * read / BANDWIDTH + prompts)
     assert "bottleneck     even" in costs.line()
-    assert plan_of("rl_grpo_qwen3_0_6b").balance.line().startswith("bottleneck     the generators: ")
     lopsided = config_registry.rl_grpo_qwen3_8b()
-    lopsided.trainer.ranks, lopsided.generator.replicas = 1, 7
-    line = plan_run(lopsided, device="cuda", available=list(range(8))).balance.line()
-    assert line.startswith("bottleneck     the trainer: ") and " : 1 (" in line
+    for ranks, side in ((1, "the trainer"), (7, "the generators")):
+        lopsided.trainer.ranks, lopsided.generator.replicas = ranks, 8 - ranks
+        line = plan_run(lopsided, device="cuda", available=list(range(8))).balance.line()
+        assert line.startswith(f"bottleneck     {side}: ")
 
 
 def test_the_plan_prints_degrees_shapes_and_the_bottleneck():
@@ -98,12 +110,13 @@ def test_the_page_on_clusters_lists_each_config_as_it_is_planned():
     rows = dict(re.findall(r"^\| `(rl_grpo_qwen3_\w+)` \| (.*) \|$", page.read_text(), re.MULTILINE))
     assert list(rows) == ON_GPUS
     for name, row in rows.items():
-        plan, size = plan_of(name), re.search(r"GPUs( of \d+ GB)?", getattr(config_registry, name).__doc__)[1] or ""
+        plan, size = plan_of(name), re.search(r"GPUs?( of \d+ GB)?", getattr(config_registry, name).__doc__)[1] or ""
         tensor, engine = plan.trainer_tensor_parallel_degree, plan.tensor_parallel_degree
-        gpus = plan.trainer_ranks + plan.generator_replicas * engine
+        gpus = needed_gpus(getattr(config_registry, name)())
         ranks = f"{plan.trainer_ranks}{f' in {tensor}s' if tensor > 1 else ''}"
         generators = f"{plan.generator_replicas}{f' of {engine}' if engine > 1 else ''}"
-        costs = plan.balance.line().partition("generators = ")[2].removesuffix(" (config/balance.py)")
+        line = "generators = shared" if plan.balance is None else plan.balance.line()
+        costs = line.partition("generators = ")[2].removesuffix(" (config/balance.py)")
         assert row == f"{gpus}{size} | {ranks} | {generators} | {costs}"
 
 
@@ -131,9 +144,94 @@ def test_a_host_keeps_two_versions_of_what_its_ranks_publish_and_of_what_its_wei
 
 def test_the_plan_counts_the_weights_in_each_hosts_memory():
     config = config_registry.rl_grpo_qwen3_32b_32()
-    config.provision = ProvisionConfig(device="cuda", job=SlurmJob())
     plan = plan_run(config)
     # 32.76 billion parameters in bfloat16, twice. Two hosts train and two generate.
     both = 2 * 2 * 32_762_123_264
     assert plan.shared_weights == {0: both / 2, 1: both / 2, 2: both, 3: both}
     assert "shared memory  two versions of the weights: 61.02 GiB on hosts 0-1, 122.05 GiB on hosts 2-3" in plan.lines()
+
+
+def shared(**fields) -> RunConfig:
+    config = config_registry.rl_grpo_qwen3_0_6b_1gpu()
+    config.max_offpolicy_steps = 0
+    config.generator.engine = replace(config.generator.engine, **fields)
+    return config
+
+
+def test_trainer_and_engine_on_one_gpu_by_hand():
+    config = shared()
+    plan = plan_run(config, device="cuda", available=[0])
+    assert plan.placement.trainer == plan.placement.generators == (Place(0, (0,)),)
+    parameters = 596_049_920
+    engine = 2 * parameters / GIB + 4 + 2  # bfloat16 weights, keys and values, vLLM's own
+    assert plan.gpu_gib == pytest.approx(plan.trainer_gib + engine) and plan.gpu_gib < 24e9 / GIB
+    (line,) = [line for line in plan.lines() if line.startswith("shared GPUs")]
+    assert f"= {plan.gpu_gib:.1f} GiB a GPU, both all the time" in line and plan.balance is None
+    # With a cache of 16 GiB both do not fit 24 GB, and do where the engine sleeps: the trainer then keeps its state alone.
+    assert plan_run(shared(kv_cache_gib=16.0), device="cuda", available=[0]).gpu_gib > 24e9 / GIB + 8
+    asleep = plan_run(shared(kv_cache_gib=8.0, sleep=True), device="cuda", available=[0])
+    memory = asleep.trainer_memory
+    generating = (memory.state + memory.fixed + 2 * parameters) / GIB + 8 + 2
+    assert asleep.gpu_gib == pytest.approx(max(generating, asleep.trainer_gib + 2)) and asleep.gpu_gib < 24e9 / GIB
+    (line,) = [line for line in asleep.lines() if line.startswith("shared GPUs")]
+    assert f"trainer {asleep.trainer_gib:.1f} + engine asleep 2.0 in a step" in line
+
+
+@pytest.mark.parametrize(
+    "ranks, replicas, degree, gpus, generators",
+    [(2, 2, 1, 2, [(0,), (1,)]), (4, 2, 2, 4, [(0, 1), (2, 3)]), (1, 3, 1, 3, [(0,), (1,), (2,)]), (4, 1, 2, 4, [(0, 1)])],
+)
+def test_engines_that_share_gpus_begin_at_the_trainers_first(ranks, replicas, degree, gpus, generators):
+    config = shared(tensor_parallel_degree=degree)
+    config.trainer.ranks, config.generator.replicas = ranks, replicas
+    assert needed_gpus(config) == gpus
+    placement = plan_run(config, device="cuda", available=list(range(gpus))).placement
+    assert [place.devices for place in placement.trainer] == [(rank,) for rank in range(ranks)]
+    assert [place.devices for place in placement.generators] == generators
+
+
+def test_hosted_models_get_gpus_that_neither_side_has():
+    config = shared()
+    config.tasks["sum_digits"].algorithm = OPD.Config(teacher=HostedModel(path="nowhere", engine=config.generator.engine))
+    placement = plan_run(config, device="cuda", available=[0, 1]).placement
+    assert placement.hosted == ((Place(0, (1,)),),) and needed_gpus(config) == 2
+
+
+@pytest.mark.parametrize(
+    "change, error",
+    [
+        (lambda c: setattr(c, "max_offpolicy_steps", 1), "max_offpolicy_steps = 1: set it to 0"),
+        (lambda c: setattr(c.provision, "share_gpus", False), "generator.engine.sleep = True: frees memory for"),
+        (lambda c: setattr(c.generator.engine, "kv_cache_gib", None), "generator.engine.kv_cache_gib = None: name it"),
+    ],
+)
+def test_what_can_not_share_or_sleep_is_refused(change, error):
+    config = shared(sleep=True)
+    change(config)
+    with pytest.raises(ConfigError, match=error):
+        check(config)
+        plan_run(config, device="cuda", available=[0, 1])
+
+
+@pytest.mark.parametrize("gib, code", [(24, 0), (16, 2)])
+def test_a_gpu_too_small_for_both_is_refused_by_what_they_take(monkeypatch, gib, code):
+    fake_gpus(monkeypatch, 1, memory_gib=gib)
+    problems = machine.missing_gpu_memory(plan_of("rl_grpo_qwen3_0_6b_1gpu"))
+    assert bool(problems) == bool(code)
+    if problems:
+        assert "trainer rank and engine take about 20.8 GiB and a GPU here has 16.0" in str(problems[0])
+
+
+@pytest.mark.parametrize(
+    "name, gpus, ranks, replicas",
+    [("8b", 8, 4, 4), ("8b", 16, 6, 10), ("1_7b", 8, 2, 6), ("0_6b", 2, 1, 1), ("14b", 16, 8, 4), ("32b_32", 64, 24, 20)],
+)
+def test_gpus_are_divided_so_that_neither_side_waits_more_than_it_must(name, gpus, ranks, replicas):
+    config = getattr(config_registry, f"rl_grpo_qwen3_{name}")()
+    assert split_of(config, gpus, gpu_gib=80e9 / GIB) == ["--trainer.ranks", str(ranks), "--generator.replicas", str(replicas)]
+
+
+@pytest.mark.parametrize("name, gpus, gib", [("8b", 1, 80), ("32b", 8, 74.5), ("14b", 3, 80), ("0_6b_1gpu", 4, 80)])
+def test_gpus_that_no_division_fits_are_refused(name, gpus, gib):
+    with pytest.raises(ConfigError, match=f"--gpus = {gpus}"):
+        split_of(getattr(config_registry, f"rl_grpo_qwen3_{name}")(), gpus, gpu_gib=gib)

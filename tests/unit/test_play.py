@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import time
 
@@ -13,9 +14,7 @@ from tests.scripted_engine import ScriptedEngineConfig, counting_table, save_tab
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_guess_number_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.play.command import main
-from torchtitan.experiments.rl.play.model import LocalModel
-from torchtitan.experiments.rl.play.player import Left, Player
-from torchtitan.experiments.rl.play.policy import interruptible
+from torchtitan.experiments.rl.play.session import Left, LocalModel, Player, interruptible
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Completion
@@ -55,6 +54,8 @@ async def answered(player, *, stop: int, max_tokens: int = 9):
         (['/call add {"a": 1}'], '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'),
         (["/call now"], '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
         (["/prompt", "/what", "7"], "7"),
+        (["", "  ", "7"], "7"),
+        (["<<<", "", ">>>"], ""),
         (["/scripted"], "The answer is 42."),
     ],
 )
@@ -165,6 +166,33 @@ def test_a_session_that_is_left_answers_nothing_more(lines):
     assert player.replies == {}
 
 
+def test_an_empty_line_and_an_unknown_command_are_asked_again(capsys):
+    player = player_of(["", "/what now", "7"])
+    player.policy.prompts.append("Say it.")
+    assert player.reply(0, 0) == "7"
+    shown = capsys.readouterr().out
+    assert "Nothing was entered. An empty answer is an empty line between <<< and >>>." in shown
+    assert "There is no /what. An answer that begins with / goes between <<< and >>>." in shown
+
+
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt, "/quit"])
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_session_that_is_left_ends_well_and_says_so(tmp_path, capsys, monkeypatch, end, answers):
+    def read() -> str:
+        if not isinstance(end, str):
+            raise end
+        return end
+
+    monkeypatch.setattr("builtins.input", read)
+    words = ["--config", "rl_guess_number_qwen3_debug", "--run-dir", str(tmp_path / "played")]
+    assert main([*words, *["--scripted", "no number"] * answers]) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "Left" not in out and "error" not in out and "would not be trained on" not in out
+    assert ("The session was ended: a rollout that had not ended has no reward." in out) == (answers == 1)
+    assert ("left: nothing was answered, and nothing is saved" in out) == (answers == 0)
+    assert (tmp_path / "played").exists() == (answers == 1)
+
+
 def test_only_what_is_new_of_a_prompt_is_shown_and_nothing_acts_on_the_terminal(capsys):
     player = player_of([], scripted=["a", "b", "c"])
     for rollout, turn, prompt in ((0, 0, "one\x1b[31m"), (1, 0, "one"), (0, 1, "one\x1b[31m two")):
@@ -184,6 +212,7 @@ def test_a_session_ends_with_rewards_a_record_and_a_test_that_holds(tmp_path, ca
         words += ["--scripted", text]
     assert main(words) == 0
     shown = capsys.readouterr().out
+    assert not re.search(r"tokens \d+:", shown), "what was typed has no log-probability"
     assert "[[" in shown and "advantages" in shown and f"Correct! The number was {game.secret}" in shown
     records = list(read_rollouts(folder))
     assert [(r.outcome, r.rollout.status.value, len(r.rollout.turns)) for r in records] == [

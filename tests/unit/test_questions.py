@@ -1,7 +1,9 @@
 """Own data in a few lines: question_task, bare reward functions, and the same from the command line."""
 
+import asyncio
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.tasks import MemoryRows, RewardFn, RowDataset, Rubric, question_task
 
+PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text()
 README = (Path(__file__).parents[2] / "README.md").read_text()
 ROWS = [{"question": "6 * 7?", "answer": "42"}, {"question": "2 + 2?", "answer": "4"}]
 
@@ -119,6 +122,64 @@ def test_each_mistake_is_one_line_before_a_run(changes, message, folder):
         build_tasks(run)
 
 
+def test_a_row_without_what_the_prompt_is_made_of_is_named_by_its_line(folder):
+    (folder / "mine.jsonl").write_text('{"question": "1?"}\n\n{"answer": "2"}\n{"question": null}\n')
+    run = rl_questions_qwen3_debug()
+    run.tasks = {"mine": question_task("mine.jsonl", exact)}
+    message = "tasks.mine.template = '{question}': mine.jsonl: line 3 has no 'question', and 1 others: fill it in"
+    with pytest.raises(ConfigError, match="^" + re.escape(message)):
+        build_tasks(run)
+
+
+def test_odd_rows_are_counted_in_one_warning_with_the_first_ones_line(folder, capsys, monkeypatch):
+    good = [{"question": f"{n}?", "answer": "1"} for n in range(6)]
+    odd = [
+        {"question": " ", "answer": "1"},
+        good[2],
+        {"question": ["a", "b"], "answer": "1"},
+        {"question": "7?", "answer": None},
+        good[2],
+        {"question": "long " * 2000, "answer": "1"},
+    ]
+    (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, [*good, *odd])))
+    (folder / "my_rewards.py").write_text("def exact(completion, example): return 0\n")
+    words = "--tasks.questions.dataset mine.jsonl --tasks.questions.rubric my_rewards.py:exact --dry-run"
+    assert main(["--config", "rl_questions_qwen3_debug", *words.split()]) == 0
+    err = capsys.readouterr().err
+    limit = rl_questions_qwen3_debug().tasks["questions"].env.max_rollout_tokens
+    assert err == (
+        "warning: tasks.questions.dataset: of 12 rows 1 have an empty 'question' (first: line 7), "
+        "2 repeat another (first: line 8), 1 have a list as 'question', not a text (first: line 9), "
+        "1 have no 'answer' (first: line 10), "
+        f"1 leave no room for an answer in env.max_rollout_tokens = {limit} (first: line 12)\n"
+    )
+
+
+def test_rows_that_are_chats_are_answered_as_they_stand(renderer):
+    chat = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "6 * 7?"}]
+    config = question_task([{"messages": chat, "answer": "42"}], exact, messages_column="messages", system_prompt="Be brief.")
+    config.validate(field="tasks.mine")
+    task = config.build(name="mine", renderer=renderer)
+    task.check_examples(field="tasks.mine")
+    assert task.examples_warning is None
+    assert asyncio.run(task.make_env(task.dataset[0]).reset()).messages == [{"role": "system", "content": "Be brief."}, *chat]
+
+
+@pytest.mark.parametrize(
+    ("messages", "fault"),
+    [
+        ([{"role": "user", "content": "1?"}, {"role": "assistant", "content": "1"}], "row 0 ends with an assistant's message"),
+        ([{"role": "person", "content": "1?"}], "row 0: messages[0] has role str 'person', want one of"),
+        ("1?", "row 0: messages is str '1?', want a list of messages"),
+        ([], "row 0: messages is empty"),
+    ],
+)
+def test_a_chat_that_can_not_be_answered_is_refused_by_its_row(renderer, messages, fault):
+    task = question_task([{"messages": messages}], exact, messages_column="messages").build(name="mine", renderer=renderer)
+    with pytest.raises(ConfigError, match=f"^tasks.mine.messages_column = 'messages': {re.escape(fault)}"):
+        task.check_examples(field="tasks.mine")
+
+
 def test_data_of_another_kind_is_refused():
     for data in ({"question": "?"}, 3, None, list, ["6 * 7?"]):
         with pytest.raises(ConfigError):
@@ -149,6 +210,46 @@ def test_the_command_line_alone_names_data_and_reward(folder):
     rubric = config.tasks["questions"].rubric
     assert [fn.__name__ for fn in rubric.reward_fns] == ["exact", "short"]
     assert (rubric.timeout_s, config.steps, config.tasks["questions"].dataset.path) == (5.0, 3, "mine.jsonl")
+
+
+def test_validation_is_a_file_of_its_own_or_the_rest_of_a_share(folder):
+    (folder / "held_out.jsonl").write_text(json.dumps({"question": "1?", "answer": "1"}))
+    data = ["--tasks.questions.dataset", "mine.jsonl"]
+    task = load(*data, "--tasks.questions.validation", "held_out.jsonl").tasks["questions"]
+    assert (task.dataset.path, task.validation.path) == ("mine.jsonl", "held_out.jsonl")
+    assert load(*data).tasks["questions"].validation is None
+    task = load(*data, "--tasks.questions.dataset.split", "0.5").tasks["questions"]
+    assert [[row["answer"] for row in part.build().rows] for part in (task.dataset, task.validation)] == [["42"], ["4"]]
+    both = ["--tasks.questions.validation", "held_out.jsonl", "--tasks.questions.validation.split", "train[:1]"]
+    task = load(*data, "--tasks.questions.dataset.split=0.5", *both).tasks["questions"]
+    assert (task.dataset.split, task.validation.path, task.validation.split) == ("0.5", "held_out.jsonl", "train[:1]")
+
+
+TABLE = re.findall(r"^\| [^|]+ \| `(--tasks\.questions[^`]+)` \| `([^`]+)` \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("words", "code"), TABLE, ids=[words.split()[0] for words, _ in TABLE])
+def test_each_kind_of_rows_of_the_page_is_the_same_task_by_flag_and_in_python(words, code, folder, renderer):
+    chat = [{"role": "user", "content": "6 * 7?"}]
+    rows = [{"question": f"{n}?", "answer": "1", "context": "Sums.", "messages": chat} for n in range(10)]
+    for name in ("mine.jsonl", "held_out.jsonl"):
+        (folder / name).write_text("\n".join(map(json.dumps, rows)))
+    by_flag = load("--tasks.questions.dataset", "mine.jsonl", *shlex.split(words)).tasks["questions"]
+    in_python = eval(code, {"question_task": question_task, "exact": exact})
+    for name in ("dataset", "validation", "system_prompt", "template", "messages_column"):
+        assert getattr(by_flag, name) == getattr(in_python, name), name
+    task = in_python.build(name="mine", renderer=renderer)
+    task.check_examples(field="tasks.mine")
+    assert task.examples_warning is None
+
+
+def test_the_page_has_each_kind_of_rows():
+    assert len(TABLE) == 5
+
+
+def test_a_name_alone_is_no_rubric_and_the_error_says_what_is(folder):
+    with pytest.raises(ConfigError, match="rubric = 'larger': a rubric is .* my_rewards.py:larger; each"):
+        load("--tasks.questions.rubric", "larger")
 
 
 def test_a_class_is_named_in_the_same_way_and_its_fields_can_be_set(folder):

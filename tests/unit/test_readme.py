@@ -15,7 +15,8 @@ from torchtitan.experiments.rl.observability.console import RunHeader, RunSummar
 from torchtitan.experiments.rl.observability.progress import Progress
 
 FILES = ("metrics", "records", "ledger", "logs", "policy", "checkpoint")
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ async def test_the_task_in_twenty_lines_runs_and_scores(my_tasks, renderer, toke
     assert [rollout.reward for rollout in group.rollouts] == [1.0, 1.0]
 
 
-def test_what_the_demo_prints_is_shown_as_the_console_prints_it():
+def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
     """The numbers are read from the README, as they are one run's; words, widths and order are the console's."""
     block, live = re.findall(r"```\n(starting .*?)```|```\n( +16/100 .*?)\n```", README, re.DOTALL)
     shown = block[0].splitlines()
@@ -50,10 +51,16 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it():
         run_dir=folder,
     )
     ((seconds, first, last),) = re.findall(r"of 100 in ([\d.]+) s, done\n.* reward ([\d.]+) -> ([\d.]+)", block[0])
-    counts = re.findall(r"([\d,]+) (sum_digits/[\w/]+)", block[0])
-    ledger = {column: int(count.replace(",", "")) for count, column in counts}
+    said = {
+        "sum_digits dispatched": "sum_digits/dispatched",
+        "sum_digits left out (gibberish)": "sum_digits/filtered/post/gibberish",
+        "sum_digits left out (zero advantage)": "sum_digits/filtered/post/zero_advantage",
+        "sum_digits trained on": "sum_digits/trained",
+    }
+    counts = re.findall(r"([\d,]+) (sum_digits [\w ()]+)", block[0])
+    ledger = {said[column]: int(count.replace(",", "")) for count, column in counts}
     assert 2 * ledger["sum_digits/dispatched"] == sum(ledger.values())
-    names = "metrics.jsonl rollouts.jsonl.gz ledger.jsonl logs checkpoint/step-100 checkpoints/step-000100".split()
+    names = "metrics.jsonl rollouts.jsonl.gz ledger.jsonl logs policy/step-100 checkpoints/step-000100".split()
     summary = RunSummary(
         steps=100,
         total_steps=100,
@@ -64,6 +71,9 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it():
         files={label: folder / name for label, name in zip(FILES, names, strict=True)},
         run_dir=folder,
     )
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.executable", str(ROOT / ".venv/bin/python"))
+    monkeypatch.setenv("PATH", "/usr/bin")
     starting = starting_line(parse_command(["--config", "rl_grpo_qwen3_debug"]))
     middle = ["validation before the first step: reward 0.320", title_line()]
     assert shown[: len(header_lines(header)) + 3] == [starting, *header_lines(header), *middle]

@@ -9,7 +9,6 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.tasks.reasoning_gym.answers import answer_in
 from torchtitan.experiments.rl.tasks.reasoning_gym.scoring import solved
 from torchtitan.experiments.rl.tasks.reasoning_gym.task import (
     PuzzleGenerator,
@@ -86,23 +85,6 @@ def test_a_puzzle_with_many_solutions_names_none(name):
 # ---- answers and scores
 
 
-@pytest.mark.parametrize(
-    ("message", "tag", "answer"),
-    [
-        ("so <answer>42</answer>", "answer", "42"),
-        ("<answer> 1\n2 </answer> or <answer>\n3\n</answer>.", "answer", "3"),
-        ("<answer>1 <answer>2</answer>", "answer", "2"),
-        ("<answer></answer>", "answer", ""),
-        ("<answer>42", "answer", None),
-        ("42", "answer", None),
-        ("<final>42</final>", "final", "42"),
-        (" 42\n", None, "42"),
-    ],
-)
-def test_the_answer_is_between_the_last_pair_of_tags(message, tag, answer):
-    assert answer_in(message, tag) == answer
-
-
 WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """They have many solutions and name none."""
 
@@ -111,10 +93,10 @@ WITHOUT_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube",
 def test_every_generator_gives_its_own_answer_full_score(name):
     puzzle = dataset({name: PuzzleGenerator()}, count=1).build()[0].env_input
     message = {"role": "assistant", "content": f"<answer>{puzzle.entry['answer']}</answer>"}
-    assert solved(said(message), puzzle, answer_tag="answer") == 1.0
+    assert solved(said(message), puzzle, exact=False) == 1.0
 
 
-async def test_right_partly_right_wrong_and_missing_answers_earn_what_the_generator_says(renderer, tokenizer):
+async def test_right_partly_right_wrong_and_untagged_answers_earn_what_the_generator_says(renderer, tokenizer):
     def reply(entry):
         right = entry["answer"]
         return [f"<answer>{right}</answer>", f"<answer>it is {right}</answer>", "<answer>none</answer>", right]
@@ -124,14 +106,14 @@ async def test_right_partly_right_wrong_and_missing_answers_earn_what_the_genera
     entry = group.data_sample.env_input.entry
     # The package's rule for an answer with words around it: the share of characters that are the answer.
     share = len(entry["answer"]) / len("it is " + entry["answer"])
-    assert [rollout.reward for rollout in group.rollouts] == [1.0, pytest.approx(share), 0.0, 0.0]
-    assert [rollout.reward_components["answered"] for rollout in group.rollouts] == [1.0, 1.0, 1.0, 0.0]
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, pytest.approx(share), 0.0, 1.0]
+    assert [rollout.reward_components["tagged"] for rollout in group.rollouts] == [1.0, 1.0, 1.0, 0.0]
     prompt = tokenizer.decode(policy.sessions[0].prompts[0])
     assert entry["question"] in prompt and "between <answer> and </answer>.<|im_end|>" in prompt
 
 
-async def test_without_a_tag_the_whole_message_is_the_answer(renderer, tokenizer):
-    rubric = PuzzleRubric.Config(answer_tag=None, isolated_workers=1)
+async def test_where_the_form_is_exact_the_whole_message_is_the_answer(renderer, tokenizer):
+    rubric = PuzzleRubric.Config(exact=True, isolated_workers=1)
     task_config = config(rubric=rubric, template="{question}")
     group, _ = await run(task_config, renderer, tokenizer, lambda entry: [entry["answer"], entry["answer"] + "0"])
     assert group.rollouts[0].reward == 1.0 and group.rollouts[1].reward < 1.0

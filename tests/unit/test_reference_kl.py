@@ -29,6 +29,7 @@ def test_the_term_and_its_metrics_by_hand():
             "loss/reference_kl": loss.item(),
             "loss/total": loss.item(),
             "reference/kl": (up + down) / 4,
+            "reference/bounded": 0,
             "reference/kl/task/a": up / 2,
             "reference/kl/task/b": down / 2,
         }
@@ -37,6 +38,18 @@ def test_the_term_and_its_metrics_by_hand():
     # dℓ/dlogp = 1 - exp(d).
     wanted = [[0, 1 - math.exp(0.5), 0], [1 - math.exp(-1), 0, 0]]
     assert policy.grad.tolist() == [pytest.approx([0.25 / 8 * value for value in row]) for row in wanted]
+
+
+def test_one_token_that_the_reference_finds_far_likelier_adds_a_bounded_term_and_no_gradient():
+    batch = batch_of((1, 3), loss_mask=torch.ones(1, 3), rl_weights=torch.ones(1, 3))
+    policy = torch.tensor([[-15.0, -200.0, -3.5]], dtype=torch.float32, requires_grad=True)
+    loss, metrics = reference_kl(
+        policy, torch.tensor([[0.0, 0.0, -1.0]]), batch, LossDenominators(rl=1.0, ce=1.0, ref_kl=1.0), 1.0
+    )
+    below = math.exp(2.5) - 3.5
+    assert loss.item() == pytest.approx(10 + 10 + below) and metrics.compute()["reference/bounded"] == pytest.approx(2 / 3)
+    loss.backward()
+    assert policy.grad.tolist() == [[0, 0, pytest.approx(1 - math.exp(2.5))]]
 
 
 @pytest.mark.parametrize("seed", range(3))

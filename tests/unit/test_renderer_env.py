@@ -9,11 +9,18 @@ import time
 import numpy as np
 import pytest
 
+from tests.unit.model_shapes import CHATML, SMOLLM2, write_model
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, TalkingEnv, answer_with, completion_of, hang
 from tests.unit.waiting import until
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.messages import copied
-from torchtitan.experiments.rl.envs.renderer import RendererConfig, attributes_roles, build_renderer, renderer_names
+from torchtitan.experiments.rl.envs.renderer import (
+    RendererConfig,
+    attributes_roles,
+    build_renderer,
+    renderer_name,
+    renderer_names,
+)
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
@@ -524,7 +531,7 @@ def test_unknown_renderer_lists_the_known_ones(tokenizer_path):
 
 
 def test_renderer_that_does_not_fit_the_tokenizer_is_a_config_error(tokenizer_path, tmp_path):
-    with pytest.raises(ConfigError, match="does not fit"):
+    with pytest.raises(ConfigError, match='does not fit .*"auto" takes the one that fits'):
         build_renderer(RendererConfig(name="llama-3"), tokenizer_path)
     with pytest.raises(ConfigError, match="no such switch"):
         build_renderer(RendererConfig(name="llama-3", enable_thinking=True), tokenizer_path)
@@ -569,6 +576,17 @@ def test_default_renderer_is_refused_where_it_can_not_do_what_the_config_asks(to
     settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}))
     with pytest.raises(ConfigError, match="renderer.name = 'default': .*has no chat template"):
         build_renderer(RendererConfig(name="default"), tmp_path / "bare")
+
+
+def test_auto_takes_the_family_whose_prompts_are_the_templates_and_else_the_template(tokenizer_path, tmp_path):
+    assert renderer_name(build_renderer(RendererConfig(), tokenizer_path)) == "qwen3"
+    other = write_model(tmp_path / "chatml", SMOLLM2, template=CHATML)
+    renderer = build_renderer(RendererConfig(), other)
+    assert renderer_name(renderer) == "default"
+    with pytest.raises(ConfigError, match="renderer.enable_thinking = True: default has no such switch"):
+        build_renderer(RendererConfig(enable_thinking=True), other)
+    with pytest.raises(ConfigError, match="renderer.thinking_retention = 'tool_cycle'"):
+        build_renderer(RendererConfig(thinking_retention="tool_cycle"), other)
 
 
 class SyncEnv(MessageEnv):

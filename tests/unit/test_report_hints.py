@@ -1,5 +1,8 @@
 """Hints of the report: each is given where its figure says so, with the figure, and not where all is well."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from torchtitan.experiments.rl.report.hints import hints
@@ -39,10 +42,10 @@ def test_a_run_without_faults_has_no_hints():
 @pytest.mark.parametrize(
     ("series", "wanted"),
     [
-        ({"rollout/reward_mean": steps(0.3)}, ["warning: The reward is flat: 0.3 in the first quarter, 0.3 in the last"]),
+        ({"rollout/reward_mean": steps(0.3)}, ["warning: The reward is flat: 0.3 at first, 0.3 now"]),
         (
             {"rollout/reward_mean": steps(lambda s: 0.5 - s / 100)},
-            ["warning: The reward falls: 0.445 in the first quarter, 0.145"],
+            ["warning: The reward falls: 0.47 at its best, 0.12 now"],
         ),
         ({"rollout/reward_mean": steps(0.99)}, []),
         ({"rollout/reward_mean": steps(0.3, 15)}, []),
@@ -62,7 +65,7 @@ def test_a_run_without_faults_has_no_hints():
             {"perf/generator_0/busy": steps(0.4), "time/wait_s": steps(0.6)},
             ["warning: Generators idle 60% of the time, and the trainer waits 60% of a step: slow envs -> rollout_workers"],
         ),
-        ({"time/wait_s": steps(0.7)}, ["note: The trainer waits 70% of a step for rollouts"]),
+        ({"time/wait_s": steps(0.8)}, ["note: The trainer waits 80% of a step for rollouts"]),
         ({"perf/event_loop_lag_max_s": steps(2.5)}, ["warning: Something blocks the event loop for 2.5 s a step"]),
         ({"restarts/generator_0": steps(lambda s: s // 20)}, ["warning: generator_0 died and was made again 2 times"]),
     ],
@@ -81,3 +84,39 @@ def test_what_stops_a_run_is_said_first():
     assert "batcher.row_length" in found[2] and found[-1].startswith("note")
     (stopped,) = texts(state={"state": "stopped", "step": 4})
     assert stopped.startswith("warning: Stopped after step 4 of 100")
+
+
+# ---- a corpus of curves: of runs, and drawn by formula
+
+CORPUS = json.loads((Path(__file__).parent / "reward_curves.json").read_text())
+"""Each with the ``steps`` its run was to take, what its hints ``say`` at its end (the beginning of each) and what they may say
+``meanwhile``: a reward that is not zero for the first time at step 80 is flat before."""
+
+
+def said_of(case, until):
+    """What the hints say after step ``until``."""
+    series = {
+        name: [(step, value) for step, value in zip(curve["steps"], curve["values"], strict=True) if step <= until]
+        for name, curve in case["series"].items()
+    }
+    state = "done" if until >= case["steps"] else "running"
+    return [hint.text for hint in hints(series, {"state": state, "step": until, "steps": case["steps"]}, {})]
+
+
+def begin_with(texts, wanted):
+    return all(any(text.startswith(start) for start in wanted) for text in texts)
+
+
+@pytest.mark.parametrize("case", CORPUS, ids=[case["name"] for case in CORPUS])
+def test_each_curve_of_the_corpus_is_called_what_it_is_and_a_healthy_run_nothing_at_any_step(case):
+    last = max(curve["steps"][-1] for curve in case["series"].values())
+    final = said_of(case, last)
+    assert len(final) == len(case["says"]) and begin_with(final, case["says"]), final
+    for until in range(1, last):
+        texts = said_of(case, until)
+        assert begin_with(texts, case["meanwhile"]), f"after step {until}: {texts}"
+
+
+def test_the_corpus_has_what_runs_do():
+    assert len(CORPUS) >= 24 and sum(case["from"] != "synthetic" for case in CORPUS) >= 6
+    assert sum(not case["says"] for case in CORPUS) >= 12

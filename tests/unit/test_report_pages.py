@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fastapi.testclient import TestClient
 from tests.unit.report_runs import record, rollout, small_run, write_metrics
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.report.app import report_app
+from torchtitan.experiments.rl.report.command import main
 from torchtitan.experiments.rl.report.export import exported
 from torchtitan.experiments.rl.report.files import SERVED, STATIC
 from torchtitan.experiments.rl.report.run import ReportedRun, is_locked
@@ -277,6 +279,14 @@ def test_states_follow_the_files_and_the_lock(run, tmp_path):
         page = client_of(run).get("/api/runs/0/page/overview").json()
         assert page["state"]["state"] == "stalled" and page["hints"][0]["text"].startswith("Stalled")
     assert not is_locked(run.folder / ".lock")
+
+
+def test_a_port_in_use_is_one_line_that_names_the_option(run, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main([str(run.folder), "--port", str(port)]) == 2
+    line = f"error: --port {port}: another program listens there; --port 0 takes one that is free\n"
+    assert capsys.readouterr().err == line
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

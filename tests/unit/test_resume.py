@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from tests.unit.command_line import assert_one_line
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
 from torchtitan.experiments.rl.config.changes import Change, check_changes, compare, rule
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, load_config, parse_command
+from torchtitan.experiments.rl.config.hub_model import model_folder
 from torchtitan.experiments.rl.config.resolved import resolved_config
-from torchtitan.experiments.rl.config.resume import files_of_models
+from torchtitan.experiments.rl.config.resume import _located, files_of_models
 from torchtitan.experiments.rl.config.saved_command import SavedCommand, lock_run_folder, save_command
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.evaluate.command import parse_options
 from torchtitan.experiments.rl.process import temporary
 
 NAME = "rl_grpo_qwen3_debug"
@@ -101,6 +104,39 @@ def test_a_damaged_newest_checkpoint_is_refused_by_name_and_the_one_before_is_us
     assert "step-000040/state has other bytes than were written" in out
 
 
+def test_a_newest_checkpoint_without_its_manifest_is_named_and_the_one_before_is_used(resumed, refused, tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "checkpoints/step-000040/manifest.json").unlink()
+    _, start, out = resumed("--resume", str(run))
+    assert start.resume_from == run / "checkpoints/step-000020"
+    assert out.splitlines()[0].startswith(f"refused     checkpoint {run}/checkpoints/step-000040 is damaged: ")
+    assert "step-000040/manifest.json is missing" in out.splitlines()[0]
+
+
+def test_a_run_whose_command_and_config_a_power_failure_emptied_is_resumed_with_its_checkpoints_copies(resumed, tmp_path):
+    run = make_run(tmp_path / "run", "--steps", "77")
+    folder = CheckpointFolder(run, keep=9)
+    partial = folder.begin(60)
+    for name in ("command.json", "config.json"):
+        shutil.copy(run / name, partial)
+        (run / name).write_text("")
+    folder.commit(60)
+    config, start, _ = resumed("--resume", str(run))
+    assert config.steps == 77 and start.resume_from == run / "checkpoints/step-000060"
+    assert json.loads((run / "command.json").read_text())["overrides"] == ["--steps", "77"]
+
+
+@pytest.mark.parametrize("words", [["--resume"], ["--config", NAME, "--init-from"]])
+def test_a_forged_checkpoint_is_refused_in_one_line(refused, tmp_path, words):
+    run = make_run(tmp_path / "run", steps=())
+    folder = CheckpointFolder(run, keep=9)
+    trainer = folder.begin(20) / "trainer/step-20"
+    trainer.mkdir(parents=True)
+    (trainer / ".metadata").write_bytes(pickle.dumps(eval))
+    folder.commit(20)
+    assert "step-20/.metadata names builtins.eval, which no checkpoint needs" in refused(*words, str(run))
+
+
 def test_auto_takes_the_run_of_the_config_that_was_started_last_or_starts_a_new_one(resumed, tmp_path):
     outputs = tmp_path / "outputs"
     words = ("--config", NAME, "--resume", "auto", "--output-dir", str(outputs))
@@ -115,12 +151,13 @@ def test_auto_takes_the_run_of_the_config_that_was_started_last_or_starts_a_new_
     assert resumed(*words)[1].resume_from == outputs / "a/checkpoints/step-000040"
 
 
-def test_a_run_that_is_complete_has_nothing_to_do_but_to_remove_what_it_left(resumed, tmp_path, monkeypatch):
+@pytest.mark.parametrize("saved_in", ["policy", "checkpoint"], ids=["", "an older run"])
+def test_a_run_that_is_complete_has_nothing_to_do_but_to_remove_what_it_left(resumed, tmp_path, monkeypatch, saved_in):
     monkeypatch.setattr(temporary, "_parent", lambda: tmp_path)
     (tmp_path / "torchtitan-rl-killed").mkdir()
     run = make_run(tmp_path / "run", "--steps", "40")
     assert resumed("--resume", str(run))[1] is not None  # its policy is not saved yet
-    (run / "checkpoint/step-40").mkdir(parents=True)
+    (run / saved_in / "step-40").mkdir(parents=True)
     config, start, out = resumed("--resume", str(run))
     assert config is None and out.endswith("the run has taken its 40 steps; a higher --steps goes on\n")
     assert not (tmp_path / "torchtitan-rl-killed").exists()
@@ -134,6 +171,46 @@ def test_a_dry_run_of_a_resume_changes_nothing(command, tmp_path):
     assert (code, err) == (0, "") and "resumed     step 40" in out and "steps = 200 (was 100)" in out and "memory" in out
     after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != ".lock"}
     assert after == before
+
+
+# ---- a run as a model
+
+
+@pytest.mark.parametrize("policies", [["policy/step-9", "policy/step-20"], ["checkpoint/step-9", "checkpoint/step-20"]])
+def test_a_runs_folder_is_its_newest_policy_and_a_checkpoint_the_policy_of_its_step(tmp_path, policies):
+    run = make_run(tmp_path / "run")
+    for policy in policies:
+        (run / policy).mkdir(parents=True)
+    older, newest = (str(run / policy) for policy in policies)
+    for given in (run, run / "checkpoints", run / "checkpoints/step-000020", run / policies[1], Path(newest).parent):
+        assert model_folder(str(given)) == newest
+    assert model_folder(older) == older
+    with pytest.raises(ConfigError, match=f"export {run}/checkpoints/step-000040 --to FOLDER$"):
+        model_folder(str(run / "checkpoints/step-000040"))
+
+
+def test_a_run_without_a_policy_is_told_how_to_make_one(tmp_path):
+    with pytest.raises(ConfigError, match="no policy was saved there; this makes one of the checkpoint: .*/step-000040 --to F"):
+        model_folder(str(make_run(tmp_path / "run")))
+    with pytest.raises(ConfigError, match="neither a policy nor a checkpoint"):
+        model_folder(str(make_run(tmp_path / "young", steps=())))
+
+
+@pytest.mark.parametrize("option", ["--resume", "--init-from", "RUN_OR_CHECKPOINT"])
+def test_a_policy_in_place_of_a_checkpoint_is_named(tmp_path, option):
+    run = make_run(tmp_path / "run")
+    (run / "policy/step-40").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"a hub folder already: --model takes it as it is, and the run is {run}$"):
+        _located(str(run / "policy/step-40"), option)
+
+
+def test_a_run_named_as_the_model_brings_its_config_and_its_overrides(tmp_path):
+    run = make_run(tmp_path / "run", "--validation.examples", "8")
+    (run / "policy/step-40").mkdir(parents=True)
+    options = parse_options(["--model", str(run / "policy/step-40"), "--attempts", "2"])
+    assert options.command.config_name == NAME and options.command.overrides == ["--validation.examples", "8"]
+    with pytest.raises(ConfigError, match="name a config, or a run as --model; .* --list prints the configs"):
+        parse_options(["--model", str(tmp_path)])
 
 
 # ---- refusals

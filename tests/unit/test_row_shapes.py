@@ -1,5 +1,7 @@
 """Batches padded to few shapes, as on CUDA: the same numbers, and no other shape reaches the model. Flex attention, eager."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.models.row_shapes import RowShapes
+from torchtitan.experiments.rl.training.learner import Learner
 
 ROW_LENGTH, ROWS = 500, 3
 
@@ -92,3 +95,11 @@ def test_the_canary_has_a_shape_of_its_own():
     assert RowShapes.of(4, 8192).smallest(1, 8) == (1, 128)
     assert RowShapes.of(4, 8192).smallest(4, 8) == (4, 2048)
     assert RowShapes.of(4, 8192).smallest(5, 9000) == (5, 9000), "what is larger than a run's rows is left as it is"
+
+
+def test_a_step_that_meets_a_shape_for_the_first_time_compiles():
+    learner = object.__new__(Learner)
+    learner._row_shapes = RowShapes.of(2, 512)
+    learner._uncompiled = {*learner._row_shapes.shapes}
+    batches = [SimpleNamespace(token_ids=torch.zeros(size)) for size in ((2, 500), (2, 400), (1, 200), (2, 130), (2, 512))]
+    assert [learner._compiles(batch) for batch in batches] == [True, False, True, False, False]

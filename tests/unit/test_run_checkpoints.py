@@ -92,6 +92,17 @@ async def test_a_checkpoint_that_nobody_waits_for_any_more_is_written_to_its_end
     verify(checkpoint)
 
 
+async def test_a_checkpoint_has_a_copy_of_what_a_resume_needs_of_the_runs_folder(tmp_path):
+    for name in ("command.json", "config.json"):
+        (tmp_path / name).write_text(name)
+    saved = Saved(tmp_path)
+    saved.trainer.written.set()
+    await saved.checkpoints.step_ended(2)
+    await saved.checkpoints.close()
+    (checkpoint,) = checkpoints(tmp_path)
+    assert [(checkpoint / name).read_text() for name in ("command.json", "config.json")] == ["command.json", "config.json"]
+
+
 async def test_nothing_is_lost_where_the_last_step_is_saved(tmp_path):
     saved = Saved(tmp_path)
     saved.trainer.written.set()

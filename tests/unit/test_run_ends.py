@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
 from torchtitan.experiments.rl.config.resume import Start
 from torchtitan.experiments.rl.controller import session
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.process import shared_memory
 from torchtitan.experiments.rl.process import temporary as temporary_module
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
@@ -56,7 +56,7 @@ def ending(monkeypatch, tmp_path, capsys):
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     killed = []
 
-    def run(controller: Running, *signals: int, grace_s: float = 600.0, steps=(20,)):
+    def run(controller: Running, *signals: int, grace_s: float = 600.0, left_s: float = 0.0, steps=(20,)):
         folder = CheckpointFolder(tmp_path, keep=9)
         for step in steps:
             folder.begin(step)
@@ -70,7 +70,8 @@ def ending(monkeypatch, tmp_path, capsys):
             raise Exited(code)
 
         monkeypatch.setattr(session.os, "_exit", leave)
-        config = SimpleNamespace(checkpoint=SimpleNamespace(grace_s=grace_s))
+        job = SimpleNamespace(seconds_left=lambda: left_s)
+        config = SimpleNamespace(checkpoint=SimpleNamespace(grace_s=grace_s), provision=SimpleNamespace(job=job))
         temporary = SimpleNamespace(note_shared_memory=lambda pids: None, remove=lambda: killed.append("folder"))
 
         def send():
@@ -109,8 +110,7 @@ def test_a_second_ctrl_c_ends_everything_at_once_and_keeps_the_last_checkpoint(e
     assert code == 130 and killed == [True, "folder"]
     assert err.splitlines()[1] == "stopped at once: what follows the last checkpoint is lost"
     assert out == (
-        f"saved       step 20: {tmp_path}/checkpoints/step-000020\n"
-        f"go on with  python -m torchtitan.experiments.rl.grpo --resume {tmp_path}\n"
+        f"saved       step 20: {tmp_path}/checkpoints/step-000020\ngo on with  {typed_command('grpo')} --resume {tmp_path}\n"
     )
     assert ending(Running(), signal.SIGINT, signal.SIGINT, steps=())[1] == out
 
@@ -118,8 +118,18 @@ def test_a_second_ctrl_c_ends_everything_at_once_and_keeps_the_last_checkpoint(e
 def test_a_step_that_outlasts_the_grace_period_is_given_up(ending):
     code, out, err, killed = ending(Running(), signal.SIGTERM, grace_s=0.01)
     assert code == 143 and killed == [True, "folder"]
-    assert "the step did not end within checkpoint.grace_s (0.01 s): what follows the last checkpoint is lost" in err
+    assert (
+        "the step did not end within its grace period (0.01 s, checkpoint.grace_s): what follows the last checkpoint is lost"
+        in err
+    )
     assert "step 20" in out
+
+
+def test_a_step_has_the_time_that_the_scheduler_leaves_where_that_is_more(ending):
+    controller = Running("when asked")
+    assert ending(controller, signal.SIGTERM, grace_s=0.0, left_s=600.0)[0] == 143
+    assert controller.asked == ["SIGTERM"], "it was not given up"
+    assert "(0.01 s, checkpoint.grace_s)" in ending(Running(), signal.SIGTERM, grace_s=0.001, left_s=0.01)[2]
 
 
 def test_ctrl_c_has_no_grace_period(ending):

@@ -114,6 +114,9 @@ def test_keys_are_sent_and_never_shown(server, monkeypatch):
     assert refused(f"{server.root}/v1", key_env="MINE").startswith("--endpoint-key-env = 'MINE': is not set")
     assert refused(f"{server.root}/v1", key_env=KEY).startswith("--endpoint-key-env = '(hidden)'")
     assert refused(f"http://me:{KEY}@localhost/v1").startswith("--against = '(hidden)'")
+    monkeypatch.setenv("MINE", KEY)
+    server.answers["/v1/models"] = models(f"first {KEY[:6]}", f"and then {KEY[6:]}")
+    assert "the server has 2 models ((its words are left out" in refused(f"{server.root}/v1", key_env="MINE")
 
 
 def test_a_server_with_another_tokenizer_is_refused(server):

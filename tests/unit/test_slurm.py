@@ -251,3 +251,14 @@ def test_a_signal_to_the_script_reaches_the_run_alone_and_its_exit_code_is_the_j
     assert (tmp_path / "signal").read_text() == "TERM\n"
     assert (tmp_path / "hosts").read_text().split() == ["node1", "node2"]
     assert not [pid for pid in descendants() if b"sleep\x00600" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_signalled_run_has_the_time_until_its_allocation_ends(monkeypatch):
+    job = SlurmJob(stop_before_s=300)
+    monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
+    assert job.seconds_left() == 285.0, "a Slurm that does not say when the job ends"
+    monkeypatch.setattr(slurm.time, "time", lambda: 1000.0)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "1290")
+    assert job.seconds_left() == 275.0
+    monkeypatch.setenv("SLURM_JOB_END_TIME", "8200")
+    assert job.seconds_left() == 7185.0, "scancel --signal, hours before the limit"

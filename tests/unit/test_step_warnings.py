@@ -15,6 +15,10 @@ HEALTHY = {
     "perf/generator_1/busy": 0.1,
     "time/wait_s": 8.0,
     "time/step_s": 10.0,
+    "rollout/count": 100,
+    "filter/post/gibberish": 5,
+    "filter/post/repetition": 0,
+    "filter/post/zero_advantage": 80,
 }
 WRONG = {
     "a blocked loop": ({"perf/event_loop_lag_max_s": 2.34}, "blocks the event loop of the rollouts, for 2.3 s"),
@@ -22,6 +26,10 @@ WRONG = {
     "all cut off": (
         {"rollout/status/truncated_length": 0.5, "rollout/status/truncated_max_turns": 0.5},
         "was cut off, at 12 tokens on average: raise the task's sampling.max_tokens",
+    ),
+    "a filter of another vocabulary": (
+        {"filter/post/gibberish": 23},
+        "the filter gibberish matches 23% of the rollouts",
     ),
     "idle generators": (
         {"perf/generator_0/busy": 0.15},

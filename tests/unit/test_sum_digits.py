@@ -4,12 +4,14 @@ import pytest
 
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.tasks.sum_digits.rubric import SumDigitsRubric
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
 
 
 @pytest.fixture
 def task(renderer):
     config = SumDigitsTask.Config(algorithm=GRPO.Config(), group_size=2)
+    config.instruction, config.rubric = "", SumDigitsRubric.Config(exact=True)  # the tiny models' form
     config.validate(field="tasks.sum_digits")
     return config.build(name="sum_digits", renderer=renderer)
 
@@ -17,7 +19,7 @@ def task(renderer):
 @pytest.mark.parametrize(
     ("answer", "reward"), [("{}", 1.0), ("  {}\n", 1.0), ("{}.", 0.0), ("The sum is {}", 0.0), ("0{}", 0.0), ("", 0.0)]
 )
-async def test_reward_is_for_the_sum_and_nothing_else(task, tokenizer, answer, reward):
+async def test_exact_reward_is_for_the_sum_and_nothing_else(task, tokenizer, answer, reward):
     sample = task.sampler.next()
     policy = ScriptedPolicy(tokenizer, answer.format(sum(sample.env_input)))
     group = await task.run_group(sample, policy, group_id="g", seed=0)

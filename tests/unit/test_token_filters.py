@@ -31,8 +31,14 @@ def group_of(*rollouts: Rollout) -> RolloutGroup:
     return RolloutGroup(group_id="g", task_name="t", data_sample=sample, rollouts=list(rollouts))
 
 
-def matches(config: Filter.Config, *rollouts: Rollout) -> list[bool]:
-    return config.build().matches(group_of(*rollouts))
+def built(config: Filter.Config, *, vocab_size: int = 151_936) -> Filter:
+    made = config.build()
+    made.vocab_size = vocab_size
+    return made
+
+
+def matches(config: Filter.Config, *rollouts: Rollout, **vocabulary: int) -> list[bool]:
+    return built(config, **vocabulary).matches(group_of(*rollouts))
 
 
 # ---- truncated
@@ -55,9 +61,9 @@ def test_truncated_matches_the_limits_of_ours_alone():
 @pytest.mark.parametrize(
     ("token", "logprob", "expected"),
     [
-        (100_000, BLIND - 2.01, True),
-        (100_000, BLIND - 1.99, False),  # rare, and no less likely than the margin allows
-        (99_999, BLIND - 2.01, False),  # unlikely, but a common token
+        (100_278, BLIND - 2.01, True),
+        (100_278, BLIND - 1.99, False),  # rare, and no less likely than the margin allows
+        (100_277, BLIND - 2.01, False),  # unlikely, but a common token
         (151_645, SURE, False),  # <|im_end|> where it belongs
     ],
 )
@@ -74,8 +80,14 @@ def test_gibberish_tokens_are_counted_over_all_turns():
 
 def test_gibberish_follows_the_vocabulary():
     # Of 1,000 tokens: -6.908 for a blind draw, -7.908 with a margin of 1.
-    config = Gibberish.Config(vocab_size=1000, rare_from=800, margin=1.0)
-    assert matches(config, rollout_of(([800], [-7.91])), rollout_of(([800], [-7.90]))) == [True, False]
+    config = Gibberish.Config(rare_from=0.8, margin=1.0)
+    rollouts = [rollout_of(([token], [logprob])) for token, logprob in ((800, -7.91), (800, -7.90), (799, -7.91))]
+    assert matches(config, *rollouts, vocab_size=1000) == [True, False, False]
+
+
+def test_gibberish_without_a_vocabulary_says_what_it_lacks():
+    with pytest.raises(ValueError, match="vocab_size is not set"):
+        Gibberish.Config().build().matches(group_of(rollout_of(([5], [SURE]))))
 
 
 # ---- repetition
@@ -134,7 +146,7 @@ def test_hashes_are_equal_where_the_ngrams_are(token_ids, n):
 
 DEFAULTS = [Gibberish.Config(), Repetition.Config(), Repetition.Config(distinct_ngrams=0.1), Truncated.Config()]
 EAGER = [
-    Gibberish.Config(vocab_size=10, rare_from=5, margin=0.0),
+    Gibberish.Config(rare_from=0.5, margin=0.0),
     Repetition.Config(window=2, probability=0.5),
     Repetition.Config(window=50, ngram=2, min_ngrams=2, distinct_ngrams=0.8),
     Truncated.Config(),
@@ -179,7 +191,7 @@ def test_each_is_counted_under_its_name():
     looping = rollout_of((range(4), [SURE] * 4), status=RolloutStatus.TRUNCATED_LENGTH)
     noise = rollout_of(([150_000], [-20.0]), status=RolloutStatus.COMPLETED)
     filters = [Truncated.Config(mode="monitor"), Gibberish.Config(), Repetition.Config(window=4)]
-    result = apply_filters([config.build() for config in filters], group_of(looping, noise))
+    result = apply_filters([built(config) for config in filters], group_of(looping, noise))
     assert result.matched == {"truncated": 1, "gibberish": 1, "repetition": 1}
     assert [name for _, name in result.dropped] == ["repetition", "gibberish"]
 
@@ -189,8 +201,7 @@ def test_each_is_counted_under_its_name():
     [
         (Truncated.Config(mode="off"), "truncated.mode"),
         (Gibberish.Config(mode="off"), "gibberish.mode"),
-        (Gibberish.Config(vocab_size=1), "gibberish.vocab_size"),
-        (Gibberish.Config(vocab_size=768), "gibberish.rare_from"),
+        (Gibberish.Config(rare_from=1.0), "gibberish.rare_from"),
         (Gibberish.Config(rare_from=-1), "gibberish.rare_from"),
         (Gibberish.Config(margin=-0.1), "gibberish.margin"),
         (Gibberish.Config(margin=math.inf), "gibberish.margin"),

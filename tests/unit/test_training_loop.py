@@ -46,6 +46,9 @@ class Parts:
         zeros = dict.fromkeys(("canary_max_diff", "copy_out_s", "load_s", "verify_s", "reload_s"), 0.0)
         return SyncReport(version=copied.version, fetched_bytes={"host 1": 100 + copied.version}, fetch_s=0.25, **zeros)
 
+    async def sleep(self):
+        self.events.append(("sleep",))
+
     def start(self, step, *, final=False):
         self.events.append(("evaluate", step, "final" if final else "due"))
         self.reports.append(ValidationReport(step=step, reward=step / 10, metrics={"validation/reward": step / 10}))
@@ -61,7 +64,7 @@ class Parts:
         self.events.append(("closed",))
 
 
-def build(*, steps=3, bound=1, task=None):
+def build(*, steps=3, bound=1, task=None, sleep=False):
     task = task or StubTask(lambda number: [0.0, 1.0])
     policy = SimpleNamespace(version=0)
     runner = LocalRunner(policy, seed=0)
@@ -90,6 +93,7 @@ def build(*, steps=3, bound=1, task=None):
         validator=parts,
         runner=runner,
         generated_tokens=lambda: 0,
+        sleep=sleep,
         on_start=starts.append,
         on_step=records.append,
     )
@@ -134,6 +138,14 @@ async def test_synchronous_step_begins_when_the_one_before_is_live_and_evaluated
     for step in (2, 3):
         assert events.index(("live", step - 1)) < events.index(("evaluate", step - 1, "due")) < events.index(("train", step))
         assert ("evaluated",) in events[events.index(("evaluate", step - 1, "due")) : events.index(("train", step))]
+
+
+async def test_generators_sleep_from_the_last_evaluation_to_the_next_version():
+    run = build(steps=2, bound=0, sleep=True)
+    await run.loop.run()
+    await run.rollouts.close()
+    order = ["evaluated", "sleep", "train", "copy", "update", "live"]
+    assert [event[0] for event in run.parts.events if event[0] in order][:12] == 2 * order
 
 
 async def test_asynchronous_training_goes_on_beside_an_evaluation():

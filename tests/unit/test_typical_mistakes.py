@@ -1,7 +1,12 @@
 """Typical mistakes of a first hour: each is one line that names the place, exit code 2, in seconds, and nothing is spawned."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
+from tests.integration.command_runs import ROOT
 from tests.unit.test_plan_and_config import DEBUG
 from torchtitan.experiments.rl.config import preflight
 
@@ -94,7 +99,8 @@ MISTAKES = {
     "a component that the env does not give": (
         ("", "own(rubric=Rubric.Config(reward_fns=[env_component('sucess')]))"),
         RUBRIC,
-        "the env gave no reward component 'sucess'; it gave none",
+        "the env gave no reward component 'sucess'; it gave none; where it gives it only sometimes, write "
+        "env_component('sucess', default=0)",
     ),
     "a list for the dataset": (
         ("", "own(dataset=ROWS)"),
@@ -148,6 +154,14 @@ MISTAKES = {
         MINE,
         "role str 'human', want one of system, developer, user, assistant, tool",
     ),
+    "messages that contain themselves": (
+        env(
+            "async def reset(self):\n        message = {'role': 'user', 'content': 'hi'}; message['again'] = message\n"
+            "        return ResetOutput(messages=[message])"
+        ),
+        MINE,
+        "Bad.reset: ResetOutput.messages[0] contains itself",
+    ),
     "no messages": (reset("ResetOutput(messages=[])"), MINE, "Bad.reset: ResetOutput.messages is empty"),
     "reset raises": (reset("open('/nowhere/db')"), MINE, "Bad.reset: FileNotFoundError: [Errno 2]", "'/nowhere/db' ("),
     "a step gives a tuple": (
@@ -186,6 +200,19 @@ def test_a_mistake_in_a_task_is_refused_in_one_line(refused, config_module, made
     err = refused("--module", name, "--config", "made")
     for part in parts:
         assert part in err
+
+
+@pytest.mark.parametrize("body", ["os._exit(0)", "os.kill(os.getpid(), 11)"], ids=["os._exit", "a segmentation fault"])
+def test_a_reward_function_that_ends_the_command_is_named(config_module, body):
+    classes, task = reward(f"{body}")
+    name, file = config_module(f"import os\n{MODULE}\n{classes}\n{MADE.format(task=task)}")
+    words = ["-m", "torchtitan.experiments.rl.grpo", "--module", name, "--config", "made", "--dry-run"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{file.parent}"}
+    ended = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.stderr == (
+        "error: tasks.mine = 'QuestionTask': the rewards of the reply 'The answer is 42.' by bad: the command was killed, or "
+        "this code called os._exit or crashed; user_code.preflight_timeout_s = 0 leaves this check out\n"
+    )
 
 
 WORDS = {

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tests.unit.blocked import blocked_s
+from torchtitan.experiments.rl.user_code import bounded
 from torchtitan.experiments.rl.user_code.calls import (
     BLOCKING,
     Threads,
@@ -42,21 +43,6 @@ async def test_cancellation_of_the_caller_is_not_a_failure_of_the_code():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-
-
-async def test_late_code_may_clean_up():
-    cleaned = []
-
-    async def slow():
-        try:
-            await asyncio.sleep(3600)
-        finally:
-            await asyncio.sleep(0.05)
-            cleaned.append(True)
-
-    with pytest.raises(UserCodeTimeout):
-        await call_bounded(slow, timeout_s=0.05)
-    assert cleaned == [True]
 
 
 async def test_exit_does_not_stop_the_event_loop():
@@ -290,3 +276,190 @@ async def test_error_of_code_that_also_blocked_is_what_is_reported():
     with pytest.raises(UserCodeError, match="KeyError: 2") as caught:
         await call_bounded(fails_late, timeout_s=0.1)
     assert not isinstance(caught.value, UserCodeTimeout) and BLOCKING.lap() == 1
+
+
+async def call_step(function, *args, timeout_s=30.0):
+    """Whatever the call does to the running task has been taken back."""
+    running = asyncio.current_task()
+    try:
+        return await call_user(function, *args, timeout_s=timeout_s, owner="Env.step")
+    finally:
+        assert running.cancelling() == 0
+        await asyncio.sleep(0)  # a cancellation that was left over would arrive here
+
+
+async def test_code_that_waits_is_answered_when_it_ends():
+    async def waits():
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
+        return 7
+
+    assert await call_step(waits) == 7
+
+
+def raising(error):
+    async def at_once():
+        raise error
+
+    async def later():
+        await asyncio.sleep(0)
+        raise error
+
+    return at_once, later
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("no"), r"Env.step: ValueError: no \(test_user_code.py:"),
+        (SystemExit(3), "Env.step: SystemExit: 3"),
+        (KeyboardInterrupt(), "Env.step: KeyboardInterrupt"),
+        (GeneratorExit(), "Env.step: GeneratorExit"),
+        (StopIteration(1), "Env.step: RuntimeError: coroutine raised StopIteration"),
+        (asyncio.CancelledError(), "Env.step: CancelledError: raised by the code itself$"),
+    ],
+)
+async def test_whatever_the_code_raises_is_a_failure_by_its_name(error, message):
+    for function in raising(error):
+        with pytest.raises(UserCodeError, match=f"^{message}"):
+            await call_step(function)
+
+
+async def test_late_code_may_clean_up_and_is_named_with_its_place():
+    cleaned = []
+
+    async def slow():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.01)
+            cleaned.append(True)
+
+    with pytest.raises(UserCodeTimeout, match=r"^Env.step: no answer within 0.05 s$") as late:
+        await call_step(slow, timeout_s=0.05)
+    assert cleaned == [True] and "slow (test_user_code.py:" in late.value.where
+
+
+async def test_late_code_that_ignores_its_cancellation_is_abandoned(monkeypatch):
+    monkeypatch.setattr(bounded, "CANCEL_GRACE_S", 0.05)
+    end, ended = asyncio.Event(), asyncio.Event()
+
+    async def stubborn():
+        while not end.is_set():
+            try:
+                await end.wait()
+            except asyncio.CancelledError:
+                pass
+        ended.set()
+
+    with pytest.raises(UserCodeTimeout, match="^Env.step: no answer within 0.05 s"):
+        await call_step(stubborn, timeout_s=0.05)
+    assert not ended.is_set()
+    end.set()
+    await ended.wait()
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+async def test_cancellation_of_the_caller_reaches_the_code_and_then_the_caller(swallows):
+    begun, seen = asyncio.Event(), []
+
+    async def waits():
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            seen.append(True)
+            if not swallows:
+                raise
+
+    task = asyncio.create_task(call_user(waits, timeout_s=3600, owner="Env.step"))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert seen == [True] and task.cancelled()
+
+
+async def test_cancellation_of_the_call_around_ends_code_that_swallows_it():
+    begun, after = asyncio.Event(), []
+
+    async def swallows():
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            pass
+
+    async def rollout():
+        await call_user(swallows, timeout_s=3600, owner="Env.step")
+        after.append(True)
+
+    task = asyncio.create_task(call_bounded(rollout, timeout_s=3600))
+    await begun.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert after == []
+
+
+async def test_caller_that_is_cancelled_while_late_code_unwinds_is_cancelled():
+    unwinding = asyncio.Event()
+
+    async def slow():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            unwinding.set()
+            await asyncio.sleep(3600)
+
+    task = asyncio.create_task(call_user(slow, timeout_s=0.01, owner="Env.step"))
+    await unwinding.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_code_that_cancels_the_running_task_fails_alone(waits):
+    async def cancels():
+        asyncio.current_task().cancel()
+        if waits:
+            await asyncio.sleep(3600)
+        raise ValueError("then")
+
+    with pytest.raises(UserCodeError, match="raised by the code itself"):
+        await call_step(cancels)
+
+
+async def test_code_may_cancel_what_it_awaits_within_limits_of_its_own():
+    async def limited():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(3600)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.sleep(3600), 0.01)
+        with pytest.raises(ExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(asyncio.sleep(3600))
+                group.create_task(raising(ValueError("no"))[1]())
+        lost = asyncio.get_running_loop().create_future()
+        lost.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await lost
+        return "done"
+
+    assert await call_bounded(lambda: call_step(limited), timeout_s=3600) == "done"
+
+
+async def test_code_that_blocks_beyond_its_limit_is_late_and_counted_once_inside_a_call_with_a_limit():
+    async def blocks():
+        time.sleep(0.15)
+        return "done"
+
+    BLOCKING.lap()
+    with pytest.raises(UserCodeTimeout, match=r"^Env.step: no answer within 0.1 s: it blocked") as late:
+        await call_step(blocks, timeout_s=0.1)
+    assert BLOCKING.lap() == 1 and blocked_s(late.value) >= 0.15
+    with pytest.raises(UserCodeTimeout, match=r"^no answer within 0.1 s: Env.step blocked") as late:
+        await call_bounded(lambda: call_step(blocks, timeout_s=3600), timeout_s=0.1)
+    assert BLOCKING.lap() == 1 and blocked_s(late.value) >= 0.15

@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.weights.host_shards import divide, divided_tensor
 from torchtitan.experiments.rl.weights.reader import Fetched, HostCopy, WeightReader, local_snapshot
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout
 from torchtitan.experiments.rl.weights.store import copy_key, manifest_key, shards_key
-from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CopiedOut, WeightSync
+from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, CopiedOut, WeightSync
 
 # ---- the reader of a host
 
@@ -212,7 +212,13 @@ def sync_with(copies: WeightReaders, load) -> WeightSync:
 
     rank0 = SimpleNamespace(proof=SimpleNamespace(choose=lambda: answer(("aa", np.zeros(CANARY_TOKENS)))))
     trainer = SimpleNamespace(size=lambda dim: 1, slice=lambda procs: rank0)
-    return WeightSync(trainer, SimpleNamespace(update_weights=load), vocab_size=96, tolerance=1e-3, copies=copies)
+    return WeightSync(
+        trainer,
+        SimpleNamespace(update_weights=load),
+        text=np.arange(CANARY_TOKENS),
+        bound=CanaryBound("float32"),
+        copies=copies,
+    )
 
 
 async def test_generators_that_find_a_dead_readers_memory_gone_load_from_the_next():

@@ -7,7 +7,7 @@ import pytest
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
-from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CopiedOut, WeightSync
+from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, CopiedOut, WeightSync
 
 
 def receipt(version: int = 5, fingerprint: str = "aa", canary: float = -1.0) -> WeightReceipt:
@@ -25,7 +25,7 @@ async def update(*receipts: WeightReceipt):
     rank = SimpleNamespace(proof=SimpleNamespace(choose=lambda: answer(proof)))
     trainer = SimpleNamespace(size=lambda dim: 2, slice=lambda procs: rank)
     generators = SimpleNamespace(update_weights=lambda version, canary: answer(dict(enumerate(receipts))))
-    sync = WeightSync(trainer, generators, vocab_size=96, tolerance=1e-3)
+    sync = WeightSync(trainer, generators, text=np.arange(CANARY_TOKENS), bound=CanaryBound("float32"))
     return await sync.update(CopiedOut(version=5, seconds=1.0))
 
 
@@ -52,3 +52,19 @@ async def test_a_receipt_of_anything_else_ends_the_run_by_replica_version_and_va
 async def test_replicas_that_hold_the_same_wrong_weights_do_not_pass_for_agreeing():
     with pytest.raises(RunError, match="generator 0 holds weights of fingerprint bb"):
         await update(receipt(fingerprint="bb"), receipt(fingerprint="bb"))
+
+
+def test_the_bound_of_bfloat16_follows_from_the_first_versions_and_that_of_float32_is_fixed():
+    exact, learned = CanaryBound("float32"), CanaryBound("bfloat16")
+    for difference in (0.3, 0.1, 1.4, 0.2, 0.2):
+        assert (exact.nats, learned.nats) == (1e-3, 10.0)
+        exact.passed(5e-4)
+        learned.passed(difference)
+    assert exact.nats == 1e-3
+    assert learned.nats == pytest.approx(7.0), "five times 1.4"
+    learned.passed(6.0)
+    assert learned.nats == pytest.approx(7.0), "a later version moves it no more"
+    small = CanaryBound("bfloat16")
+    for _ in range(5):
+        small.passed(0.01)
+    assert small.nats == 1.0

@@ -255,7 +255,7 @@ async def trained_with(renderer, tokenizer, filters):
         ([Truncated.Config()], 4),
         ([Truncated.Config(), ZeroAdvantage.Config(mode="monitor")], 4),
         # A filter that may read what the teacher said has to wait for it.
-        ([Truncated.Config(), AnyFilter.Config(mode="monitor")], 7),
+        ([Truncated.Config(), AnyFilter.Config(mode="monitor")], 8),
     ],
 )
 async def test_what_filters_drop_before_the_batch_costs_no_prefill(renderer, tokenizer, filters, prefills):

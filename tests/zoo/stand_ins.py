@@ -100,7 +100,7 @@ class StandInActors(RunActors):
         self.closed = 0
         StandInActors.made = self
 
-    async def start(self, trainer_start: Any = None) -> None:
+    async def start(self, text: Any, trainer_start: Any = None) -> None:
         """Nothing is spawned."""
 
     def fail(self, failure: RunError) -> None:

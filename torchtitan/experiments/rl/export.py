@@ -54,21 +54,21 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--to", metavar="FOLDER", required=True, help="the hub folder to write; it must not be there yet")
     options.add_argument("--push-to-hub", metavar="NAME", help="upload it to this model of the hub, such as me/my-model")
     options.add_argument(
-        "--model", metavar="FOLDER", help="the hub folder that the run began with, where it is not where it was any more"
+        "--model", metavar="FOLDER", help="the hub folder of the model that the run began with, if it has moved since"
     )
     return options
 
 
 def _export(given: str, target: Path, *, model: str | None) -> Path:
     """Returns the checkpoint's folder."""
+    from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER
     from torchtitan.experiments.rl.config.resume import find_checkpoint
     from torchtitan.experiments.rl.config.saved_command import read_config
-    from torchtitan.experiments.rl.controller.run_start import TRAINER_FOLDER
     from torchtitan.experiments.rl.models.policy import ModelConfig
     from torchtitan.experiments.rl.training.hub_export import export_checkpoint
 
     run_dir, checkpoint = find_checkpoint(given)
-    values = (read_config(run_dir) or {}).get("model")
+    values = (read_config(run_dir) or read_config(checkpoint) or {}).get("model")
     if not isinstance(values, dict):
         raise ConfigError("RUN_OR_CHECKPOINT", given, f"{run_dir} has no readable config.json: name a run's folder")
     config = ModelConfig(hf_assets_path=model or values["hf_assets_path"], flavor=values.get("flavor"))

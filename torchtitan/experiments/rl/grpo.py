@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torchtitan.experiments.rl.checkpointing.folder import policies
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
-from torchtitan.experiments.rl.config.command_line import Command, config_functions, load_config, parse_command
+from torchtitan.experiments.rl.config.command_line import Command, config_functions, config_groups, load_config, parse_command
 from torchtitan.experiments.rl.config.user_faults import fault_of
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
 from torchtitan.experiments.rl.observability.console import write_line
@@ -22,7 +23,7 @@ from torchtitan.experiments.rl.process.setup import (
     run_command,
     set_up_process,
 )
-from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets, remove_left_over
 from torchtitan.experiments.rl.process.terminal import share_terminal
 
 
@@ -41,9 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
         if command.model is not None:
             from torchtitan.experiments.rl.config.hub_model import model_folder
 
-            command.overrides += ["--model.hf-assets-path", model_folder(command.model)]
+            path = ["--model.hf-assets-path", model_folder(command.model)]
+            command.overrides = ["--model.flavor", "None", *command.overrides, *path]  # the config's flavor is another model's
         resumed, command = _resumed(command)
         config, name = load_config(command), str(command.config_name)
+        if command.gpus is not None:
+            config = _divided(command, config)
         keep_imported()
         try:
             with quiet_libraries():
@@ -81,8 +85,14 @@ def starting_line(command: Command) -> str:
 def _list(module: str) -> int:
     functions = config_functions(module)
     width = max(map(len, functions), default=0)
-    for name, function in functions.items():
-        print(f"{name:<{width}}  {(function.__doc__ or '').strip().partition(chr(10))[0]}".rstrip())
+    groups = config_groups(module)
+    named = {name for names in groups.values() for name in names}
+    for title, names in {**groups, "Others" if groups else "": [name for name in functions if name not in named]}.items():
+        if names and title:
+            print(title)
+        for name in names:
+            line = f"{name:<{width}}  {(functions[name].__doc__ or '').strip().partition(chr(10))[0]}".rstrip()
+            print(f"  {line}" if title else line)
     return 0
 
 
@@ -95,6 +105,16 @@ def _resumed(command: Command) -> tuple[Any, Command]:
     resumed = find_resumed(str(command.resume))
     assert resumed is not None, "None is for auto"
     return resumed, resumed.command(command)
+
+
+def _divided(command: Command, config: Any) -> Any:
+    """The config with ``--gpus`` divided between trainer and generators."""
+    from torchtitan.experiments.rl.config import checks
+    from torchtitan.experiments.rl.process.gpus import gpu_memory_gib
+
+    checks.check(config)
+    command.overrides += checks.split_of(config, int(command.gpus or 0), gpu_gib=gpu_memory_gib() or checks.USUAL_GPU_GIB)
+    return load_config(command)
 
 
 def _newest(config: Any, command: Command) -> Any:
@@ -119,11 +139,22 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         None: the resumed run has nothing left to do.
     """
     from torchtitan.experiments.rl.config import checks, preflight, trial_build
-    from torchtitan.experiments.rl.config.machine import machine_lacks, missing_gpus, numa_lines, raise_descriptor_limit
+    from torchtitan.experiments.rl.config.machine import (
+        checkpoint_seconds,
+        fit_rows,
+        machine_lacks,
+        missing_gpu_memory,
+        missing_gpus,
+        missing_on_gpu_host,
+        numa_lines,
+        raise_descriptor_limit,
+    )
     from torchtitan.experiments.rl.config.resume import Start, files_of_models, find_initial
     from torchtitan.experiments.rl.config.run_folder import check_run_folder, make_run_folder
     from torchtitan.experiments.rl.config.saved_command import SavedCommand, lock_run_folder, save_command
-    from torchtitan.experiments.rl.config.shown_tasks import shown_tasks
+    from torchtitan.experiments.rl.config.shown_tasks import learning_rate_warning, shown_tasks
+    from torchtitan.experiments.rl.config.teachers import check_teachers
+    from torchtitan.experiments.rl.envs.renderer import AUTO, DEFAULT, renderer_name
 
     notes: list[MissingError] = []
     checks.check(config)  # first: only a checked config surely has a model to look for
@@ -138,10 +169,19 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
     without_gpus = command.dry_run and config.provision.device == "cuda" and on_this_host
     gpus = list(range(checks.needed_gpus(config)))
     plan = checks.plan_run(config, device="cuda", available=gpus) if without_gpus else checks.plan_run(config)
+    fitted: str | None = None
+    short: list[MissingError] = []
+    if plan.device == "cpu" and on_this_host:
+        try:
+            plan, fitted = fit_rows(config, plan, lambda: checks.plan_run(config))
+        except MissingError as error:
+            short.append(error)
     lacking = checks.missing(config)
     if lacking and not command.dry_run:
         raise next(iter(lacking.values()))
     tasks = trial_build.build_tasks(config, left_out=lacking) if not notes else {}
+    if not notes:
+        check_teachers(config, ask_servers=not command.dry_run)
     raise_descriptor_limit()
     field, folder = ("output_dir", config.output_dir) if command.run_dir is None else ("--run-dir", command.run_dir)
     if resumed is not None:
@@ -149,12 +189,16 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
     checkpoints = resumed.checkpoints if resumed is not None else 0
     if command.push_to_hub is not None and not config.trainer.save_final_model:
         raise ConfigError("--push-to-hub", command.push_to_hub, "there is nothing to push: trainer.save_final_model is False")
-    here = checks.missing_engine(config) + machine_lacks(plan, folder, field=field, checkpoints=checkpoints)
+    here = short + checks.missing_engine(config) + machine_lacks(plan, folder, field=field, checkpoints=checkpoints)
     here += missing_gpus(len(gpus)) if without_gpus else []
+    here += missing_gpu_memory(plan) if on_this_host else []
+    here += missing_on_gpu_host() if plan.device == "cuda" and on_this_host else []
     if command.push_to_hub is not None and (fault := push_fault(command.push_to_hub)) is not None:
         here.append(MissingError("--push-to-hub", command.push_to_hub, fault))
     if here and not command.dry_run:
         raise here[0]
+    takes_s = checkpoint_seconds(plan, folder)
+    grace_s = max(config.checkpoint.grace_s, config.provision.job.seconds_left())
     tried = preflight.try_tasks(config, tasks)
     name, lines = str(command.config_name), []
     start = Start()
@@ -178,7 +222,10 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         job = config.provision.job
         keep = not command.dry_run
         start.run_dir = make_run_folder(command.run_dir, config.output_dir, name, keep=keep, may_hold=job.files)
-    for line in lines:
+    renderer = next((renderer_name(task.renderer) for task in tasks.values()), None)
+    if config.renderer.name == AUTO and renderer == DEFAULT and not command.dry_run:
+        lines.append("renderer    default: no family's makes the prompts that the tokenizer's own template does")
+    for line in [*lines, *([fitted] if fitted is not None else [])]:
         write_line(sys.stdout, printable_line(line))
     start.plan = plan
     start.script = config.provision.job.script(command.words_in(start.run_dir), start.run_dir, plan.hosts)
@@ -191,13 +238,20 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         scheduled = start.script or config.provision.job.plan(start.run_dir, plan.hosts)
         near = numa_lines(plan.device, elsewhere=config.provision.job.has_gpus is not None)
         placed = plan.placement.lines(plan.device, submitted=start.script is not None)
+        if takes_s is not None:
+            near = [f"checkpoint     about {takes_s:,.0f} s, at the speed of this folder's disk", *near]
         print("\n".join([*plan.lines(), *placed, *near, *([scheduled] if scheduled else [])]))
-        print("\n".join(shown_tasks(config, tried)))
+        print("\n".join(shown_tasks(config, tried, renderer=renderer)))
         for note in [*notes, *lacking.values(), *here]:
             print(f"before a run   {printable_line(str(note))}")
-    for trial in tried.values():
-        if trial.warning is not None:
-            write_line(sys.stderr, f"warning: {printable_line(trial.warning)}")
+    if takes_s is not None and takes_s > grace_s:
+        warned = f"a checkpoint takes about {takes_s:,.0f} s here, and SIGTERM leaves the run {grace_s:,.0f} s: raise "
+        field = "provision.job.stop_before_s" if config.provision.job.name == "slurm" else "checkpoint.grace_s"
+        write_line(sys.stderr, f"warning: {warned}{field}, or what follows the last checkpoint is lost then")
+    warnings = [learning_rate_warning(config, plan.parameters), *(task.examples_warning for task in tasks.values())]
+    for warning in [*warnings, *(trial.warning for trial in tried.values())]:
+        if warning is not None:
+            write_line(sys.stderr, f"warning: {printable_line(warning)}")
     return start
 
 
@@ -217,16 +271,15 @@ def _submit(config: Any, start: Any) -> int:
 def _push(run_dir: Path, name: str) -> int:
     """Upload the policy of a run that is done."""
     from torchtitan.experiments.rl.config.hub_push import push
-    from torchtitan.experiments.rl.training.checkpoints import EXPORT_FOLDER
 
-    newest = max(run_dir.glob(f"{EXPORT_FOLDER}/step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
-    return 0 if push(newest, name) else 1
+    return 0 if push(policies(run_dir)[-1], name) else 1
 
 
 def _run(config: Any, start: Any, config_name: str) -> int:
     from torchtitan.experiments.rl.controller.session import run_to_end
 
     temporary = TemporaryFolder()
+    hold_sockets(temporary.path)
     share_terminal()
     collect_again()
     try:

@@ -8,8 +8,7 @@ import numpy as np
 from annotated_types import Ge
 
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.batching.filling import Row, fill, padded_length
-from torchtitan.experiments.rl.batching.packing import balance_rows, pack_rows, spread_rows
+from torchtitan.experiments.rl.batching.packing import Row, balance_rows, fill, pack_rows, padded_length, spread_rows
 from torchtitan.experiments.rl.batching.sample_checks import check_sample
 from torchtitan.experiments.rl.batching.sharing import prefix_order, shared_in_row, tree_units
 from torchtitan.experiments.rl.bounds import PositiveInt

@@ -3,6 +3,13 @@
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from torchtitan.experiments.rl.types import STREAMS, PrefixTrees, Stream, TrainingBatch, TrainingSample
 
 ATTENTION_COST = 1 / 32768
 """Cost of a sample of n tokens is n + ATTENTION_COST * n²: one unit is a token's share of the linear layers.
@@ -95,3 +102,137 @@ def balance_rows(row_costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+LENGTH_MULTIPLE = 8
+"""Rows are cut after the longest of their microbatch, rounded up to this: what tensor cores and sequence shards like."""
+
+
+@dataclass(kw_only=True, frozen=True)
+class Row:
+    """Samples in the order in which they lie in a row."""
+
+    samples: Sequence[TrainingSample]
+    shared: Sequence[int]
+    """First tokens of each that are those of the sample before it, and that the model computes once; 0 begins a tree."""
+
+    @cached_property
+    def tokens(self) -> int:
+        """That the model computes."""
+        return sum(map(len, self.samples)) - sum(self.shared)
+
+    @cached_property
+    def cost(self) -> float:
+        return row_cost([len(sample) for sample in self.samples], self.shared)
+
+
+def padded_length(rows: Sequence[Row], row_length: int) -> int:
+    """T: tokens of each row of a microbatch, padding included."""
+    return _rounded(max((row.tokens for row in rows), default=0), row_length)
+
+
+def fill(rows: Sequence[Row], task_names: tuple[str, ...], row_length: int, *, conditioned: bool = False) -> TrainingBatch:
+    """The microbatch of these rows, one row of padding where there is none.
+
+    Args:
+        task_names: of all samples of the step.
+        row_length: most tokens of a row that the model computes.
+        conditioned: some sample of the step has reference_ids.
+    """
+    rows = rows or [Row(samples=[], shared=[])]
+    # What samples share is in the batch as often as in the samples: such a row may be longer than one that the model computes.
+    length = _rounded(max(sum(map(len, row.samples)) for row in rows), row_length)
+    # The row by row sequence of samples and paddings (None): one concatenation of it gives a whole [B, L] stream.
+    pieces: list[TrainingSample | None] = []
+    sizes: list[int] = []
+    for row in rows:
+        pieces += row.samples
+        sizes += map(len, row.samples)
+        if padding := length - sum(map(len, row.samples)):
+            pieces.append(None)
+            sizes.append(padding)
+
+    def shaped(flat: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(flat.reshape(len(rows), length))
+
+    def stream(name: str, declared: Stream) -> torch.Tensor:
+        absent = np.full(length, declared.fill, declared.dtype)
+        parts = []
+        for sample, size in zip(pieces, sizes, strict=True):
+            values = None if sample is None else getattr(sample, name)
+            if values is None and sample is not None and declared.like is not None:
+                values = getattr(sample, declared.like)
+            parts.append(absent[:size] if values is None else values)
+        return shaped(np.concatenate(parts, out=np.empty(len(rows) * length, declared.dtype)))
+
+    def constant(values: list[float] | list[int], dtype: type) -> torch.Tensor:
+        return shaped(np.repeat(np.array(values, dtype), sizes))
+
+    ramp = np.arange(length, dtype=np.int32) % row_length  # padding may be longer than the model has positions for
+    task_ids = {name: index for index, name in enumerate(task_names)}
+    return TrainingBatch(
+        positions=shaped(np.concatenate([ramp[:size] for size in sizes])),
+        temperatures=constant([1.0 if sample is None else sample.temperature for sample in pieces], np.float32),
+        task_ids=constant([-1 if sample is None else task_ids[sample.task_name] for sample in pieces], np.int32),
+        task_names=task_names,
+        trees=_trees(rows, length, row_length) if any(any(row.shared) for row in rows) else None,
+        conditioned=_conditioned(rows, length, row_length) if conditioned else None,
+        **{name: stream(name, declared) for name, declared in STREAMS.items()},
+    )
+
+
+def _trees(rows: Sequence[Row], length: int, row_length: int) -> PrefixTrees:
+    """The same rows with what is shared in them once, for a batch of ``length`` tokens a row."""
+    shape = len(rows), padded_length(rows, row_length)
+    token_ids, temperatures = np.zeros(shape, np.int32), np.ones(shape, np.float32)
+    positions, slots = np.empty(shape, np.int32), np.zeros((len(rows), length), np.int64)
+    for number, row in enumerate(rows):
+        at = filled = 0  # in the row of the batch, and in the row of trees
+        path = slots[number, :0]
+        for sample, shared in zip(row.samples, row.shared, strict=True):
+            size, end = len(sample), filled + len(sample) - shared
+            token_ids[number, filled:end] = sample.token_ids[shared:]
+            temperatures[number, filled:end] = sample.temperature
+            positions[number, filled:end] = np.arange(shared, size)
+            own = slots[number, at : at + size]
+            own[:shared] = path[:shared]
+            own[shared:] = np.arange(filled, end) + number * shape[1]
+            path, at, filled = own, at + size, end
+        positions[number, filled:] = np.arange(shape[1] - filled)
+    tensors = dict(token_ids=token_ids, positions=positions, temperatures=temperatures, slots=slots)
+    return PrefixTrees(**{name: torch.from_numpy(array) for name, array in tensors.items()})
+
+
+def _conditioned(rows: Sequence[Row], length: int, row_length: int) -> PrefixTrees:
+    """The samples' reference_ids in as few rows as hold them, for a batch of ``length`` tokens a row."""
+    places: list[tuple[TrainingSample, np.ndarray, np.ndarray]] = []
+    slots = np.full((len(rows), length), -1, np.int64)
+    for number, row in enumerate(rows):
+        at = 0
+        for sample in row.samples:
+            if sample.reference_ids is not None:
+                places.append((sample, sample.reference_ids, slots[number, at : at + len(sample)]))
+            at += len(sample)
+    packed = pack_rows([len(ids) for _, ids, _ in places], row_length) or [[]]
+    width = _rounded(max(sum(len(places[index][1]) for index in row) for row in packed), row_length)
+    shape = len(packed), width
+    token_ids, temperatures = np.zeros(shape, np.int32), np.ones(shape, np.float32)
+    positions = np.empty(shape, np.int32)
+    for number, indices in enumerate(packed):
+        filled = 0
+        for index in indices:
+            sample, ids, own = places[index]
+            end = filled + len(ids)
+            token_ids[number, filled:end], positions[number, filled:end] = ids, np.arange(len(ids))
+            temperatures[number, filled:end] = sample.temperature
+            scored = len(sample) - int(np.argmax(sample.loss_mask)) if sample.loss_mask.any() else 0
+            own[len(sample) - scored :] = np.arange(end - scored, end) + number * width
+            filled = end
+        positions[number, filled:] = np.arange(width - filled)
+    tensors = dict(token_ids=token_ids, positions=positions, temperatures=temperatures, slots=slots)
+    return PrefixTrees(**{name: torch.from_numpy(array) for name, array in tensors.items()})
+
+
+def _rounded(longest: int, row_length: int) -> int:
+    multiple = max(1, -(-longest // LENGTH_MULTIPLE)) * LENGTH_MULTIPLE
+    return max(longest, min(multiple, row_length))

@@ -26,6 +26,12 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST_FILE = "manifest.json"
+POLICY_FOLDER = "policy"
+"""In the run folder: the policy as hub folders, ``policy/step-N``."""
+OLD_POLICY_FOLDER = "checkpoint"
+"""What older runs call it."""
+TRAINER_FOLDER = "trainer"
+"""In a checkpoint's folder: what the trainer's ranks wrote."""
 FORMAT = 1
 """Of the manifest; a reader refuses others."""
 
@@ -34,6 +40,12 @@ _READERS = 4
 """Threads that read files for their checksums. SHA-256 takes a core about 1 GB/s."""
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 """What network file systems answer that can't fsync a folder."""
+
+
+def policies(run_dir: Path) -> list[Path]:
+    """The hub folders that a run has written of its policy, the newest last."""
+    found = [path for name in (OLD_POLICY_FOLDER, POLICY_FOLDER) for path in (run_dir / name).glob("step-*")]
+    return sorted((path for path in found if path.name[5:].isdigit()), key=lambda path: int(path.name[5:]))
 
 
 class CheckpointError(RunError):
@@ -183,7 +195,7 @@ def newest_valid(run_dir: Path) -> tuple[Path, list[str]]:
         CheckpointError: there is none.
     """
     refused: list[str] = []
-    for path in reversed(checkpoints(run_dir)):
+    for path in reversed(_named(Path(run_dir) / CHECKPOINTS_FOLDER)):
         try:
             verify(path)
         except CheckpointError as error:
@@ -199,10 +211,13 @@ def _name(step: int) -> str:
 
 
 def _complete(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST_FILE).is_file()]
-    return sorted(found, key=step_of)
+    return [path for path in _named(folder) if (path / MANIFEST_FILE).is_file()]
+
+
+def _named(folder: Path) -> list[Path]:
+    """Those too that have lost their manifest."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def _write_manifest(folder: Path, step: int) -> None:
@@ -257,6 +272,16 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file that a power failure leaves as it was or as it is to be."""
+    scratch = path.with_name(f"{path.name}.partial")
+    scratch.write_text(text, encoding="utf-8")
+    _sync(scratch)
+    scratch.rename(path)
+    for folder in (path.parent, path.parent.parent):  # the folder may be as new as the file
+        _sync_folder(folder)
 
 
 def _sync(path: Path) -> None:

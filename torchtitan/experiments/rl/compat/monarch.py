@@ -1,13 +1,17 @@
-"""Monarch 0.7.0: its message limit, what it prints, its log prefix, the memory of its calls, and its reports of a process that
-died.
+"""Monarch 0.7.0: its message limit, its sockets, what it prints, its log prefix, the memory of its calls, and its reports of a
+process that died.
 
 ``monarch`` is imported when a function needs it: this module's environment has to be set before.
 """
 
 import asyncio
+import ctypes
 import logging
+import mmap
 import os
 import re
+import signal
+import struct
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -34,6 +38,9 @@ ENVIRONMENT = {
         ),
         "1h",
     ),
+    # Its own log is /tmp/<user>/monarch_log.log, one for all runs of the user, and no option moves it. By default it has each
+    # "info", and the terminal a line for each that a full disk does not take.
+    "MONARCH_FILE_LOG": "error",
     "HYPERACTOR_HOST_SPAWN_READY_TIMEOUT": "10m",
     "HYPERACTOR_MESH_PROC_SPAWN_MAX_IDLE": "10m",
 }
@@ -49,6 +56,14 @@ _REPORT = re.compile(r"(?P<actor>\w+)\{(?P<point>[^}]*)\}>? and all its descenda
 _RANK = re.compile(r"(\d+)/\d+")
 
 
+# Of the ValueError that calls raise to actors of a process that ended before it could have any.
+_NOT_SPAWNED = re.compile(
+    r'error creating proc .*?"id":"(?P<name>[^"]*?)-\d+<.*'
+    r"Terminal\(\w+ \{ (?:signal: (?P<signal>\d+)|exit_code: (?P<code>-?\d+))",
+    re.DOTALL,
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessDeath:
     """One actor of a process that died. Monarch reports its own actors in that process too."""
@@ -61,6 +76,89 @@ class ProcessDeath:
 
     def __str__(self) -> str:
         return f"{' '.join(part for part in (self.actor, self.rank) if part)}: {self.cause}"
+
+
+_UNIX = 1
+"""AF_UNIX in a C sockaddr: two bytes of family, then the path; an abstract name begins with a zero byte."""
+_LONGEST_PATH = 107
+SOCKET_NAME = 24
+"""Characters of the names that Monarch makes up for its sockets."""
+_BIND_TYPE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, use_errno=True)
+_binds: list[Any] = []
+"""What Monarch calls in place of libc's ``bind``. ctypes does not keep it."""
+
+
+def bind_privately(folder: Path) -> bool:
+    """Have Monarch, in this process and from now on, listen in ``folder`` where it would at an abstract Unix socket.
+
+    An abstract socket has no permissions: every user of the host may connect to it, and Monarch runs what it is sent. Where a
+    process spawns others Monarch listens at one for them, whatever the transport is, and no option changes that (its
+    ``BootstrapProcManager`` in Rust). So this replaces the pointer by which Monarch's library finds libc's ``bind``. Monarch
+    asks the kernel for the address that a socket has, and tells others that one.
+
+    Args:
+        folder: one that only this user may enter, and whose path leaves room for a name of SOCKET_NAME characters.
+
+    Returns:
+        False: it can't be done here, and Monarch's sockets are as they were.
+    """
+    from monarch import _rust_bindings
+
+    if len(bytes(folder)) + len("/") + SOCKET_NAME > _LONGEST_PATH:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    slot = _pointer_to("bind", _rust_bindings.__file__, libc)
+    if slot is None:
+        return False
+    assert slot.value is not None
+    bind = _BIND_TYPE(slot.value)
+
+    def bind_in_folder(descriptor: int, address: int, size: int) -> int:
+        name = ctypes.string_at(address, size)
+        if len(name) > 3 and struct.unpack_from("=HB", name) == (_UNIX, 0):
+            name = name[:2] + bytes(folder) + b"/" + name[3:] + b"\0"
+        held = ctypes.create_string_buffer(name, len(name))
+        return int(bind(descriptor, ctypes.addressof(held), len(name)))
+
+    _binds.append(_BIND_TYPE(bind_in_folder))
+    page = ctypes.addressof(slot) & -mmap.PAGESIZE
+    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
+        return False
+    slot.value = ctypes.cast(_binds[-1], ctypes.c_void_p).value
+    libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ)
+    return True
+
+
+def _pointer_to(function: str, library: str, libc: Any) -> ctypes.c_void_p | None:
+    """Where the loaded ELF ``library`` keeps its pointer to another library's ``function``; None: it is not such a one."""
+
+    class Loaded(ctypes.Structure):  # Dl_info
+        _fields_ = [("path", ctypes.c_char_p), ("base", ctypes.c_void_p), ("symbol", ctypes.c_char_p), ("at", ctypes.c_void_p)]
+
+    loaded = Loaded()
+    entry = ctypes.cast(ctypes.CDLL(library).PyInit__rust_bindings, ctypes.c_void_p)
+    if not libc.dladdr(entry, ctypes.byref(loaded)) or ctypes.string_at(loaded.base, 5) != b"\x7fELF\x02":
+        return None
+    base = int(loaded.base or 0)
+
+    def read(form: str, address: int) -> tuple[Any, ...]:
+        return struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
+
+    (headers,), (size, count) = read("=Q", base + 32), read("=HH", base + 54)
+    segments = [read("=IIQQQQ", base + headers + index * size) for index in range(count)]
+    _, _, _, dynamic, _, length = next(segment for segment in segments if segment[0] == 2)  # PT_DYNAMIC
+    tags = dict(read("=QQ", base + dynamic + 16 * index) for index in range(length // 16))
+    # The loader has made addresses of most offsets.
+    symbols, names, moved, called = ((at if at >= base else base + at) for at in (tags[6], tags[5], tags[7], tags[23]))
+    # Relocations that name a symbol follow the relative ones (DT_RELACOUNT).
+    for table, first, end in ((moved, tags.get(0x6FFFFFF9, 0), tags[8] // 24), (called, 0, tags[2] // 24)):
+        for index in range(first, end):
+            offset, info = read("=QQ", table + 24 * index)
+            (name,) = read("=I", symbols + 24 * (info >> 32))
+            if info >> 32 and ctypes.string_at(names + name) == function.encode():
+                return ctypes.c_void_p.from_address(base + offset)
+    return None
 
 
 @contextmanager
@@ -100,6 +198,9 @@ def process_death_behind(error: BaseException) -> ProcessDeath | None:
     from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
     error = original(error)
+    if isinstance(error, ValueError) and (found := _NOT_SPAWNED.search(str(error))):
+        end = f"killed by {signal.Signals(int(found['signal'])).name}" if found["signal"] else f"exit code {found['code']}"
+        return ProcessDeath(actor=found["name"], rank="", cause=f"{end} while it was started")
     return _read(str(error)) if isinstance(error, SupervisionError) else None
 
 

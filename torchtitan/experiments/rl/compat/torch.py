@@ -1,5 +1,13 @@
-"""torch 2.13.0."""
+"""torch 2.13.0: the place of a shard, and checkpoints whose pickles may be anybody's."""
 
+import ctypes
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -12,3 +20,77 @@ def local_shard(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset), tuple(shape)
+
+
+_OF_METADATA = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    "pathlib": {"PosixPath"},
+}
+"""What the ``.metadata`` of a distributed checkpoint names, by module."""
+
+
+def check_pickles(folder: Path) -> None:
+    """Read the pickles of the distributed checkpoint in ``folder`` without running what they may hold.
+
+    torch unpickles ``.metadata`` and each saved object that is no tensor (`FileSystemReader.read_metadata`,
+    `DefaultLoadPlanner.load_bytes`), and offers no way to restrict that: a pickle may name any function and call it. Call this
+    before torch reads a checkpoint that may have been forged.
+
+    Raises:
+        ValueError: says which file holds what no checkpoint of a run does.
+    """
+    for file in [folder / ".metadata", *folder.glob("__*.metadata")]:  # the others are read where the first is not good
+        metadata = _unpickled(file)
+        objects = {name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)}
+        for index, place in metadata.storage_data.items():
+            if Path(place.relative_path).name != place.relative_path:
+                raise ValueError(f"{file} names a file elsewhere: {place.relative_path}")
+            if index.fqn in objects:
+                _check_object(folder / place.relative_path, place.offset, place.length, index.fqn)
+
+
+def _unpickled(file: Path) -> Any:
+    class Restricted(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if name not in _OF_METADATA.get(module, ()):
+                raise ValueError(f"{file} names {module}.{name}, which no checkpoint needs")
+            return super().find_class(module, name)
+
+    try:
+        with file.open("rb") as pickled:
+            metadata = Restricted(pickled).load()
+        metadata.state_dict_metadata.items(), metadata.storage_data.items()
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, IndexError, KeyError) as error:
+        raise ValueError(f"{file} is no checkpoint's: {error}") from None
+    return metadata
+
+
+def _check_object(file: Path, offset: int, length: int, name: str) -> None:
+    with file.open("rb") as data:
+        data.seek(offset)
+        held = io.BytesIO(data.read(length))
+    try:
+        torch.load(held, weights_only=True)
+    except Exception as error:
+        raise ValueError(f"{file} holds no plain value as {name}: {' '.join(str(error).split())[:200]}") from None
+
+
+def take_cuda_error() -> int:
+    """The CUDA runtime's last error, which it forgets by being asked; 0 where there is none. torch has no call for it.
+
+    The runtime is the library that this process has loaded: another copy of it would have errors of its own.
+    """
+    loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcudart" in line}
+    return max((ctypes.CDLL(path).cudaGetLastError() for path in loaded), default=0)

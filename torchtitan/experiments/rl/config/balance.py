@@ -14,7 +14,9 @@ class Balance:
     """Seconds of one optimizer step on each side, with every rollout as long as it may be."""
 
     train_s: float
-    """6 operations a parameter and token, and 2 more where activations are computed again; shared by all trainer ranks."""
+    """For each token 6 operations a parameter of a layer, 8 of the head, which always computes its logits again, and 7 products
+    of attention with what the token sees, half of its rollout on average. Where activations are computed again 2 more of each,
+    the head aside. Shared by all trainer ranks."""
     generate_s: float
     """Each step of an engine reads the weights and the keys and values of its sequences once, shared by its GPUs. A sequence
     takes a step a token. Prompts cost 2 operations a parameter and token."""
@@ -32,6 +34,9 @@ class Balance:
 def balance(
     *,
     parameters: int,
+    layer_parameters: int,
+    head_parameters: int,
+    attention_width: int,
     kv_bytes_per_token: int,
     engine_itemsize: int,
     rollouts: int,
@@ -45,12 +50,16 @@ def balance(
 ) -> Balance:
     """
     Args:
+        layer_parameters: of all layers.
+        attention_width: of the queries of all layers.
         kv_bytes_per_token: keys and values that a token leaves in an engine.
         rollouts: of one optimizer step.
         rollout_tokens, sampled_tokens: of one rollout; the difference is prompt.
         sequences_at_once: that an engine steps together.
     """
-    train = (8 if recompute else 6) * parameters * rollouts * rollout_tokens / (trainer_ranks * FLOPS)
+    matrices = (8 if recompute else 6) * layer_parameters + 8 * head_parameters
+    attention = (9 if recompute else 7) * 2 * attention_width * rollout_tokens / 2
+    train = (matrices + attention) * rollouts * rollout_tokens / (trainer_ranks * FLOPS)
     mine = math.ceil(rollouts / replicas)
     at_once = min(mine, sequences_at_once)
     engine_steps = sampled_tokens * math.ceil(mine / at_once)

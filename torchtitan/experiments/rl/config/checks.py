@@ -1,10 +1,11 @@
 """Checks a run's config before a process is spawned, and works out the plan of a run."""
 
+import dataclasses
 import functools
 import math
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.bounds import FieldTypes, NonNegativeInt, PositiveInt, Share, check_fields
@@ -12,8 +13,8 @@ from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.balance import Balance, balance
 from torchtitan.experiments.rl.config.engine_fit import check_cores, check_engine_fits
 from torchtitan.experiments.rl.config.loss_checks import check_loss
-from torchtitan.experiments.rl.config.memory import ModelSizes, shared_weights, trainer_memory
-from torchtitan.experiments.rl.config.plan import RunPlan, checkpoint_gib
+from torchtitan.experiments.rl.config.memory import ModelSizes, SharedGpu, TrainerMemory, shared_weights, trainer_memory
+from torchtitan.experiments.rl.config.plan import GIB, RunPlan, checkpoint_gib
 from torchtitan.experiments.rl.config.profiled_steps import profiled_steps
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.run_placement import place
@@ -32,6 +33,7 @@ from torchtitan.experiments.rl.models.policy import (
     policy_spec,
 )
 from torchtitan.experiments.rl.models.row_shapes import RowShapes
+from torchtitan.protocols.model_spec import ModelSpec
 
 TORCHTITAN_FIELDS: FieldTypes = {
     LRSchedulersContainer.Config: {
@@ -44,6 +46,9 @@ TORCHTITAN_FIELDS: FieldTypes = {
 """Bounds of torchtitan's own config classes, which declare none."""
 
 
+SLEEP = "generator.engine.sleep"
+USUAL_GPU_GIB = 80e9 / GIB
+"""Where no GPU can be asked."""
 MOST_PROCESSES = 1024
 """Of one role of a run."""
 
@@ -73,6 +78,7 @@ def check(config: RunConfig) -> None:
     if config.rollout_workers and config.max_offpolicy_steps == 0:
         cure = "synchronous runs repeat bit for bit, which takes one process: set it to 0, or max_offpolicy_steps to 1 or more"
         raise ConfigError("rollout_workers", config.rollout_workers, cure)
+    check_sharing(config)
     config.metrics.validate(field="metrics")
     config.provision.validate()
     config.validation.validate(field="validation")
@@ -95,6 +101,24 @@ def check(config: RunConfig) -> None:
         reference.validate(field=field)
     hosted_models(config.tasks)
     config.replay.validate(groups_per_step=groups_per_step(config))
+
+
+def check_sharing(config: RunConfig) -> None:
+    """Trainer and generators on the same GPUs, and engines that sleep meanwhile.
+
+    Raises:
+        ConfigError: an engine sleeps while requests are open, or for nobody.
+    """
+    if config.generator.engine.sleep:
+        if config.max_offpolicy_steps:
+            cure = f"set it to 0: requests are open while the trainer steps, and {SLEEP} = True stops the engines then"
+            raise ConfigError("max_offpolicy_steps", config.max_offpolicy_steps, cure)
+        if not config.provision.share_gpus:
+            cure = "frees memory for a trainer on the same GPUs: set provision.share_gpus, or leave it out"
+            raise ConfigError(SLEEP, True, cure)
+    for field, reference in find_references(config.tasks, field="tasks"):
+        if isinstance(reference, HostedModel) and reference.engine.sleep:
+            raise ConfigError(f"{field}.engine.sleep", True, "a hosted model is asked at any time: leave it out")
 
 
 def check_relations(config: RunConfig) -> None:
@@ -220,7 +244,48 @@ def check_hosted_model(model: HostedModel, *, field: str) -> None:
 def needed_gpus(config: RunConfig) -> int:
     """GPUs of trainer ranks, generator replicas and hosted models."""
     hosted = sum(model.replicas * model.engine.tensor_parallel_degree for model in hosted_models(config.tasks).values())
-    return config.trainer.ranks + config.generator.replicas * config.generator.engine.tensor_parallel_degree + hosted
+    engines = config.generator.replicas * config.generator.engine.tensor_parallel_degree
+    own = max(config.trainer.ranks, engines) if config.provision.share_gpus else config.trainer.ranks + engines
+    return own + hosted
+
+
+def split_of(config: RunConfig, gpus: int, *, gpu_gib: float) -> list[str]:
+    """Overrides that divide ``gpus`` between trainer ranks and generator replicas so that the slower side of a step costs
+    least, by the cost model. Degrees of parallelism stay.
+
+    Args:
+        gpu_gib: memory of each.
+
+    Raises:
+        ConfigError: no division fits.
+    """
+    if config.provision.share_gpus:
+        raise ConfigError(
+            "--gpus", gpus, "divides GPUs, and provision.share_gpus has both sides on the same ones: leave one out"
+        )
+    engine = config.generator.engine.tensor_parallel_degree
+    own = gpus - (needed_gpus(config) - config.trainer.ranks - config.generator.replicas * engine)
+    here = list(range(gpus)) if config.provision.job.has_gpus is None else None
+    costs: dict[tuple[int, int], float] = {}
+    for ranks in range(1, own - engine + 1):
+        replicas = (own - ranks) // engine
+        trainer = dataclasses.replace(config.trainer, ranks=ranks)
+        generator = dataclasses.replace(config.generator, replicas=replicas)
+        try:
+            trainer.parallelism.validate(field="trainer.parallelism", ranks=ranks)
+            plan = plan_run(dataclasses.replace(config, trainer=trainer, generator=generator), device="cuda", available=here)
+        except ConfigError:  # ranks that the mesh or the hosts can't hold
+            continue
+        if plan.trainer_gib <= gpu_gib:
+            assert plan.balance is not None
+            costs[ranks, replicas] = max(plan.balance.train_s, plan.balance.generate_s)
+    if not costs:
+        cure = (
+            f"no trainer ranks and engines of {engine} GPU(s) fit them ({gpu_gib:.0f} GiB each): more, or provision.share_gpus"
+        )
+        raise ConfigError("--gpus", gpus, cure)
+    ranks, replicas = min(costs, key=lambda split: costs[split])
+    return ["--trainer.ranks", str(ranks), "--generator.replicas", str(replicas)]
 
 
 def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None, available: list[int] | None = None) -> RunPlan:
@@ -240,7 +305,7 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     if config.trainer.enable_cpu_offload and device == "cpu":
         raise ConfigError("trainer.enable_cpu_offload", True, "everything is in the host's memory on CPU; set it to False")
     engine = config.generator.engine
-    hub = HubConfig.read(config.model.hf_assets_path) if has_config(config.model.hf_assets_path) else HubConfig("", {})
+    hub = HubConfig.read(config.model.hf_assets_path) if has_config(config.model.hf_assets_path) else _of_flavor(spec)
     check_engine_fits(engine, hub, field="generator.engine", positions=model_positions(config.model))
     hosted = tuple(hosted_models(config.tasks).values())
     for field, reference in find_references(config.tasks, field="tasks"):
@@ -264,6 +329,21 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     tokens = groups * largest.group_size * largest.env.max_rollout_tokens
     row_length, rows = config.batcher.row_length, config.batcher.rows_per_microbatch
     sizes = ModelSizes.of(decoder_config(spec), parameters)
+    memory = trainer_memory(
+        sizes,
+        device=device,
+        shards=parallelism.shards(ranks),
+        tensor_parallel=parallelism.tensor_parallel_degree,
+        dtype=config.trainer.dtype,
+        compute_dtype=config.trainer.mixed_precision_param,
+        rows=rows,
+        row_length=row_length,
+        chunk_tokens=config.trainer.logprob_chunk_tokens,
+        activation_checkpoint=config.trainer.activation_checkpoint,
+        offload=config.trainer.enable_cpu_offload,
+        reference=config.trainer.reference is not None,
+    )
+    shares_gpus = config.provision.share_gpus and device == "cuda"
     return RunPlan(
         device=device,
         parameters=parameters,
@@ -283,21 +363,9 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
         data_parallel_size=parallelism.data_parallel_size(ranks),
         trainer_tensor_parallel_degree=parallelism.tensor_parallel_degree,
         row_shapes=RowShapes.of(rows, row_length).shapes if device == "cuda" else (),
-        trainer_memory=trainer_memory(
-            sizes,
-            device=device,
-            shards=parallelism.shards(ranks),
-            tensor_parallel=parallelism.tensor_parallel_degree,
-            dtype=config.trainer.dtype,
-            compute_dtype=config.trainer.mixed_precision_param,
-            rows=rows,
-            row_length=row_length,
-            chunk_tokens=config.trainer.logprob_chunk_tokens,
-            activation_checkpoint=config.trainer.activation_checkpoint,
-            offload=config.trainer.enable_cpu_offload,
-            reference=config.trainer.reference is not None,
-        ),
-        balance=_balance(config, sizes, rollouts) if device == "cuda" else None,
+        trainer_memory=memory,
+        shared_gpu=_shared_gpu(config, parameters, memory) if shares_gpus else None,
+        balance=_balance(config, sizes, rollouts) if device == "cuda" and not shares_gpus else None,
         shared_weights=shared_weights(
             nbytes=parameters * engine.torch_dtype.itemsize,
             trainer_hosts=[place.host for place in placement.trainer],
@@ -310,6 +378,33 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     )
 
 
+def _of_flavor(spec: ModelSpec) -> HubConfig:
+    """What an engine is to fit, of a model that is not there yet."""
+    decoder = decoder_config(spec)
+    layer: Any = decoder.layers[0]
+    values = {
+        "num_attention_heads": layer.attention.n_heads,
+        "num_key_value_heads": layer.attention.n_kv_heads,
+        "intermediate_size": layer.feed_forward.w1.out_features,
+        "vocab_size": decoder.vocab_size,
+    }
+    return HubConfig("", values)
+
+
+def _shared_gpu(config: RunConfig, parameters: int, trainer: TrainerMemory) -> SharedGpu:
+    """
+    Raises:
+        ConfigError: the engine takes a share of a GPU that the trainer has too.
+    """
+    engine = config.generator.engine
+    awake = engine.gpu_gib(parameters=parameters)
+    if awake is None:
+        cure = "name it: with provision.share_gpus trainer and engine divide a GPU's memory"
+        raise ConfigError("generator.engine.kv_cache_gib", None, cure)
+    asleep = engine.gpu_gib(parameters=parameters, asleep=True) if engine.sleep else None
+    return SharedGpu(trainer=trainer, engine=awake * GIB, asleep=None if asleep is None else asleep * GIB)
+
+
 def _balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
     """Of the task with the longest rollouts."""
     engine = config.generator.engine
@@ -317,6 +412,9 @@ def _balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
     itemsize = engine.torch_dtype.itemsize
     return balance(
         parameters=sizes.parameters,
+        layer_parameters=sizes.layer_parameters * sizes.layers,
+        head_parameters=sizes.vocabulary_parameters,
+        attention_width=sizes.query_width * sizes.layers,
         kv_bytes_per_token=2 * sizes.key_width * sizes.layers * itemsize,
         engine_itemsize=itemsize,
         rollouts=rollouts,

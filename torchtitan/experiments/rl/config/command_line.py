@@ -38,6 +38,8 @@ class Command:
     """A folder, or a model of the hub."""
     push_to_hub: str | None = None
     """The model of the hub that the final policy is uploaded to."""
+    gpus: int | None = None
+    """To divide between trainer and generators."""
     overrides: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     """All of them, as they were given."""
@@ -77,6 +79,16 @@ def parse_command(arguments: list[str]) -> Command:
         metavar="NAME",
         help="a folder in hub format, or a model of the hub, such as Qwen/Qwen3-0.6B: it is downloaded",
     )
+    parser.add_argument(
+        "--gpus",
+        metavar="N",
+        type=int,
+        help="divide N GPUs between trainer and generators, by modelled costs (--dry-run says how)",
+    )
+    # Kept with the overrides: it belongs to the config, and goes with it into a run that is resumed.
+    parser.add_argument(
+        "--size", metavar="NAME", help="of the model, for configs that have several: 0.6b, 1.7b, 4b, 8b, 14b, 32b"
+    )
     parser.add_argument("--list", action="store_true", help="print the configs with a line each")
     parser.add_argument("--dry-run", action="store_true", help="print what the config amounts to; start nothing")
     parser.add_argument("--run-dir", metavar="FOLDER", help="folder of this run (default: OUTPUT_DIR/NAME-TIME)")
@@ -114,7 +126,8 @@ def parse_command(arguments: list[str]) -> Command:
         init_from=known.init_from,
         model=known.model,
         push_to_hub=known.push_to_hub,
-        overrides=overrides,
+        gpus=known.gpus,
+        overrides=[*([] if known.size is None else ["--size", known.size]), *overrides],
         words=arguments,
     )
 
@@ -136,6 +149,14 @@ def config_functions(module_name: str) -> dict[str, Callable[[], Any]]:
     }
 
 
+def config_groups(module_name: str) -> dict[str, list[str]]:
+    """The module's GROUPS, titles and names of configs, less what is no config of it; empty where it has none."""
+    groups, functions = getattr(_import(module_name), "GROUPS", {}), config_functions(module_name)
+    if not isinstance(groups, dict):
+        return {}
+    return {str(title): [name for name in names if name in functions] for title, names in groups.items()}
+
+
 def load_config(command: Command) -> Any:
     """Build the named config and apply the overrides.
 
@@ -148,10 +169,18 @@ def load_config(command: Command) -> Any:
         near = difflib.get_close_matches(name, functions, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError("--config", name, f"{hint}--list prints the configs of {command.module}")
+    (overrides, size), arguments = _without_size(command.overrides), {}
+    if size is not None:
+        if "size" not in inspect.signature(functions[name]).parameters:
+            sized = [other for other, function in functions.items() if "size" in inspect.signature(function).parameters]
+            cure = f"{name} has one size; {' and '.join(sized) or 'no config'} of {command.module} take others"
+            raise ConfigError("--size", size, cure)
+        arguments["size"] = size
     with user_code("--config", name, "the config function failed"):
-        config = functions[name]()
+        config = functions[name](**arguments)
     # Imported here: --help without a config needs none of it, and the import takes seconds.
     from torchtitan.experiments.rl.config.run_config import RunConfig
+    from torchtitan.experiments.rl.data.dataset import Dataset
 
     if not isinstance(config, RunConfig):
         if inspect.iscoroutine(config):
@@ -161,8 +190,22 @@ def load_config(command: Command) -> Any:
         raise ConfigError("--config", name, f"{cure}; return a RunConfig")
     from torchtitan.experiments.rl.config.named_parts import take_named_parts
 
-    overrides = take_named_parts(config, command.overrides)
-    return _override(config, overrides) if overrides else config
+    words = take_named_parts(config, overrides)
+    config = _override(config, words) if words else config
+    for task in config.tasks.values() if isinstance(config.tasks, dict) else ():
+        if getattr(task, "validation", ...) is None and isinstance(task.dataset, Dataset.Config):
+            task.validation = task.dataset.rest()
+    return config
+
+
+def _without_size(words: list[str]) -> tuple[list[str], str | None]:
+    """The overrides of the config that the function makes, and the last --size among them."""
+    others, size = list(words), None
+    while "--size" in others:
+        at = others.index("--size")
+        size = others[at + 1]
+        del others[at : at + 2]
+    return others, size
 
 
 def _import(name: str) -> ModuleType:

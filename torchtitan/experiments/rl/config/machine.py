@@ -1,20 +1,30 @@
 """What this machine must have before a run's processes are spawned: file descriptors, room on the disk, shared memory."""
 
+import hashlib
 import os
 import resource
 import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 from torchtitan.experiments.rl.config.placement import ranges
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
+from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import MissingError
-from torchtitan.experiments.rl.process.gpus import pci_addresses, visible_gpus
+from torchtitan.experiments.rl.process.gpus import gpu_host_lacks, gpu_memory_gib, pci_addresses, visible_gpus
 from torchtitan.experiments.rl.process.numa import cores_by_node, cores_near
 from torchtitan.experiments.rl.process.shared_memory import SHARED_MEMORY
 
 DESCRIPTORS = 128
 DESCRIPTORS_PER_PROCESS = 64
 """With 2 processes and a limit of 128 a run hung at its start, and with 256 it ran."""
+PROBE_BYTES = 64 * 2**20
+"""Written to learn how fast a disk is."""
+PROCESS_GIB = 0.5
+"""Of a process before it holds anything: torch and its libraries."""
 SHARED_MEMORY_PER_ENGINE = 64 * 2**20
 """Of an engine with several processes, which talk through shared memory. A write beyond its end kills the process."""
 
@@ -39,6 +49,96 @@ def machine_lacks(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 
     """
     found = (_descriptors(plan), _shared_memory(plan), _disk(plan, folder, field, checkpoints))
     return [problem for problem in found if problem is not None]
+
+
+def fit_rows(config: RunConfig, plan: RunPlan, replan: Callable[[], RunPlan]) -> tuple[RunPlan, str | None]:
+    """Halve ``batcher.rows_per_microbatch`` until a run that is all on this host, on CPU, fits its free memory. The samples
+    that it trains on stay the same.
+
+    Args:
+        replan: the plan of ``config`` as it is then.
+
+    Returns:
+        The plan, and a line for people on what was chosen; None where the config's rows fit.
+
+    Raises:
+        MissingError: one row needs more memory than this host has.
+    """
+    wanted, first = config.batcher.rows_per_microbatch, plan
+    free, total = memory_gib()
+    if plan.generator_gib > total:
+        cure = f"it needs {plan.generator_gib:,.0f} GiB and this host has {total:.0f}: lower generator.engine.cpu_kv_cache_gib"
+        raise MissingError("generator.engine", type(config.generator.engine).__name__, cure)
+    while _run_gib(plan) > free and config.batcher.rows_per_microbatch > 1:
+        config.batcher.rows_per_microbatch //= 2
+        plan = replan()
+    rows, config.batcher.rows_per_microbatch = config.batcher.rows_per_microbatch, wanted
+    lower = "lower it to the longest rollout, set trainer.activation_checkpoint, lower generator.engine.cpu_kv_cache_gib"
+    if _run_gib(plan) > total:
+        cure = f"this host has {total:.2f} GiB of memory, and with one such row at a time the run needs {_run_gib(plan):.2f}"
+        raise MissingError("batcher.row_length", config.batcher.row_length, f"{cure}: {lower}, or take a smaller model")
+    config.batcher.rows_per_microbatch = rows
+    if plan is first and _run_gib(plan) <= free:
+        return plan, None
+    said = f"{_run_gib(first):.2f} GiB, and {free:.2f} are free here"
+    line = f"rows        {rows} a microbatch: batcher.rows_per_microbatch = {wanted} would need {said}"
+    if _run_gib(plan) > free:
+        line += f"; this needs {_run_gib(plan):.2f} still. If the system kills it: batcher.row_length, {lower}"
+    return plan, line
+
+
+def memory_gib() -> tuple[float, float]:
+    """Memory of this host that processes can still take, and all of it."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free, total = (int(lines[name].split()[0]) * 1024 / GIB for name in ("MemAvailable", "MemTotal"))
+    return free, total
+
+
+def _run_gib(plan: RunPlan) -> float:
+    """Of a run on one host, on CPU."""
+    engines = plan.generator_replicas * plan.tensor_parallel_degree * plan.generator_gib
+    weights = sum(plan.shared_weights.values()) / GIB
+    return plan.trainer_ranks * plan.trainer_gib + engines + weights + (1 + plan.processes) * PROCESS_GIB
+
+
+def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
+    """About how long a checkpoint of this run takes in ``folder``: a file is written, synced, read and digested there, as its
+    files will be. None: it is small, or the folder can't be written.
+    """
+    if plan.checkpoint_gib < 1:
+        return None
+    block, count = os.urandom(2**20), PROBE_BYTES // 2**20
+    try:
+        with tempfile.NamedTemporaryFile(dir=_existing(folder)) as file:
+            began = time.perf_counter()
+            for _ in range(count):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            file.seek(0)
+            hashlib.file_digest(file, "sha256")
+            seconds = time.perf_counter() - began
+    except OSError:
+        return None
+    return seconds * plan.checkpoint_gib * GIB / PROBE_BYTES
+
+
+def missing_on_gpu_host() -> list[MissingError]:
+    """What this host lacks for the kernels of a run on its GPUs."""
+    return [MissingError("provision.device", "cuda", f"this host {lack}") for lack in gpu_host_lacks(several_hosts=False)]
+
+
+def missing_gpu_memory(plan: RunPlan) -> list[MissingError]:
+    """What the GPUs of this host lack for a trainer rank, and for the engine that shares its GPU."""
+    there = gpu_memory_gib() if plan.device == "cuda" else None
+    if there is None or plan.gpu_gib <= there:
+        return []
+    if plan.shared_gpu is None:
+        who, cure = "a trainer rank takes", "lower batcher.row_length, or name more GPUs (--gpus)"
+    else:
+        who, cure = "trainer rank and engine take", "lower generator.engine.kv_cache_gib or batcher.row_length"
+    cure = f"{who} about {plan.gpu_gib:.1f} GiB and a GPU here has {there:.1f}: {cure}"
+    return [MissingError("provision.device", "cuda", cure)]
 
 
 def missing_gpus(needed: int) -> list[MissingError]:
@@ -88,12 +188,17 @@ def _shared_memory(plan: RunPlan) -> MissingError | None:
     return MissingError("shared memory", f"{SHARED_MEMORY} with {free / 2**20:.0f} MiB free", cure)
 
 
-def _disk(plan: RunPlan, folder: str, field: str, checkpoints: int) -> MissingError | None:
+def _existing(folder: str) -> str:
+    """The folder, or the nearest above it that is there."""
     path = os.path.abspath(folder)
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return path
+
+
+def _disk(plan: RunPlan, folder: str, field: str, checkpoints: int) -> MissingError | None:
     try:
-        while not os.path.exists(path):
-            path = os.path.dirname(path)
-        usage = shutil.disk_usage(path)
+        usage = shutil.disk_usage(_existing(folder))
         free = usage.free / GIB if usage.total else float("inf")  # /proc and /sys have no space; no folder can be made there
     except (OSError, ValueError):  # making the folder says what is wrong with it
         return None

@@ -26,6 +26,7 @@ class ModelSizes:
     """Heads times head size."""
     key_width: int
     """Key heads times head size; the same for values."""
+    head_width: int
     feed_forward_width: int
 
     @classmethod
@@ -40,6 +41,7 @@ class ModelSizes:
             tied=decoder.enable_weight_tying,
             query_width=attention.n_heads * attention.rope.dim,
             key_width=(attention.n_kv_heads or attention.n_heads) * attention.rope.dim,
+            head_width=attention.rope.dim,
             feed_forward_width=layer.feed_forward.w1.out_features,
         )
 
@@ -56,10 +58,10 @@ class ModelSizes:
         """Values that the backward pass of a layer needs, a token and rank.
 
         Its input, two norms and the residual between them: ``4 dim``, a part of the tokens on each tensor-parallel rank.
-        Queries and keys before and after norm and rotation: 3 of each; values and the attention's output. Three products of the
+        Queries and keys before their norm and after rotation; values and the attention's output. Three products of the
         feed-forward part and the activation: 4 of its width. Fused attention stores nothing quadratic.
         """
-        attention = 3 * (self.query_width + self.key_width) + self.key_width + self.query_width
+        attention = 3 * (self.query_width + self.key_width)
         return (4 * self.dim + attention + 4 * self.feed_forward_width) / tensor_parallel
 
 
@@ -68,19 +70,47 @@ class TrainerMemory:
     """Bytes of one rank, by what they are."""
 
     state: float
-    """Parameters, gradients and two Adam moments: this rank's shard. Gradients are reduced in every microbatch."""
-    gathered: float
-    """Compute copies of the layer at work and the next one, a layer's gradient and what its reduction adds up."""
-    vocabulary: float
-    """The head's compute copy, which stays through the step; its gradient, once in the compute dtype and twice in float32 (as
-    the head adds it up, and for its reduction); a chunk of logits and two tensors like it."""
+    """Parameters, gradients and two Adam moments: this rank's shard. Gradients are reduced in every microbatch. And each
+    layer's table of rotations, whole."""
     activations: float
-    """Of a microbatch. With checkpointing one layer's, and each layer's input."""
+    """What a microbatch's forward pass leaves for its backward pass. With checkpointing: each layer's input."""
+    head: float
+    """While the head computes: its compute copy; in its backward pass a gradient in float32, to which the product of a chunk is
+    added, or in its forward pass three tensors of a chunk's logits, if these are more. And the last layer's compute copy."""
+    layer: float
+    """While a layer's backward pass computes: compute copies of it and the next one, its gradient, what a reduction adds up (at
+    first the head's), what checkpointing computes again, and two gradients of the feed-forward part's width. A tied head's copy
+    and gradient stay until the embedding's."""
     fixed: float
 
     @property
     def total(self) -> float:
-        return self.state + self.gathered + self.vocabulary + self.activations + self.fixed
+        """The head and the layers compute one after the other."""
+        return self.state + self.activations + max(self.head, self.layer) + self.fixed
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class SharedGpu:
+    """Bytes of a GPU that a trainer rank and an engine share."""
+
+    trainer: TrainerMemory
+    engine: float
+    asleep: float | None
+    """What is left of the engine while it sleeps. None: it does not sleep."""
+
+    @property
+    def training(self) -> float:
+        """While the trainer steps."""
+        return self.trainer.total + (self.engine if self.asleep is None else self.asleep)
+
+    @property
+    def generating(self) -> float:
+        """While an engine that sleeps is awake: the trainer has given back what its step used."""
+        return self.trainer.state + self.trainer.fixed + self.engine
+
+    @property
+    def peak(self) -> float:
+        return max(self.training, self.generating)
 
 
 def trainer_memory(
@@ -106,14 +136,22 @@ def trainer_memory(
         reference: the trainer holds a reference model, which is part of the state.
     """
     compute, tokens = BYTES[compute_dtype], rows * row_length
-    input_values, layer_values = sizes.dim / tensor_parallel, sizes.layer_values(tensor_parallel)
-    values = sizes.layers * input_values + layer_values if activation_checkpoint else sizes.layers * layer_values
-    chunk = min(chunk_tokens, max(1, row_length // 4))
+    layer, head = sizes.layer_parameters / tensor_parallel, sizes.vocabulary_parameters / tensor_parallel
+    logits = min(chunk_tokens, max(1, row_length // 4)) * sizes.vocabulary / tensor_parallel
+    value = tokens * compute
+    kept = (sizes.dim / tensor_parallel if activation_checkpoint else sizes.layer_values(tensor_parallel)) * value
+    again = sizes.layer_values(tensor_parallel) * value if activation_checkpoint else 0
+    backward = 4 * head + max((compute + 4) * logits, compute * (head + logits))
+    reduced, stays = (0, 2 * compute * head) if sizes.tied else (4 * head, 0)
     return TrainerMemory(
-        state=0 if offload else (5 if reference else 4) * BYTES[dtype] * sizes.parameters / (shards * tensor_parallel),
-        gathered=(3 * compute + 4) * sizes.layer_parameters / tensor_parallel,
-        vocabulary=((2 * compute + 8) * sizes.vocabulary_parameters + 3 * 4 * chunk * sizes.vocabulary) / tensor_parallel,
-        activations=values * tokens * compute,
+        state=(0 if offload else (5 if reference else 4) * BYTES[dtype] * sizes.parameters / (shards * tensor_parallel))
+        + 2 * 4 * sizes.layers * row_length * sizes.head_width,
+        activations=sizes.layers * kept,
+        head=compute * (head + layer) + max(3 * 4 * logits, backward) + 3 * sizes.dim * value,
+        layer=stays
+        + max(reduced + 2 * compute * layer, (3 * compute + 4) * layer)
+        + again
+        + 2 * sizes.feed_forward_width / tensor_parallel * value,
         fixed=CUDA_BYTES if device == "cuda" else 0,
     )
 

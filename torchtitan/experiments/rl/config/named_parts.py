@@ -3,7 +3,8 @@
 By a short name, where the library has it: ``--tasks.sums.algorithm max_rl``, ``--trainer.loss.rl ppo_clip``,
 ``--provision.job slurm``; a list with commas between, or none: ``--pre-batch-filters zero_advantage,repetition``. By its place,
 where it is yours: ``--tasks.sums.rubric my_rewards.py:exact``. The place is a file or a module, a colon, and a name in it: a
-class with a Config that fits the field, or, for a rubric, reward functions, several of them with commas between.
+class with a Config that fits the field, or, for a rubric, reward functions, several of them with commas between. Data is named
+by its file: ``--tasks.sums.validation held_out.jsonl``.
 
 Options that set fields of the part follow as for any other. tyro, which reads these, knows only what the config already holds.
 """
@@ -21,10 +22,12 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import declared, field_annotations
 from torchtitan.experiments.rl.config.part_names import part_named, parts_that_fit
 from torchtitan.experiments.rl.config.user_faults import user_code
+from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.hosts.jobs import JobConfig
 from torchtitan.experiments.rl.process.setup import add_import_folder
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.tasks.task import Task
 
 
 def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
@@ -55,6 +58,11 @@ def _choose(place: "_Place", value: str, *, field: str) -> bool:
         return _choose_list(place, value, field=field)
     elif ":" in value:
         place.put(_part(place, value, field=field))
+    elif isinstance(place.holder, Task.Config) and place.key in ("dataset", "validation"):
+        return _choose_data(place, value)
+    elif isinstance(place.value, Rubric.Config) and not value.startswith("-"):
+        cure = f"a rubric is reward functions and their place: a file or a module, a colon, names: my_rewards.py:{value}"
+        raise ConfigError(field, value, f"{cure}; each is fn(completion, example)")
     else:
         parts = parts_that_fit(place.wanted)
         if not parts or value.startswith("-"):
@@ -62,6 +70,16 @@ def _choose(place: "_Place", value: str, *, field: str) -> bool:
         wanted = _named(value, parts, field=field, value=value)
         if type(place.value) is not wanted:  # of the same kind, it keeps what the config says of it
             place.put(_made(wanted, field=field, value=value))
+    return True
+
+
+def _choose_data(place: "_Place", value: str) -> bool:
+    """A file, or a dataset of the hub, that is read as the task's dataset is."""
+    rows = place.value or place.holder.dataset
+    if value.startswith("-") or not isinstance(rows, RowDataset.Config):
+        return False
+    split = rows.split if place.value is not None else "train"
+    place.put(None if value in ("none", "None") else dataclasses.replace(rows, path=value, rows=None, split=split))
     return True
 
 
@@ -148,7 +166,8 @@ def _find(config: Any, path: list[str]) -> _Place | None:
             return None
         place = _Place(holder, key)
         holder = place.value
-    return place if isinstance(holder, Configurable.Config | JobConfig | list) else None
+    data = place is not None and isinstance(place.holder, Task.Config) and place.key == "validation"
+    return place if data or isinstance(holder, Configurable.Config | JobConfig | list) else None
 
 
 def _part(place: _Place, value: str, *, field: str) -> Any:

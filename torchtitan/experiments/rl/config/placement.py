@@ -81,7 +81,8 @@ def plan_placement(
 ) -> Placement:
     """Divide the hosts' cores or GPUs.
 
-    GPUs are exclusive: trainer ranks first, then replicas, then hosted models. Threads are not: Linux runs them on any core of
+    GPUs are exclusive: trainer ranks first, then replicas, then hosted models. With ``ProvisionConfig.share_gpus`` replicas
+    begin at the trainer's first GPU again. Threads are not: Linux runs them on any core of
     their NUMA nodes. Their number follows from cores, which are shared out among the trainer's ranks of a host, and among its
     engines; the two sides have all of them, or half of them each (``ProvisionConfig.share_cores``). Hosted models share the
     generators': where the policy waits for its reference, they take turns.
@@ -108,12 +109,14 @@ def plan_placement(
     on = roles.rollout_worker_hosts or range(len(hosts))
     workers = tuple(Place(on[i % len(on)], tuple(worker_cores[on[i % len(on)]])) for i in range(rollout_workers))
     if device == "cpu":
-        share_cores = parameters >= LARGE_ON_CPU if roles.share_cores is None else roles.share_cores
+        large = parameters >= LARGE_ON_CPU
+        share_cores = roles.share_gpus or (large if roles.share_cores is None else roles.share_cores)
         return _on_cores(hosts, roles, trainer_ranks, replicas, hosted, workers, share_cores)
     free = [list(gpus) for gpus in hosts]
     sizes = [tensor_parallel_degree] * replicas
+    own = max(trainer_ranks, sum(sizes)) if roles.share_gpus else trainer_ranks + sum(sizes)
     sizes += [model.engine.tensor_parallel_degree for model in hosted for _ in range(model.replicas)]
-    needed, there = trainer_ranks + sum(sizes), sum(map(len, free))
+    needed, there = own + sum(sizes[replicas:]), sum(map(len, free))
     if needed > there:
         others = f" and {len(hosted)} hosted model(s)" if hosted else ""
         has = f"this host has {there}" if len(hosts) == 1 else f"the {len(hosts)} hosts have {there}"
@@ -134,8 +137,12 @@ def plan_placement(
             raise ConfigError("provision.trainer_hosts", tuple(trainer_hosts), cure)
         trainer += [Place(host, (gpu,)) for gpu in free[host][:own]]
         del free[host][:own]
-    engines = iter([_engine_place(free, size, roles.generator_hosts) for size in sizes])
-    generators = tuple(next(engines) for _ in range(replicas))
+    if roles.share_gpus:
+        left, free = free, [list(gpus) for gpus in hosts]
+    generators = tuple(_engine_place(free, size, roles.generator_hosts) for size in sizes[:replicas])
+    if roles.share_gpus:
+        free = [[gpu for gpu in gpus if gpu in unused] for gpus, unused in zip(free, left, strict=True)]
+    engines = iter([_engine_place(free, size, roles.generator_hosts) for size in sizes[replicas:]])
     return Placement(
         trainer=tuple(trainer),
         generators=generators,

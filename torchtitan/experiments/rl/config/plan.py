@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 
 from torchtitan.experiments.rl.config.balance import Balance
-from torchtitan.experiments.rl.config.memory import TrainerMemory
+from torchtitan.experiments.rl.config.memory import SharedGpu, TrainerMemory
 from torchtitan.experiments.rl.config.placement import Placement, ranges
 
 GIB = 2**30
@@ -43,6 +43,8 @@ class RunPlan:
     """[B, L] of the batches that the trainer computes, canary aside, where they are few; empty where each has its own."""
     trainer_memory: TrainerMemory
     """Of one rank."""
+    shared_gpu: SharedGpu | None
+    """None: no GPU has both a trainer rank and an engine."""
     balance: Balance | None
     """None where the cost model has no numbers for the device."""
     generator_gib: float
@@ -57,6 +59,11 @@ class RunPlan:
     def trainer_gib(self) -> float:
         """Per rank."""
         return self.trainer_memory.total / GIB
+
+    @property
+    def gpu_gib(self) -> float:
+        """Of a trainer's GPU, with the engine that shares it."""
+        return self.trainer_gib if self.shared_gpu is None else self.shared_gpu.peak / GIB
 
     @property
     def processes(self) -> int:
@@ -80,9 +87,8 @@ class RunPlan:
         memory = self.trainer_memory
         parts = {
             "state": memory.state,
-            "layers at work": memory.gathered,
-            "head": memory.vocabulary,
             "activations": memory.activations,
+            "the head at work" if memory.head > memory.layer else "a layer at work": max(memory.head, memory.layer),
             "CUDA": memory.fixed,
         }
         held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
@@ -97,10 +103,22 @@ class RunPlan:
             f"disk           about {self.disk_gib:.2f} GiB: {self.checkpoints_kept} checkpoints of {self.checkpoint_gib:.2f} "
             "GiB are kept, another while it is written, and the policy",
         ]
+        if self.shared_gpu is not None:
+            lines.append(f"shared GPUs    {self._shared_gpu(self.shared_gpu)}")
         if self.row_shapes:
             shapes = ", ".join(f"{rows} x {length}" for rows, length in self.row_shapes)
             lines.append(f"shapes         {len(self.row_shapes)} of rows x tokens: {shapes}")
         return lines + ([self.balance.line()] if self.balance is not None else [])
+
+    def _shared_gpu(self, shared: SharedGpu) -> str:
+        trainer, engine = shared.trainer.total / GIB, shared.engine / GIB
+        if shared.asleep is None:
+            return f"trainer {trainer:.1f} + engine {engine:.1f} = {shared.peak / GIB:.1f} GiB a GPU, both all the time"
+        idle = (shared.trainer.state + shared.trainer.fixed) / GIB
+        return (
+            f"{shared.peak / GIB:.1f} GiB a GPU: trainer {trainer:.1f} + engine asleep {shared.asleep / GIB:.1f} in a step, "
+            f"trainer {idle:.1f} + engine {engine:.1f} while it generates"
+        )
 
     def _shared_weights(self) -> str:
         hosts: dict[str, list[int]] = {}

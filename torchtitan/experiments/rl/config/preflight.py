@@ -7,26 +7,31 @@ In the command's own process, with the first example of the task's dataset and o
 3. every other reward is changed, so that there is something to compare, and the algorithm gives credit;
 4. the run's filters look at the group; ``Task.close``.
 
-What fails refuses the config, by its field. What takes longer than ``user_code.preflight_timeout_s`` refuses nothing, because a
-sandbox may take minutes to start: the command prints a warning, and the run begins.
+What fails refuses the config, by its field. Where code ends this process (``os._exit``, a segmentation fault), a shell that
+outlives it says what was tried. What takes longer than ``user_code.preflight_timeout_s`` refuses nothing, because a sandbox may
+take minutes to start: the command prints a warning, and the run begins.
 """
 
 import asyncio
 import contextlib
 import copy
+import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+from renderers import Renderer
 
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.user_faults import user_code
+from torchtitan.experiments.rl.envs.renderer import renderer_name
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.rollouts.filters import matches_of
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.tasks.group_score import give_credit
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
 from torchtitan.experiments.rl.tasks.task import Task
@@ -64,10 +69,35 @@ def try_tasks(config: RunConfig, tasks: Mapping[str, Task]) -> dict[str, Tried]:
     if limit_s == 0:
         return {}
     found = {}
-    for name, task in tasks.items():
-        trial = _Trial(config, task, f"tasks.{name}")
-        found[name] = _in_a_thread(trial, limit_s)
+    with _last_words() as words:
+        for name, task in tasks.items():
+            trial = _Trial(config, task, f"tasks.{name}", words)
+            found[name] = _in_a_thread(trial, limit_s)
     return found
+
+
+class _LastWords:
+    """What a shell prints on stderr where this process ends before it has taken them back."""
+
+    def __init__(self, shell: subprocess.Popen):
+        assert shell.stdin is not None
+        self._pipe = shell.stdin
+
+    def are(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # a shell that has ended repeats nothing
+            self._pipe.write(printable_line(line).encode() + b"\n")
+            self._pipe.flush()
+
+
+@contextlib.contextmanager
+def _last_words() -> Iterator[_LastWords]:
+    script = 'while IFS= read -r line; do last=$line; done; [ -z "$last" ] || printf "%s\\n" "$last" >&2'
+    with subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE) as shell:
+        words = _LastWords(shell)
+        try:
+            yield words
+        finally:
+            words.are("")
 
 
 def _in_a_thread(trial: "_Trial", limit_s: float) -> Tried:
@@ -102,13 +132,24 @@ class _Trial:
 
     cure = "user_code.preflight_timeout_s = 0 leaves this check out"
 
-    def __init__(self, config: RunConfig, task: Task, field: str):
-        self._config, self._task, self.field = config, task, field
+    def __init__(self, config: RunConfig, task: Task, field: str, words: _LastWords):
+        self._config, self._task, self.field, self._words = config, task, field, words
         self.name = type(task).__name__
         self.found = Tried()
         self.doing = "its setup"
         env = replace(task.config.env, max_turns=min(task.config.env.max_turns, MOST_TURNS))
         task.config = replace(task.config, env=env)
+
+    @property
+    def doing(self) -> str:
+        """What is being tried."""
+        return self._doing
+
+    @doing.setter
+    def doing(self, doing: str) -> None:
+        self._doing = doing
+        ended = "the command was killed, or this code called os._exit or crashed"
+        self._words.are(f"error: {self.field} = {self.name!r}: {doing}: {ended}; {self.cure}")
 
     async def run(self) -> None:
         task = self._task
@@ -118,7 +159,7 @@ class _Trial:
             group = await self._rollout(policy)
             if group is not None:
                 await self._score(group)
-                self._filter(group)
+                self._filter(group, vocab_size=len(policy.tokenizer))
         except BaseException:
             with contextlib.suppress(UserCodeError):  # the first failure is the cause
                 await call_user(task.close, timeout_s=None)
@@ -148,6 +189,8 @@ class _Trial:
             limit = f"{self.field}.env.max_rollout_tokens = {task.config.env.max_rollout_tokens}"
             self.found.warning = f"{limit}: the prompt of the first example leaves no room for a completion; raise it"
             return None
+        for prompt, turn in zip(policy.prompts, rollout.turns, strict=False):
+            check_prompt(prompt, turn, task.renderer, field=self.field)
         self.found.prompt = policy.prompts[0]
         self.found.prompt_token_ids = rollout.turns[0].prompt_token_ids
         if not own:
@@ -163,7 +206,7 @@ class _Trial:
             if failure is not None:
                 raise ConfigError(self.field, self.name, f"{self.doing} failed: {failure}; {self.cure}")
             return
-        self.doing = f"the rewards of the reply {REPLY!r}"
+        self.doing = f"the rewards of the reply {REPLY!r} by {', '.join(task.rubric.names) or type(task.rubric).__name__}"
         await task.score_rewards(group)
         for rollout in group.rollouts:
             if rollout.status is RolloutStatus.ERROR:
@@ -175,12 +218,14 @@ class _Trial:
         if failure is not None:
             self._refuse("algorithm", task.algorithm, failure.removeprefix(f"task {task.name}: "))
 
-    def _filter(self, group: RolloutGroup) -> None:
+    def _filter(self, group: RolloutGroup, *, vocab_size: int) -> None:
         self.doing = "the filters"
         for slot in ("pre_batch_filters", "post_batch_filters"):
             for index, entry in enumerate(getattr(self._config, slot)):
                 with user_code(f"{slot}[{index}]", built_class(entry).__name__, "it failed on a group of scripted replies"):
-                    matches_of(entry.build(), group)
+                    built = entry.build()
+                    built.vocab_size = vocab_size
+                    matches_of(built, group)
 
     def _refuse(self, part: str, of: Any, cause: str) -> None:
         raise ConfigError(f"{self.field}.{part}", type(of).__name__, f"{self.doing}: {cause}; {self.cure}")
@@ -192,3 +237,39 @@ def _copy(rollout: Rollout, index: int) -> Rollout:
     for sample in samples:
         sample.rollout_id = copied.rollout_id
     return copied
+
+
+def check_prompt(prompt: str, turn: RolloutTurn, renderer: Renderer, *, field: str) -> None:
+    """Refuse a renderer that leaves out of a prompt what the env gave.
+
+    Args:
+        prompt: as the model sees it.
+        field: the task's.
+
+    Raises:
+        ConfigError: the text of a message, or the name of a tool, is not in the prompt, messages are in another order, or calls
+            of tools can't be read from replies.
+    """
+    name = renderer_name(renderer)
+    cure = "take a model whose template has a place for it, or name the renderer of the model's family"
+    if turn.tools and not getattr(renderer, "supports_tools", True):
+        seen = f"{field} offers tools, and this renderer reads no calls from replies"
+        raise ConfigError(
+            "renderer.name", name, f"{seen}: name the renderer of the model's family; a model without one can't call"
+        )
+    for tool in turn.tools or ():
+        called = cast(dict, tool).get("function", tool)["name"]
+        if called not in prompt:
+            raise ConfigError("renderer.name", name, f"the prompt of {field} does not have its tool {called!r}: {cure}")
+    at = 0
+    for message in turn.prompt_messages:
+        content = message["content"]
+        if message["role"] == "assistant" or not isinstance(content, str):  # what was sampled may be changed on purpose
+            continue
+        if (found := prompt.find(content.strip(), at)) < 0:
+            what = "in another place" if content.strip() in prompt else "not"
+            text = content.strip()[:40]
+            raise ConfigError(
+                "renderer.name", name, f"the prompt of {field} has the {message['role']}'s {text!r} {what}: {cure}"
+            )
+        at = found + len(content.strip())

@@ -31,6 +31,9 @@ class ProvisionConfig:
     """CPU only. True: trainer and generators of a host have as many threads each as it has cores, so that none is idle while
     the other side computes. False: half as many. None: True for models of at least 10 million parameters. Smaller ones do not
     gain by more threads."""
+    share_gpus: bool = False
+    """Generators stand on the trainer's GPUs, from its first on, so that a run fits one GPU. Either both hold their memory all
+    the time, or the engines sleep while the trainer steps (``generator.engine.sleep``). On CPU it means ``share_cores``."""
 
     def resolve(self) -> Literal["cpu", "cuda"]:
         elsewhere = self.job.has_gpus

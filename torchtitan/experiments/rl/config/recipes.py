@@ -59,21 +59,17 @@ def reinforce_pp(config: RunConfig) -> RunConfig:
     return config
 
 
-def standard_filters(config: RunConfig, *, vocab_size: int, rare_from: int) -> RunConfig:
+def standard_filters(config: RunConfig) -> RunConfig:
     """Gibberish, repetition (of n-grams too) and rollouts without a signal: counted before the batch, dropped from it.
 
     Counted before, a rollout still takes its place, so examples that are too easy or too hard do not become more work; dropped
     after, it is not trained on. ``filter/<slot>/<name>`` in the metrics says how many, and ``filter/<slot>/<name>/tokens`` what
     that saves. Filters of these classes that the config has give way; other filters stay.
-
-    Args:
-        vocab_size: ids of the policy's vocabulary.
-        rare_from: id from which a token is rare, for ``Gibberish``.
     """
 
     def in_mode(mode: Literal["enforce", "monitor"]) -> list[Filter.Config]:
         return [
-            Gibberish.Config(mode=mode, vocab_size=vocab_size, rare_from=rare_from),
+            Gibberish.Config(mode=mode),
             Repetition.Config(mode=mode, distinct_ngrams=0.1),
             ZeroAdvantage.Config(mode=mode, per="rollout"),  # all of a group where no rollout has a signal
         ]

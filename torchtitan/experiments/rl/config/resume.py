@@ -8,12 +8,17 @@ from typing import Any, BinaryIO
 from torchtitan.experiments.rl.checkpointing.folder import (
     CHECKPOINTS_FOLDER,
     MANIFEST_FILE,
+    OLD_POLICY_FOLDER,
+    POLICY_FOLDER,
+    TRAINER_FOLDER,
     CheckpointError,
     checkpoints,
     newest_valid,
+    policies,
     step_of,
     verify,
 )
+from torchtitan.experiments.rl.compat.torch import check_pickles
 from torchtitan.experiments.rl.config.changes import Change, check_changes, compare
 from torchtitan.experiments.rl.config.command_line import Command
 from torchtitan.experiments.rl.config.plan import RunPlan
@@ -28,6 +33,7 @@ from torchtitan.experiments.rl.config.saved_command import (
 )
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import hosted_models
+from torchtitan.experiments.rl.observability.console import near
 
 RESUME, INIT_FROM = "--resume", "--init-from"
 AUTO = "auto"
@@ -80,7 +86,7 @@ class ResumedRun:
 
     def has_ended(self, config: RunConfig) -> bool:
         """Whether every step is taken, and the policy saved where the config asks for it."""
-        saved = (self.run_dir / "checkpoint" / f"step-{self.step}").is_dir()
+        saved = any(path.name == f"step-{self.step}" for path in policies(self.run_dir))
         return self.step >= config.steps and (saved or not config.trainer.save_final_model)
 
     def check_config(self, config: RunConfig) -> None:
@@ -134,7 +140,7 @@ def find_initial(given: str, config: RunConfig) -> tuple[Path, list[str]]:
     """
     run_dir, checkpoint = _located(given, INIT_FROM)
     path, refused = _verified(run_dir, checkpoint, given, INIT_FROM)
-    saved, saved_config = read_command(run_dir), read_config(run_dir) or {}
+    saved, saved_config = read_command(run_dir) or read_command(path), read_config(run_dir) or read_config(path) or {}
     old_path = str((saved_config.get("model") or {}).get("hf_assets_path"))
     old = saved.model_files.get(old_path, {}).get("config.json") if saved is not None else None
     new = model_files(config.model.hf_assets_path).get("config.json")
@@ -164,7 +170,10 @@ def files_of_models(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def _opened(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
+    copies = reversed(checkpoints(run_dir))
     saved, saved_config = read_command(run_dir), read_config(run_dir)
+    while (saved is None or saved_config is None) and (copy := next(copies, None)) is not None:
+        saved, saved_config = saved or read_command(copy), saved_config or read_config(copy)
     if saved is None or saved_config is None:
         cure = "holds no run that can be resumed: it has no readable command.json and config.json; name a run's folder"
         raise ConfigError(RESUME, str(run_dir), cure)
@@ -194,16 +203,24 @@ def _located(given: str, option: str) -> tuple[Path, Path | None]:
         named = (path / MANIFEST_FILE).is_file() or path.parent.name == CHECKPOINTS_FOLDER
     except (OSError, ValueError):
         raise ConfigError(option, given, "no such folder; name a run's folder, or a checkpoint in it") from None
+    run = path.parent.parent if path.parent.name in (POLICY_FOLDER, OLD_POLICY_FOLDER) else None
+    if run is not None and read_command(run) is not None:
+        cure = f"a run's policy, and a hub folder already: --model takes it as it is, and the run is {near(run)}"
+        raise ConfigError(option, given, cure)
     return (path.parent.parent, path) if named else (path, None)
 
 
 def _verified(run_dir: Path, checkpoint: Path | None, given: str, option: str) -> tuple[Path, list[str]]:
     try:
         if checkpoint is None:
-            return newest_valid(run_dir)
-        verify(checkpoint)
-        step_of(checkpoint)
-        return checkpoint, []
+            path, refused = newest_valid(run_dir)
+        else:
+            verify(checkpoint)
+            step_of(checkpoint)
+            path, refused = checkpoint, []
+        for folder in (path / TRAINER_FOLDER).glob("step-*"):
+            check_pickles(folder)
+        return path, refused
     except (CheckpointError, ValueError) as error:
         raise ConfigError(option, given, str(error)) from None
 

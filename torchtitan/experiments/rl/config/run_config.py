@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import MinLen
+from annotated_types import Ge, Le, MinLen
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.bounds import Cure, NonEmptyStr, NonNegativeInt, PositiveInt
@@ -23,6 +23,9 @@ from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
 from torchtitan.experiments.rl.training.config import TrainerConfig
 
+MOST_GROUPS = 1_000_000
+"""Of a step."""
+
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
@@ -36,9 +39,9 @@ class RunConfig:
     batcher: Batcher.Config = field(default_factory=Batcher.Config)
     steps: PositiveInt = 100
     """Optimizer steps."""
-    groups_per_step: PositiveInt = 8
+    groups_per_step: Annotated[int, Ge(1), Le(MOST_GROUPS)] = 8
     """Groups trained on in one optimizer step."""
-    rollouts_per_step: PositiveInt | None = None
+    rollouts_per_step: Annotated[int, Ge(1), Le(MOST_GROUPS)] | None = None
     """The same number in rollouts, if all tasks have one group_size that divides it; overrides groups_per_step."""
     max_offpolicy_steps: NonNegativeInt = 1
     """Versions a group may be behind when it is trained on. 0 is synchronous, and on CPU deterministic by seed."""

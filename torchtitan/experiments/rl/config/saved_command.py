@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torchtitan.experiments.rl.checkpointing.folder import write_durably
 from torchtitan.experiments.rl.errors import ConfigError
 
 COMMAND_FILE = "command.json"
 CONFIG_FILE = "config.json"
-"""The resolved config; the controller writes it."""
+"""The resolved config; the controller writes it. Each checkpoint has a copy of both."""
 LOCK_FILE = ".lock"
 
 _MODEL_FILES = ("config.json", "tokenizer*", "chat_template*", "special_tokens_map.json", "vocab*", "merges.txt")
@@ -33,10 +34,18 @@ class SavedCommand:
 
 
 def save_command(run_dir: Path, command: SavedCommand) -> None:
-    """Written beside and renamed: a kill leaves the old file or the new one."""
-    scratch = run_dir / f"{COMMAND_FILE}.partial"
-    scratch.write_text(json.dumps(asdict(command), indent=2) + "\n", encoding="utf-8")
-    scratch.replace(run_dir / COMMAND_FILE)
+    """A kill or a power failure leaves the old file or the new one."""
+    write_durably(run_dir / COMMAND_FILE, json.dumps(asdict(command), indent=2) + "\n")
+
+
+def save_config(run_dir: Path, config: Any) -> Any:
+    """Returns what is saved: the resolved config."""
+    # Imported here: it imports torch, and commands read a run's command before the process is set up for that.
+    from torchtitan.experiments.rl.config.resolved import resolved_config
+
+    resolved = resolved_config(config)
+    write_durably(run_dir / CONFIG_FILE, json.dumps(resolved, indent=2) + "\n")
+    return resolved
 
 
 def read_command(run_dir: Path) -> SavedCommand | None:

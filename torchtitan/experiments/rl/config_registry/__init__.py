@@ -27,7 +27,9 @@ from torchtitan.experiments.rl.config_registry.experience import rl_demonstratio
 from torchtitan.experiments.rl.config_registry.judges import rl_judge_qwen3_debug
 from torchtitan.experiments.rl.config_registry.qwen3 import (
     HUB_FOLDER,
+    SIZES,
     rl_grpo_qwen3_0_6b,
+    rl_grpo_qwen3_0_6b_1gpu,
     rl_grpo_qwen3_1_7b,
     rl_grpo_qwen3_4b,
     rl_grpo_qwen3_8b,
@@ -36,15 +38,21 @@ from torchtitan.experiments.rl.config_registry.qwen3 import (
     rl_grpo_qwen3_32b,
     rl_grpo_qwen3_32b_32,
     rl_grpo_qwen3_32b_64,
-    rl_math_qwen3_1_7b,
+    rl_math_qwen3,
     rl_questions_qwen3,
     rl_reasoning_gym_qwen3_1_7b,
     rl_verifiers_qwen3_1_7b,
 )
 from torchtitan.experiments.rl.config_registry.references import rl_opsd_ema_qwen3_debug
+from torchtitan.experiments.rl.config_registry.smollm2 import (
+    rl_alphabet_sort_smollm2,
+    rl_boxed_smollm2,
+    rl_sums_smollm2,
+)
 
 __all__ = [
     "HUB_FOLDER",
+    "SIZES",
     "TINY_CONVERSATIONS",
     "TINY_MODEL",
     "TINY_READER",
@@ -67,7 +75,11 @@ __all__ = [
     "rl_demonstrations_qwen3_debug",
     "rl_replay_qwen3_debug",
     "rl_opsd_ema_qwen3_debug",
+    "rl_sums_smollm2",
+    "rl_boxed_smollm2",
+    "rl_alphabet_sort_smollm2",
     "rl_grpo_qwen3_0_6b",
+    "rl_grpo_qwen3_0_6b_1gpu",
     "rl_grpo_qwen3_1_7b",
     "rl_grpo_qwen3_4b",
     "rl_grpo_qwen3_8b",
@@ -77,7 +89,50 @@ __all__ = [
     "rl_grpo_qwen3_32b_32",
     "rl_grpo_qwen3_32b_64",
     "rl_questions_qwen3",
-    "rl_math_qwen3_1_7b",
+    "rl_math_qwen3",
     "rl_reasoning_gym_qwen3_1_7b",
     "rl_verifiers_qwen3_1_7b",
 ]
+
+GROUPS = {
+    "First steps, on two CPU cores": ("rl_grpo_qwen3_debug", "rl_questions_qwen3_debug"),
+    "A real model, on two CPU cores": ("rl_sums_smollm2", "rl_boxed_smollm2", "rl_alphabet_sort_smollm2"),
+    "A first run on GPUs": ("rl_grpo_qwen3_0_6b_1gpu", "rl_grpo_qwen3_0_6b"),
+    "Real tasks, on GPUs": (
+        "rl_math_qwen3",
+        "rl_questions_qwen3",
+        "rl_reasoning_gym_qwen3_1_7b",
+        "rl_verifiers_qwen3_1_7b",
+    ),
+    "Larger models, on GPUs": (
+        "rl_grpo_qwen3_1_7b",
+        "rl_grpo_qwen3_4b",
+        "rl_grpo_qwen3_8b",
+        "rl_grpo_qwen3_14b",
+        "rl_grpo_qwen3_14b_16",
+        "rl_grpo_qwen3_32b",
+        "rl_grpo_qwen3_32b_32",
+        "rl_grpo_qwen3_32b_64",
+    ),
+    "Tasks with turns and tools, on two CPU cores": (
+        "rl_alphabet_sort_qwen3_debug",
+        "rl_calculator_qwen3_debug",
+        "rl_guess_number_qwen3_debug",
+        "rl_judge_qwen3_debug",
+    ),
+    "Algorithms and methods, on two CPU cores": (
+        "rl_max_rl_qwen3_debug",
+        "rl_opd_qwen3_debug",
+        "rl_opsd_qwen3_debug",
+        "rl_opsd_ema_qwen3_debug",
+        "rl_sft_qwen3_debug",
+        "rl_echo_qwen3_debug",
+        "rl_mixed_qwen3_debug",
+        "rl_demonstrations_qwen3_debug",
+        "rl_replay_qwen3_debug",
+        "rl_difficulty_pool_qwen3_debug",
+        "rl_shuffled_cursor_qwen3_debug",
+        "rl_grpo_qwen3_debug_hosts",
+    ),
+}
+"""For ``--list``. A module of your own may have one too."""

@@ -18,10 +18,12 @@ from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.hosts.jobs import ProcessJob
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.tasks.alphabet_sort.rubric import AlphabetSortRubric
 from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortDataset, AlphabetSortTask
 from torchtitan.experiments.rl.tasks.calculator.task import CalculatorDataset, CalculatorTask
 from torchtitan.experiments.rl.tasks.guess_number.task import GuessNumberDataset, GuessNumberTask
 from torchtitan.experiments.rl.tasks.questions.task import QuestionTask
+from torchtitan.experiments.rl.tasks.sum_digits.rubric import SumDigitsRubric
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsTask
 from torchtitan.experiments.rl.tasks.task import Task
@@ -45,6 +47,8 @@ def rl_grpo_qwen3_debug() -> RunConfig:
                 algorithm=GRPO.Config(),
                 group_size=8,
                 validation=SumDigitsDataset.Config(split="validation", count=256, seed=1),
+                instruction="",
+                rubric=SumDigitsRubric.Config(exact=True),
                 env=RendererEnvConfig(max_turns=1, max_rollout_tokens=128),
                 sampling=SamplingConfig(max_tokens=8),
             )
@@ -65,8 +69,7 @@ def rl_grpo_qwen3_debug() -> RunConfig:
         validation=ValidationConfig(every=10, examples=256),
         provision=ProvisionConfig(device="cpu"),
     )
-    # The tiny models' last words: parts of names and of the longer words in questions.
-    return standard_filters(config, vocab_size=768, rare_from=600)
+    return standard_filters(config)
 
 
 def rl_grpo_qwen3_debug_hosts() -> RunConfig:
@@ -124,6 +127,7 @@ def rl_alphabet_sort_qwen3_debug() -> RunConfig:
             algorithm=GRPO.Config(),
             dataset=AlphabetSortDataset.Config(**sizes),
             validation=AlphabetSortDataset.Config(split="validation", count=256, seed=1, **sizes),
+            rubric=AlphabetSortRubric.Config(exact=True),
             env=RendererEnvConfig(max_turns=2, max_rollout_tokens=256),
             sampling=SamplingConfig(max_tokens=32),
         ),
@@ -154,6 +158,7 @@ def rl_guess_number_qwen3_debug() -> RunConfig:
             algorithm=GRPO.Config(),
             dataset=GuessNumberDataset.Config(**sizes),
             validation=GuessNumberDataset.Config(split="validation", count=256, seed=1, **sizes),
+            exact=True,
             env=RendererEnvConfig(max_turns=4, max_rollout_tokens=256),
             sampling=SamplingConfig(max_tokens=8),
         ),

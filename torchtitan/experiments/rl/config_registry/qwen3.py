@@ -1,5 +1,6 @@
 """Configs of Qwen3 from the hub, on GPUs."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torchtitan.experiments.rl.algorithms import GRPO
@@ -7,12 +8,17 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.provision import ProvisionConfig
 from torchtitan.experiments.rl.config.recipes import standard_filters
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.envs.renderer import RendererConfig
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.hosts.slurm import SlurmJob
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.tasks.answers import right_answer
 from torchtitan.experiments.rl.tasks.math.task import MathDataset, MathTask
 from torchtitan.experiments.rl.tasks.questions.task import QuestionTask
 from torchtitan.experiments.rl.tasks.reasoning_gym.task import PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
@@ -27,18 +33,27 @@ HUB_FOLDER = "assets/hf"
 
 
 def rl_grpo_qwen3_0_6b() -> RunConfig:
-    """Qwen3-0.6B on 2 GPUs: one trains, one generates."""
-    return _qwen3("0.6B", trainer_ranks=1, replicas=1)
+    """Qwen3-0.6B on 8 GPUs: one trains, seven generate. --gpus 2 divides two."""
+    return _qwen3("0.6B", trainer_ranks=1, replicas=7)
+
+
+def rl_grpo_qwen3_0_6b_1gpu() -> RunConfig:
+    """Qwen3-0.6B on 1 GPU of 24 GB, which trainer and generator share."""
+    config = _qwen3("0.6B", trainer_ranks=1, replicas=1)
+    config.provision.share_gpus = True
+    config.generator.engine = VLLMEngineConfig(dtype="bfloat16", max_model_len=4096, max_num_seqs=64, kv_cache_gib=4.0)
+    config.rollouts_per_step = 128
+    return config
 
 
 def rl_grpo_qwen3_1_7b() -> RunConfig:
-    """Qwen3-1.7B on 4 GPUs: two train, two generate."""
-    return _qwen3("1.7B", trainer_ranks=2, replicas=2)
+    """Qwen3-1.7B on 4 GPUs: one trains, three generate."""
+    return _qwen3("1.7B", trainer_ranks=1, replicas=3)
 
 
 def rl_grpo_qwen3_4b() -> RunConfig:
-    """Qwen3-4B on 8 GPUs: four train, four generate."""
-    return _qwen3("4B", trainer_ranks=4, replicas=4)
+    """Qwen3-4B on 8 GPUs: three train, five generate."""
+    return _qwen3("4B", trainer_ranks=3, replicas=5)
 
 
 def rl_grpo_qwen3_8b() -> RunConfig:
@@ -52,8 +67,8 @@ def rl_grpo_qwen3_14b() -> RunConfig:
 
 
 def rl_grpo_qwen3_14b_16() -> RunConfig:
-    """Qwen3-14B on 16 GPUs of 80 GB: eight train, four generators of two. On two hosts of 8: docs/clusters.md."""
-    return _qwen3("14B", trainer_ranks=8, replicas=4, tensor_parallel_degree=2)
+    """Qwen3-14B on 16 GPUs of 80 GB: eight train, four generators of two. 2 hosts of Slurm: docs/clusters.md."""
+    return _on_hosts(_qwen3("14B", trainer_ranks=8, replicas=4, tensor_parallel_degree=2))
 
 
 def rl_grpo_qwen3_32b() -> RunConfig:
@@ -62,27 +77,33 @@ def rl_grpo_qwen3_32b() -> RunConfig:
 
 
 def rl_grpo_qwen3_32b_32() -> RunConfig:
-    """Qwen3-32B on 32 GPUs of 80 GB: sixteen train, in fours; eight generators of two (docs/clusters.md)."""
-    return _qwen3("32B", trainer_ranks=16, trainer_tensor_parallel_degree=4, replicas=8, tensor_parallel_degree=2)
+    """Qwen3-32B on 32 GPUs of 80 GB: sixteen train, in fours; eight generators of two. 4 hosts of Slurm: docs/clusters.md."""
+    return _on_hosts(_qwen3("32B", trainer_ranks=16, trainer_tensor_parallel_degree=4, replicas=8, tensor_parallel_degree=2))
 
 
 def rl_grpo_qwen3_32b_64() -> RunConfig:
-    """Qwen3-32B on 64 GPUs of 80 GB: 32 train, in fours; sixteen generators of two (docs/clusters.md)."""
-    return _qwen3("32B", trainer_ranks=32, trainer_tensor_parallel_degree=4, replicas=16, tensor_parallel_degree=2)
+    """Qwen3-32B on 64 GPUs of 80 GB: 32 train, in fours; sixteen generators of two. 8 hosts of Slurm: docs/clusters.md."""
+    return _on_hosts(_qwen3("32B", trainer_ranks=32, trainer_tensor_parallel_degree=4, replicas=16, tensor_parallel_degree=2))
 
 
-def rl_questions_qwen3() -> RunConfig:
-    """Your own questions and reward function with Qwen3-0.6B on 2 GPUs: name both (README, "Your own data")."""
-    config = rl_grpo_qwen3_0_6b()
-    config.tasks = {"questions": QuestionTask.Config(group_size=16, sampling=SamplingConfig(max_tokens=512))}
-    return config
+def rl_questions_qwen3(size: str = "0.6b") -> RunConfig:
+    """Your own questions: name the data (README, "Your own data"). Qwen3-0.6B on 2 GPUs; or --size. Right is what equals the
+    column `answer`, or what a reward function of yours says."""
+    questions = QuestionTask.Config(
+        group_size=16,
+        template='{question}\n\nEnd your reply with the line "Answer: ...", which holds nothing but the answer.',
+        # The answer's line may be cut in two: a reply that was cut off is wrong.
+        rubric=Rubric.Config(reward_fns=[right_answer], truncation_reward=0.0),
+        sampling=SamplingConfig(max_tokens=512),
+    )
+    return _of_size(size, questions=questions)
 
 
-def rl_math_qwen3_1_7b() -> RunConfig:
-    """Grade-school word problems (GSM8K, from the hub) with Qwen3-1.7B on 4 GPUs."""
+def rl_math_qwen3(size: str = "1.7b") -> RunConfig:
+    """Grade-school word problems (GSM8K, from the hub). Qwen3-1.7B on 4 GPUs; or --size."""
     gsm8k: dict[str, Any] = {"path": "openai/gsm8k", "name": "main", "answer_marker": "####"}
     train, test = MathDataset.Config(**gsm8k), MathDataset.Config(split="test", **gsm8k)
-    return _qwen3_1_7b(math=MathTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
+    return _of_size(size, math=MathTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
 
 
 def rl_reasoning_gym_qwen3_1_7b() -> RunConfig:
@@ -95,18 +116,28 @@ def rl_reasoning_gym_qwen3_1_7b() -> RunConfig:
     }
     train = ReasoningGymDataset.Config(generators=generators, count=100_000)
     test = ReasoningGymDataset.Config(generators=generators, count=256, seed=1_000_000)
-    return _qwen3_1_7b(puzzles=ReasoningGymTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
+    return _of_size(
+        "1.7b", puzzles=ReasoningGymTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test)
+    )
 
 
 def rl_verifiers_qwen3_1_7b() -> RunConfig:
     """An environment of the verifiers package, its gsm8k as an example, with Qwen3-1.7B on 4 GPUs."""
     train, test = (VerifiersDataset.Config(environment="gsm8k", split=split) for split in ("train", "eval"))
-    return _qwen3_1_7b(gsm8k=VerifiersTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
+    return _of_size("1.7b", gsm8k=VerifiersTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
 
 
-def _qwen3_1_7b(**tasks: Task.Config) -> RunConfig:
-    """rl_grpo_qwen3_1_7b with other tasks."""
-    config = rl_grpo_qwen3_1_7b()
+def _on_hosts(config: RunConfig) -> RunConfig:
+    """On as many hosts of 8 GPUs as it needs, from Slurm where ``--provision.job`` names nothing else."""
+    config.provision.job = SlurmJob()
+    return config
+
+
+def _of_size(size: str, **tasks: Task.Config) -> RunConfig:
+    """The GRPO config of that size with other tasks."""
+    if size not in SIZES:
+        raise ConfigError("--size", size, f"want one of {', '.join(SIZES)}; --model takes any model, --gpus any number of GPUs")
+    config = SIZES[size]()
     config.tasks = tasks
     return config
 
@@ -131,6 +162,8 @@ def _qwen3(
                 sampling=SamplingConfig(max_tokens=3072),
             )
         },
+        # Thinking takes several times the tokens: docs/tasks.md, "Thinking", says which limits to raise with it.
+        renderer=RendererConfig(name="qwen3", enable_thinking=False),
         model=ModelConfig(hf_assets_path=f"{HUB_FOLDER}/Qwen3-{flavor}", flavor=f"qwen3/{flavor}"),
         trainer=TrainerConfig(
             ranks=trainer_ranks,
@@ -150,4 +183,15 @@ def _qwen3(
         recorder=RolloutRecorder.Config(fraction=1 / 16),
         provision=ProvisionConfig(device="cuda"),
     )
-    return standard_filters(config, vocab_size=151_936, rare_from=100_000)
+    return standard_filters(config)
+
+
+SIZES: dict[str, Callable[[], RunConfig]] = {
+    "0.6b": lambda: _qwen3("0.6B", trainer_ranks=1, replicas=1),
+    "1.7b": rl_grpo_qwen3_1_7b,
+    "4b": rl_grpo_qwen3_4b,
+    "8b": rl_grpo_qwen3_8b,
+    "14b": rl_grpo_qwen3_14b,
+    "32b": rl_grpo_qwen3_32b,
+}
+"""What ``--size`` may name, with the GPUs that each takes."""

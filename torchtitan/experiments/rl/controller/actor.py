@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from monarch.actor import Actor
 
-from torchtitan.experiments.rl.checkpointing.folder import checkpoints, newest_valid
+from torchtitan.experiments.rl.checkpointing.folder import checkpoints, newest_valid, step_of
 from torchtitan.experiments.rl.compat.monarch import process_death
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -51,6 +52,7 @@ class Controller(Actor):
         """
         self.config = config
         self._checkpoint, self._init_from, self._hosts = resume_from, init_from, hosts
+        self._steps_before = 0 if resume_from is None else step_of(resume_from)
         self._run_dir, self._config_name = Path(run_dir), config_name
         self._plan = checked_plan(config)
         self._console = Console()
@@ -95,6 +97,7 @@ class Controller(Actor):
             stopped_by = stopped_by or f"an error ({type(failure).__name__})"
         seconds = time.perf_counter() - started
         summary = self._parts.summary(wall_time_s=seconds, stopped_by=stopped_by, checkpoint=self._checkpoint)
+        summary = replace(summary, steps_before=self._steps_before)
         self._console.summary(summary)
         faults = await self._parts.close()
         failure = failure or next(iter(faults), None)

@@ -27,6 +27,8 @@ HUNG = "hung: "
 LOOK_S = 2.0
 PAUSE_S = 8.0
 """Every watch asks for the time at least every LOOK_S. If nobody did for so long, this process was paused."""
+SILENT_S = 15.0
+"""After so long without an answer people are told who is silent."""
 STACK_S = 2.0
 """A process that runs writes its stacks within milliseconds."""
 STACK_CHARACTERS = 20_000
@@ -66,16 +68,22 @@ class HangWatch:
 
     async def _look(self, actor: Any, life: Lifetime, *, slow: bool) -> tuple[str | None, bool]:
         """How the process hangs, or None; and whether what it does now may take long."""
-        asked = self._now()
+        asked, told = self._now(), False
         answer = asyncio.ensure_future(life.call(ask(actor.pulse)))
         try:
             while True:
                 await asyncio.wait({answer}, timeout=LOOK_S)
                 now = self._now()
                 if answer.done():
+                    if told and not answer.cancelled() and answer.exception() is None:
+                        self._on_hang(f"{life.name} answers again after {now - asked:.0f} s")
                     return self._overdue(answer.result(), now)
                 silent_s = now - max(asked, self._started_anew)
                 stopped = is_stopped(life.pid)
+                if silent_s > SILENT_S and not told and (stopped or not slow):
+                    told = True
+                    why = "it is stopped by a signal" if stopped else "its host is busy, stopped or out of reach"
+                    self._on_hang(f"{life.name} has not answered for {silent_s:.0f} s: {why}")
                 if silent_s > self._limit_s(slow and not stopped):
                     return f"{'stopped by a signal' if stopped else 'no answer'} for {silent_s:.0f} s", slow
         finally:

@@ -10,7 +10,9 @@ An asynchronous run is captured when it is saved.
 """
 
 import asyncio
+import contextlib
 import logging
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,12 +20,12 @@ from pathlib import Path
 from typing import Protocol
 
 from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
-from torchtitan.experiments.rl.checkpointing.folder import CheckpointError, CheckpointFolder
+from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER, CheckpointError, CheckpointFolder
 from torchtitan.experiments.rl.checkpointing.run_files import sizes, sync
 from torchtitan.experiments.rl.compat.monarch import original
+from torchtitan.experiments.rl.config.saved_command import COMMAND_FILE, CONFIG_FILE
 from torchtitan.experiments.rl.controller.mismatch_alarm import MismatchAlarm
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
-from torchtitan.experiments.rl.controller.run_start import TRAINER_FOLDER
 from torchtitan.experiments.rl.controller.saved_groups import write_groups
 from torchtitan.experiments.rl.controller.saved_state import FORMAT, MismatchState, RunState, ValidatorState, write_state
 from torchtitan.experiments.rl.controller.validation import Validator
@@ -217,6 +219,9 @@ class RunCheckpoints:
         if captured.recorded is not None:
             captured.state.offsets[ROLLOUTS_FILE] = captured.recorded.result(RECORDER_LIMIT_S)
         sync(self._run_dir)  # a checkpoint must not be ahead of the run's files
+        for name in (COMMAND_FILE, CONFIG_FILE):  # with them the checkpoint can be resumed where the run's own are lost
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy(self._run_dir / name, folder)
         write_groups(folder, captured.groups)
         write_state(folder, captured.state)
 

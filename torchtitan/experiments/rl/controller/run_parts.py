@@ -5,15 +5,17 @@ A run whose trainer died is built again, as other RunParts (`actor.py`).
 
 import asyncio
 import functools
-import json
+import itertools
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from torchtitan.experiments.rl.config.plan import RunPlan
-from torchtitan.experiments.rl.config.resolved import resolved_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.saved_command import save_config
 from torchtitan.experiments.rl.controller.closing import PART_TIMEOUT_S, Closing
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.mismatch_alarm import mismatch_alarm
@@ -45,6 +47,8 @@ from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounde
 from torchtitan.experiments.rl.user_code.gate import Gate, sentence
 
 logger = logging.getLogger(__name__)
+
+CANARY_MESSAGES = [{"role": "user", "content": "What is 17 + 25? Think first, then give the number."}]
 
 
 class RunParts:
@@ -157,14 +161,15 @@ class RunParts:
             self._rollouts.fail(error)
 
     async def _build(self) -> TrainingLoop:
-        config, plan, resumed, resolved = self.config, self._plan, self._resumed, resolved_config(self.config)
-        (self._run_dir / "config.json").write_text(json.dumps(resolved, indent=2) + "\n")
+        config, plan, resumed = self.config, self._plan, self._resumed
+        resolved = save_config(self._run_dir, config)
         step = 0 if resumed is None else resumed.state.step
         metrics = self._metrics = config.metrics.build(
             run_dir=self._run_dir, run_config=resolved, resume_step=None if resumed is None else step
         )
         renderer = build_renderer(config.renderer, config.model.hf_assets_path)
-        await self._tasks.build(renderer, vocab_size=HubConfig.read(config.model.hf_assets_path).size("vocab_size"))
+        vocab_size = HubConfig.read(config.model.hf_assets_path).size("vocab_size")
+        await self._tasks.build(renderer, vocab_size=vocab_size)
         tasks, batcher = self._tasks.tasks, config.batcher.build()
         mix = await self._built(config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()})
         for line in parts_without_state(mix, tasks):
@@ -173,7 +178,10 @@ class RunParts:
             slot: [await self._built(entry, f"{slot}[{i}]") for i, entry in enumerate(getattr(config, slot))]
             for slot in ("pre_batch_filters", "post_batch_filters")
         }
-        await self._actors.start(trainer_start(resumed, self._init_from))
+        for entry in itertools.chain(*filters.values()):
+            entry.vocab_size = vocab_size
+        text = np.array(renderer.render_ids(CANARY_MESSAGES), np.int32)
+        await self._actors.start(text, trainer_start(resumed, self._init_from))
         with self.waits.wait("the tasks to be set up"):
             runner = await self._actors.start_runner(self._tasks)
         replay = GroupReplay(config.replay, groups_per_step=plan.groups_per_step, seed=config.seed, load=resumed is None)
@@ -245,6 +253,7 @@ class RunParts:
             profile=self._profile,
             usage=lambda: lap_usage(self.supervisor.processes()),
             first_step=step + 1,
+            sleep=config.generator.engine.sleep,
         )
         return self._training
 
@@ -345,6 +354,5 @@ class RunParts:
             files=self._files,
             stopped_by=stopped_by,
             not_saved=self._checkpoints.failure if self._checkpoints is not None else None,
-            resumable=checkpoint is not None and stopped_by is not None,
             run_dir=self._run_dir,
         )

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
+from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER, CheckpointFolder
 from torchtitan.experiments.rl.checkpointing.run_files import cut_back
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.saved_groups import read_finished_groups
@@ -14,9 +14,6 @@ from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 
 logger = logging.getLogger(__name__)
-
-TRAINER_FOLDER = "trainer"
-"""In a checkpoint's folder: what the trainer's ranks wrote."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.controller.actor import Controller
 from torchtitan.experiments.rl.controller.run_hosts import take_hosts
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
-from torchtitan.experiments.rl.observability.console import COMMAND, write_line
+from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.descendants import descendants, kill_descendants
 from torchtitan.experiments.rl.process.setup import quiet_libraries
@@ -78,6 +78,7 @@ def _run(
         init_from=start.init_from,
     )
     running = controller.run.call_one()
+    grace_s = 0.0
     handled, code = 0, 0
     asked, deadline = 0.0, float("inf")
     look_up = time.monotonic() + SHARED_MEMORY_EVERY_S
@@ -92,7 +93,7 @@ def _run(
                 temporary.note_shared_memory(descendants())
                 look_up = now + SHARED_MEMORY_EVERY_S
             if now > deadline:
-                why = f"the step did not end within checkpoint.grace_s ({config.checkpoint.grace_s:g} s)"
+                why = f"the step did not end within its grace period ({grace_s:.3g} s, checkpoint.grace_s)"
                 _stop_at_once(why, code, start, temporary)
             if len(signals.received) == handled:
                 continue
@@ -105,7 +106,8 @@ def _run(
             code = 128 + first
             write_line(sys.stderr, "stopping after this step; once more stops at once")
             if first != signal.SIGINT:  # whoever sends these kills soon
-                deadline = now + config.checkpoint.grace_s
+                grace_s = max(config.checkpoint.grace_s, config.provision.job.seconds_left())
+                deadline = now + grace_s
             stops.append(controller.request_stop.call_one(signal.Signals(first).name))
         except Exception as error:
             write_line(sys.stderr, f"error: {printable_line(cause(error))} (logs in {start.run_dir}/logs)")
@@ -129,7 +131,7 @@ def _say_how_to_resume(start: Start) -> None:
     found = checkpoints(Path(start.run_dir))
     if found:
         write_line(sys.stdout, f"saved       step {step_of(found[-1])}: {found[-1]}")
-        write_line(sys.stdout, f"go on with  {COMMAND} --resume {shlex.quote(start.run_dir)}")
+        write_line(sys.stdout, f"go on with  {typed_command('grpo')} --resume {shlex.quote(near(start.run_dir))}")
     else:
         write_line(sys.stdout, "saved       no checkpoint: the run had not taken one")
 

@@ -10,6 +10,8 @@ IDLE = 0.2
 """Share of its time that a generator works."""
 WAITING = 0.5
 """Share of the step that the trainer waits."""
+BROKEN = 0.05
+"""Share of a step's rollouts that a filter of broken text matches. Of a healthy model it is below 0.005."""
 
 
 class StepWarnings:
@@ -54,6 +56,13 @@ class StepWarnings:
                 f"every rollout of the last {STEPS} steps was cut off, at {metrics['rollout/completion_tokens_mean']:.0f} "
                 "tokens on average: raise the task's sampling.max_tokens, env.max_rollout_tokens or env.max_turns"
             )
+        for name in ("gibberish", "repetition"):
+            share = metrics.get(f"filter/post/{name}", 0) / max(metrics.get("rollout/count", 0), 1)
+            if share > BROKEN:
+                found[name] = (
+                    f"the filter {name} matches {share:.0%} of the rollouts: read some of these (rl-report, or observability."
+                    "rollouts); if they are no broken text, --post-batch-filters zero_advantage leaves it out"
+                )
         busy = [share for name, share in metrics.items() if name.startswith("perf/generator") and name.endswith("/busy")]
         waiting = metrics.get("time/wait_s", 0.0) / max(metrics.get("time/step_s", 0.0), 1e-9)
         if busy and max(busy) < IDLE and waiting > WAITING:

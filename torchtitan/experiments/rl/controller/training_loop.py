@@ -36,6 +36,8 @@ class Weights(Protocol):
 
     async def update(self, copied: CopiedOut) -> SyncReport: ...
 
+    async def sleep(self) -> None: ...
+
 
 class Profile(Protocol):
     """Records some of the steps: controller/profile.py."""
@@ -67,6 +69,7 @@ class TrainingLoop:
         profile: Profile | None = None,
         usage: Callable[[], Awaitable[dict[str, float]]] | None = None,
         first_step: int = 1,
+        sleep: bool = False,
     ):
         """
         Args:
@@ -83,6 +86,7 @@ class TrainingLoop:
             usage: returns metrics of how busy each process was since it was asked last.
             profile: is told when a step begins and when it is over.
             first_step: above 1 in a run that goes on from a checkpoint of the step before.
+            sleep: the generators free their memory while the trainer steps. Of a synchronous run: no request is open then.
         """
         self.steps_done = first_step - 1
         self._steps, self._data_parallel_size, self._synchronous = steps, data_parallel_size, synchronous
@@ -90,7 +94,7 @@ class TrainingLoop:
         self._validator, self._runner, self._generated_tokens = validator, runner, generated_tokens
         self._on_start, self._on_step, self._on_early_end = on_start, on_step, on_early_end
         self._on_step_end, self._profile, self._usage = on_step_end, profile, usage
-        self._alarm = alarm
+        self._alarm, self._sleep = alarm, sleep
         self._watch, self._lag = Stopwatch(), LoopLag()
         self._sync: asyncio.Task[SyncReport] | None = None
         self._last_sync: SyncReport | None = None
@@ -157,6 +161,8 @@ class TrainingLoop:
             # In a thread, because it copies every stream of the step: the event loop keeps running rollouts.
             with trace.span("pack", samples=len(samples)):
                 packed = await asyncio.to_thread(self._batcher.plan, samples, self._data_parallel_size)
+            if self._sleep:
+                await self._weights.sleep()
             trained = await self._trainer.step(packed, step)
         self._rollouts.trained(taken)
         try:

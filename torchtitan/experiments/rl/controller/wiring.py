@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from monarch.actor import Actor, ProcMesh
 
 from torchtitan.experiments.rl.config.placement import Place, Placement
@@ -32,14 +33,13 @@ from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.hosts.pool import HostPool
-from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.observability.waits import Waits
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
 from torchtitan.experiments.rl.weights.reader import WeightReader
-from torchtitan.experiments.rl.weights.sync import WeightSync, canary_tolerance
+from torchtitan.experiments.rl.weights.sync import CanaryBound, WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,11 @@ class RunActors:
         self._trainer: tuple[ProcMesh, Any] | None = None
         self._placement = plan.placement
 
-    async def start(self, trainer_start: TrainerStart | None = None) -> None:
+    async def start(self, text: np.ndarray, trainer_start: TrainerStart | None = None) -> None:
         """Spawn and connect trainer, generators and hosted models, and check that the first two agree on the weights.
 
         Args:
+            text: WeightSync's.
             trainer_start: the trainer's weights are those of this checkpoint, and the generators get them. None: both load
                 the model's hub folder.
 
@@ -115,6 +116,7 @@ class RunActors:
             run_dir=str(self._run_dir),
             generator_dtype=config.generator.engine.torch_dtype,
             start=trainer_start,
+            yields_memory=config.generator.engine.sleep,
         )
         self._trainer = owner, trainers
         self._add_generators(placement)
@@ -131,22 +133,20 @@ class RunActors:
             start_guarded_trainer(), *(self.supervisor.start(part) for part in self._generating.values())
         )
         readers = await self._start_readers(trainer_hosts, hosts[: plan.generator_replicas])
-        decoder = decoder_config(policy_spec(config.model, device=plan.device, max_seq_len=config.batcher.row_length))
         self.trainer = TrainerClient(trainers, self._run_dir, life, keep_logprobs=config.recorder.trainer_logprobs)
         await self.trainer.connect()
         self.weights = WeightSync(
             trainers,
             self.policy,
-            vocab_size=decoder.vocab_size,
-            tolerance=canary_tolerance(config.generator.engine.dtype),
+            text=text,
+            bound=CanaryBound(config.generator.engine.dtype),
             copies=readers,
         )
         with self.supervisor.waits.wait("the first weights to reach the generators"):
             if trainer_start is not None:
                 await self.weights.publish_start(trainer_start.step)
                 self.policy.version = trainer_start.step
-            for part in self._generating.values():
-                await self.supervisor.connect(part)
+            await asyncio.gather(*map(self.supervisor.connect, self._generating.values()))
         logger.info("trainer and generators agree on version %d", self.policy.version)
 
     async def start_generators(self, *, policy: bool = True) -> None:
@@ -154,8 +154,7 @@ class RunActors:
         placement = self._placement = place_run(self._config, self._plan, self._hosts)
         self._add_generators(placement if policy else replace(placement, generators=()))
         await asyncio.gather(*(self.supervisor.start(part) for part in self._generating.values()))
-        for part in self._generating.values():
-            await self.supervisor.connect(part)
+        await asyncio.gather(*map(self.supervisor.connect, self._generating.values()))
 
     async def start_runner(self, task_set: TaskSet) -> GroupRunner:
         """Set the tasks up where their rollouts will run: here, or in workers that are spawned now.
@@ -167,9 +166,8 @@ class RunActors:
             await task_set.setup(self.policy)
             return LocalRunner(self.policy, seed=self._config.seed)
         self._workers = [self._worker(index, where) for index, where in enumerate(self._placement.rollout_workers)]
-        await asyncio.gather(*(self.supervisor.start(part) for part in self._workers))
-        for part in self._workers:
-            await self.supervisor.connect(part)
+        await asyncio.gather(*map(self.supervisor.start, self._workers))
+        await asyncio.gather(*map(self.supervisor.connect, self._workers))
         return self._worker_runner
 
     @property
@@ -266,9 +264,8 @@ class RunActors:
         readers = WeightReaders(f"host_{place.host}" for place in places)
         for number, place in enumerate(places):
             self._readers.append(self._reader(readers, f"host_{place.host}", number, place))
-        await asyncio.gather(*(self.supervisor.start(part) for part in self._readers))
-        for part in self._readers:
-            await self.supervisor.connect(part)
+        await asyncio.gather(*map(self.supervisor.start, self._readers))
+        await asyncio.gather(*map(self.supervisor.connect, self._readers))
         return readers if self._readers else None
 
     def _reader(self, readers: WeightReaders, host: str, number: int, where: Place) -> Part:

@@ -32,6 +32,10 @@ class Dataset(UserConfigurable, abc.ABC):
         def validate(self, *, field: str) -> None:
             """Refuse what can't work, before any process starts. Raises ConfigError."""
 
+        def rest(self) -> "Dataset.Config | None":
+            """The examples that this one leaves of the same data, for validation; None: there are none."""
+            return None
+
         def check_present(self, *, field: str) -> None:
             """Refuse what this machine lacks, a file or a package.
 

@@ -1,10 +1,15 @@
 """A dataset of rows: a file, a dataset of the hub, a pandas frame or a list of dicts."""
 
+import codecs
+import csv
 import functools
+import io
+import json
+import re
 import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +17,14 @@ from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.compat.huggingface_hub import hub_fault, without_hub
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
+from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
-FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
+_WHOLE = re.compile(r"-?(0|[1-9]\d*)")
+_SHARE = re.compile(r"(0?\.\d+)")
+_NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
 class MemoryRows:
@@ -41,6 +50,21 @@ class MemoryRows:
         return f"<{len(self.records)} rows>"
 
 
+class Rows(list[dict[str, Any]]):
+    """Rows of a table, each with a place that a person finds it by."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]], lines: Sequence[int] | None = None):
+        """``lines``: of the rows in their file, from 1; None: they have none."""
+        super().__init__(rows)
+        self._lines = lines
+
+    def place(self, index: int) -> str:
+        return f"row {index}" if self._lines is None else f"line {self._lines[index]}"
+
+    def part(self, start: int, end: int) -> "Rows":
+        return Rows(self[start:end], None if self._lines is None else self._lines[start:end])
+
+
 class RowDataset(Dataset):
     """Each row is an example: its ``env_input`` is the row, a dict of its columns."""
 
@@ -53,12 +77,26 @@ class RowDataset(Dataset):
         name: str | None = None
         """The hub dataset's configuration, where it has several."""
         split: NonEmptyStr = "train"
-        """A split, or a slice of one, such as "train[:95%]" and "train[95%:]"; a file is all one split, whatever its name."""
+        """A split, or a slice of one, such as "train[:95%]" and "train[95%:]"; a file is all one split, whatever its name.
+        A share, such as "0.9": the first nine tenths of the split "train"; the command's tasks validate on the rest."""
 
         @property
         def file(self) -> Path | None:
             """The local file, if ``path`` names one."""
             return Path(self.path).expanduser() if self.path and Path(self.path).suffix in FILE_FORMATS else None
+
+        def rest(self) -> "RowDataset.Config | None":
+            """What a share leaves of the rows; None where ``split`` is none."""
+            return replace(self, split=_SHARE.sub(r"\g<0>:", self.split)) if _SHARE.fullmatch(self.split) else None
+
+        @property
+        def sliced(self) -> str:
+            """The split, with a share as a slice of it."""
+            found = re.fullmatch(f"({_SHARE.pattern})(:?)", self.split)
+            if found is None:
+                return self.split
+            percent = f"{100 * float(found[1]):.12g}%"
+            return f"train[{percent}:]" if found[3] else f"train[:{percent}]"
 
         def validate(self, *, field: str) -> None:
             if self.file is not None and self.name is not None:
@@ -83,7 +121,7 @@ class RowDataset(Dataset):
     config: Config
 
     @functools.cached_property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Rows:
         return load_rows(self.config, field="dataset")
 
     def __len__(self) -> int:
@@ -93,60 +131,212 @@ class RowDataset(Dataset):
         return DataSample(sample_id=str(index), env_input=self.rows[index])
 
 
-def load_rows(config: RowDataset.Config, *, field: str) -> list[dict[str, Any]]:
+def load_rows(config: RowDataset.Config, *, field: str) -> Rows:
     """The rows, in their order. A column that a row of a file lacks is None there.
 
     Raises:
         MissingError: no such file.
-        ConfigError: it can't be read, or is empty.
+        ConfigError: it can't be read, or is empty; names the line or the row at fault.
     """
     if config.rows is not None:
         if not config.rows.records:
             raise ConfigError(f"{field}.rows", config.rows, "has no rows")
-        return config.rows.records
+        return _slice(Rows(config.rows.records), config, field=field)
     if config.path is None:
         raise ConfigError(f"{field}.path", None, "names no data")
-    return _load_table(config, field=field).to_list()
+    file = config.file
+    if file is None:
+        return Rows(_load_from_hub(config, field=field).to_list())
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise ConfigError(f"{field}.path", config.path, "is no file")
+        rows = READERS[file.suffix](file)
+    except FileNotFoundError:
+        raise MissingError(f"{field}.path", config.path, "no such file") from None
+    except _Unreadable as error:
+        raise ConfigError(f"{field}.path", config.path, str(error)) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{field}.path", config.path, f"can't be read: {cause_of(error)}") from None
+    if not rows:
+        raise ConfigError(f"{field}.path", config.path, "is empty: want at least one row")
+    return _slice(rows, config, field=field)
 
 
-def _load_table(config: RowDataset.Config, *, field: str) -> Any:
-    """The file or hub dataset that ``config.path`` names, as a ``datasets.Dataset``. Raises as ``load_rows`` does."""
+def _slice(rows: Rows, config: RowDataset.Config, *, field: str) -> Rows:
+    """The part of a file that ``config.split`` names."""
+    name, bracket, _ = config.sliced.partition("[")
+    if not bracket:
+        return rows
+    import datasets  # takes a second: only runs that need it wait for it
+
+    try:
+        parts = datasets.ReadInstruction.from_spec(config.sliced).to_absolute({name: len(rows)})
+        (part,) = parts
+    except Exception as error:  # the library's own types
+        raise ConfigError(f"{field}.split", config.split, f'names no part, such as "train[:95%]": {cause_of(error)}') from error
+    found = rows.part(part.from_, part.to)
+    if not found:
+        raise ConfigError(f"{field}.split", config.split, f"is empty: there are {len(rows)} rows")
+    return found
+
+
+def row_datasets(data: Any, validation: Any, split: float | None) -> tuple[Dataset.Config, Dataset.Config | None]:
+    """The configs of what is trained on and of what is validated on; ``question_task`` says what the arguments may be.
+
+    Raises:
+        ConfigError: the data is none of these, or the split no share.
+    """
+    dataset = _dataset(data, "dataset")
+    if split is not None:
+        if not isinstance(dataset, RowDataset.Config) or not 0 < split < 1:
+            raise ConfigError("split", split, "must be a share of rows, above 0 and below 1")
+        dataset = replace(dataset, split=str(split))
+    return dataset, dataset.rest() if validation is None else _dataset(validation, "validation")
+
+
+def _dataset(data: Any, field: str) -> Dataset.Config:
+    if isinstance(data, Dataset.Config):
+        return data
+    if isinstance(data, str | Path):
+        return RowDataset.Config(path=str(data))
+    if isinstance(data, type) or not (isinstance(data, list | tuple) or hasattr(data, "columns")):
+        cure = "want a file, a dataset of the hub, a list of dicts, a pandas frame, or a dataset's config"
+        raise ConfigError(field, data, cure)
+    return RowDataset.Config(rows=MemoryRows(data))
+
+
+# ---- files
+
+
+class _Unreadable(Exception):
+    """What is wrong with a file, and what to do."""
+
+
+def _text_of(file: Path) -> str:
+    """A byte order mark is left out."""
+    data = file.read_bytes()
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in data[:1000]:
+        raise _Unreadable(f"is UTF-16 or no text: `iconv -f UTF-16 -t UTF-8 {file.name}` makes UTF-8 of UTF-16")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise _Unreadable(f"line {line} is no UTF-8 (byte 0x{data[error.start]:02x}): save the file as UTF-8") from None
+
+
+def _read_json_lines(file: Path) -> Rows:
+    return _json_lines(_text_of(file))
+
+
+def _json_lines(text: str) -> Rows:
+    rows, numbers = [], []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line := line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                fault = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+                cure = 'write a whole {"column": value, ...} in each line, or remove it'
+                raise _Unreadable(f"line {number} is no JSON ({fault}): {_start(line)}; {cure}") from None
+            rows.append(_object(row, f"line {number}"))
+            numbers.append(number)
+    return Rows(_with_all_columns(rows), numbers)
+
+
+def _read_json(file: Path) -> Rows:
+    """A list of objects, or JSON lines."""
+    text = _text_of(file)
+    if not text.lstrip().startswith("["):
+        return _json_lines(text)
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _Unreadable(f"is no JSON: {error}; want a list of objects") from None
+    return Rows(_with_all_columns([_object(row, f"row {index}") for index, row in enumerate(rows)]))
+
+
+def _read_csv(file: Path) -> Rows:
+    """A column whose values are all whole numbers, or all numbers, has numbers; 007 is none. An empty value is None."""
+    reader = csv.reader(io.StringIO(_text_of(file), newline=""), strict=True)
+    limit = csv.field_size_limit(sys.maxsize)
+    columns: list[str] = []
+    values, numbers = [], []
+    line = 1
+    try:
+        for row in reader:
+            if not columns:
+                columns = row
+            elif row and len(row) != len(columns):
+                counts = f"line {line} has {len(row)} values, and the header {len(columns)} columns ({', '.join(columns)})"
+                raise _Unreadable(f"{counts}: quote a value that has a comma")
+            elif row:
+                values.append(row)
+                numbers.append(line)
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise _Unreadable(f"line {line} is no CSV ({error}): see to its quotes") from None
+    finally:
+        csv.field_size_limit(limit)
+    if len(set(columns)) < len(columns):
+        raise _Unreadable(f"its first line names a column twice ({', '.join(columns)}): it must be a header of different names")
+    typed = zip(*map(_typed, zip(*values, strict=True)), strict=True)
+    return Rows((dict(zip(columns, row, strict=True)) for row in typed), numbers)
+
+
+def _typed(column: tuple[str, ...]) -> list[Any]:
+    given = [value for value in column if value]
+    whole = all(_WHOLE.fullmatch(value) for value in given)
+    kind = int if whole else float if all(_NUMBER.fullmatch(value) for value in given) else str
+    return [kind(value) if value else None for value in column]
+
+
+def _read_parquet(file: Path) -> Rows:
+    import pyarrow.parquet  # only runs that need it wait for it
+
+    try:
+        return Rows(pyarrow.parquet.read_table(file).to_pylist())
+    except pyarrow.ArrowException as error:
+        raise _Unreadable(f"is no Parquet file that can be read: {' '.join(str(error).split())}") from None
+
+
+READERS = {".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+
+
+def _object(row: Any, place: str) -> dict[str, Any]:
+    if not isinstance(row, dict):
+        hint = "; a file that is one list is named .json" if isinstance(row, list) else ""
+        raise _Unreadable(f'{place} is {shown(row)}, want an object: {{"column": value, ...}}{hint}')
+    return row
+
+
+def _with_all_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns.update(dict.fromkeys(row))
+    empty = dict.fromkeys(columns)
+    return [row if len(row) == len(columns) else empty | row for row in rows]
+
+
+def _start(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:60]}...")
+
+
+# ---- the hub
+
+
+def _load_from_hub(config: RowDataset.Config, *, field: str) -> Any:
+    """The dataset that ``config.path`` names, as a ``datasets.Dataset``. Raises as ``load_rows`` does."""
     import datasets  # takes a second: only runs that need it wait for it
 
     assert config.path is not None
-    file = config.file
-    if file is not None:
-        try:
-            is_file = stat.S_ISREG(file.stat().st_mode)
-        except FileNotFoundError:
-            raise MissingError(f"{field}.path", config.path, "no such file") from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{field}.path", config.path, f"can't be read: {error}") from None
-        if not is_file:
-            raise ConfigError(f"{field}.path", config.path, "is no file")
-    fault = hub_fault() if file is None else None
+    fault = hub_fault()
     try:
-        if file is None and fault is None:
-            return datasets.load_dataset(config.path, config.name, split=config.split)
-        if file is None:
-            with without_hub():
-                return datasets.load_dataset(config.path, config.name, split=config.split)
-        with _no_progress_bars(datasets):
-            files = {config.split.partition("[")[0]: str(file)}
-            return datasets.load_dataset(FILE_FORMATS[file.suffix], data_files=files, split=config.split)
+        if fault is None:
+            return datasets.load_dataset(config.path, config.name, split=config.sliced)
+        with without_hub():
+            return datasets.load_dataset(config.path, config.name, split=config.sliced)
     except Exception as error:  # the hub, the network, the parsers and the library itself each raise types of their own
         cause = f"can't be loaded: {cause_of(error.__cause__ or error)}"
         if fault is not None:
             cause = f"is no file, and was never downloaded from the hub ({fault}): name a .jsonl, .json, .csv or .parquet file"
         raise ConfigError(f"{field}.path", config.path, cause) from error
-
-
-@contextmanager
-def _no_progress_bars(datasets: Any) -> Iterator[None]:
-    shown = not datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if shown:
-            datasets.enable_progress_bars()

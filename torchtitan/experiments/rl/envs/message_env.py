@@ -2,6 +2,7 @@
 
 import abc
 from dataclasses import dataclass, field
+from typing import Any
 
 from renderers import Message, ToolSpec
 
@@ -28,6 +29,10 @@ class MessageEnv(abc.ABC):
 
     Methods that compute for long or wait without ``await`` are written as plain functions: those run in worker threads.
     """
+
+    def __init__(self, row: Any = None):
+        self.row = row
+        """What the conversation is made from: the example's ``env_input``, where ``env_task`` makes the env."""
 
     @abc.abstractmethod
     async def reset(self) -> ResetOutput:

@@ -91,7 +91,10 @@ def _checked_message(message: Any, field: str) -> Message:
     if not isinstance(copied.get("reasoning_content"), str | None):
         raise TypeError(f"{field} has reasoning_content {shown(copied['reasoning_content'])}, want a string")
     if not all(type(value) is str and value.isascii() for value in copied.values()):
-        check_unicode(copied, field)
+        try:
+            check_unicode(copied, field)
+        except RecursionError:
+            raise TypeError(f"{field} contains itself, or is nested too deep") from None
     return copied
 
 

@@ -1,7 +1,6 @@
 """Between tokens and messages: a RendererEnv turns what a MessageEnv returns into prompts, and completions into messages."""
 
 import asyncio
-import inspect
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -35,7 +34,6 @@ from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.samples import check_completion
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_user, cause_of
-from torchtitan.experiments.rl.user_code.in_place import call_in_place
 
 logger = logging.getLogger(__name__)
 
@@ -295,10 +293,7 @@ class RendererEnv:
     async def _call_env(self, method: str, wanted: type, *args: Any) -> Any:
         name, function, timeout_s = f"{self._name}.{method}", getattr(self._env, method), self._config.step_timeout_s
         with trace.span(name):
-            if inspect.iscoroutinefunction(function):
-                output = await call_in_place(function, *args, timeout_s=timeout_s, owner=name)
-            else:
-                output = await call_user(function, *args, timeout_s=timeout_s, owner=name)
+            output = await call_user(function, *args, timeout_s=timeout_s, owner=name)
         if not isinstance(output, wanted):
             raise TypeError(f"{name} returned {type(output).__name__}, want {wanted.__name__}")
         return output

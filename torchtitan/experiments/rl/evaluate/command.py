@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.config.command_line import Command, load_config, parse_command
+from torchtitan.experiments.rl.config.hub_model import model_folder, words_of_run
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.observability.console import typed_command
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.garbage import collect_again, hold_collection, keep_imported
 from torchtitan.experiments.rl.process.setup import escape_unencodable_output, quiet_libraries, set_up_process
-from torchtitan.experiments.rl.process.temporary import TemporaryFolder
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets
 
 RESULT_FILE = "evaluation.json"
 PROGRAM = "python -m torchtitan.experiments.rl.evaluate"
@@ -51,9 +53,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:  # while modules are imported; nothing was spawned
         return 130
-    from torchtitan.experiments.rl.evaluate.session import measure_all
+    from torchtitan.experiments.rl.evaluate.measure import measure_all
 
     temporary = TemporaryFolder()
+    hold_sockets(temporary.path)
     collect_again()
     try:
         code, results = measure_all(prepared.models, temporary)
@@ -66,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         print(json.dumps(result))
     else:
-        from torchtitan.experiments.rl.evaluate.printed import result_lines
+        from torchtitan.experiments.rl.evaluate.figures import result_lines
 
         print("\n".join(map(printable_line, result_lines(result))))
     return code or _unmeasured(prepared, results)
@@ -102,7 +105,8 @@ def parse_options(arguments: list[str]) -> Options:
     parser.add_argument(
         "--model",
         metavar="FOLDER",
-        help="the policy, instead of the config's model: a hub folder, such as a run's checkpoint/step-100",
+        help="the policy, instead of the config's model: a run's folder (its newest policy; --config is not needed then), or a "
+        "hub folder, such as a run's policy/step-100",
     )
     parser.add_argument("--endpoint", metavar="URL", help="the policy is served by a vLLM server, such as http://host:8000/v1")
     parser.add_argument("--endpoint-model", metavar="NAME", help="what the server calls it (default: its only model)")
@@ -122,9 +126,12 @@ def parse_options(arguments: list[str]) -> Options:
     for option in ("--resume", "--init-from", "--dry-run", "--list"):
         if option in rest:
             raise ConfigError(option, None, "is of a run's command, and means nothing here")
-    if known.config is None:
-        raise ConfigError("--config", None, "name a config; python -m torchtitan.experiments.rl.grpo --list prints them")
-    words = ["--config", known.config, *(["--model", known.model] if known.model is not None else []), *rest]
+    named = ["--config", known.config] if known.config is not None else words_of_run(known.model)
+    if named is None:
+        raise ConfigError(
+            "--config", None, f"name a config, or a run as --model; {typed_command('grpo')} --list prints the configs"
+        )
+    words = [*named, *(["--model", known.model] if known.model is not None else []), *rest]
     return Options(
         endpoint=known.endpoint,
         against=known.against,
@@ -151,16 +158,15 @@ def _prepare(options: Options) -> Prepared:
     Raises:
         ConfigError: what can't be evaluated, by option or field.
     """
-    from torchtitan.experiments.rl.config.hub_model import model_folder
     from torchtitan.experiments.rl.config.run_folder import make_run_folder
-    from torchtitan.experiments.rl.evaluate import checked
+    from torchtitan.experiments.rl.evaluate import measure
     from torchtitan.experiments.rl.generation.references import FrozenModel
     from torchtitan.experiments.rl.generation.served import served_model
 
     command = options.command
     if command.model is not None:
         command.overrides += ["--model.hf-assets-path", model_folder(command.model)]
-    config = checked.evaluated_config(load_config(command), tasks=options.tasks, attempts=options.attempts)
+    config = measure.evaluated_config(load_config(command), tasks=options.tasks, attempts=options.attempts)
     keep_imported()
 
     def server(url: str, field: str) -> FrozenModel:
@@ -179,13 +185,13 @@ def _prepare(options: Options) -> Prepared:
         endpoints.append(server(options.against, "--against") if is_url else None)
         model = config.model if is_url else replace(config.model, hf_assets_path=model_folder(options.against))
         configs.append(replace(config, model=model))
-    plans = [checked.checked_plan(config, endpoint) for config, endpoint in zip(configs, endpoints, strict=True)]
+    plans = [measure.checked_plan(config, endpoint) for config, endpoint in zip(configs, endpoints, strict=True)]
     folder = make_run_folder(command.run_dir, config.output_dir, f"evaluate-{command.config_name}", keep=True)
     folders = [folder, str(Path(folder) / "against")]
     models = []
     for config, plan, endpoint, run_dir in zip(configs, plans, endpoints, folders, strict=False):
         Path(run_dir).mkdir(exist_ok=True)
-        models.append(checked.candidate(config, plan, endpoint, run_dir))
+        models.append(measure.candidate(config, plan, endpoint, run_dir))
     return Prepared(models=models, schedules={name: task.validation_schedule for name, task in config.tasks.items()})
 
 

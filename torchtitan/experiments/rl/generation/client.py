@@ -185,6 +185,15 @@ class GeneratorClient:
         self.version = version
         return dict(sorted(receipts.items()))
 
+    async def sleep(self) -> None:
+        """Have every replica free its engine's memory until it loads the next version. No request is open."""
+
+        async def sleep(replica: _Replica) -> None:
+            with suppress(ProcessLost):
+                await replica.life.call(ask(replica.actor.sleep))
+
+        await asyncio.gather(*map(sleep, self._replicas.values()))
+
     async def send(self, request: Request, *, tokens: int, last_replica: int | None, group: str = "") -> tuple[Any, int]:
         """Queue a request and wait. Returns its result and its replica.
 

@@ -12,16 +12,14 @@ from renderers import Message
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.judge import Reply
-from torchtitan.experiments.rl.generation.redaction import redacted
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.samples import FINISH_REASONS
 from torchtitan.experiments.rl.rollouts.types import Completion
 
 logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 30.0
-EXCERPT = 300
-"""Characters of a refusal that go into an error."""
 
 
 class EndpointClient:
@@ -62,8 +60,8 @@ class EndpointClient:
             raise self._error("answered without a message of text")
         return Reply(
             message={"role": "assistant", "content": message["content"]},
-            prompt_tokens=usage.get("prompt_tokens", 0),
-            completion_tokens=usage.get("completion_tokens", 0),
+            prompt_tokens=_count(usage.get("prompt_tokens")),
+            completion_tokens=_count(usage.get("completion_tokens")),
             whole=choice.get("finish_reason") != "length",
         )
 
@@ -98,17 +96,17 @@ class EndpointClient:
         try:
             response = await self._http.post(url, json=body, headers=headers)
         except httpx.TransportError as error:
-            return None, f"{type(error).__name__} {error}".rstrip()
+            return None, f"{type(error).__name__} {self.model.quoted(str(error))}".rstrip()  # it may quote a broken answer
         if response.status_code == 429 or response.status_code >= 500:
             return None, f"HTTP {response.status_code}"
         if response.status_code != 200:
-            raise self._error(f"refused with HTTP {response.status_code}: {_excerpt(response.text, key)}")
+            raise self._error(f"refused with HTTP {response.status_code}: {self.model.quoted(response.text)}")
         try:
             answer = response.json()
             (choice,) = answer["choices"]
             choice["usage"] = answer.get("usage") or {}
         except (ValueError, KeyError, TypeError):
-            raise self._error(f"answered what is no completion: {_excerpt(response.text, key)}") from None
+            raise self._error(f"answered what is no completion: {self.model.quoted(response.text)}") from None
         return choice, None
 
     def _wait_s(self, attempt: int) -> float:
@@ -148,18 +146,20 @@ class EndpointSession:
         try:
             token_ids = np.asarray(choice["token_ids"], np.int32)
             logprobs = np.asarray(choice["logprobs"]["token_logprobs"], np.float32)
+            if (finish_reason := choice["finish_reason"]) not in FINISH_REASONS:  # any text else, which is recorded
+                raise ValueError
         except (KeyError, TypeError, ValueError):
-            raise self._client._error("answered without token_ids and logprobs: is it a vLLM server?") from None
+            raise self._client._error("answered without token_ids, logprobs and finish_reason: is it a vLLM server?") from None
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
             policy_versions=np.full(len(token_ids), -1, np.int32),
-            finish_reason=choice["finish_reason"],
+            finish_reason=finish_reason,
         )
 
     def close(self) -> None: ...
 
 
-def _excerpt(text: str, key: str | None) -> str:
-    """What a refusal says, in one line; a server may repeat the key it refused."""
-    return redacted(" ".join(text.split()), key)[:EXCERPT]
+def _count(said: Any) -> int:
+    """0 where the server does not say it."""
+    return said if isinstance(said, int) else 0

@@ -134,6 +134,10 @@ class Engine(Protocol):
             Exception: any other: the snapshot is gone, or refused. The engine goes on with the weights it had.
         """
 
+    def sleep(self) -> None:
+        """Free the memory of weights, keys and values. No request is open, none is added, and the next call is ``load``, for
+        which the engine takes that memory again. ``close`` may come instead."""
+
     def abort(self, request_ids: Iterable[int]) -> None:
         """End requests without a result. Ids that are not open are ignored: their results may have been returned."""
 
@@ -151,6 +155,9 @@ class EngineConfig(ABC):
     """Longest prompt + completion, in tokens."""
     tensor_parallel_degree: PositiveInt = 1
     """GPUs that share one engine's model."""
+    sleep: bool = False
+    """Free the GPU's memory while the trainer steps, for a synchronous run on the trainer's own GPUs
+    (``provision.share_gpus``). On CPU an engine keeps its memory, and answers no request while it sleeps."""
 
     @abstractmethod
     def build(self, *, model_path: str, device: Literal["cpu", "cuda"]) -> Engine:
@@ -163,6 +170,10 @@ class EngineConfig(ABC):
     @abstractmethod
     def process_memory(self, *, parameters: int, device: Literal["cpu", "cuda"]) -> float:
         """Memory of one process: GiB on CPU; on CUDA the share of its GPU, from 0 to 1."""
+
+    def gpu_gib(self, *, parameters: int, asleep: bool = False) -> float | None:
+        """Memory of one process on its GPU, in GiB. None: a share of what the GPU has, as ``process_memory`` says."""
+        return None
 
     def validate(self, *, field: str) -> None:
         """Refuse fields that can't work together. An extension calls this too.

@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ class EngineThread:
         self._awaited: set[Future[Any]] = set()
         """Futures that this thread waits for and coroutines complete."""
         self._failure: RunError | None = None
-        self._running = True
+        self._running, self._stopping = True, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -111,7 +111,8 @@ class EngineThread:
                     raise  # no request may be answered with these weights
 
         def start_drain() -> None:
-            self._postpone()
+            if self._postponed is None:
+                self._postpone()
             self._after_drain = run
 
         self._commands.put(start_drain if drain else run)
@@ -152,6 +153,17 @@ class EngineThread:
                 reload_s=report.reload_s,
             )
 
+    async def sleep(self) -> None:
+        """Free the engine's memory until the next update, once the requests that have a token have finished. The others, and
+        those that arrive meanwhile, start under that version."""
+
+        def sleep() -> None:
+            self._heartbeat.beat("freeing the engine's memory", slow=True)
+            self.engine.sleep()
+
+        async with self._update_lock:
+            await self.call(sleep, drain=True)
+
     async def score_canary(self, token_ids: np.ndarray) -> np.ndarray:
         """float32 [L] log-probabilities under the current weights. Waits for an update that has begun."""
         async with self._update_lock:
@@ -163,6 +175,7 @@ class EngineThread:
         def stop() -> None:
             self._running = False
 
+        self._stopping = True
         self._commands.put(stop)
         for awaited in list(self._awaited):
             awaited.cancel()
@@ -198,7 +211,7 @@ class EngineThread:
                         command()
             self._fail_pending(RunError("the generator was shut down"))
         except BaseException as error:
-            logger.exception("the engine stopped")
+            logger.log(logging.INFO if self._stopping else logging.ERROR, "the engine stopped", exc_info=error)
             cause = cause_in(error)
             self._deliver([GeneratorFailed(cause=cause)])
             self._fail_pending(RunError(f"the engine stopped: {cause}"))
@@ -250,6 +263,7 @@ class EngineThread:
         if self._postponed is None:
             self._postpone()
         logger.info("loading version %d", manifest.version)
+        self._heartbeat.beat(f"loading version {manifest.version}", slow=True)
         try:
             with trace.span("load weights", version=manifest.version):
                 report = self.engine.load(manifest, path, recompute=recompute)
@@ -289,5 +303,7 @@ class EngineThread:
 def _result(published: Future[Mapping[str, str]], version: int) -> Mapping[str, str]:
     try:
         return published.result()
+    except CancelledError:
+        raise WrongWeights(f"weights of version {version} are not proven: the generator was shut down") from None
     except BaseException as error:
         raise WrongWeights(f"weights of version {version} can't be proven: {cause_in(error)}") from error

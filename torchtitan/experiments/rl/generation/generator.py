@@ -96,6 +96,11 @@ class Generator(WatchedActor):
         return await self._thread.update_weights(manifest, path, digests, canary_token_ids, self.config.weight_update)
 
     @reported_endpoint
+    async def sleep(self) -> None:
+        """Free the engine's memory until the next update."""
+        await self._thread.sleep()
+
+    @reported_endpoint
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
         """float32 [L] log-probabilities of the canary under the weights this replica holds now."""
         return await self._thread.score_canary(token_ids)

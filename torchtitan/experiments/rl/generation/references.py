@@ -22,6 +22,11 @@ from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.policy import ModelReference
 
+SERVER_TEXT = "TORCHTITAN_RL_SERVER_TEXT"
+"""Environment variable: "1" shows what servers say in errors, also those that were sent a key."""
+EXCERPT = 300
+"""Characters of it that are shown."""
+
 
 @dataclass(kw_only=True, slots=True)
 class LivePolicy(ModelReference):
@@ -56,7 +61,12 @@ class FrozenModel(ModelReference):
         url = urlsplit(self.base_url)
         if url.username or url.password or url.query:
             raise ConfigError(f"{field}.base_url", "(hidden)", "may hold a secret: leave user, password and query out of it")
-        if url.scheme not in ("http", "https") or not url.netloc:
+        try:
+            _ = url.port
+            fits = url.scheme in ("http", "https") and bool(url.hostname)
+        except ValueError:  # a port that is none
+            fits = False
+        if not fits:
             raise ConfigError(f"{field}.base_url", self.base_url, 'want the server\'s root, such as "http://localhost:8000/v1"')
 
     def api_key(self) -> str | None:
@@ -71,6 +81,13 @@ class FrozenModel(ModelReference):
         if not key:
             raise LookupError(f"this environment variable is not set: export the key of {self.name} in it")
         return key
+
+    def quoted(self, text: str) -> str:
+        """What to show of ``text``, which the server sent. It may hold the key in any form, in pieces or masked: where a key
+        is sent nothing of it is shown."""
+        if self.api_key_env is None or os.environ.get(SERVER_TEXT) == "1":
+            return " ".join(text.split())[:EXCERPT]
+        return f"(its words are left out, as it was sent a key; {SERVER_TEXT}=1 shows them)"
 
     def check_present(self, *, field: str) -> None:
         try:
@@ -100,19 +117,25 @@ class HostedModel(ModelReference):
         self.engine.check_present(field=f"{field}.engine")
 
 
-def find_references(config: Any, *, field: str) -> Iterator[tuple[str, ModelReference]]:
-    """Every reference in a tree of dataclasses, dicts and lists, with the path of the field it is in."""
+def find_references(config: Any, *, field: str, beside: tuple[type, ...] = ()) -> Iterator[tuple[str, ModelReference]]:
+    """Every reference in a tree of dataclasses, dicts and lists, with the path of the field it is in.
+
+    Args:
+        beside: types of configs that are not looked into.
+    """
+    if isinstance(config, beside):
+        return
     if isinstance(config, ModelReference):
         yield field, config
     elif dataclasses.is_dataclass(config) and not isinstance(config, type):
         for entry in dataclasses.fields(config):
-            yield from find_references(getattr(config, entry.name), field=f"{field}.{entry.name}")
+            yield from find_references(getattr(config, entry.name), field=f"{field}.{entry.name}", beside=beside)
     elif isinstance(config, dict):
         for key, value in config.items():
-            yield from find_references(value, field=f"{field}.{key}")
+            yield from find_references(value, field=f"{field}.{key}", beside=beside)
     elif isinstance(config, list | tuple):
         for index, value in enumerate(config):
-            yield from find_references(value, field=f"{field}[{index}]")
+            yield from find_references(value, field=f"{field}[{index}]", beside=beside)
 
 
 def hosted_models(tasks: Any) -> dict[str, HostedModel]:

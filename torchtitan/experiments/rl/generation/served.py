@@ -36,11 +36,12 @@ def served_model(url: str, *, field: str, name: str | None, key_env: str | None,
         raise ConfigError("--endpoint-key-env", key_env, "is not set: export the server's key in this variable") from None
     names = _names(model, field)
     if name is None and len(names) != 1:
-        raise ConfigError(field, url, f"the server has {len(names)} models ({_some(names)}): name one with --endpoint-model")
+        has = f"the server has {len(names)} models ({_some(model, names)})"
+        raise ConfigError(field, url, f"{has}: name one with --endpoint-model")
     if name is not None and names and name not in names:
-        raise ConfigError("--endpoint-model", name, f"the server at {url} has no such model; it has {_some(names)}")
+        raise ConfigError("--endpoint-model", name, f"the server at {url} has no such model; it has {_some(model, names)}")
     model.name = name or names[0]
-    _check_tokenizer(model, field, tokenizer_path)
+    check_served_tokenizer(model, field, tokenizer_path, cure="name a folder with that tokenizer by --model.hf-assets-path")
     return model
 
 
@@ -67,9 +68,13 @@ def _names(model: FrozenModel, field: str) -> list[str]:
     return names
 
 
-def _check_tokenizer(model: FrozenModel, field: str, tokenizer_path: str) -> None:
+def check_served_tokenizer(model: FrozenModel, field: str, tokenizer_path: str, *, cure: str) -> None:
     """Tokens go to the server and come back, so both sides must mean the same by them. Not every server can be asked: vLLM has
-    ``/tokenize`` beside its API."""
+    ``/tokenize`` beside its API.
+
+    Raises:
+        ConfigError: the server divides a text into other tokens.
+    """
     root = urlsplit(model.base_url)
     url = f"{root.scheme}://{root.netloc}/tokenize"
     try:
@@ -80,7 +85,7 @@ def _check_tokenizer(model: FrozenModel, field: str, tokenizer_path: str) -> Non
     ours = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).encode(PROBE, add_special_tokens=False)
     if theirs is not None and theirs != ours:
         seen = f"its model {model.name!r} has another tokenizer than {tokenizer_path}, and tokens go in and out"
-        raise ConfigError(field, model.base_url, f"{seen}: name a folder with that tokenizer by --model.hf-assets-path")
+        raise ConfigError(field, model.base_url, f"{seen}: {cure}")
 
 
 def _ask(model: FrozenModel, method: str, url: str, **request: Any) -> httpx.Response:
@@ -89,5 +94,5 @@ def _ask(model: FrozenModel, method: str, url: str, **request: Any) -> httpx.Res
     return httpx.request(method, url, headers=headers, timeout=ASK_TIMEOUT_S, **request)
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "") if names else "none"
+def _some(model: FrozenModel, names: list[str]) -> str:
+    return model.quoted(", ".join(names[:5]) + (", ..." if len(names) > 5 else "")) if names else "none"

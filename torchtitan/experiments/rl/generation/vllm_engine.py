@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 PINS = Path(__file__).parents[4] / "requirements"
 """The full sets of pins, in a checkout and where the library is installed."""
 
-
+GPU_OVERHEAD_GIB = 2.0
+"""Of an engine's process beside weights and KV cache: CUDA's own, graphs, activations. An estimate: no GPU has run it."""
 KEPT_SHARE = 1 / 8
 """Last blocks of prompts that are kept on CPU, as a share of the KV cache."""
 
@@ -52,6 +53,9 @@ class VLLMEngineConfig(EngineConfig):
     """Sequences in one engine step."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
     """Share of the GPU's memory for weights and KV cache. CUDA only."""
+    kv_cache_gib: PositiveFloat | None = None
+    """KV cache of each GPU, in GiB. None: what ``gpu_memory_utilization`` leaves. Needed where the trainer has the same GPUs
+    (``provision.share_gpus``). CUDA only."""
     cpu_kv_cache_gib: PositiveFloat = 1.0
     """KV cache on CPU, in GiB. Prefix caching takes an eighth more (``generation/vllm_last_block.py``). vLLM fills it with
     zeros when it starts, which takes some 1.8 s a GiB."""
@@ -67,6 +71,12 @@ class VLLMEngineConfig(EngineConfig):
             return self.gpu_memory_utilization
         caches = self.cpu_kv_cache_gib * (1 + KEPT_SHARE * self.enable_prefix_caching)
         return parameters * self.torch_dtype.itemsize / 2**30 + caches
+
+    def gpu_gib(self, *, parameters: int, asleep: bool = False) -> float | None:
+        if self.kv_cache_gib is None:
+            return None
+        weights = parameters * self.torch_dtype.itemsize / self.tensor_parallel_degree / 2**30
+        return GPU_OVERHEAD_GIB + (0 if asleep else weights + self.kv_cache_gib)
 
     def check_present(self, *, field: str) -> None:
         if find_spec("vllm") is None:
@@ -96,8 +106,11 @@ class VLLMEngine:
             arguments |= {"kv_cache_memory_bytes": int(config.cpu_kv_cache_gib * 2**30)}
             if config.enable_prefix_caching:
                 arguments |= _sharing_of_last_blocks()
-        else:
+        elif config.kv_cache_gib is None:
             arguments |= {"gpu_memory_utilization": config.gpu_memory_utilization}
+        else:
+            # vLLM then asks only whether the share is free when it starts: a trainer may have most of the rest.
+            arguments |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "gpu_memory_utilization": 0.05}
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=model_path,
@@ -115,6 +128,7 @@ class VLLMEngine:
                 worker_extension_cls="torchtitan.experiments.rl.generation.vllm_worker.SnapshotLoader",
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
+                enable_sleep_mode=config.sleep and not on_cpu,
                 **arguments,
             )
         )
@@ -123,6 +137,7 @@ class VLLMEngine:
         self._open: dict[str, tuple[Request, str]] = {}
         """By ``request_id`` as text: the request, and the id that vLLM gave it."""
         self._version = 0
+        self._asleep, self._on_cpu = False, on_cpu
         self._prompt_tokens = self._prompt_tokens_cached = 0
         self._engine.set_weight_version("0")
 
@@ -174,7 +189,16 @@ class VLLMEngine:
             del self._open[key]
         return list(fresh.values())
 
+    def sleep(self) -> None:
+        # vLLM keeps the memory of a CPU: only its scheduler pauses. On GPUs weights are dropped, for the next ones come from a
+        # snapshot.
+        self._engine.sleep(level=0 if self._on_cpu else 2)
+        self._asleep = True
+
     def load(self, manifest: Manifest, path: str, *, recompute: bool) -> LoadReport:
+        if self._asleep:
+            self._engine.wake_up(["scheduling"] if self._on_cpu else None)
+            self._asleep = False
         if cause := next(filter(None, self._engine.collective_rpc("map_snapshot", args=(path,))), ""):
             raise PeerGone(cause)
         try:

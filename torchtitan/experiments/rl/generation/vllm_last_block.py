@@ -76,12 +76,12 @@ class LastBlocks(KVConnectorBase_V1):
             self._computing[prompt] = block
 
     def build_connector_meta(self, scheduler_output: Any) -> Copies:
-        save = []
+        save: dict[int, int] = {}  # by place: index_copy_ leaves open which of two blocks for one place it keeps
         for prompt, block in self._computing.items():
             place = self._places.popitem(last=False)[1] if len(self._places) == self._capacity else len(self._places)
             self._places[prompt] = place
-            save.append((block, place))
-        copies = Copies(load=self._load, save=save)
+            save[place] = block
+        copies = Copies(load=self._load, save=[(block, place) for place, block in save.items()])
         self._load, self._computing = [], {}
         return copies
 

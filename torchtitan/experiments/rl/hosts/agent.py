@@ -1,4 +1,4 @@
-"""What a scheduler starts on each host: Monarch's agent, which waits for the command.
+"""What runs on each host before the command does: Monarch's agent, which waits for it.
 
 python -m torchtitan.experiments.rl.hosts.agent --port 22222
 """
@@ -7,25 +7,33 @@ import argparse
 import os
 import signal
 import socket
+from pathlib import Path
 
 from torchtitan.experiments.rl.process.setup import set_up_process
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, required=True)
-    port = parser.parse_args().port
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--port", type=int, help="the command is on another host")
+    where.add_argument("--socket", help="the command is on this host: a path in a folder of its user")
+    options = parser.parse_args()
     set_up_process()
+    hold_sockets(TemporaryFolder().path if options.socket is None else Path(options.socket).parent)
     # A scheduler signals every process of a job. The command ends the others, with a checkpoint.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     from monarch.actor import run_worker_loop_forever
     from monarch.job import ranked_service_proc_id_from_env, service_proc_addr
 
+    if options.socket is not None:
+        run_worker_loop_forever(address=f"ipc://{options.socket}", ca="trust_all_connections")
+        return
     # The name by which the command knows this host, and its place among the hosts, where a scheduler gives them.
     name = os.environ.get("SLURMD_NODENAME") or socket.getfqdn()
     identity = ranked_service_proc_id_from_env(rank_env="SLURM_NODEID")
-    address = f"tcp://{name}:{port}@tcp://0.0.0.0:{port}"
+    address = f"tcp://{name}:{options.port}@tcp://0.0.0.0:{options.port}"
     run_worker_loop_forever(address=service_proc_addr(address, identity), ca="trust_all_connections")
 
 

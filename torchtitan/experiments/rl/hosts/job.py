@@ -63,6 +63,10 @@ class JobConfig:
         """What ``start`` asks the scheduler for, as text for ``--dry-run``; "" where there is none."""
         return ""
 
+    def seconds_left(self) -> float:
+        """How long the run may go on after a signal of the scheduler, by what that says. 0: nothing is known."""
+        return 0.0
+
     def submit(self, script: str, run_dir: str) -> Iterator[str]:
         """Hand the run to the scheduler. Gives lines for people: its id, how to follow, stop and resume it, its state.
 

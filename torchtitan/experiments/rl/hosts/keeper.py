@@ -4,8 +4,10 @@ The command holds a connection to each. Where the host dies, the connection ends
 ends, however it does, the connection ends too, and the host's processes are killed.
 """
 
+import contextlib
 import hmac
 import os
+import queue
 import socket
 import threading
 from collections.abc import Sequence
@@ -15,7 +17,7 @@ from pathlib import Path
 from monarch.actor import Actor
 
 from torchtitan.experiments.rl.process.descendants import kill_family
-from torchtitan.experiments.rl.process.gpus import mask_of, visible_gpus
+from torchtitan.experiments.rl.process.gpus import gpu_host_lacks, mask_of, visible_gpus
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.network import LOOPBACK_ADDRESS, network_address
 from torchtitan.experiments.rl.process.numa import own_cores
@@ -44,6 +46,8 @@ class HostReport:
     """Node by node."""
     gpus: tuple[str, ...]
     """By index: what CUDA_VISIBLE_DEVICES calls each."""
+    lacks: tuple[str, ...] = ()
+    """From ``gpu_host_lacks``."""
 
 
 class HostKeeper(Actor):
@@ -70,6 +74,7 @@ class HostKeeper(Actor):
             port=self._listener.getsockname()[1],
             cores=tuple(own_cores()),
             gpus=tuple(mask_of([gpu]) for gpu in visible_gpus()) if self._on_gpus else (),
+            lacks=tuple(gpu_host_lacks(several_hosts=True)) if self._on_gpus else (),
         )
 
     @reported_endpoint
@@ -96,11 +101,9 @@ def keep_alive(connection: socket.socket) -> None:
 
 def _end_with_command(listener: socket.socket, token: bytes, agent: int) -> None:
     """Wait for the command's connection, and for its end. Then kill the host's processes, those of ``agent``."""
-    while True:
-        connection, _ = listener.accept()
-        if _is_command(connection, token):
-            break
-        connection.close()
+    admitted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+    threading.Thread(target=_admit, args=(listener, token, admitted), daemon=True).start()
+    connection = admitted.get()
     listener.close()
     keep_alive(connection)
     connection.settimeout(None)
@@ -110,6 +113,20 @@ def _end_with_command(listener: socket.socket, token: bytes, agent: int) -> None
     except OSError:  # the command's host is gone
         pass
     kill_family(agent)
+
+
+def _admit(listener: socket.socket, token: bytes, admitted: queue.SimpleQueue[socket.socket]) -> None:
+    """Hear strangers side by side: the command does not wait for one that says nothing."""
+
+    def hear(connection: socket.socket) -> None:
+        if _is_command(connection, token):
+            admitted.put(connection)
+        else:
+            connection.close()
+
+    with contextlib.suppress(OSError):  # closed: the command is here
+        while True:
+            threading.Thread(target=hear, args=(listener.accept()[0],), daemon=True).start()
 
 
 def _is_command(connection: socket.socket, token: bytes) -> bool:

@@ -4,18 +4,20 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
 from torchtitan.experiments.rl.bounds import PositiveInt
+from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.hosts.job import ClusterJob, Device
 from torchtitan.experiments.rl.hosts.pool import HostPool
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_TAINT = re.compile(r"[^=:\s]+(=[^=:\s]*)?:(NoSchedule|PreferNoSchedule|NoExecute)")
 _SIZE = re.compile(r"\d+(Ki|Mi|Gi|Ti)")
 
 
@@ -35,10 +37,24 @@ class KubernetesJob(ClusterJob):
     """Of each pod, at /dev/shm."""
     port: Annotated[int, Ge(1024), Le(65535)] = 26600
     """Of the agents."""
+    resources: dict[str, str] = field(default_factory=dict)
+    """Others that each pod asks for, such as {"memory": "800Gi", "rdma/hca": "1"}."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Of each pod, such as {"NCCL_IB_HCA": "mlx5"}."""
+    capabilities: tuple[str, ...] = ()
+    """Of each pod's container, such as IPC_LOCK, without which RDMA devices lock little memory."""
+    tolerations: tuple[str, ...] = ()
+    """Taints that the pods tolerate, as kubectl writes them: "nvidia.com/gpu:NoSchedule", "pool=rl:NoExecute"."""
+    node_selector: dict[str, str] = field(default_factory=dict)
+    """Labels of the nodes."""
     start_timeout_s: PositiveInt = 600
     """How long pods may take until they are ready, and agents until they answer."""
 
     def validate(self, *, field: str) -> None:
+        for index, taint in enumerate(self.tolerations):
+            if not _TAINT.fullmatch(taint):
+                cure = 'write it as kubectl does, such as "nvidia.com/gpu:NoSchedule"'
+                raise ConfigError(f"{field}.tolerations[{index}]", taint, cure)
         for name in ("namespace", "volume_claim"):
             if not _LABEL.fullmatch(value := getattr(self, name)):
                 raise ConfigError(f"{field}.{name}", value, "must be a name of lower-case letters, digits and hyphens")
@@ -57,14 +73,23 @@ class KubernetesJob(ClusterJob):
             resources["nvidia.com/gpu"] = str(self.gpus_per_host)
         if self.cores_per_host is not None:
             resources["cpu"] = str(self.cores_per_host)
+        resources |= self.resources
+        env = {"MONARCH_PORT": str(self.port)} | self.env  # Monarch's job reads its agents' port there
         return {
             "spec": {
+                **({"tolerations": [_toleration(taint) for taint in self.tolerations]} if self.tolerations else {}),
+                **({"nodeSelector": self.node_selector} if self.node_selector else {}),
                 "containers": [
                     {
                         "name": "worker",
                         "image": self.image,
                         "workingDir": self.work_dir,
                         "command": ["python", "-m", "torchtitan.experiments.rl.hosts.agent", "--port", str(self.port)],
+                        "env": [{"name": name, "value": value} for name, value in env.items()],
+                        "ports": [{"containerPort": self.port}],
+                        # Monarch attaches to pods that are ready, and loses those that do not listen yet.
+                        "readinessProbe": {"tcpSocket": {"port": self.port}, "periodSeconds": 2, "failureThreshold": 10},
+                        "securityContext": {"capabilities": {"add": list(self.capabilities)}},
                         "resources": {"requests": resources, "limits": resources},
                         "volumeMounts": [
                             {"name": "shared", "mountPath": self.mount_path},
@@ -97,7 +122,8 @@ class KubernetesJob(ClusterJob):
         job = MonarchKubernetesJob(self.namespace, timeout=self.start_timeout_s)
         job.add_mesh(name, hosts, port=self.port, pod_template=self.pod_template())
         try:
-            mesh = getattr(job.state(cached_path=None), name)
+            with printed_to(run_dir / MONARCH_OUTPUT):
+                mesh = getattr(job.state(cached_path=None), name)
         except Exception as error:
             _remove(job)
             raise RunError(f"the pods of {name} in namespace {self.namespace} did not come: {error}") from error
@@ -110,6 +136,12 @@ class KubernetesJob(ClusterJob):
             timeout_s=self.start_timeout_s,
             end_job=job.kill,
         )
+
+
+def _toleration(taint: str) -> dict[str, str]:
+    label, _, effect = taint.rpartition(":")
+    key, equals, value = label.partition("=")
+    return {"key": key, "effect": effect} | ({"operator": "Equal", "value": value} if equals else {"operator": "Exists"})
 
 
 def _mesh_name(run_dir: str) -> str:

@@ -2,16 +2,20 @@
 
 import contextlib
 import itertools
+import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from monarch.actor import HostMesh, Point, default_bootstrap_cmd
+from monarch.actor import HostMesh, Point, attach_to_workers, default_bootstrap_cmd
 
+from torchtitan.experiments.rl.compat.monarch import printed_to
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.keeper import TOKEN_BYTES, HostKeeper, HostReport, keep_alive
 
@@ -128,6 +132,8 @@ class HostPool:
         hosts = []
         for index, answer in enumerate(asked):
             report = self._answer(answer, deadline, f"host {index} of {len(asked)} did not answer within {timeout_s:g} s")
+            if report.lacks:
+                raise RunError(f"host {index} ({report.name}) {report.lacks[0]}")
             own: Sequence[Any] = devices[index] if devices is not None else report.gpus if on_gpus else report.cores
             hosts.append(
                 Host(
@@ -175,6 +181,62 @@ class HostPool:
             report = self._on_death
         if report is not None:
             report(line)
+
+
+def attach(
+    workers: Sequence[str],
+    endpoints: Sequence[tuple[str, int] | str],
+    *,
+    timeout_s: float,
+    stopped: Callable[[], bool] = lambda: False,
+    printed: Path = Path(os.devnull),
+) -> HostMesh:
+    """Attach to Monarch's agents when all of them listen.
+
+    Monarch loses its first message to an agent that begins to listen more than half a minute later, and then gives up after a
+    minute, whatever limits it is given. On a shared file system the agents' imports may take longer.
+
+    Args:
+        workers: Monarch's address of each agent.
+        endpoints: where it listens: name and port, or the path of a socket.
+        timeout_s: how long they may take.
+        stopped: whether nobody wants them any more.
+        printed: takes what Monarch prints.
+
+    Raises:
+        RunError: an agent does not listen, or the attach fails.
+    """
+    for port in sorted({endpoint[1] for endpoint in endpoints if not isinstance(endpoint, str)}):
+        line = f"warning: whoever reaches port {port} of these hosts can run code as you: give them a network of their own"
+        print(f"{line} (docs/security.md)", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + timeout_s
+    for index, endpoint in enumerate(endpoints):
+        while (fault := _unheard(endpoint)) is not None:
+            if stopped():
+                raise RunError("stopped while its hosts were taken")
+            if time.monotonic() > deadline:
+                where = endpoint if isinstance(endpoint, str) else f"{endpoint[0]}:{endpoint[1]}"
+                cure = "see that host's log, or give it longer (provision.job.start_timeout_s)"
+                raise RunError(f"host {index} of {len(endpoints)}: no agent at {where} after {timeout_s:g} s ({fault}): {cure}")
+            time.sleep(POLL_S)
+    try:
+        with printed_to(printed):
+            return attach_to_workers(ca="trust_all_connections", workers=list(workers), name="hosts")
+    except Exception as error:  # Monarch's own types differ
+        raise RunError(f"the hosts' agents can't be attached to: {str(error).partition(chr(10))[0]}") from error
+
+
+def _unheard(endpoint: tuple[str, int] | str) -> str | None:
+    """Why nobody listens there; None: somebody does."""
+    try:
+        if isinstance(endpoint, str):
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(endpoint)
+        else:
+            socket.create_connection(endpoint, timeout=2).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def _pool(key: int) -> HostPool:

@@ -1,17 +1,27 @@
 """Hosts that are processes of this machine: for tests of runs over several hosts, and to try a placement."""
 
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtitan.experiments.rl.bounds import PositiveInt
+from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.hosts.job import Device, JobConfig, contiguous_shares
-from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.hosts.pool import HostPool, attach
+from torchtitan.experiments.rl.process.descendants import descendants
 from torchtitan.experiments.rl.process.gpus import mask_of, visible_gpus
 from torchtitan.experiments.rl.process.host_identity import VARIABLE, host_identity
 from torchtitan.experiments.rl.process.numa import own_cores
+from torchtitan.experiments.rl.process.temporary import HOSTS_PREFIX
 
 START_TIMEOUT_S = 120.0
 
@@ -34,19 +44,47 @@ class ProcessJob(JobConfig):
         return contiguous_shares(visible_gpus() if device == "cuda" else own_cores(), hosts)
 
     def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool:
-        from monarch.job import ProcessJob as MonarchProcessJob
-
-        job = MonarchProcessJob({"hosts": hosts})
         devices: list[list[Any]] = self.devices(device, hosts)
         if device == "cuda":
             devices = [[mask_of([gpu]) for gpu in own] for own in devices]
+        sockets = tempfile.mkdtemp(prefix=HOSTS_PREFIX)
+        names = [f"hosts_{index}" for index in range(hosts)]
+        agents = [
+            subprocess.Popen(
+                [sys.executable, "-m", "torchtitan.experiments.rl.hosts.agent", "--socket", f"{sockets}/{name}"],
+                env=os.environ | {"HYPERACTOR_PROCESS_NAME": name},
+                start_new_session=True,  # Ctrl-C is for the command
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for name in names
+        ]
+
+        def end() -> None:
+            for pid in [pid for agent in agents for pid in [*descendants(agent.pid), agent.pid]]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for agent in agents:
+                agent.wait()
+            shutil.rmtree(sockets, ignore_errors=True)
+
+        try:
+            paths = [f"{sockets}/{name}" for name in names]
+            printed = run_dir / MONARCH_OUTPUT
+            mesh = attach(
+                [f"ipc://{path}" for path in paths], paths, timeout_s=START_TIMEOUT_S, stopped=stopped, printed=printed
+            )
+        except BaseException:
+            end()
+            raise
         return HostPool(
-            job.state(cached_path=None).hosts,
+            mesh,
             on_gpus=device == "cuda",
             one_machine=True,
             environments=[{VARIABLE: f"{host_identity()}/process host {index}"} for index in range(hosts)],
             devices=devices,
             stopped=stopped,
             timeout_s=START_TIMEOUT_S,
-            end_job=job.kill,
+            end_job=end,
         )

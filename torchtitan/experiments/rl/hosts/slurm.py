@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,10 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Le
 
 from torchtitan.experiments.rl.bounds import PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.hosts.job import ClusterJob, Device
-from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.hosts.pool import HostPool, attach
 from torchtitan.experiments.rl.hosts.slurm_queue import job_states
 from torchtitan.experiments.rl.process.network import network_address
 
@@ -28,6 +30,8 @@ HOSTS_VARIABLE = "TORCHTITAN_RL_SLURM_HOSTS"
 """Set by the batch script: names of the allocation's hosts."""
 SCRIPT_FILE = "job.sh"
 LOG_FILE = "slurm-{job}.log"
+ENDING_S = 15.0
+"""Of the time that Slurm leaves: for the end of the command and its agents after the checkpoint."""
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}")
 
 
@@ -43,6 +47,7 @@ class SlurmJob(ClusterJob):
     time_limit: str | None = None
     """HH:MM:SS or D-HH:MM:SS. The run takes a checkpoint ``stop_before_s`` earlier and ends."""
     stop_before_s: PositiveInt = 300
+    """A step and a checkpoint have to fit into it; ``--dry-run`` says how long the latter takes."""
     exclusive: bool = True
     """No other job has processes on the run's hosts."""
     sbatch_options: tuple[str, ...] = ()
@@ -121,9 +126,14 @@ class SlurmJob(ClusterJob):
             ]
         )
 
+    def seconds_left(self) -> float:
+        end = os.environ.get("SLURM_JOB_END_TIME", "")
+        return (float(end) - time.time() if end.isdigit() else float(self.stop_before_s)) - ENDING_S
+
     def submit(self, script: str, run_dir: str) -> Iterator[str]:
         if shutil.which("sbatch") is None:
-            raise RunError("there is no sbatch here: submit from a login node of the Slurm cluster")
+            cure = "submit from a login node of the Slurm cluster, or name another job (--provision.job)"
+            raise RunError(f"there is no sbatch here: {cure}")
         path = Path(run_dir) / SCRIPT_FILE
         path.write_text(script)
         answer = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, stdin=subprocess.DEVNULL)
@@ -141,7 +151,7 @@ class SlurmJob(ClusterJob):
             yield f"            {state}"
 
     def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool:
-        from monarch.actor import attach_to_workers, enable_transport
+        from monarch.actor import enable_transport
         from monarch.job import SERVICE_PROC_IDS_ENV, deserialize_service_proc_ids, service_proc_addrs
 
         names = _allocation(os.environ, hosts)
@@ -150,7 +160,13 @@ class SlurmJob(ClusterJob):
         addresses = [f"tcp://{name}:{self.port}" for name in names]
         identities = deserialize_service_proc_ids(os.environ[SERVICE_PROC_IDS_ENV])
         return HostPool(
-            attach_to_workers(ca="trust_all_connections", workers=service_proc_addrs(addresses, identities), name="hosts"),
+            attach(
+                service_proc_addrs(addresses, identities),
+                [(name, self.port) for name in names],
+                timeout_s=self.start_timeout_s,
+                stopped=stopped,
+                printed=run_dir / MONARCH_OUTPUT,
+            ),
             on_gpus=device == "cuda",
             one_machine=False,
             environments=[{}] * hosts,

@@ -1,6 +1,6 @@
 """What the trainer minimises: three per-token components, rl, ce and ref_kl, summed. Start with ``loss.py``."""
 
-from torchtitan.experiments.rl.losses.ce import CrossEntropy
+from torchtitan.experiments.rl.losses.components import CrossEntropy, RefKL, reference_kl
 from torchtitan.experiments.rl.losses.corrections import (
     Correction,
     GeometricMask,
@@ -11,12 +11,15 @@ from torchtitan.experiments.rl.losses.corrections import (
     check_corrections,
 )
 from torchtitan.experiments.rl.losses.loss import LossConfig, compute_loss
-from torchtitan.experiments.rl.losses.members import count_denominators, count_members, step_denominators
+from torchtitan.experiments.rl.losses.members import (
+    advantage_sums,
+    count_denominators,
+    count_members,
+    step_denominators,
+    with_normalized_advantages,
+)
 from torchtitan.experiments.rl.losses.metrics import MetricSums
 from torchtitan.experiments.rl.losses.mismatch import mismatch_metrics
-from torchtitan.experiments.rl.losses.normalization import advantage_sums, with_normalized_advantages
-from torchtitan.experiments.rl.losses.ref_kl import RefKL
-from torchtitan.experiments.rl.losses.reference_kl import reference_kl
 from torchtitan.experiments.rl.losses.variants import CISPO, DPPO, GSPO, CustomRLLoss, PPOClip, RLLoss, RLTokens
 
 __all__ = [

@@ -90,3 +90,19 @@ class MetricSums:
             raise ValueError(f"metric {name!r} is a {held_kind} and can't also be a {kind}: give one of them another name")
         value = value.to(held.device)
         self._entries[name] = (kind, torch.maximum(held, value) if kind == "max" else held + value)
+
+
+OwnMetrics = dict[str, torch.Tensor]
+"""A value [B, L] for each token, by the metric's name. What it is on tokens that are no member does not matter."""
+
+
+def add_own_metrics(sums: MetricSums, component: str, own: OwnMetrics, member: torch.Tensor) -> None:
+    """
+    Raises:
+        ValueError: a metric that is no value for each token; names it.
+    """
+    for name, values in own.items():
+        if not isinstance(values, torch.Tensor) or values.shape != member.shape:
+            kind = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
+            raise ValueError(f"metric {component}/own/{name} has {kind}: want a tensor of shape {tuple(member.shape)}")
+        sums.add_mean(f"{component}/own/{name}", values.detach(), member)

@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.bounds import NonNegativeFloat
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.losses.own_metrics import OwnMetrics
+from torchtitan.experiments.rl.losses.metrics import OwnMetrics
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
 

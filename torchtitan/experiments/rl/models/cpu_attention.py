@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from torchtitan.experiments.rl.models.prefix_trees import subtree_ends
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+from torchtitan.protocols.module import Module
 
 BRANCH_TOKENS = 64
 """A block has one set of keys for all its tokens, so a long one computes more that the mask hides; short ones gather more keys.
@@ -135,6 +136,11 @@ class CPUVarlenAttention(VarlenAttention):
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
         pass
+
+    def __init__(self, config: Config):
+        # torchtitan's asks which GPU this process sees, and imports that one's flash attention.
+        Module.__init__(self)
+        self.window_size = config.window_size
 
     def forward(
         self,

@@ -4,7 +4,8 @@ import torch
 
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.models.common import Decoder, Embedding, Linear, RoPE, TransformerBlock
-from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 
@@ -19,14 +20,12 @@ def dense_decoder(
     block: type[TransformerBlock.Config],
     rope: RoPE.Config,
     qk_norm: bool,
-    attn_backend: str,
 ) -> Decoder.Config:
     """
     Args:
         model, block: the family's config classes.
         rope: its ``dim`` is the size of a head.
         qk_norm: queries and keys are normalised, each head on its own.
-        attn_backend: torchtitan's name, "varlen" or "flex".
 
     Raises:
         ConfigError: config.json lacks a field, has a size that no model can have, biases, or another activation than SiLU.
@@ -62,7 +61,7 @@ def dense_decoder(
                 head_dim=rope.dim,
                 wqkv_param_init=init,
                 wo_param_init=init,
-                inner_attention=get_attention_config(attn_backend),
+                inner_attention=FlexAttention.Config(),
                 qk_norm=norm(rope.dim) if qk_norm else None,
                 rope=rope,
             ),

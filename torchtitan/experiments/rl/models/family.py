@@ -16,8 +16,8 @@ class ModelFamily:
     """torchtitan's. A flavor may be written as ``name/flavor``."""
     policy_config: type[Decoder.Config]
     """Builds a LogprobDecoder: torchtitan's decoder with the log-probability forward pass."""
-    model_of: Callable[[HubConfig, str], Decoder.Config]
-    """torchtitan's model config of a hub folder, with the named attention backend.
+    model_of: Callable[[HubConfig], Decoder.Config]
+    """torchtitan's model config of a hub folder.
 
     Raises:
         ConfigError: config.json lacks a field, or has a value that torchtitan's model does not support.

@@ -25,14 +25,13 @@ class Llama3Policy(LogprobDecoder, Llama3Model):
         pass
 
 
-def _model_of(hub: HubConfig, attn_backend: str) -> Decoder.Config:
+def _model_of(hub: HubConfig) -> Decoder.Config:
     return dense_decoder(
         hub,
         model=Llama3Model.Config,
         block=Llama3TransformerBlock.Config,
         rope=_rope(hub),
         qk_norm=False,
-        attn_backend=attn_backend,
     )
 
 

@@ -30,7 +30,7 @@ class ModelConfig:
 
 def model_positions(model: ModelConfig) -> int:
     """Longest sequence that the model has positions for, by the flavor and by config.json if there is one."""
-    positions = decoder_config(_base_spec(model, "varlen")[1]).max_seq_len
+    positions = decoder_config(_base_spec(model)[1]).max_seq_len
     try:
         return min(positions, HubConfig.read(model.hf_assets_path).size("max_position_embeddings", positions))
     except MissingError:
@@ -44,7 +44,7 @@ def policy_spec(model: ModelConfig, *, device: Literal["cpu", "cuda"], max_seq_l
         ConfigError: unknown flavor or one that is not the folder's model, a folder of no known family, or rows longer than the
             model's positions.
     """
-    family, spec = _base_spec(model, "varlen" if device == "cpu" else "flex")
+    family, spec = _base_spec(model)
     decoder = decoder_config(spec)
     if max_seq_len > decoder.max_seq_len:
         cure = f"the model has {decoder.max_seq_len} positions; choose at most that"
@@ -72,8 +72,8 @@ def decoder_config(spec: ModelSpec) -> Decoder.Config:
     return spec.model
 
 
-def folder_spec(hub: HubConfig, backend: str = "varlen") -> ModelSpec:
-    """torchtitan's own spec of a hub folder's model, with the named attention backend.
+def folder_spec(hub: HubConfig) -> ModelSpec:
+    """torchtitan's own spec of a hub folder's model.
 
     Raises:
         ConfigError: no family has the folder's architecture, or config.json lacks what the family needs.
@@ -82,7 +82,7 @@ def folder_spec(hub: HubConfig, backend: str = "varlen") -> ModelSpec:
     return ModelSpec(
         name=family.name,
         flavor=Path(hub.path).name,
-        model=family.model_of(hub, backend),
+        model=family.model_of(hub),
         parallelize_fn=family.parallelize,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
@@ -90,13 +90,13 @@ def folder_spec(hub: HubConfig, backend: str = "varlen") -> ModelSpec:
     )
 
 
-def _base_spec(model: ModelConfig, backend: str) -> tuple[ModelFamily, ModelSpec]:
-    """The family, and torchtitan's own spec of the model."""
+def _base_spec(model: ModelConfig) -> tuple[ModelFamily, ModelSpec]:
+    """The family, and torchtitan's own spec of the model. Its attention is flex: nothing of it asks for a GPU until it runs."""
     if model.flavor is None:
         hub = HubConfig.read(model.hf_assets_path)
-        return family_of_folder(hub), folder_spec(hub, backend)
+        return family_of_folder(hub), folder_spec(hub)
     family, flavor = family_of_flavor(model.flavor, model.hf_assets_path)
-    spec = family.spec_of_flavor(flavor, attn_backend=backend)
+    spec = family.spec_of_flavor(flavor, attn_backend="flex")
     if any(getattr(layer, "moe", None) is not None for layer in decoder_config(spec).layers):
         cure = "a mixture of experts can't be published to the generators yet; choose a dense flavor"
         raise ConfigError("model.flavor", model.flavor, cure)

@@ -18,15 +18,13 @@ class Qwen3Policy(LogprobDecoder, Qwen3Model):
         pass
 
 
-def _model_of(hub: HubConfig, attn_backend: str) -> Decoder.Config:
+def _model_of(hub: HubConfig) -> Decoder.Config:
     hub.require("use_sliding_window", False)
     hub.rope.require("rope_type", "default")
     rope = CosSinRoPE.Config(
         dim=head_dim(hub), max_seq_len=hub.size("max_position_embeddings"), theta=hub.rope.positive("rope_theta")
     )
-    return dense_decoder(
-        hub, model=Qwen3Model.Config, block=Qwen3TransformerBlock.Config, rope=rope, qk_norm=True, attn_backend=attn_backend
-    )
+    return dense_decoder(hub, model=Qwen3Model.Config, block=Qwen3TransformerBlock.Config, rope=rope, qk_norm=True)
 
 
 QWEN3 = ModelFamily(

@@ -7,6 +7,7 @@ encoding is not ours to choose. Colours, and a line that is drawn again in place
 import logging
 import os
 import shlex
+import shutil
 import sys
 import textwrap
 from collections.abc import Mapping
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 WIDTH = 80
 LABEL_WIDTH = 12
-COMMAND = "python -m torchtitan.experiments.rl.grpo"
 TITLE_EVERY = 40
 """Steps between two rows of column titles, so that titles are always on the screen."""
 
@@ -69,6 +69,7 @@ class RunSummary:
     steps: int
     total_steps: int
     wall_time_s: float
+    """Of this command, which may have resumed the run."""
     start_val_reward: float | None
     final_val_reward: float | None
     ledger: Mapping[str, int]
@@ -79,9 +80,9 @@ class RunSummary:
     """Why the run ended before its last step; None where it did not."""
     not_saved: str | None = None
     """Why the last state is in no checkpoint; None where it is in one."""
-    resumable: bool = False
-    """It has a checkpoint, and steps left to take."""
     run_dir: Path | None = None
+    steps_before: int = 0
+    """Of ``steps``, those that the run had when this command resumed it."""
 
 
 _COLUMNS = {
@@ -124,20 +125,47 @@ def step_line(report: StepReport) -> str:
 
 def summary_lines(summary: RunSummary) -> list[str]:
     end = f"stopped by {summary.stopped_by}" if summary.stopped_by else "done"
-    lines = ["", _labelled("steps", f"{summary.steps} of {summary.total_steps} in {_duration(summary.wall_time_s)}, {end}")]
+    own = f", {summary.steps - summary.steps_before} of them" if summary.steps_before else ""
+    took = f"{summary.steps} of {summary.total_steps}{own} in {_duration(summary.wall_time_s)}"
+    lines = ["", _labelled("steps", f"{took}, {end}")]
     if summary.start_val_reward is not None and summary.final_val_reward is not None:
         gain = summary.final_val_reward - summary.start_val_reward
         values = f"{_reward(summary.start_val_reward)} -> {_reward(summary.final_val_reward)}"
         lines.append(_labelled("validation", f"reward {values} ({gain:+.3f})"))
-    lines += _wrapped("rollouts", [f"{count:,} {column}" for column, count in summary.ledger.items() if count])
+    lines += _wrapped("rollouts", [f"{count:,} {_in_words(column)}" for column, count in summary.ledger.items() if count])
     if summary.run_dir is not None:
         lines.append(_labelled("folder", near(summary.run_dir)))
     lines += [_labelled(name, str(_within(summary.run_dir, path))) for name, path in summary.files.items()]
     if summary.not_saved is not None:
         lines.append(_labelled("not saved", one_sentence(summary.not_saved)))
-    if summary.resumable:
-        lines.append(_labelled("go on with", f"{COMMAND} --resume {shlex.quote(str(summary.run_dir))}"))
-    return lines
+    return lines + [_labelled(label, words) for label, words in _next_commands(summary).items()]
+
+
+def _in_words(column: str) -> str:
+    """A task's column of the ledger, ``<task>/<column>``: "sum_digits trained on"."""
+    task, _, name = column.partition("/")
+    kind, _, detail = name.partition("/")
+    detail = detail.rpartition("/")[2].replace("_", " ")
+    said = {"trained": "trained on", "filtered": f"left out ({detail})", "failed": f"failed ({detail})"}
+    return f"{task} {said.get(kind, name)}"
+
+
+def _next_commands(summary: RunSummary) -> dict[str, str]:
+    """What the person who runs it can do next, by label."""
+    if summary.run_dir is None:
+        return {}
+    folder = shlex.quote(near(summary.run_dir))
+    commands = {}
+    if summary.stopped_by is None:
+        commands["see it"] = f"{typed_command('report')} {folder}"
+        if "policy" in summary.files:
+            commands["try it"] = f"{typed_command('play')} --model {folder}"
+            if summary.start_val_reward is not None or summary.final_val_reward is not None:
+                commands["measure it"] = f"{typed_command('evaluate')} --model {folder}"
+    if "checkpoint" in summary.files:
+        more = f" --steps {2 * summary.total_steps}" if summary.stopped_by is None else ""
+        commands["go on with"] = f"{typed_command('grpo')} --resume {folder}{more}"
+    return commands
 
 
 class Console:
@@ -222,6 +250,23 @@ def write_line(stream: TextIO, text: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # else Python fails at exit, on what is still buffered
         except (OSError, ValueError):
             pass
+
+
+def typed_command(module: str) -> str:
+    """How a command of the library ("grpo", "report") is started here: as this process was, by an installed script or by an
+    interpreter."""
+    script = Path(sys.argv[0])
+    if script.name.startswith("rl-"):  # of src/torchtitan_rl/commands.py
+        return _typed(script.with_name("rl-train" if module == "grpo" else f"rl-{module}"))
+    return f"{_typed(Path(sys.executable))} -m torchtitan.experiments.rl.{module}"
+
+
+def _typed(program: Path) -> str:
+    """A program as people type it: by its name where PATH has it, else by its path."""
+    found = shutil.which(program.name)
+    if found is not None and os.path.abspath(found) == os.path.abspath(program):
+        return program.name
+    return shlex.quote(near(program.absolute()))
 
 
 def near(path: Path | str) -> str:

@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +105,21 @@ def _matches(record: RecordedRollout, options: argparse.Namespace) -> bool:
     )
 
 
-def lines_of(record: RecordedRollout, *, group_mean: float | None = None, chars: int = 0, tokens: bool = False) -> list[str]:
+def lines_of(
+    record: RecordedRollout,
+    *,
+    group_mean: float | None = None,
+    chars: int = 0,
+    tokens: bool = False,
+    typed: Collection[int] = (),
+) -> list[str]:
     """One rollout as text: a header, the conversation that the model was given, and the rewards.
 
     Args:
         group_mean: mean reward of its group.
         chars: of a message, the rest is cut; 0: all.
         tokens: each completion's token ids too, with their log-probabilities.
+        typed: turns whose tokens no model has sampled: these have none.
     """
     rollout = record.rollout
     reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:.3g}"
@@ -119,7 +127,7 @@ def lines_of(record: RecordedRollout, *, group_mean: float | None = None, chars:
     facts += [] if group_mean is None else [f"group's mean {group_mean:.3g}"]
     lines = [f"━━ {' · '.join(facts)} ".ljust(WIDTH, "━")]
     seen: list[int] = []
-    for turn in rollout.turns:
+    for number, turn in enumerate(rollout.turns):
         conversation = [id(message) for message in turn.prompt_messages]
         if conversation[: len(seen)] != seen:
             lines.append("   (the conversation was rewritten)")
@@ -129,7 +137,7 @@ def lines_of(record: RecordedRollout, *, group_mean: float | None = None, chars:
         note = f"{len(turn.completion.token_ids)} tokens, {turn.generate_s:.2f} s, {turn.completion.finish_reason}"
         lines += _message(turn.assistant_message, note=note, chars=chars)
         if tokens:
-            lines.append(f"   tokens {_tokens(turn.completion)}")
+            lines.append(f"   tokens {_tokens(turn.completion, typed=number in typed)}")
         seen = [*conversation, id(turn.assistant_message)]
         if turn.reward_components:
             lines.append(f"   env rewards {_components(turn.reward_components)} ({turn.env_s:.2f} s)")
@@ -192,7 +200,9 @@ def _span(samples: Sequence[TrainingSample], name: str) -> str:
     return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
 
 
-def _tokens(completion: Completion) -> str:
+def _tokens(completion: Completion, *, typed: bool) -> str:
+    if typed:
+        return " ".join(map(str, completion.token_ids.tolist()))
     pairs = zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True)
     return " ".join(f"{token}:{logprob:.2f}" for token, logprob in pairs)
 

@@ -13,7 +13,7 @@ class Pulse:
     seconds: float
     """Since it began, or last made progress."""
     slow: bool
-    """Whether what it does may take long: a build, a first step that compiles, a checkpoint."""
+    """Whether what it does may take long: a build, a load of weights, a first step that compiles, a checkpoint."""
 
 
 class Heartbeat:
@@ -39,10 +39,10 @@ class Heartbeat:
             self._work = ("", ended, False)
             self._worked_s += ended - began
 
-    def beat(self) -> None:
-        """The work goes on: its time starts anew."""
-        what, _, slow = self._work
-        self._work = (what, time.monotonic(), slow)
+    def beat(self, what: str | None = None, *, slow: bool | None = None) -> None:
+        """The work goes on: its time starts again. Its next part may have a name of its own, and be slow or not."""
+        before, _, was_slow = self._work
+        self._work = (before if what is None else what, time.monotonic(), was_slow if slow is None else slow)
 
     def pulse(self) -> Pulse:
         what, since, slow = self._work

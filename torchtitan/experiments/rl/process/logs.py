@@ -1,15 +1,17 @@
 """Handlers and formats of a process's log: every record to a file as JSON, few of them to the terminal."""
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from torchtitan.experiments.rl.printable import one_sentence, printable_json, printable_line
-from torchtitan.experiments.rl.process.output import terminal
+from torchtitan.experiments.rl.process.output import printed_file, terminal
 
 OURS = "torchtitan.experiments.rl"
 
@@ -31,12 +33,13 @@ class RunFileHandler(RotatingFileHandler):
         super().__init__(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk costs one line on the terminal; Python's own handler would print a traceback for each record."""
+        """One line on the terminal; Python's own handler would print a traceback for each record."""
         if not self._failed:
             self._failed = True
             line = f"WARNING the log {self.baseFilename} can't be written: {_text(sys.exc_info()[1])}"
-            with contextlib.suppress(OSError, ValueError):
-                print(printable_line(one_sentence(line)), file=terminal(), flush=True)
+            if worth_a_line(line):
+                with contextlib.suppress(OSError, ValueError):
+                    print(printable_line(one_sentence(line)), file=terminal(), flush=True)
 
 
 class TerminalHandler(logging.StreamHandler):
@@ -46,8 +49,22 @@ class TerminalHandler(logging.StreamHandler):
         super().__init__(terminal())
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = terminal()
-        super().emit(record)
+        if worth_a_line(self.format(record)):
+            self.stream = terminal()
+            super().emit(record)
+
+
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+_said_full = False
+
+
+def worth_a_line(line: str) -> bool:
+    """Not where it says once more that the disk is full: every part of each process meets that. The command says it."""
+    global _said_full
+    if not any(full in line for full in _FULL):
+        return True
+    first, _said_full = not _said_full, True
+    return first and not printed_file()
 
 
 class JsonLine(logging.Formatter):

@@ -1,6 +1,7 @@
 """The command: ``python -m torchtitan.experiments.rl.report RUN... [--port N] [--host ADDRESS] [--export FILE.html]``."""
 
 import argparse
+import errno
 import secrets
 import socket
 import sys
@@ -57,7 +58,12 @@ def _serve(runs: Sequence, host: str, port: int) -> int:
 
     token = None if host in LOOPBACK else secrets.token_urlsafe(24)
     server = uvicorn.Server(uvicorn.Config(report_app(runs, token=token), log_level="warning", access_log=False))
-    bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise RunError(f"--port {port}: another program listens there; --port 0 takes one that is free") from error
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
     for run in runs:

@@ -14,8 +14,6 @@ from torchtitan.experiments.rl.report.pages import PAGES
 from torchtitan.experiments.rl.report.run import ReportedRun
 from torchtitan.experiments.rl.report.tokens import TokenTexts, token_streams
 
-PAGE_METRICS = ("validation/reward", "rollout/reward_mean")
-"""That the page Runs asks for."""
 EXPORTED_CHANGES = 10
 """Examples won, and lost, whose rollouts are in the file."""
 
@@ -57,7 +55,7 @@ def answers(runs: Sequence[ReportedRun], sample: int) -> dict[str, Any]:
         base = f"api/runs/{number}"
         for name, page in PAGES.items():
             held[f"{base}/page/{name}"] = page(run)
-        for metric in PAGE_METRICS:
+        for metric in {*overview.metric_names(run), "validation/reward", "rollout/reward_mean"}:
             held[f"{base}/metrics?name={quote(metric, safe='')}"] = {"points": overview.chart_line(run, metric)}
         chosen: dict[str, dict[str, Any]] = {}
         for order in ("highest", "lowest"):

@@ -3,6 +3,7 @@
 The limits are those of docs/running.md.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,11 @@ RECENT = 10
 """Steps that a hint about the present looks at."""
 LEAST_STEPS = 20
 """Before it, a reward that does not rise says nothing."""
+LEAST_POINTS = 8
+TINY = 1e-9
+REWARDS = ("validation/reward", "rollout/reward_mean")
+SOLVED = 0.95
+"""Mean reward from which on a task has no more to teach."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -37,7 +43,7 @@ def hints(series: Series, state: Mapping[str, Any], ledger: Mapping[str, Mapping
         *_stalled(state),
         *_failed(ledger),
         *_restarts(series),
-        *_flat_reward(series),
+        *_reward(series, state),
         *_no_signal(series),
         *_mismatch(series),
         *_entropy(series),
@@ -49,10 +55,83 @@ def hints(series: Series, state: Mapping[str, Any], ledger: Mapping[str, Mapping
     return sorted(found, key=lambda hint: order[hint.severity])
 
 
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
 def recent(series: Series, name: str) -> float | None:
     """Mean over the last steps."""
     values = [value for _, value in series.get(name, ())][-RECENT:]
-    return sum(values) / len(values) if values else None
+    return _mean(values) if values else None
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Curve:
+    """A reward over steps, and what can be told from its noise."""
+
+    steps: Sequence[int]
+    values: Sequence[float]
+    noise: float
+    """Standard deviation of one value, estimated from the differences of neighbours. The largest tenth is left out, where the
+    reward itself may have jumped; the squares of the others are 0.62 of all, where they are normal."""
+
+    @staticmethod
+    def of(points: Sequence[tuple[int, float]]) -> "Curve | None":
+        """None: there are too few points, or steps, to say anything of it."""
+        if len(points) < LEAST_POINTS or points[-1][0] - points[0][0] < LEAST_STEPS:
+            return None
+        steps, values = zip(*points, strict=True)
+        squares = sorted((b - a) ** 2 for a, b in itertools.pairwise(values))
+        kept = squares[: -max(1, len(squares) // 10)]
+        # All of them, where the reward is rarely anything but zero.
+        variance = _mean(kept) / 0.62 if any(kept) else _mean(squares)
+        return Curve(steps=steps, values=values, noise=math.sqrt(variance / 2))
+
+    @property
+    def window(self) -> int:
+        return max(1, len(self.values) // 8)
+
+    @property
+    def start(self) -> float:
+        return _mean(self.values[: self.window])
+
+    @property
+    def end(self) -> float:
+        return _mean(self.values[-self.window :])
+
+    def rises(self) -> bool:
+        """Whether some part of it is above what was before by more than noise explains. The largest distance of the sum of
+        values from a straight line, in units of noise times the root of their number, is above 1.63 for one in 200 of the
+        curves that are noise alone (Kolmogorov)."""
+        mean, sum_, furthest = _mean(self.values), 0.0, 0.0
+        for value in self.values:
+            sum_ += mean - value
+            furthest = max(furthest, sum_)
+        return furthest > 1.63 * self.noise * math.sqrt(len(self.values)) + TINY
+
+    def fall(self) -> tuple[float, float] | None:
+        """The best mean of neighbours and the last one, where more than half of what was gained is lost, or a tenth of what was
+        there at first; four standard errors at least."""
+        means = [_mean(self.values[i : i + self.window]) for i in range(len(self.values) - self.window + 1)]
+        best = max(means)
+        least = max(0.5 * (best - self.start), 0.1 * abs(self.start), 4 * self.noise * math.sqrt(2 / self.window), TINY)
+        return (best, self.end) if best - self.end > least else None
+
+    def stays_flat(self, last_step: int | None) -> bool:
+        """Whether it does not rise noticeably until the last step (None: for as long as now), even if its slope is 2.5 standard
+        errors above the one that is seen. One that falls is not flat, and one of ``SOLVED`` need not rise."""
+        center, mean = _mean(self.steps), _mean(self.values)
+        spread = sum((step - center) ** 2 for step in self.steps)
+        slope = sum((step - center) * (value - mean) for step, value in zip(self.steps, self.values, strict=True)) / spread
+        seen = self.steps[-1] - self.steps[0]
+        horizon = min(max(last_step or 0, self.steps[-1]) - self.steps[0], 10 * seen)
+        most = (slope + 2.5 * self.noise / math.sqrt(spread)) * horizon
+        return mean < SOLVED and 0 <= most < noticeable(self.start)
+
+
+def noticeable(reward: float) -> float:
+    """How much more than ``reward`` is a rise that a person would call one."""
+    return max(0.02, 0.2 * abs(reward))
 
 
 def _stalled(state: Mapping[str, Any]) -> Iterable[Hint]:
@@ -104,29 +183,36 @@ def _restarts(series: Series) -> Iterable[Hint]:
             )
 
 
-def _flat_reward(series: Series) -> Iterable[Hint]:
-    name = "validation/reward" if len(series.get("validation/reward", ())) >= 8 else "rollout/reward_mean"
-    points = series.get(name, ())
-    if not points or points[-1][0] - points[0][0] < LEAST_STEPS or len(points) < 8:
+def _reward(series: Series, state: Mapping[str, Any]) -> Iterable[Hint]:
+    curves = {name: curve for name in REWARDS if (curve := Curve.of(series.get(name, ()))) is not None}
+    for name, curve in curves.items():
+        if (loss := curve.fall()) is not None:
+            yield Hint(
+                severity="warning",
+                text=f"The reward falls: {loss[0]:.3g} at its best, {loss[1]:.3g} now",
+                field="trainer.optimizer.lr (lower it)",
+                metric=name,
+            )
+            return
+    validation = [value for _, value in series.get(REWARDS[0], ())]
+    if any(curve.rises() for curve in curves.values()) or (
+        validation and validation[-1] - validation[0] > noticeable(validation[0])
+    ):
         return
-    quarter = len(points) // 4
-    first, last = points[:quarter], points[-quarter:]
-    a, b = _mean_and_error(first), _mean_and_error(last)
-    if b[0] - a[0] <= 2 * math.hypot(a[1], b[1]) and a[0] < 0.95:
-        falls = a[0] - b[0] > 2 * math.hypot(a[1], b[1])
-        yield Hint(
-            severity="warning",
-            text=f"The reward {'falls' if falls else 'is flat'}: {a[0]:.3g} in the first quarter, {b[0]:.3g} in the last",
-            field="trainer.optimizer.lr (lower it)"
-            if falls
-            else "the rollouts: what does the model answer? then trainer.optimizer.lr",
-            metric=name,
-        )
+    for name, curve in curves.items():
+        if curve.stays_flat(state.get("steps")):
+            yield Hint(
+                severity="warning",
+                text=f"The reward is flat: {curve.start:.3g} at first, {curve.end:.3g} now",
+                field="the rollouts: what does the model answer? then trainer.optimizer.lr",
+                metric=name,
+            )
+            return
 
 
 def _no_signal(series: Series) -> Iterable[Hint]:
     equal = recent(series, "rollout/groups_all_equal")
-    if equal is not None and equal > 0.8:
+    if equal is not None and equal > 0.8 and not _was_learned(series):
         reward = recent(series, "rollout/reward_mean") or 0.0
         yield Hint(
             severity="warning",
@@ -134,6 +220,12 @@ def _no_signal(series: Series) -> Iterable[Hint]:
             field="tasks.NAME.dataset: " + ("harder examples" if reward > 0.5 else "easier examples, or a reward with steps"),
             metric="rollout/groups_all_equal",
         )
+
+
+def _was_learned(series: Series) -> bool:
+    """Whether the run solved its task: equal rewards and no entropy are what is left of it."""
+    rewards = [value for _, value in series.get("rollout/reward_mean", ())]
+    return bool(rewards) and _mean(rewards[-RECENT:]) >= SOLVED > rewards[0]
 
 
 def _mismatch(series: Series) -> Iterable[Hint]:
@@ -161,7 +253,7 @@ def _entropy(series: Series) -> Iterable[Hint]:
     values = [value for _, value in series.get("policy/entropy", ())]
     if len(values) >= LEAST_STEPS:
         early, late = sum(values[:RECENT]) / RECENT, sum(values[-RECENT:]) / RECENT
-        if late < 0.02 and late < early / 10:
+        if late < 0.02 and late < early / 10 and not _was_learned(series):
             yield Hint(
                 severity="warning",
                 text=f"The entropy has collapsed: {early:.2g} nats at first, {late:.2g} now",
@@ -188,21 +280,21 @@ def _idle(series: Series) -> Iterable[Hint]:
     if not busy or wait is None or not step:
         return
     mean, waiting = sum(busy) / len(busy), wait / step
-    if mean < 0.6 and waiting > 0.3:
+    if mean < 0.5 and waiting > 0.5:
         yield Hint(
             severity="warning",
             text=f"Generators idle {1 - mean:.0%} of the time, and the trainer waits {waiting:.0%} of a step: slow envs",
             field="rollout_workers, if perf/event_loop_lag_max_s is above 0.2; else the envs wait for something",
             metric=generators[0],
         )
-    elif mean < 0.6:
+    elif mean < 0.5:
         yield Hint(
             severity="note",
             text=f"Generators idle {1 - mean:.0%} of the time: the trainer is the slower side",
             field="trainer.ranks (more), generator.replicas (fewer), max_offpolicy_steps (1 or 2)",
             metric=generators[0],
         )
-    elif waiting > 0.5:
+    elif waiting > 0.7 and (recent(series, "rollout/groups_all_equal") or 0.0) < 0.5:  # else there is little to train on
         yield Hint(
             severity="note",
             text=f"The trainer waits {waiting:.0%} of a step for rollouts, and the generators are busy",
@@ -220,11 +312,3 @@ def _blocked(series: Series) -> Iterable[Hint]:
             field="rollout_workers (more); envs and rewards that compute: plain functions",
             metric="perf/event_loop_lag_max_s",
         )
-
-
-def _mean_and_error(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    values = [value for _, value in points]
-    mean = sum(values) / len(values)
-    if len(values) < 2:
-        return mean, 0.0
-    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1) / len(values))

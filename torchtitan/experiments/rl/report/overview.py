@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Any
 
 from torchtitan.experiments.rl.report.hints import hints
@@ -23,6 +24,8 @@ def charts(tasks: Sequence[str]) -> list[dict[str, Any]]:
             "Reward of training rollouts", "reward", ["rollout/reward_mean", *(f"rollout/{t}/reward_mean" for t in several)]
         ),
         _chart("Validation", "reward", validation, x="validation/step"),
+        _chart("Loss", "loss", ["loss/total"]),
+        _chart("Learning rate", "a step", ["train/lr"]),
         _chart("Throughput", "tokens/s", ["perf/trained_tokens_per_s", "perf/generated_tokens_per_s"]),
         _chart(
             "Time of a step",
@@ -41,7 +44,7 @@ def charts(tasks: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def overview(run: ReportedRun) -> dict[str, Any]:
-    """State, hints, and the charts with their lines."""
+    """State, hints, the charts with their lines, the names of all metrics, and the seconds after which each step ended."""
     plotted = charts(run.tasks())
     names = {name for chart in plotted for name in chart["metrics"]}
     watched = {
@@ -70,8 +73,16 @@ def overview(run: ReportedRun) -> dict[str, Any]:
         "state": state,
         "hints": [asdict(hint) for hint in hints(finite, state, ended)],
         "charts": [chart for chart in plotted if chart["lines"]],
+        "metrics": metric_names(run),
+        "ended_s": ended_s(found.get("time/step_s", [])),
         "latest": {name: points[-1] for name, points in found.items() if points},
     }
+
+
+def ended_s(step_s: Points) -> list[tuple[int, float]]:
+    """(step, seconds of it and of all steps before), with step 0 at 0."""
+    ends = accumulate(value or 0.0 for _, value in step_s)
+    return [(0, 0.0), *zip((step for step, _ in step_s), ends, strict=True)]
 
 
 def metric_names(run: ReportedRun, *, like: str = "%") -> list[str]:

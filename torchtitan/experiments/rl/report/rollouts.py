@@ -15,11 +15,13 @@ MOST_ROWS = 200
 """Of a list."""
 MOST_CHARACTERS = 20_000
 """Of one message; the rest is asked for by itself."""
+BEGINNING = 80
+"""Characters of a message in the list."""
 SEARCH_S = 2.0
 """A search in texts ends after it, and says where it goes on."""
 SORTS = {
-    "newest": "place DESC, line",
-    "oldest": "place, line",
+    "newest": "evaluation IS NOT NULL, place DESC, line",
+    "oldest": "evaluation IS NOT NULL, place, line",
     "highest": "reward IS NULL, reward DESC, place DESC",
     "lowest": "reward IS NULL, reward, place DESC",
     "longest": "tokens DESC, place DESC",
@@ -71,7 +73,7 @@ def listed(run: ReportedRun, wanted: Wanted) -> dict[str, Any]:
         for row in page:
             offset += 1
             if search is None or search.matches(row["place"], row["line"]):
-                rows.append(_row(row))
+                rows.append(_row(row) | _beginnings(run, row))
             if len(rows) == limit or (search is not None and time.monotonic() > ends):
                 break
     return {"rows": rows, "total": total, "next": offset if offset < total else None}
@@ -105,6 +107,8 @@ def group(run: ReportedRun, place: int) -> dict[str, Any]:
     if not members:
         raise LookupError(f"no group at {place}")
     rewards = [member["reward"] for member in members if member["reward"] is not None]
+    usual = float(np.median(rewards)) if rewards else 0.0
+    odd_first = sorted(members, key=lambda member: -abs((member["reward"] or 0.0) - usual))
     return {
         "place": place,
         "group_id": members[0]["group_id"],
@@ -113,6 +117,7 @@ def group(run: ReportedRun, place: int) -> dict[str, Any]:
         "mean": float(np.mean(rewards)) if rewards else None,
         "std": float(np.std(rewards)) if rewards else None,
         "members": members,
+        "side_by_side": [member["key"] for member in odd_first],
     }
 
 
@@ -186,6 +191,18 @@ def _condition(wanted: Wanted) -> tuple[str, list[Any]]:
 
 def _row(row: Any) -> dict[str, Any]:
     return dict(row) | {"key": f"{row['place']}-{row['line']}"}
+
+
+def _beginnings(run: ReportedRun, row: Any) -> dict[str, str]:
+    """Of the last message that the model was first shown, and of its last answer."""
+    try:
+        own = decode_rollout(run.index.record(row["place"], row["line"])).rollout
+    except (LookupError, ValueError):
+        return {"asked": "", "answered": ""}
+    shown = own.turns[0].prompt_messages if own.turns else []
+    asked = _text_of(shown[-1]) if shown else ""
+    answered = _text_of(own.turns[-1].assistant_message).strip() if own.turns else ""
+    return {"asked": asked[:BEGINNING], "answered": answered[:BEGINNING]}
 
 
 class _Search:

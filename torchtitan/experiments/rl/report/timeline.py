@@ -22,7 +22,7 @@ _GRAVE = ("ERROR", "CRITICAL")
 
 
 def timeline(run: ReportedRun) -> dict[str, Any]:
-    """Restarts by part, use and last sign of life of each process, what befell them, and the traces of profiled steps."""
+    """Restarts by part; use, last sign of life, deaths, hangs and errors of the processes; the traces of profiled steps."""
     busy = series(run, metric_names(run, like="perf/%/busy"))
     lines = {path.stem: list(_lines(path)) for path in logs(run.folder)}
     processes = [_process(name, own, busy) for name, own in sorted(lines.items())]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from torchtitan.experiments.rl.checkpointing.folder import policies
 from torchtitan.experiments.rl.config.saved_command import read_config
 from torchtitan.experiments.rl.report.run import ReportedRun
 from torchtitan.experiments.rl.rollouts.records import decode_rollout
@@ -38,7 +39,7 @@ class TokenTexts:
 
 def _found(run_dir: Path) -> Tokenizer | None:
     model: Any = (read_config(run_dir) or {}).get("model")
-    folders = sorted((run_dir / "checkpoint").glob("step-*"))
+    folders = policies(run_dir)
     if isinstance(model, dict) and isinstance(model.get("hf_assets_path"), str):
         folders.append(Path(model["hf_assets_path"]))
     for folder in folders:

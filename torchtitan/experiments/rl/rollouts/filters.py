@@ -28,6 +28,8 @@ class Filter(UserConfigurable, abc.ABC):
     reads_credit: ClassVar[bool] = True
     """Whether it reads what an algorithm sets. Where no filter before the batch does, algorithms that ask models
     (``Algorithm.asks_models``) see only what the filters keep."""
+    vocab_size: int | None = None
+    """Token ids that the policy's model has; the run sets it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):

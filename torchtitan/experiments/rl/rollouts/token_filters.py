@@ -11,8 +11,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import Ge, Gt, Lt
 
-from torchtitan.experiments.rl.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt, Share
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveInt, Share
 from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
@@ -30,32 +29,26 @@ class Gibberish(Filter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Filter.Config):
-        vocab_size: Annotated[int, Ge(2)] = 151_936
-        """Ids of the policy's vocabulary; Qwen3's has so many."""
-        rare_from: NonNegativeInt = 100_000
-        """Id from which a token is rare. Special tokens have the highest ids, but are likely in their places."""
+        rare_from: Annotated[float, Ge(0), Lt(1)] = 0.66
+        """Share of the vocabulary's ids that are not rare: of Qwen3's 151,936 ids, those from 100,278 on are. Special tokens
+        often have the highest ids, but are likely in their places."""
         margin: NonNegativeFloat = 2.0
         """How far below the log-probability of a uniform draw, in nats."""
         tokens: PositiveInt = 1
         """Such tokens from which a rollout matches."""
 
-        def validate(self, *, field: str) -> None:
-            """See Filter.Config."""
-            super(Gibberish.Config, self).validate(field=field)
-            if not self.rare_from < self.vocab_size:
-                cure = f"no id of a vocabulary of {self.vocab_size} is that high: lower it, or set vocab_size"
-                raise ConfigError(f"{field}.rare_from", self.rare_from, cure)
-
     config: Config
 
     def matches(self, group: RolloutGroup) -> list[bool]:
-        return [self._gibberish(rollout) >= self.config.tokens for rollout in group.scored]
+        if self.vocab_size is None:
+            raise ValueError("vocab_size is not set: how rare and how unlikely a token is depends on the policy's vocabulary")
+        return [self._gibberish(rollout, self.vocab_size) >= self.config.tokens for rollout in group.scored]
 
-    def _gibberish(self, rollout: Rollout) -> int:
+    def _gibberish(self, rollout: Rollout, vocab_size: int) -> int:
         """Gibberish tokens of a rollout."""
-        unlikely, found = -math.log(self.config.vocab_size) - self.config.margin, 0
+        unlikely, found = -math.log(vocab_size) - self.config.margin, 0
         for turn in rollout.turns:
-            rare = turn.completion.token_ids >= self.config.rare_from
+            rare = turn.completion.token_ids >= self.config.rare_from * vocab_size
             if np.count_nonzero(rare):
                 found += int(np.count_nonzero(rare & (turn.completion.logprobs < unlikely)))
         return found

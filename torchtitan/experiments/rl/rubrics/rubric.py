@@ -11,7 +11,6 @@ It never counts as a 0: a bug in the scoring must not look like a bad answer.
 
 import asyncio
 import functools
-import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -32,7 +31,6 @@ from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.completion_reward import CompletionReward, check_two_arguments, last_assistant_text
 from torchtitan.experiments.rl.rubrics.watch import RolloutWatch
 from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, cause_of
-from torchtitan.experiments.rl.user_code.in_place import call_in_place
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
 from torchtitan.experiments.rl.user_code.threads import doing
 
@@ -125,6 +123,11 @@ class Rubric(UserConfigurable):
         return [_as_reward_fn(entry) for entry in self.config.reward_fns]
 
     @property
+    def names(self) -> list[str]:
+        """Of its reward functions."""
+        return list(self._fns)
+
+    @property
     def compares_group(self) -> bool:
         """Whether a reward may depend on the other rollouts of the group."""
         own = type(self).score_group is not Rubric.score_group
@@ -207,8 +210,6 @@ class Rubric(UserConfigurable):
         if entry.isolate:  # the child has the time limit; waiting for a free one doesn't count
             call = functools.partial(self._isolated.call, entry.fn, (subject, env_input), timeout_s=timeout_s)
             return await call_bounded(lambda: self._isolated_threads.call(call, timeout_s=None), timeout_s=None)
-        if inspect.iscoroutinefunction(function):  # each call has an asyncio task of its own already
-            return await call_in_place(function, subject, env_input, timeout_s=timeout_s)
         return await call_user(function, subject, env_input, timeout_s=timeout_s)
 
     def _log_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:
@@ -246,7 +247,10 @@ async def _env_component(rollout: Rollout, env_input: Any, *, component: str, de
     if component in earned:
         return earned[component]
     if default is None and rollout.status is RolloutStatus.COMPLETED:
-        raise KeyError(f"the env gave no reward component {component!r}; it gave {sorted(earned) or 'none'}")
+        raise RunError(
+            f"the env gave no reward component {component!r}; it gave {sorted(earned) or 'none'}; where it gives it only "
+            f"sometimes, write env_component({component!r}, default=0)"
+        )
     return default or 0.0
 
 

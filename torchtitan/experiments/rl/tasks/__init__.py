@@ -9,7 +9,9 @@ from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnv
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, env_component, last_assistant_text
+from torchtitan.experiments.rl.tasks.answers import final_answer, final_number, right_answer
 from torchtitan.experiments.rl.tasks.demonstrations.task import DemonstrationTask
+from torchtitan.experiments.rl.tasks.env_task import EnvTask, env_task
 from torchtitan.experiments.rl.tasks.questions.task import QuestionTask, question_task
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -17,6 +19,7 @@ __all__ = [
     "DataSample",
     "Dataset",
     "DemonstrationTask",
+    "EnvTask",
     "MadeDataset",
     "MemoryRows",
     "MessageEnv",
@@ -37,6 +40,10 @@ __all__ = [
     "StepOutput",
     "Task",
     "env_component",
+    "env_task",
+    "final_answer",
+    "final_number",
     "last_assistant_text",
     "question_task",
+    "right_answer",
 ]

@@ -123,6 +123,8 @@ class Task(UserConfigurable):
             raise ConfigError(f"algorithm.{needs_roles}", getattr(config.algorithm, needs_roles, None), cure)
         self.config = config
         self.name = name
+        self.examples_warning: str | None = None
+        """What a person should know of the examples, in one line; ``check_examples`` sets it."""
         self.vocab_size: int | None = None
         """Token ids that the policy's model has; the run sets it. None: prompts and completions may hold any."""
         self.renderer = renderer

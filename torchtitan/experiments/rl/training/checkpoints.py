@@ -15,10 +15,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
+from torchtitan.experiments.rl.checkpointing.folder import POLICY_FOLDER
 from torchtitan.experiments.rl.models.hub import HubConfig
-
-EXPORT_FOLDER = "checkpoint"
-"""In the run folder: the policy as hub folders."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -49,7 +47,7 @@ class TrainerCheckpoints:
         states: Mapping[str, Stateful] | None = None,
     ):
         """Loads ``start``, or the weights of ``hub_folder``. ``states``: what else is saved, and loaded with ``start``."""
-        self._hub_folder, self._export_folder = hub_folder, run_dir / EXPORT_FOLDER
+        self._hub_folder, self._export_folder = hub_folder, run_dir / POLICY_FOLDER
         weights_only = start is not None and start.weights_only
         self._manager = CheckpointManager.Config(
             enable=True,
@@ -90,6 +88,7 @@ class TrainerCheckpoints:
         Returns:
             Completed when this rank's files are written; has the error if they can't be.
         """
+        self._end_last()
         self._manager.folder = str(folder)
         self._manager.save(step)
         future = self._manager.save_future
@@ -102,6 +101,7 @@ class TrainerCheckpoints:
 
     def export(self, step: int, *, rank: int) -> Path:
         """Write the weights as a hub folder, with the tokenizer, and return it. It is there when it is whole."""
+        self._end_last()
         target = self._export_folder / f"step-{step}"
         being_written = self._export_folder / ".partial"
         if rank == 0:  # no rank writes before all have told the manager what they have
@@ -121,8 +121,14 @@ class TrainerCheckpoints:
 
     def close(self) -> None:
         """Finish what is being written."""
-        self._manager.maybe_wait_for_saving()
+        self._end_last()
         self._manager.close()
+
+    def _end_last(self) -> None:
+        """Wait for the last save. Who began it has its error: torchtitan keeps one that failed, and raises it at the next."""
+        if self._manager.save_future is not None:
+            self._manager.save_future.exception()
+            self._manager.save_future = None
 
 
 def write_error(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -18,7 +18,7 @@ DecayRate = Annotated[float, Ge(0), Lt(1)]
 class OptimizerConfig:
     """AdamW, as torchtitan's OptimizersContainer builds it."""
 
-    lr: PositiveFloat = 1e-6
+    lr: Annotated[float, Gt(0), Le(1)] = 1e-6
     betas: tuple[DecayRate, DecayRate] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
@@ -52,4 +52,4 @@ class TrainerConfig:
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose full-vocabulary logits exist at once."""
     save_final_model: bool = True
-    """Write the final policy as a hub folder, tokenizer included: <run folder>/checkpoint/step-N."""
+    """Write the final policy as a hub folder, tokenizer included: <run folder>/policy/step-N."""

@@ -1,5 +1,6 @@
 """One rank of the policy's training: model, optimizer, schedule, checkpoint. Synchronous; it knows tokens and weights only."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -95,9 +96,12 @@ class Learner:
         materialize(self.model, self._device, parameters_on_cpu=config.enable_cpu_offload)
         self.model.train()
         self._policy: Policy = self.model
+        self._row_shapes = RowShapes.of(rows, max_seq_len)
+        self._uncompiled: set[tuple[int, int]] = set()
+        """Shapes of rows that no step has had yet, on CUDA."""
         if device == "cuda":
-            shapes = RowShapes.of(rows, max_seq_len)
-            self._policy = lambda *inputs: shapes.compute(self.model, *inputs)
+            self._policy = functools.partial(self._row_shapes.compute, self.model)
+            self._uncompiled.update(self._row_shapes.shapes)
         assert spec.state_dict_adapter is not None, "every family has one"
         adapter = spec.state_dict_adapter(spec.model, model.hf_assets_path)
         self._hub_tensors = HubTensors(self.model, adapter.to_hf)
@@ -130,7 +134,7 @@ class Learner:
         policy_version: int,
         *,
         keep_logprobs: bool = False,
-        on_microbatch: Callable[[], None] = lambda: None,
+        on_microbatch: Callable[[bool], None] = lambda compiles: None,
     ) -> MetricSums:
         """Accumulate the gradient of one optimizer step. Collective.
 
@@ -138,7 +142,8 @@ class Learner:
             microbatches: the step's rows of this rank's data-parallel coordinate; every rank has the same number.
             policy_version: version of the weights being trained, for metrics by policy age.
             keep_logprobs: leave the log-probabilities in ``logprobs``.
-            on_microbatch: called when each begins.
+            on_microbatch: called when each begins, with whether it is the first of its shape: compiled attention then compiles,
+                for minutes.
 
         Returns:
             Metrics of the whole step, the same on every rank.
@@ -148,7 +153,7 @@ class Learner:
         references, conditioned = self._reference_logprobs(microbatches, on_microbatch)
         sums, kept = MetricSums(), list[torch.Tensor]()
         for index, microbatch in enumerate(microbatches):
-            on_microbatch()
+            on_microbatch(self._compiles(microbatch))
             synchronise_gradients(self.model, shards=self._shards, last=index == len(microbatches) - 1)
             self.flops.add(microbatch)
             batch = microbatch.to(self._device)
@@ -177,7 +182,7 @@ class Learner:
         return sums
 
     def _reference_logprobs(
-        self, microbatches: list[TrainingBatch], on_microbatch: Callable[[], None]
+        self, microbatches: list[TrainingBatch], on_microbatch: Callable[[bool], None]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """[B, L] of each microbatch, under the reference: log-probabilities of its tokens, and its ref_logprobs where samples
         have reference_ids. None where there is no reference, or are no such samples. Collective.
@@ -193,7 +198,7 @@ class Learner:
             return found, conditioned
         with self._traced("reference"), self.reference.in_place():
             for microbatch in microbatches:
-                on_microbatch()
+                on_microbatch(bool(self._uncompiled))
                 batch = microbatch.to(self._device)
                 found.append(batch_logprobs(self._policy, batch)[0])
                 if batch.conditioned is not None:
@@ -253,6 +258,13 @@ class Learner:
             yield
             if trace.recording() and self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
+
+    def _compiles(self, batch: TrainingBatch) -> bool:
+        """Whether a training step meets the batch's shape for the first time."""
+        shape = self._row_shapes.smallest(*batch.token_ids.shape)
+        first = shape in self._uncompiled
+        self._uncompiled.discard(shape)
+        return first
 
     def _denominators(self, microbatches: list[TrainingBatch]) -> LossDenominators:
         wanted = self.config.loss.denominators

@@ -62,8 +62,13 @@ class PolicyTrainer(WatchedActor):
         run_dir: str,
         generator_dtype: torch.dtype,
         start: TrainerStart | None = None,
+        yields_memory: bool = False,
     ):
-        """``start``: a checkpoint to go on from; None: the weights of the model's hub folder."""
+        """
+        Args:
+            start: a checkpoint to go on from; None: the weights of the model's hub folder.
+            yields_memory: an engine on its GPU takes what a step has used, as soon as the weights are copied out.
+        """
         super().__init__()
         self._rank, self._world_size = current_rank().rank, math.prod(current_size().values())
         self.part = f"trainer {self._rank}"
@@ -72,6 +77,7 @@ class PolicyTrainer(WatchedActor):
         set_up_logging(run_dir, f"trainer-{self._rank}")
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._generator_dtype = generator_dtype
+        self._yields_memory = yields_memory and device == "cuda"
 
         def build() -> Learner:
             return Learner(
@@ -131,9 +137,14 @@ class PolicyTrainer(WatchedActor):
                 finite gradient.
         """
 
+        first = self._steps_taken < FIRST_STEPS
+
+        def begin_microbatch(compiles: bool) -> None:
+            self.heartbeat.beat(slow=first or compiles)
+
         def accumulate() -> dict[str, float]:
             sums = self._learner.forward_backward(
-                microbatches, policy_version, keep_logprobs=keep_logprobs, on_microbatch=self.heartbeat.beat
+                microbatches, policy_version, keep_logprobs=keep_logprobs, on_microbatch=begin_microbatch
             )
             metrics = sums.compute()
             check_finite("loss", metrics["loss/total"], self._learner.config.loss)
@@ -174,7 +185,7 @@ class PolicyTrainer(WatchedActor):
         """
         error = await asyncio.to_thread(self._saving.exception)
         if error is not None:  # torch's is no Exception, and can't always be sent to another process
-            logger.error("trainer rank %d: a checkpoint can't be written", self._rank, exc_info=error)
+            logger.info("trainer rank %d: a checkpoint can't be written", self._rank, exc_info=error)
             raise RunError(f"trainer rank {self._rank} can't write its part of the checkpoint: {write_error(error)}")
 
     @reported_endpoint
@@ -190,6 +201,8 @@ class PolicyTrainer(WatchedActor):
         def copy_out() -> None:
             with trace.span("copy weights out", version=version):
                 self._publisher.write(version, self._learner.hub_tensors())
+                if self._yields_memory:
+                    torch.cuda.empty_cache()
 
         def score() -> np.ndarray:
             with trace.span("canary", version=version), one_thread():

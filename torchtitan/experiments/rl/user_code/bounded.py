@@ -84,7 +84,7 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
             await _ended_or_late(task, watch, timeout_s)
         except asyncio.CancelledError:
             await asyncio.sleep(0)  # a task cancelled before its first step never runs: an env's close() would be skipped
-            await _stop(task, watch)
+            await _stop(task)
             raise
         if task.done():
             if task.cancelled():
@@ -95,7 +95,7 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
             if not watch.blocked_s:
                 return cast(T, value)
         late = too_late(watch, returned=task.done())
-        await _stop(task, watch)
+        await _stop(task)
         raise late
     finally:
         watch.over()  # not before it was stopped: a call that it is part of may be late meanwhile, and say what it waits for
@@ -168,10 +168,9 @@ async def _outcome(call: Callable[[], Awaitable[T]], watch: Watch) -> tuple[T | 
         return None, error
 
 
-async def _stop(task: asyncio.Task, watch: Watch) -> None:
+async def _stop(task: asyncio.Task) -> None:
     if task.done():
         return
-    watch.stopped = True
     task.cancel()
     _, running = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
     if running:

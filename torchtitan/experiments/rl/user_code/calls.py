@@ -4,8 +4,7 @@
    daemon thread, which can only be abandoned (a subprocess can be killed: user_code/isolated.py).
 2. ``call_user`` tells the two apart: async functions run on the event loop, all others in worker threads.
 3. Async code runs in an asyncio task of its own. A ``sys.exit()`` inside a task would otherwise stop the whole event loop, and
-   a CancelledError raised by the user's code could not be told from that of the caller. Only envs' methods and reward
-   functions, which are called most, run in the task of their rollout: user_code/in_place.py.
+   a CancelledError raised by the user's code could not be told from that of the caller.
 4. A cancellation of the caller passes through, after the user's code was cancelled too.
 
 Async code that blocks without awaiting (``time.sleep``, a sync HTTP call) holds up the event loop and every rollout on it; no

@@ -40,7 +40,8 @@ def reported(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
             if isinstance(error, GeneratorExit) or _cancelled(error) or process_death_behind(error) is not None:
                 raise
             if self.part:
-                logger.error("%s: %s failed", self.part, method.__name__, exc_info=error)
+                # For the file: the caller has the cause, and says it where it matters to people.
+                logger.info("%s: %s failed", self.part, method.__name__, exc_info=error)
             cause, kind = cause_in(error), PeerGone if isinstance(original(error), PeerGone) else RunError
         # Outside of the handler: raised there, the error would hold the one that can't be pickled as its context.
         raise kind(cause if cause.startswith(self.part) else f"{self.part}: {cause}")

@@ -60,7 +60,6 @@ class Watch:
         "owner",
         "blocked_s",
         "blocked_by",
-        "stopped",
         "_began",
         "_caller",
         "_coroutine",
@@ -80,8 +79,6 @@ class Watch:
         """Length of the step that held up the event loop until the limit was exceeded; 0 where there is none."""
         self.blocked_by = ""
         """Owner of that step: of this call, or of one inside it."""
-        self.stopped = False
-        """Its asyncio task is cancelled because it is late, or because its caller was cancelled."""
         self._began: float | None = None
         self._held_before = self._own_s = 0.0
         self._coroutine: Any = None
@@ -95,16 +92,6 @@ class Watch:
         """The coroutine, timed."""
         self._coroutine = coroutine
         return _Steps(coroutine, self)
-
-    @property
-    def is_outermost(self) -> bool:
-        """Whether it is part of no other call."""
-        return self._caller is None
-
-    @property
-    def caller_stopped(self) -> bool:
-        """Whether a call that this one is part of is stopped."""
-        return self._caller is not None and (self._caller.stopped or self._caller.caller_stopped)
 
     def over(self) -> None:
         """The call has ended or is abandoned."""

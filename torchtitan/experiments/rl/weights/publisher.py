@@ -119,11 +119,11 @@ class SnapshotPublisher:
         return fingerprint(await published_digests(manifest)) if self._rank == 0 else ""
 
     def _reach(self, device: torch.device) -> torch.device:
-        """``device``, from which the buffers can be written at its own speed now."""
+        """``device``, from which this rank's parts of the buffers can be written at its own speed now."""
         if device.type == "cuda" and not self._page_locked:
             self._page_locked = True
-            for buffer in self._buffers:
-                page_lock(buffer.bytes)
+            # What this rank writes: the whole would be locked once for every rank of the host.
+            page_lock(target for targets in self._targets for target in targets.values())
         return device
 
     def _lay_out(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -25,7 +25,7 @@ class BackgroundTracker:
         """``name``: what warnings call it."""
         self._config, self._run, self._name = config, run, name
         self._queue: queue.Queue[Callable[[Tracker], object] | None] = queue.Queue(QUEUED)
-        self._off = False
+        self._off, self._turning_off = False, threading.Lock()
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -62,9 +62,11 @@ class BackgroundTracker:
             self._turn_off(f"{type(error).__name__}: {error}")
 
     def _turn_off(self, why: str) -> None:
-        if not self._off:
-            self._off = True
+        with self._turning_off:  # a close in between waits for the warning
+            if self._off:
+                return
             logger.warning("nothing more is sent to %s: %s", self._name, one_sentence(without_secrets(why)))
+            self._off = True
 
 
 def without_secrets(text: str) -> str:

@@ -3,6 +3,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const STYLES = 7;
+const MINUTES = "minutes of steps";
 
 function svg(name, attributes = {}, ...children) {
   const element = document.createElementNS(SVG, name);
@@ -45,11 +46,29 @@ function ticks(low, high, count) {
   return found;
 }
 
-// lines: {name: [[x, y], ...]}; y may be null. style: of the first line; the others follow it.
-function lineChart({ title, unit, lines, xLabel = "step", style = 0 }) {
-  const names = Object.keys(lines);
+// The part of each chart's x axis that a reader has chosen, by title. Pages are drawn again while a run goes on.
+const zoomed = new Map();
+
+// Exponential moving average with the weight on what came before, begun without bias.
+function smoothed(points, weight) {
+  let sum = 0, mass = 0;
+  return points.map(([x, y]) => {
+    if (y === null) return [x, y];
+    sum = weight * sum + (1 - weight) * y;
+    mass = weight * mass + (1 - weight);
+    return [x, sum / mass];
+  });
+}
+
+// given: {name: [[x, y], ...]}; y may be null. style: of the first line; the others follow it. smooth: from 0 to below 1.
+function lineChart(options) {
+  const { title, unit, lines: given, xLabel = "step", style = 0, smooth = 0 } = options;
+  const names = Object.keys(given), range = zoomed.get(title) || [-Infinity, Infinity];
+  const inside = (points) => points.filter(([x]) => x >= range[0] && x <= range[1]);
+  const raw = Object.fromEntries(names.map((name) => [name, inside(given[name])]));
+  const lines = smooth ? Object.fromEntries(names.map((name) => [name, inside(smoothed(given[name], smooth))])) : raw;
   const width = 460, height = 220, left = 62, right = 12, top = 10, bottom = 42;
-  const points = names.flatMap((name) => lines[name]).filter((point) => point[1] !== null);
+  const points = names.flatMap((name) => raw[name]).filter((point) => point[1] !== null);
   const xs = points.map((point) => point[0]), ys = points.map((point) => point[1]);
   let x0 = Math.min(...xs), x1 = Math.max(...xs), y0 = Math.min(...ys, 0), y1 = Math.max(...ys);
   if (Math.min(...ys) > 0 && Math.min(...ys) > 0.5 * y1) y0 = Math.min(...ys);
@@ -72,18 +91,23 @@ function lineChart({ title, unit, lines, xLabel = "step", style = 0 }) {
     drawing.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: py(t), y2: py(t) }));
     drawing.append(svg("text", { x: left - 6, y: py(t) + 4, "text-anchor": "end" }, number(t)));
   }
-  for (const t of ticks(x0, x1, 5).filter(Number.isInteger)) {
-    drawing.append(svg("text", { x: px(t), y: height - 24, "text-anchor": "middle" }, number(t)));
+  for (const t of ticks(x0, x1, 5).filter((t) => xLabel === MINUTES || Number.isInteger(t))) {
+    const anchor = px(t) > width - right - 20 ? "end" : "middle"; // the last one would stand beyond the edge
+    drawing.append(svg("text", { x: anchor === "end" ? width - 2 : px(t), y: height - 24, "text-anchor": anchor }, number(t)));
   }
   drawing.append(svg("text", { x: (left + width - right) / 2, y: height - 6, "text-anchor": "middle" }, xLabel));
-  names.forEach((name, i) => {
+  const drawn = (own) => {
     let path = "", pen = false;
-    for (const [x, y] of lines[name]) {
+    for (const [x, y] of own) {
       if (y === null) { pen = false; continue; }
       path += `${pen ? "L" : "M"}${px(x).toFixed(1)} ${py(y).toFixed(1)}`;
       pen = true;
     }
-    drawing.append(svg("path", { class: `line s${(i + style) % STYLES}`, d: path }));
+    return path;
+  };
+  names.forEach((name, i) => {
+    if (smooth) drawing.append(svg("path", { class: `line faint s${(i + style) % STYLES}`, d: drawn(raw[name]) }));
+    drawing.append(svg("path", { class: `line s${(i + style) % STYLES}`, d: drawn(lines[name]) }));
     lines[name].forEach(([x, y], at, own) => { // a point without a neighbour has no line
       if (y !== null && (own[at - 1] || [])[1] == null && (own[at + 1] || [])[1] == null) {
         drawing.append(svg("circle", { class: `f${(i + style) % STYLES}`, r: 3, cx: px(x), cy: py(y) }));
@@ -103,9 +127,33 @@ function lineChart({ title, unit, lines, xLabel = "step", style = 0 }) {
     const values = names.map((name) => [name, lines[name].find((point) => point[0] === x)]).filter(([, point]) => point);
     readout.textContent = `${xLabel} ${number(x)}: ${values.map(([name, point]) => `${name} ${number(point[1])}`).join(" · ")} ${unit}`;
   };
-  drawing.addEventListener("pointermove", (event) => {
+  const xAt = (event) => {
     const box = drawing.getBoundingClientRect();
-    const x = x0 + (((event.clientX - box.left) / box.width) * width - left) / (width - left - right) * (x1 - x0);
+    return x0 + (((event.clientX - box.left) / box.width) * width - left) / (width - left - right) * (x1 - x0);
+  };
+  const zoom = (low, high) => {
+    if (low === null) zoomed.delete(title);
+    else if (places.filter((place) => place >= low && place <= high).length > 1) zoomed.set(title, [low, high]);
+    else return;
+    figure.replaceWith(lineChart(options));
+  };
+  let from = null;
+  const chosen = svg("rect", { class: "chosen", y: top, height: height - top - bottom, visibility: "hidden" });
+  drawing.append(chosen);
+  drawing.addEventListener("pointerdown", (event) => { from = xAt(event); });
+  drawing.addEventListener("pointerup", (event) => {
+    const to = xAt(event), far = from !== null && Math.abs(px(to) - px(from)) > 8;
+    if (far) zoom(Math.min(from, to), Math.max(from, to));
+    from = null;
+    chosen.setAttribute("visibility", "hidden");
+  });
+  drawing.addEventListener("dblclick", () => zoom(null));
+  drawing.addEventListener("pointermove", (event) => {
+    const x = xAt(event);
+    if (from !== null) {
+      chosen.setAttribute("x", Math.min(px(from), px(x))); chosen.setAttribute("width", Math.abs(px(x) - px(from)));
+      chosen.setAttribute("visibility", "visible");
+    }
     let best = 0;
     places.forEach((place, i) => { if (Math.abs(place - x) < Math.abs(places[best] - x)) best = i; });
     show(best);
@@ -115,7 +163,9 @@ function lineChart({ title, unit, lines, xLabel = "step", style = 0 }) {
     event.preventDefault();
     show(at < 0 ? places.length - 1 : at + (event.key === "ArrowLeft" ? -1 : 1));
   });
-  return html("figure", {}, html("figcaption", {}, `${title} `, html("span", {}, `(${unit})`)), drawing, legend(lines, style), readout);
+  const whole = zoomed.has(title) ? html("button", { type: "button", class: "whole", onclick: () => zoom(null) }, "Whole") : null;
+  const figure = html("figure", {}, html("figcaption", {}, `${title} `, html("span", {}, `(${unit})`), whole), drawing, legend(lines, style), readout);
+  return figure;
 }
 
 function last(points) {
@@ -132,26 +182,26 @@ function legend(lines, style) {
 
 // One box on the left, a band from it to each box on the right. boxes: [{name, count, href, note}].
 function flow({ from, total, boxes }) {
-  const width = Math.max(330, Math.min(640, document.documentElement.clientWidth - 24)), gap = 10, least = 32;
+  const width = Math.max(330, Math.min(640, document.documentElement.clientWidth - 24)), gap = 10, text = 32, tall = 240;
   const box = Math.round(width * 0.36), bend = box / 2, room = Math.floor((width - box - 18) / 7.5);
-  const heights = boxes.map((box) => Math.max(least, (box.count / Math.max(1, total)) * 240));
+  const thickness = boxes.map((box) => Math.max(1.5, (box.count / Math.max(1, total)) * tall)); // as a share of all
+  const heights = thickness.map((thick) => Math.max(text, thick)); // with room for two lines of text
   const height = heights.reduce((a, b) => a + b, 0) + gap * (boxes.length - 1) + 8;
   const drawing = svg("svg", { class: "flow", viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `${from}: ${number(total)} rollouts` });
-  const scale = (height - 8) / Math.max(1, boxes.reduce((a, box) => a + box.count, 0));
-  drawing.append(svg("rect", { x: 0, y: 4, width: 14, height: height - 8, class: "f0" }));
+  drawing.append(svg("rect", { x: 0, y: 4, width: 14, height: thickness.reduce((a, b) => a + b, 0), class: "f0" }));
   drawing.append(svg("text", { class: "strong", x: 20, y: 20 }, from), svg("text", { class: "strong", x: 20, y: 36 }, number(total)));
   let y = 4, source = 4;
   boxes.forEach((one, i) => {
-    const thick = one.count * scale, h = heights[i], bandTop = y;
-    const path = `M14 ${source} C${bend} ${source} ${bend} ${bandTop} ${box} ${bandTop} L${box} ${bandTop + h} C${bend} ${bandTop + h} ${bend} ${source + thick} 14 ${source + thick} Z`;
+    const thick = thickness[i];
+    const path = `M14 ${source} C${bend} ${source} ${bend} ${y} ${box} ${y} L${box} ${y + thick} C${bend} ${y + thick} ${bend} ${source + thick} 14 ${source + thick} Z`;
     const group = svg("g", {},
       svg("path", { class: `band f${(i + 1) % STYLES}`, d: path }),
-      svg("rect", { x: box, y, width: 10, height: h, class: `f${(i + 1) % STYLES}` }),
+      svg("rect", { x: box, y, width: 10, height: thick, class: `f${(i + 1) % STYLES}` }),
       svg("title", {}, `${one.name}: ${number(one.count)} rollouts`),
       svg("text", { class: "strong", x: box + 18, y: y + 13 }, one.name.length > room ? `…${one.name.slice(1 - room)}` : one.name),
       svg("text", { x: box + 18, y: y + 28 }, `${number(one.count)} (${percent(one.count, total)})${one.note ? `, ${one.note}` : ""}`));
     drawing.append(one.href ? svg("a", { href: one.href }, group) : group);
-    y += h + gap;
+    y += heights[i] + gap;
     source += thick;
   });
   return drawing;

@@ -41,7 +41,7 @@ async function changesParts(run, query) {
     held ? html("p", {}, `${before.text} against ${after.text}.`) : form,
     html("p", {}, html("b", {}, `${number(won)} won`), ", ", html("b", {}, `${number(lost)} lost`), `, ${number(same)} with the same reward`,
       found.left_out ? `, ${number(found.left_out)} not in both or without a reward` : "", ". ",
-      won + lost ? `Tosses of a coin are at least as uneven with probability ${chance} (two-sided sign test).` : ""),
+      won + lost ? `If both were equally good, counts at least this uneven would come with probability ${chance} (two-sided sign test).` : ""),
     html("div", { class: "halves" }, changedExamples("Lost", found.lost, lost), changedExamples("Won", found.won, won)),
   ];
 }

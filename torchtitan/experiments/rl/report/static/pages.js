@@ -39,8 +39,36 @@ async function runsPage() {
   ];
 }
 
-async function overviewPage(run) {
+async function overviewPage(run, query) {
   const page = await api(`api/runs/${run}/page/overview`);
+  const own = await Promise.all(query.getAll("metric").map(async (name) => {
+    const { points } = await api(`api/runs/${run}/metrics?name=${encodeURIComponent(name)}`);
+    return { title: name, unit: "own chart", lines: { [name]: points }, xLabel: name.startsWith("validation/") ? "policy version" : "step" };
+  }));
+  const smooth = Math.min(0.99, Math.max(0, Number(query.get("smooth")) || 0));
+  const clocked = query.get("x") === "time" ? (chart) => inMinutes(chart, page.ended_s) : (chart) => chart;
+  const changed = (name, values) => {
+    const wanted = new URLSearchParams(query);
+    wanted.delete(name);
+    for (const value of values) wanted.append(name, value);
+    location.hash = `#/${run}/overview?${wanted}`;
+  };
+  const metric = html("input", { type: "search", list: "metrics", placeholder: "any metric", name: "metric" });
+  const controls = html("form", { onsubmit: (event) => {
+    event.preventDefault();
+    const name = metric.value.trim();
+    if (!page.metrics.includes(name)) { metric.setCustomValidity("No such metric: choose one of the list."); metric.reportValidity(); return; }
+    changed("metric", [...new Set([name, ...query.getAll("metric")])]);
+  } },
+    html("label", {}, "A chart of one's own", metric), html("datalist", { id: "metrics" }, ...page.metrics.map((name) => html("option", { value: name }))),
+    html("button", {}, "Add"),
+    own.length ? html("button", { type: "button", onclick: () => changed("metric", []) }, "Remove own charts") : null,
+    html("label", {}, "Smoothing", html("input", { type: "range", name: "smooth", min: 0, max: 0.99, step: 0.01, value: smooth,
+      onchange: (event) => changed("smooth", Number(event.target.value) ? [event.target.value] : []) })),
+    html("label", {}, "Along", html("select", { name: "x", onchange: (event) => changed("x", event.target.value ? [event.target.value] : []) },
+      html("option", { value: "" }, "steps"), html("option", { value: "time", selected: query.get("x") === "time" }, MINUTES))),
+    html("span", { class: "quiet" }, "Drag over a chart to zoom in; a double click shows all of it."));
+  metric.addEventListener("input", () => metric.setCustomValidity(""));
   const hints = page.hints.map((hint) => html("li", { class: hint.severity },
     html("b", {}, hint.text), ". ", html("span", {}, `Next: ${hint.field}`), html("span", { class: "quiet" }, ` (${hint.metric})`)));
   return [
@@ -50,9 +78,17 @@ async function overviewPage(run) {
       page.state.started ? html("span", { class: "quiet" }, ` · started ${new Date(1000 * page.state.started).toLocaleString()}`) : null),
     hints.length ? html("ul", { class: "hints", "aria-label": "What is wrong" }, ...hints)
       : html("p", { class: "good" }, "Nothing stands out: no hint applies."),
-    html("div", { class: "charts" }, ...page.charts.map(lineChart)),
+    page.charts.length ? controls : null,
+    html("div", { class: "charts" }, ...[...own, ...page.charts].map((chart) => lineChart({ ...clocked(chart), smooth }))),
     page.charts.length ? null : html("p", {}, "No step has been taken yet."),
   ];
+}
+
+// A chart along the time that the steps took, in minutes, in place of their numbers.
+function inMinutes(chart, ended) {
+  const known = new Map(ended);
+  const lines = Object.entries(chart.lines).map(([name, points]) => [name, points.filter(([x]) => known.has(x)).map(([x, y]) => [known.get(x) / 60, y])]);
+  return { ...chart, lines: Object.fromEntries(lines), xLabel: MINUTES };
 }
 
 async function ledgerPage(run) {
@@ -93,7 +129,7 @@ async function timelinePage(run) {
       page.processes.map((one) => [one.process, share(one.busy), share(one.busy_mean), clock(one.last), number(one.warnings), number(one.errors)]))
       : html("p", {}, "The run's folder has no logs."),
     page.processes.length ? html("p", { class: "quiet" }, "Counted in the last 256 KiB of logs/PROCESS.jsonl, libraries' warnings too.") : null,
-    html("h2", {}, "What befell them"),
+    html("h2", {}, "Deaths, hangs and errors"),
     page.events.length ? table(["Time", "Process", "Level", "Event"],
       page.events.map((one) => [clock(one.time), one.process, one.level, one.text]), { wide: true })
       : html("p", { class: "good" }, "Nothing: no process died, hung or logged an error."),

@@ -11,6 +11,7 @@ async function rolloutsPage(run, query) {
     onsubmit: (event) => {
       event.preventDefault();
       const wanted = new URLSearchParams([...new FormData(form)].filter(([, value]) => value !== ""));
+      if (wanted.get("text")) document.querySelector("main [role=status]").textContent = `Searching the texts for “${wanted.get("text")}” …`;
       location.hash = `#/${run}/rollouts?${wanted}`;
     },
   },
@@ -20,11 +21,11 @@ async function rolloutsPage(run, query) {
     html("label", {}, "Order", html("select", { name: "sort" },
       ...page.choices.sort.map((value) => html("option", { value, selected: chosen("sort") === value }, value)))), html("button", {}, "Show"));
   const rows = page.rows.map((row) => [
-    link(`#/${run}/rollout/${row.key}`, row.rollout_id), number(row.reward), row.outcome || "–", row.status, number(row.step), row.task,
+    link(`#/${run}/rollout/${row.key}`, row.rollout_id), number(row.reward), html("span", { class: "begin" }, row.asked), html("span", { class: "begin" }, row.answered), row.outcome || "–", row.status, number(row.step), row.task,
     number(row.turns), number(row.tokens), link(`#/${run}/group/${row.place}`, "group"), short(row.error || "", 80)]);
   const parts = [html("h1", {}, "Rollouts"), form,
     html("p", { class: "quiet", role: "status" }, `${number(page.rows.length)} of ${number(page.total)} shown${chosen("text") ? ", those with the text" : ""}.`)];
-  if (rows.length) parts.push(table(["Rollout", "Reward", "Outcome", "Status", "Step", "Task", "Turns", "Tokens", "Side by side", "Error"], rows));
+  if (rows.length) parts.push(table(["Rollout", "Reward", "Asked", "Answered", "Outcome", "Status", "Step", "Task", "Turns", "Tokens", "Side by side", "Error"], rows));
   else parts.push(html("p", {}, "No recorded rollout matches. recorder.fraction says which share is recorded."));
   if (page.next !== null) {
     const more = new URLSearchParams(query);
@@ -37,7 +38,8 @@ async function rolloutsPage(run, query) {
 async function groupPage(run, query, place) {
   const group = await api(`api/runs/${run}/groups/${place}`);
   const components = [...new Set(group.members.flatMap((member) => Object.keys(member.reward_components)))];
-  const cards = group.members.map((member) => html("article", {},
+  const members = Object.fromEntries(group.members.map((member) => [member.key, member]));
+  const cards = group.side_by_side.map((key) => members[key]).map((member) => html("article", {},
     html("h3", {}, link(`#/${run}/rollout/${member.key}`, member.rollout_id)),
     html("ul", { class: "facts" }, ...facts(member).map(([name, value]) => html("li", {}, `${name} `, html("b", {}, value)))),
     html("pre", {}, short(member.last, 500))));
@@ -46,12 +48,12 @@ async function groupPage(run, query, place) {
     html("h1", {}, `Group ${group.group_id}`),
     html("p", {}, `Mean reward ${number(group.mean)}, standard deviation ${number(group.std)}.`,
       same ? " All rewards are equal: an algorithm that compares a group learns nothing from it." : ""),
-    group.prompt ? html("details", {}, html("summary", {}, `What each was asked (example ${group.sample_id})`), html("pre", {}, group.prompt)) : null,
+    group.prompt ? html("details", { open: true }, html("summary", {}, `What each was asked (example ${group.sample_id})`), html("pre", {}, group.prompt)) : null,
     table(["Rollout", "Reward", ...components, "Advantage", "Outcome", "Status"], group.members.map((member) => [
       link(`#/${run}/rollout/${member.key}`, member.rollout_id), number(member.reward),
       ...components.map((name) => number(member.reward_components[name])), member.advantage ? number(member.advantage.mean) : "–",
       member.outcome || "–", member.status])),
-    html("h2", {}, "Side by side"),
+    html("h2", {}, "Side by side, the most unusual reward first"),
     html("div", { class: "side", tabindex: "0" }, ...cards),
   ];
 }

@@ -8,6 +8,7 @@ from torchtitan.experiments.rl.bounds import NonNegativeFloat
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.alphabet_sort.data import sorted_lists
+from torchtitan.experiments.rl.tasks.answers import final_list
 
 
 class AlphabetSortRubric(Rubric):
@@ -16,26 +17,31 @@ class AlphabetSortRubric(Rubric):
         similarity_weight: NonNegativeFloat = 0.0
         """Weight of `similarity` beside the 1.0 of `exact`: for long lists, of which a model seldom gets all in order."""
 
+        exact: bool = False
+        """The reply has to be the list and nothing else: what the tiny models have learned. False: its last list counts, with
+        whatever numbers, bullets and words stand around it."""
+
     config: Config
 
     def register_funcs(self) -> list[RewardFn]:
-        return [RewardFn(exact), RewardFn(similarity, weight=self.config.similarity_weight)]
+        return [RewardFn(self.exact), RewardFn(self.similarity, weight=self.config.similarity_weight)]
+
+    # Async, so they run on the event loop: for lists this short, a sync function's thread would cost more than the work.
+    async def exact(self, rollout: Rollout, rounds: list[list[str]]) -> float:
+        """Share of the rounds whose reply has the sorted list."""
+        return sum(reply == wanted for reply, wanted in self._replies(rollout, rounds)) / len(rounds)
+
+    async def similarity(self, rollout: Rollout, rounds: list[list[str]]) -> float:
+        """Mean over the rounds of 2 M / T: M the names in common, in order, and T those of reply and sorted list together."""
+        pairs = self._replies(rollout, rounds)
+        return sum(SequenceMatcher(None, reply, wanted, autojunk=False).ratio() for reply, wanted in pairs) / len(rounds)
+
+    def _replies(self, rollout: Rollout, rounds: list[list[str]]) -> list[tuple[list[str], list[str]]]:
+        """The list of each reply, with the right one."""
+        texts = [turn.assistant_message["content"] for turn in rollout.turns]
+        lists = [_lines(text) if self.config.exact else final_list(text) for text in texts]
+        return list(zip(lists, sorted_lists(rounds)))  # noqa: B905  a rollout cut short has fewer replies
 
 
-# Async, so they run on the event loop: for lists this short, a sync function's thread would cost more than the work.
-async def exact(rollout: Rollout, rounds: list[list[str]]) -> float:
-    """Share of the rounds whose reply is the sorted list, a name a line, and nothing else."""
-    return sum(reply == wanted for reply, wanted in _replies(rollout, rounds)) / len(rounds)
-
-
-async def similarity(rollout: Rollout, rounds: list[list[str]]) -> float:
-    """Mean over the rounds of 2 M / T: M the lines in common, in order, and T the lines of reply and sorted list together."""
-    ratios = [SequenceMatcher(None, reply, wanted, autojunk=False).ratio() for reply, wanted in _replies(rollout, rounds)]
-    return sum(ratios) / len(rounds)
-
-
-def _replies(rollout: Rollout, rounds: list[list[str]]) -> list[tuple[list[str], list[str]]]:
-    """The lines of each reply, with the lines of the right one."""
-    texts = [turn.assistant_message["content"] for turn in rollout.turns]
-    lines = [[line.strip() for line in text.strip().splitlines()] for text in texts]
-    return list(zip(lines, sorted_lists(rounds)))  # noqa: B905  a rollout cut short has fewer replies
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]

@@ -1,13 +1,9 @@
 """1 for the right answer if the calculator was used, else 0. Each of the two conditions is logged too."""
 
-import re
-from decimal import Decimal
-
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
-from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_components, last_assistant_text
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_components
+from torchtitan.experiments.rl.tasks.answers import number_of
 from torchtitan.experiments.rl.tasks.calculator.data import answer
-
-NUMBER = re.compile(r"(?<![\d.])-?\d[\d,]*(?:\.\d+)?")
 
 
 class CalculatorRubric(Rubric):
@@ -20,10 +16,8 @@ async def solved(rollout: Rollout, expression: str) -> float:
 
 
 async def right(rollout: Rollout, expression: str) -> float:
-    """Whether the last number of the final message is the answer. A rollout that was cut off has no final message."""
-    numbers = NUMBER.findall(last_assistant_text(rollout))
-    final = rollout.status is RolloutStatus.COMPLETED and bool(numbers)
-    return float(final and Decimal(numbers[-1].replace(",", "")) == answer(expression))
+    """Whether the final message gives the answer. A rollout that was cut off has no final message."""
+    return float(rollout.status is RolloutStatus.COMPLETED and number_of(rollout) == answer(expression))
 
 
 async def called(rollout: Rollout, expression: str) -> float:

@@ -30,9 +30,13 @@ class Game:
 def opening_text(game: Game) -> str:
     """The user's first message."""
     return (
-        f"I am thinking of a number between {game.low} and {game.high}. You have {game.guesses} guesses. "
+        f"I am thinking of a number between {game.low} and {game.high}. You have {guesses_text(game.guesses)}. "
         "Reply with one number per turn."
     )
+
+
+def guesses_text(guesses: int) -> str:
+    return "1 guess" if guesses == 1 else f"{guesses} guesses"
 
 
 def split_of(low: int, high: int) -> Split:

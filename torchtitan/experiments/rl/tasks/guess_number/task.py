@@ -44,6 +44,8 @@ class GuessNumberTask(Task):
         validation: Dataset.Config | None = field(
             default_factory=lambda: GuessNumberDataset.Config(split="validation", count=64, seed=1)
         )
+        exact: bool = False
+        """A guess is the only integer of its reply: what the tiny models have learned. False: the reply's final answer."""
         rubric: Rubric.Config = field(default_factory=GuessNumberRubric.Config)
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=8, max_rollout_tokens=1024))
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=128))
@@ -55,5 +57,7 @@ class GuessNumberTask(Task):
                     cure = f"{field}.{name} allows {dataset.guesses} guesses, a turn each: raise this"
                     raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, cure)
 
+    config: Config
+
     def make_env(self, sample: DataSample) -> GuessNumberEnv:
-        return GuessNumberEnv(sample.env_input)
+        return GuessNumberEnv(sample.env_input, exact=self.config.exact)

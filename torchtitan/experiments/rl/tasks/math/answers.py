@@ -6,20 +6,18 @@ Only child processes call ``correct``: comparing 1 with 9^{9^{9}} does not end, 
 from math_verify import parse, verify
 
 from torchtitan.experiments.rl.rollouts.types import Rollout
-from torchtitan.experiments.rl.rubrics.rubric import last_assistant_text
-from torchtitan.experiments.rl.tasks.math.boxed import last_boxed
+from torchtitan.experiments.rl.tasks.answers import answer_of, plain
 from torchtitan.experiments.rl.tasks.math.data import MathProblem
 
 
 def correct(rollout: Rollout, problem: MathProblem) -> float:
-    """1 if the last \\boxed{} of the final message equals the problem's answer, else 0; no box, or one with no mathematics in
-    it, is wrong.
+    """1 if the final answer equals the problem's, else 0; none, or one with no mathematics in it, is wrong.
 
     Raises:
         ValueError: the problem's own answer can't be read.
     """
-    answer = last_boxed(last_assistant_text(rollout))
-    return float(answer is not None and same_answer(problem.answer, answer))
+    answer = answer_of(rollout)
+    return float(answer is not None and same_answer(problem.answer, plain(answer)))
 
 
 def same_answer(expected: str, given: str) -> bool:

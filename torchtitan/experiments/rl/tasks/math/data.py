@@ -55,23 +55,25 @@ def load_problems(config: MathDataset.Config, *, field: str) -> tuple[list[MathP
     for index, row in enumerate(rows):
         question, solution = row.get(config.question_column), row.get(config.answer_column)
         if not isinstance(question, str) or not question.strip():
-            cure = f"row {index} holds {question!r}, want a text"
+            cure = f"{rows.place(index)} holds {question!r}, want a text"
             raise ConfigError(f"{field}.question_column", config.question_column, cure)
         if isinstance(solution, bool) or not isinstance(solution, str | int | float):
-            cure = f"row {index} holds {solution!r}, want a text or a number"
+            cure = f"{rows.place(index)} holds {solution!r}, want a text or a number"
             raise ConfigError(f"{field}.answer_column", config.answer_column, cure)
         solutions.append(str(solution))
-        problems.append(MathProblem(question=question, answer=_answer_in(solutions[-1], index, config, field=field)))
+        problems.append(
+            MathProblem(question=question, answer=_answer_in(solutions[-1], rows.place(index), config, field=field))
+        )
     return problems, solutions
 
 
-def _answer_in(solution: str, index: int, config: MathDataset.Config, *, field: str) -> str:
+def _answer_in(solution: str, place: str, config: MathDataset.Config, *, field: str) -> str:
     if config.answer_marker is None:
         answer = solution.strip()
     else:
         _, marker, answer = solution.rpartition(config.answer_marker)
         if not marker:
-            raise ConfigError(f"{field}.answer_marker", config.answer_marker, f"row {index} has none: {solution[-60:]!r}")
+            raise ConfigError(f"{field}.answer_marker", config.answer_marker, f"{place} has none: {solution[-60:]!r}")
     if not answer.strip():
-        raise ConfigError(f"{field}.answer_column", config.answer_column, f"row {index} has an empty answer")
+        raise ConfigError(f"{field}.answer_column", config.answer_column, f"{place} has an empty answer")
     return answer.strip()

@@ -1,11 +1,11 @@
-"""1 for the right answer in the last \\boxed{}, else 0. Whether there was a box is logged too."""
+"""1 for the right final answer, else 0. Whether it was boxed, as the prompt asks, is logged too."""
 
 from dataclasses import dataclass
 
 from torchtitan.experiments.rl.bounds import PositiveFloat
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
-from torchtitan.experiments.rl.tasks.math.boxed import last_boxed
+from torchtitan.experiments.rl.tasks.answers import last_boxed
 from torchtitan.experiments.rl.tasks.math.data import MathProblem
 
 

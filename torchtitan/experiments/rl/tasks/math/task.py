@@ -22,7 +22,7 @@ class MathTask(Task):
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         template: str = TEMPLATE
-        """The user's message; {question} is replaced. The answer is read from the last \\boxed{}, so it should ask for one."""
+        """The user's message; {question} is replaced. It should ask for \\boxed{}, by which answers are found best."""
         system_prompt: str | None = None
         rubric: Rubric.Config = field(default_factory=MathRubric.Config)
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=4096))

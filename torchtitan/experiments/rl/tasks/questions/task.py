@@ -9,24 +9,28 @@ task = question_task("mine.jsonl", exact)  # rows such as {"question": "6 * 7?",
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from renderers import Renderer
+from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.data.rows import MemoryRows, RowDataset
+from torchtitan.experiments.rl.data.rows import RowDataset, Rows, row_datasets
 from torchtitan.experiments.rl.envs.question_env import QuestionEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
+from torchtitan.experiments.rl.tasks.demonstrations.conversation import conversation_of
 from torchtitan.experiments.rl.tasks.task import Task
 
 _COLUMN = re.compile(r"\{(\w+)\}")
 """A column's name in a template. Other braces, such as those of \\boxed{}, are text."""
+
+TEMPLATE_TOKENS = 256
+"""What a chat template adds to a question, at most. Prompts that are clearly shorter than a rollout are not rendered here."""
 
 
 class QuestionTask(Task):
@@ -38,12 +42,14 @@ class QuestionTask(Task):
         dataset: Dataset.Config = field(default_factory=RowDataset.Config)
         template: str = "{question}"
         """The user's message; {name} stands for the row's column of that name."""
+        messages_column: NonEmptyStr | None = None
+        """Where the rows are chats: the column of the messages that the model answers, in place of the template."""
         system_prompt: str | None = None
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1))
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(QuestionTask.Config, self).validate(field=field, policy_path=policy_path)
-            if not _COLUMN.search(self.template):
+            if self.messages_column is None and not _COLUMN.search(self.template):
                 raise ConfigError(f"{field}.template", self.template, "names no column of the data, such as {question}")
 
         def check_present(self, *, field: str) -> None:
@@ -56,16 +62,70 @@ class QuestionTask(Task):
 
     def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
         super().__init__(config, name=name, renderer=renderer, seed=seed)
-        for rows in (self.dataset, self.validation):
-            if isinstance(rows, RowDataset):
-                _check_template(config.template, rows.rows[0], field=f"{name}.template")
+        self._columns = _COLUMN.findall(config.template) if config.messages_column is None else [config.messages_column]
+        for dataset in (self.dataset, self.validation):
+            if isinstance(dataset, RowDataset):
+                for column in self._columns:
+                    _check_column(dataset, column, field=name, template=config.messages_column is None and config.template)
 
     def make_env(self, sample: DataSample) -> QuestionEnv:
-        return QuestionEnv(fill(self.config.template, sample.env_input), system_prompt=self.config.system_prompt)
+        return QuestionEnv(self._asked(sample.env_input), system_prompt=self.config.system_prompt)
+
+    def check_examples(self, *, field: str) -> None:
+        """See Task. Refuses chats that end with an answer, and counts rows from which the model can learn nothing."""
+        warnings = [
+            f"{field}.{part}: of {len(dataset):,} rows {found}"
+            for part, dataset in (("dataset", self.dataset), ("validation", self.validation))
+            if isinstance(dataset, RowDataset) and (found := self._odd_rows(dataset.rows, field=field))
+        ]
+        self.examples_warning = "; ".join(warnings) or None
+
+    def _asked(self, row: dict[str, Any]) -> str | list[Message]:
+        column = self.config.messages_column
+        return fill(self.config.template, row) if column is None else conversation_of(row, messages=column, tools="").messages
+
+    def _odd_rows(self, rows: Rows, *, field: str) -> str:
+        """How many rows are odd, and the first of each kind."""
+        found: dict[str, list[int]] = {}
+        seen: set[int] = set()
+        often = {column for column in rows[0] if sum(row.get(column) is None for row in rows) < len(rows) / 2}
+        for index, row in enumerate(rows):
+            if (key := hash(repr(row))) in seen:
+                found.setdefault("repeat another", []).append(index)
+            seen.add(key)
+            for column in often.difference(self._columns):
+                if row.get(column) is None:
+                    found.setdefault(f"have no {column!r}", []).append(index)
+            for column in self._columns if self.config.messages_column is None else ():
+                if isinstance(row[column], list | dict):
+                    found.setdefault(f"have a {type(row[column]).__name__} as {column!r}, not a text", []).append(index)
+                elif not str(row[column]).strip():
+                    found.setdefault(f"have an empty {column!r}", []).append(index)
+            if not self._has_room(row, place=rows.place(index), field=field):
+                limit = self.config.env.max_rollout_tokens
+                found.setdefault(f"leave no room for an answer in env.max_rollout_tokens = {limit}", []).append(index)
+        return ", ".join(f"{len(odd):,} {what} (first: {rows.place(odd[0])})" for what, odd in found.items())
+
+    def _has_room(self, row: dict[str, Any], *, place: str, field: str) -> bool:
+        """Whether the prompt is shorter than a rollout may be."""
+        column = self.config.messages_column
+        try:
+            asked = self._asked(row)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{field}.messages_column", column, f"{place}: {error}") from None
+        if not isinstance(asked, str) and asked[-1]["role"] == "assistant":
+            cure = "the model answers a user's or a tool's message: leave the answer out, or put it into a column of its own"
+            raise ConfigError(f"{field}.messages_column", column, f"{place} ends with an assistant's message; {cure}")
+        limit = self.config.env.max_rollout_tokens
+        if 2 * len(repr(asked).encode()) + TEMPLATE_TOKENS < limit:  # no token is shorter than a byte
+            return True
+        system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
+        messages = [*system, *([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)]
+        return len(self.renderer.render(messages, add_generation_prompt=True).token_ids) < limit
 
 
 def question_task(
-    data: Any, *reward_fns: Callable[..., Any] | RewardFn, validation: Any = None, **fields: Any
+    data: Any, *reward_fns: Callable[..., Any] | RewardFn, validation: Any = None, split: float | None = None, **fields: Any
 ) -> QuestionTask.Config:
     """The config of a QuestionTask.
 
@@ -74,6 +134,7 @@ def question_task(
             config.
         reward_fns: functions ``fn(completion, example)`` where the example is the row's dict, or RewardFn.
         validation: as ``data``: rows the policy is measured on and never trained on.
+        split: share of ``data`` that is trained on, such as 0.9; the rest is the validation where there is no other.
         fields: of QuestionTask.Config, such as ``template`` and ``group_size``.
 
     Raises:
@@ -81,8 +142,8 @@ def question_task(
     """
     if reward_fns:
         fields["rubric"] = Rubric.Config(reward_fns=list(reward_fns))
-    held_out = None if validation is None else _dataset(validation, "validation")
-    return QuestionTask.Config(dataset=_dataset(data, "dataset"), validation=held_out, **fields)
+    dataset, held_out = row_datasets(data, validation, split)
+    return QuestionTask.Config(dataset=dataset, validation=held_out, **fields)
 
 
 def fill(template: str, row: dict[str, Any]) -> str:
@@ -90,20 +151,14 @@ def fill(template: str, row: dict[str, Any]) -> str:
     return _COLUMN.sub(lambda found: str(row[found[1]]), template)
 
 
-def _dataset(data: Any, field: str) -> Dataset.Config:
-    if isinstance(data, Dataset.Config):
-        return data
-    if isinstance(data, str | Path):
-        return RowDataset.Config(path=str(data))
-    if isinstance(data, type) or not (isinstance(data, list | tuple) or hasattr(data, "columns")):
-        cure = "want a file, a dataset of the hub, a list of dicts, a pandas frame, or a dataset's config"
-        raise ConfigError(field, data, cure)
-    return RowDataset.Config(rows=MemoryRows(data))
-
-
-def _check_template(template: str, row: dict[str, Any], *, field: str) -> None:
-    for name in _COLUMN.findall(template):
-        if name not in row:
-            raise ConfigError(field, template, f"the data has no column {name!r}; it has {', '.join(row)}")
-        if row[name] is None:
-            raise ConfigError(field, template, f"the first row has no {name!r}")
+def _check_column(dataset: RowDataset, column: str, *, field: str, template: str | Literal[False]) -> None:
+    """Refuse rows that lack what the prompt is made of."""
+    path, value = (f"{field}.template", template) if template else (f"{field}.messages_column", column)
+    columns = {name: None for row in dataset.rows for name in row}
+    if column not in columns:
+        raise ConfigError(path, value, f"the data has no column {column!r}; it has {', '.join(columns)}")
+    lacking = [index for index, row in enumerate(dataset.rows) if row.get(column) is None]
+    if lacking:
+        others = f", and {len(lacking) - 1:,} others" if len(lacking) > 1 else ""
+        place = f"{dataset.config.path or 'rows'}: {dataset.rows.place(lacking[0])}"
+        raise ConfigError(path, value, f"{place} has no {column!r}{others}: fill it in, or remove the row")

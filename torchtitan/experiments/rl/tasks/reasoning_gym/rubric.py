@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from torchtitan.experiments.rl.bounds import PositiveFloat
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
-from torchtitan.experiments.rl.tasks.reasoning_gym.answers import answer_in
+from torchtitan.experiments.rl.tasks.answers import last_tagged
 from torchtitan.experiments.rl.tasks.reasoning_gym.data import Puzzle
 
 
 class PuzzleRubric(Rubric):
     @dataclass(kw_only=True, slots=True)
     class Config(Rubric.Config):
-        answer_tag: str | None = "answer"
-        """The answer is what the final message has between the last pair of these tags, <answer> and </answer>; without a pair
-        it earns 0. None: the whole message is the answer."""
+        exact: bool = False
+        """The whole message is the answer. False: its final answer counts, which the prompt asks for between <answer> and
+        </answer>."""
         timeout_s: PositiveFloat = 10.0
         """For each answer. One that takes longer to score makes its rollout an error."""
 
@@ -30,14 +30,13 @@ class PuzzleRubric(Rubric):
     def register_funcs(self) -> list[RewardFn]:
         from torchtitan.experiments.rl.tasks.reasoning_gym.scoring import solved  # imports reasoning_gym
 
-        tag = self.config.answer_tag
         return [
-            RewardFn(functools.partial(solved, answer_tag=tag), name="solved", isolate=True),
-            RewardFn(functools.partial(answered, answer_tag=tag), name="answered", weight=0.0),
+            RewardFn(functools.partial(solved, exact=self.config.exact), name="solved", isolate=True),
+            RewardFn(tagged, weight=0.0),
             *super().register_funcs(),
         ]
 
 
-async def answered(rollout: Rollout, puzzle: Puzzle, *, answer_tag: str | None) -> float:
-    """1 if the message has an answer, else 0."""
-    return float(bool(answer_in(last_assistant_text(rollout), answer_tag)))
+async def tagged(rollout: Rollout, puzzle: Puzzle) -> float:
+    """1 if the message has an answer between tags, as the prompt asks, else 0."""
+    return float(bool(last_tagged(last_assistant_text(rollout))))

@@ -8,16 +8,20 @@ from reasoning_gym.dataset import ProceduralDataset
 
 from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.rubrics.rubric import last_assistant_text
-from torchtitan.experiments.rl.tasks.reasoning_gym.answers import answer_in
+from torchtitan.experiments.rl.tasks.answers import answer_of, plain
 from torchtitan.experiments.rl.tasks.reasoning_gym.data import Puzzle
 
 
-def solved(rollout: Rollout, puzzle: Puzzle, *, answer_tag: str | None) -> float:
+def solved(rollout: Rollout, puzzle: Puzzle, *, exact: bool) -> float:
     """The generator's score of the answer, 0 to 1; 0 where there is none. Raises what the scorer raises."""
-    answer = answer_in(last_assistant_text(rollout), answer_tag)
+    answer = last_assistant_text(rollout).strip() if exact else answer_of(rollout)
     if not answer:
         return 0.0
-    return float(_generator(puzzle.generator, json.dumps(puzzle.config)).score_answer(answer, puzzle.entry))
+    generator = _generator(puzzle.generator, json.dumps(puzzle.config))
+    score = float(generator.score_answer(answer, puzzle.entry))
+    if score == 1 or exact or plain(answer) == answer:
+        return score
+    return max(score, float(generator.score_answer(plain(answer), puzzle.entry)))
 
 
 @functools.cache

@@ -22,7 +22,7 @@ class ReasoningGymTask(Task):
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
         template: str = TEMPLATE
-        """The user's message; {question} is replaced. It should ask for the rubric's answer_tag."""
+        """The user's message; {question} is replaced. It should ask for <answer></answer>, by which answers are found best."""
         rubric: Rubric.Config = field(default_factory=PuzzleRubric.Config)
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=4096))
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=3072))

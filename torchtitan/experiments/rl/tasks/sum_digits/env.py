@@ -7,11 +7,12 @@ from torchtitan.experiments.rl.tasks.sum_digits.data import prompt_text
 
 
 class SumDigitsEnv(MessageEnv):
-    def __init__(self, digits: list[int]):
-        self.digits = digits
+    def __init__(self, digits: list[int], *, instruction: str = ""):
+        self.digits, self.instruction = digits, instruction
 
     async def reset(self) -> ResetOutput:
-        return ResetOutput(messages=[{"role": "user", "content": prompt_text(self.digits)}])
+        question = "\n\n".join(filter(None, (prompt_text(self.digits), self.instruction)))
+        return ResetOutput(messages=[{"role": "user", "content": question}])
 
     async def step_message(self, message: Message) -> StepOutput:
         return StepOutput(env_messages=[], done=True)

@@ -13,7 +13,7 @@ from torchtitan.experiments.rl.rollouts.types import Rollout
 from torchtitan.experiments.rl.rubrics.pairwise import win_shares
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
 from torchtitan.experiments.rl.tasks.sum_digits.data import prompt_text
-from torchtitan.experiments.rl.tasks.sum_digits.rubric import correct
+from torchtitan.experiments.rl.tasks.sum_digits.rubric import exact
 
 
 class JudgedSumDigitsRubric(Rubric):
@@ -32,7 +32,7 @@ class JudgedSumDigitsRubric(Rubric):
         self.judge: Judge = config.judge.build()
 
     def register_funcs(self) -> list[RewardFn]:
-        truth = RewardFn(correct, weight=0.0)
+        truth = RewardFn(exact, weight=0.0, name="correct")
         if self.config.mode == "each":
             return [RewardFn(self.agrees), truth]
         return [RewardFn(self.wins, group_level=True), truth]

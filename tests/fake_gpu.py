@@ -1,0 +1,50 @@
+"""Stand-in for the GPUs of a host, for code that asks about GPUs and computes nothing on them.
+
+    fake_gpus(monkeypatch, 8, memory_gib=80, capability=(9, 0))
+
+From then on torch answers this process as it would on such a host: availability, count, capability, memory, names, PCI
+addresses. Nothing can be computed: what tries to, fails as it does where there is no CUDA.
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+CAPABILITIES = ((8, 0), (9, 0), (10, 0))
+"""Of an A100, an H100 or H200, and a B200."""
+GIB = 2**30
+
+
+def fake_gpus(monkeypatch, count: int, *, memory_gib: int = 80, capability: tuple[int, int] = (9, 0)) -> None:
+    """
+    Args:
+        monkeypatch: pytest's; the stand-in goes with its test.
+        count: GPUs of this host.
+        memory_gib: of each.
+        capability: (major, minor) of each.
+    """
+
+    def properties(index=0):
+        return SimpleNamespace(
+            name=f"stand-in of capability {capability}",
+            major=capability[0],
+            minor=capability[1],
+            total_memory=memory_gib * GIB,
+            multi_processor_count=132,
+            pci_domain_id=0,
+            pci_bus_id=index + 1,
+            pci_device_id=0,
+        )
+
+    answers = {
+        "is_available": lambda: True,
+        "device_count": lambda: count,
+        "get_device_capability": lambda device=None: capability,
+        "get_device_properties": properties,
+        "get_device_name": lambda device=None: properties().name,
+        "mem_get_info": lambda device=None: (memory_gib * GIB, memory_gib * GIB),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

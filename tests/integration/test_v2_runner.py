@@ -1,0 +1,160 @@
+"""vLLM's V2 model runner, by tests/v2_engine.py: what test_weight_updates.py shows of the V1 runner, in short.
+
+Log-probabilities are compared with transformers', which reads the whole prefix.
+"""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.integration.fleets import (
+    CANARY,
+    SEATS,
+    Fleet,
+    assert_agree,
+    by_label,
+    given_kept_cache,
+    given_whole_prefix,
+    prompt_of,
+    running,
+)
+from tests.v2_engine import ENVIRONMENT, V2EngineConfig
+from torchtitan.experiments.rl.controller import provision
+from torchtitan.experiments.rl.generation.config import GeneratorConfig
+from torchtitan.experiments.rl.generation.messages import GenerateRequest, ScoreRequest
+from torchtitan.experiments.rl.process.setup import launch_environment
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+
+MAX_LEN = 256
+
+
+async def launched(procs: Any) -> None:
+    await procs.initialized
+
+
+@pytest.fixture(scope="module")
+def fleet(untied_model, tmp_path_factory) -> Iterator[Fleet]:
+    """One replica."""
+    engine = V2EngineConfig(max_model_len=MAX_LEN, max_num_seqs=SEATS, cpu_kv_cache_gib=0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provision, "launch_environment", lambda *given: launch_environment(*given) | ENVIRONMENT)
+        procs = provision.spawn(None, "generator", ((min(os.sched_getaffinity(0)),),), "cpu")
+        asyncio.run(launched(procs))
+    yield from running(procs, GeneratorConfig(engine=engine), untied_model, str(tmp_path_factory.mktemp("v2")))
+
+
+def request(fleet: Fleet, prompt: np.ndarray, tokens: int, *, seed: int = 0, **sampling: Any) -> GenerateRequest:
+    made = fleet.request(prompt, tokens, seed)
+    made.sampling = SamplingConfig(max_tokens=tokens, **sampling)
+    return made
+
+
+async def test_sampled_and_scored_tokens_have_the_models_log_probabilities_at_every_temperature(fleet):
+    await fleet.begin("keep")
+    model, temperatures = fleet.models[fleet.version], (0.0, 0.7, 1.0, 1.5)
+    prompt = prompt_of(150, seed=1)  # in three chunks
+    requests = [request(fleet, prompt, 6, seed=2**62 + 1, temperature=temperature) for temperature in temperatures]
+    # One token alone, a chunk and its neighbours, and several chunks.
+    scores = [ScoreRequest(request_id=10**6 + length, token_ids=prompt_of(length, length)) for length in (2, 63, 64, 65, 200)]
+    fleet.submit(*requests, *scores)
+    results = await fleet.results(len(requests) + len(scores))
+    for score in scores:
+        found, ids = results[score.request_id].logprobs, score.token_ids
+        assert found[0] == 0 and found.shape == ids.shape
+        assert_agree(found[1:], given_whole_prefix(model, ids[:1], ids[1:]))
+    for one, temperature in zip(requests, temperatures, strict=True):
+        completion = results[one.request_id].completion
+        assert len(completion.token_ids) == 6 and set(completion.policy_versions.tolist()) == {fleet.version}
+        assert_agree(completion.logprobs, given_whole_prefix(model, prompt, completion.token_ids, temperature or 1.0))
+    greedy = results[requests[0].request_id].completion
+    assert greedy.logprobs.max() <= 0 and (np.exp(greedy.logprobs) > 1 / 96).all(), "each is the likeliest of 96"
+
+
+async def test_a_seed_gives_the_same_tokens_alone_and_among_others_and_another_seed_others(fleet):
+    await fleet.begin("keep")
+    prompt = prompt_of(20)
+    alone = await fleet.complete(prompt, 12, seed=7)
+    others = [request(fleet, prompt_of(10 + index, index), 3 + index, seed=index) for index in range(6)]
+    same, other = request(fleet, prompt, 12, seed=7), request(fleet, prompt, 12, seed=8)
+    fleet.submit(*others[:3], same, other, *others[3:])
+    results = await fleet.results(8)
+    assert results[same.request_id].completion.token_ids.tolist() == alone.token_ids.tolist()
+    assert results[other.request_id].completion.token_ids.tolist() != alone.token_ids.tolist()
+    assert_agree(results[same.request_id].completion.logprobs, alone.logprobs)
+
+
+@pytest.mark.parametrize("how", ["keep", "recompute", "drain"])
+async def test_every_token_has_the_log_probability_of_its_label_over_an_update(fleet, how):
+    await fleet.begin(how)
+    first = fleet.version
+    long = [request(fleet, prompt_of(length, seed), 30, seed=seed) for seed, length in enumerate((10, 100))]
+    await fleet.under_way(*long)
+    waiting = [request(fleet, prompt_of(70, seed), 5, seed=seed) for seed in range(3, 8)]
+    scores = [ScoreRequest(request_id=10**6 + index, token_ids=prompt_of(100, index)) for index in range(3)]
+    await fleet.publish()
+    fleet.submit(*waiting, *scores)
+    receipt = await fleet.update()
+    assert receipt.version == fleet.version
+    assert_agree(receipt.canary_logprobs[1:], given_whole_prefix(fleet.models[fleet.version], CANARY[:1], CANARY[1:]))
+    results = await fleet.results(len(long) + len(waiting) + len(scores))
+    seen = set()
+    for one in long + waiting:
+        completion = results[one.request_id].completion
+        seen.update(completion.policy_versions.tolist())
+        if how == "keep":
+            assert_agree(completion.logprobs, given_kept_cache(fleet.models, one.prompt_token_ids, completion))
+        else:
+            assert_agree(completion.logprobs, by_label(fleet, one.prompt_token_ids, completion))
+    assert seen == {first, first + 1}
+    versions = [set(results[one.request_id].completion.policy_versions.tolist()) for one in long]
+    assert versions == [{first} if how == "drain" else seen] * 2
+    for score in scores:
+        ids, found = score.token_ids, results[score.request_id].logprobs
+        by = [given_whole_prefix(fleet.models[version], ids[:1], ids[1:]) for version in (first, first + 1)]
+        assert any(np.allclose(found[1:], expected, rtol=0, atol=1e-4) for expected in by), "of one version"
+
+
+@pytest.mark.parametrize("how", ["keep", "recompute"])
+async def test_the_random_stream_of_a_completion_goes_on_through_an_update(fleet, how):
+    await fleet.begin(how)
+    undisturbed = await fleet.complete(prompt_of(80), 30, seed=5)
+    disturbed = request(fleet, prompt_of(80), 30, seed=5)
+    await fleet.under_way(disturbed)
+    await fleet.publish(same=True)
+    await fleet.update()
+    completion = await fleet.answer(disturbed)
+    assert set(completion.policy_versions.tolist()) == {fleet.version - 1, fleet.version}
+    assert completion.token_ids.tolist() == undisturbed.token_ids.tolist()
+    assert_agree(completion.logprobs, undisturbed.logprobs)
+
+
+async def test_aborted_requests_free_their_seats(fleet):
+    await fleet.begin("keep")
+    aborted = [request(fleet, prompt_of(10, seed), 200, seed=seed) for seed in range(SEATS - 1)]
+    await fleet.under_way(*aborted)
+    await fleet.generator.abort.call_one([one.request_id for one in aborted])
+    requests = [request(fleet, prompt_of(10, seed), 4, seed=seed) for seed in range(2 * SEATS)]
+    fleet.submit(*requests)
+    results = await fleet.results(len(requests))
+    for one in requests:
+        completion = results[one.request_id].completion
+        assert_agree(completion.logprobs, by_label(fleet, one.prompt_token_ids, completion))
+
+
+async def test_whole_blocks_of_a_prompt_are_cached_for_their_version_alone(fleet):
+    await fleet.begin("keep")
+    prompt, found = prompt_of(100, seed=9), []
+    for publish in (False, False, True):
+        if publish:
+            await fleet.publish()
+            await fleet.update()
+        one = request(fleet, prompt, 3)
+        fleet.submit(one)
+        completion = await fleet.answer(one)
+        found.append(await fleet.generator.from_cache.call_one(one.request_id))
+        assert_agree(completion.logprobs, by_label(fleet, prompt, completion))
+    assert found == [0, 96, 0]  # blocks of 32 tokens on CPU, and none in part

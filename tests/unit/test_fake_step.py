@@ -1,0 +1,45 @@
+"""The learner's own step on a GPU config's rank, traced without memory (tests/fake_step.py), against the plan."""
+
+import pytest
+
+from tests import fake_step
+from tests.fake_step import plan_of, traced
+from torchtitan.experiments.rl.config import checks
+from torchtitan.experiments.rl.config.balance import FLOPS
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_0_6b, rl_grpo_qwen3_8b, rl_grpo_qwen3_14b
+from torchtitan.experiments.rl.models.policy import policy_spec
+
+
+@pytest.fixture
+def two_layers(monkeypatch):
+    """The same matrices and ranks, in two layers: a whole model takes half a minute."""
+
+    def short(model, **options):
+        spec = policy_spec(model, **options)
+        spec.model.layers = spec.model.layers[:2]
+        return spec
+
+    for module in (fake_step, checks):
+        monkeypatch.setattr(module, "policy_spec", short)
+
+
+# A rank that is alone, its head tied; four shards; two shards of two tensor-parallel ranks.
+CASES = [(rl_grpo_qwen3_0_6b, True), (rl_grpo_qwen3_8b, False), (rl_grpo_qwen3_14b, True)]
+
+
+@pytest.mark.parametrize("config, checkpointing", CASES)
+def test_a_step_takes_the_memory_and_the_operations_that_the_plan_says(config, checkpointing, two_layers):
+    """Whole models: ``python -m tests.fake_step``."""
+    config = config()
+    config.trainer.activation_checkpoint = checkpointing
+    plan, found = plan_of(config), traced(config, 4096)
+    memory = plan.trainer_memory
+    assert memory.total - memory.fixed == pytest.approx(found.peak, rel=0.05)
+    planned = plan.balance.train_s * FLOPS * config.trainer.ranks / (512 * 4096) * 8192
+    shared = config.trainer.parallelism.tensor_parallel_degree
+    assert (found.matrix_flops + found.attention_flops) * shared == pytest.approx(planned, rel=0.01)
+    if not checkpointing:
+        # The trainer's own count is without the logits that the head makes again. torchtitan counts that a token attends to
+        # all of its sample, twice what it sees, and a backward pass of 4 products, where the kernel has 5.
+        again = 2 * 151_936 * 4096 * 8192
+        assert found.matrix_flops - again + found.attention_flops * 2 * 6 / 7 == pytest.approx(found.model_flops, rel=0.01)

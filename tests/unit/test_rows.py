@@ -1,0 +1,104 @@
+"""Rows of files: what is read, and what is said of a file that can't be."""
+
+import json
+import re
+
+import pandas
+import pytest
+
+from torchtitan.experiments.rl.data.rows import MemoryRows, RowDataset, load_rows
+from torchtitan.experiments.rl.errors import ConfigError
+
+ROWS = [{"question": "6 * 7?", "answer": "42"}, {"question": "Größe?", "answer": "4"}]
+LINES = [json.dumps(row, ensure_ascii=False) for row in ROWS]
+
+
+def read(tmp_path, name: str, content: bytes | str, **fields):
+    file = tmp_path / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return load_rows(RowDataset.Config(path=str(file), **fields), field="dataset")
+
+
+READ = {
+    "lines": ("a.jsonl", "\n".join(LINES)),
+    "a byte order mark": ("a.jsonl", b"\xef\xbb\xbf" + "\n".join(LINES).encode()),
+    "blank lines, Windows ends": ("a.jsonl", "\r\n\r\n" + "\r\n \r\n".join(LINES) + "\r\n\n"),
+    "lines in a .json": ("a.json", "\n".join(LINES)),
+    "a list": ("a.json", json.dumps(ROWS, indent=2)),
+    "a list with a mark": ("a.json", b"\xef\xbb\xbf" + json.dumps(ROWS).encode()),
+    "commas": ("a.csv", "question,answer\n6 * 7?,forty\nGröße?,four\n"),
+    "commas, a mark and blank lines": (
+        "a.csv",
+        b"\xef\xbb\xbf" + "question,answer\r\n6 * 7?,forty\r\n\r\nGröße?,four".encode(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), READ.values(), ids=READ)
+def test_marks_and_blank_lines_make_no_difference(tmp_path, name, content):
+    rows = read(tmp_path, name, content)
+    assert [row["question"] for row in rows] == ["6 * 7?", "Größe?"]
+    assert [row["answer"] for row in rows] == (["forty", "four"] if name.endswith("csv") else ["42", "4"])
+
+
+UNREADABLE = {
+    "empty": ("a.jsonl", "", "is empty: want at least one row"),
+    "blank": ("a.jsonl", " \n\n", "is empty: want at least one row"),
+    "no rows": ("a.json", "[]", "is empty"),
+    "a header alone": ("a.csv", "question,answer\n", "is empty"),
+    "UTF-16": ("a.jsonl", "\n".join(LINES).encode("utf-16"), "is UTF-16 or no text: `iconv -f UTF-16 -t UTF-8 a.jsonl` makes"),
+    "UTF-16 without a mark": ("a.csv", "question,answer\n1,2".encode("utf-16-le"), "is UTF-16 or no text"),
+    "Latin 1": ("a.jsonl", b'{"question": "a"}\n{"question": "Gr\xf6\xdfe"}', "line 2 is no UTF-8 (byte 0xf6)"),
+    "a torn line": ("a.jsonl", LINES[0] + "\n\n" + LINES[1][:-9], "line 3 is no JSON (Unterminated string starting at at char"),
+    "a line of no object": ("a.jsonl", LINES[0] + "\n7", "line 2 is int '7', want an object"),
+    "a list as lines": ("a.jsonl", json.dumps(ROWS), "; a file that is one list is named .json"),
+    "an entry of no object": ("a.json", json.dumps([*ROWS, "?"]), "row 2 is str '?', want an object"),
+    "a torn list": ("a.json", json.dumps(ROWS)[:-3], "is no JSON: "),
+    "a comma too many": ("a.csv", "question,answer\n1,2\na, b,3\n", "line 3 has 3 values, and the header 2"),
+    "an open quote": ("a.csv", 'question,answer\n1,2\n"a,3\n', "line 3 is no CSV (unexpected end of data): see to its quotes"),
+    "a column twice": ("a.csv", "a,a\n1,2\n", "its first line names a column twice (a, a)"),
+    "no Parquet": ("a.parquet", b"PAR1 is not all", "is no Parquet file that can be read: "),
+    "an empty Parquet": ("a.parquet", b"", "is no Parquet file that can be read: "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE.values(), ids=UNREADABLE)
+def test_what_is_wrong_with_a_file_is_said_by_its_line_with_the_cure(tmp_path, name, content, message):
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, name, content)
+    text = str(error.value)
+    assert text.startswith(f"dataset.path = '{tmp_path / name}': ") and message in text, text
+    assert "\n" not in text and not re.search(r"\w+\.py:\d+", text)
+
+
+def test_columns_of_a_csv_have_numbers_where_all_their_values_are_numbers(tmp_path):
+    rows = read(tmp_path, "a.csv", 'a,b,c,d,e\n1,0.5,007,,"x, ""y"""\n-2,3,8,7,NA\n')
+    assert rows == [
+        {"a": 1, "b": 0.5, "c": "007", "d": None, "e": 'x, "y"'},
+        {"a": -2, "b": 3.0, "c": "8", "d": 7, "e": "NA"},
+    ]
+    assert [type(row["a"]) for row in rows] == [int, int]
+
+
+def test_a_parquet_file_has_pythons_types(tmp_path):
+    pandas.DataFrame([{"a": 1, "b": ["x"]}, {"a": 2, "b": []}]).to_parquet(tmp_path / "a.parquet")
+    assert read(tmp_path, "a.parquet", (tmp_path / "a.parquet").read_bytes()) == [{"a": 1, "b": ["x"]}, {"a": 2, "b": []}]
+
+
+def test_a_column_that_a_row_lacks_is_none_and_rows_are_found_by_their_line(tmp_path):
+    rows = read(tmp_path, "a.jsonl", '\n{"a": 1}\n\n{"b": 2}')
+    assert rows == [{"a": 1, "b": None}, {"a": None, "b": 2}]
+    assert [rows.place(0), rows.place(1)] == ["line 2", "line 4"]
+
+
+@pytest.mark.parametrize("split", ["train[:75%]", "0.75", ".75"])
+def test_a_slice_and_a_share_take_the_first_rows_of_a_file_and_of_memory(tmp_path, split):
+    content = "\n".join(json.dumps({"n": n}) for n in range(8))
+    rows = read(tmp_path, "a.jsonl", content, split=split)
+    assert [row["n"] for row in rows] == [0, 1, 2, 3, 4, 5] and rows.place(5) == "line 6"
+    config = RowDataset.Config(rows=MemoryRows([{"n": n} for n in range(8)]), split=split)
+    assert [row["n"] for row in load_rows(config, field="dataset")] == [0, 1, 2, 3, 4, 5]
+    rest = config.rest()
+    assert (rest is not None) == ("[" not in split)
+    if rest is not None:
+        assert [row["n"] for row in load_rows(rest, field="dataset")] == [6, 7] and rest.rest() is None

@@ -1,0 +1,47 @@
+"""vLLM's V2 model runner, which is the one that GPUs run, on CPU: Triton interprets its kernels in Python.
+
+vLLM's CPU build falls back to the V1 runner where Triton has no CPU backend. Here it is told of one, and takes the V2 runner:
+its request states, block tables, sampler, log-probabilities and prompt log-probabilities are then the code of GPUs, kernels
+included. Attention is the CPU kernel. A step takes some 0.1 s, so this is for tests of a few hundred tokens.
+"""
+
+import os
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from torchtitan.experiments.rl.compat import vllm as compat
+from torchtitan.experiments.rl.generation import vllm_engine
+from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngine, VLLMEngineConfig
+
+ENVIRONMENT = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""Of the engine's process, from its start: Triton reads it when it is imported."""
+
+
+@dataclass(kw_only=True, slots=True)
+class V2EngineConfig(VLLMEngineConfig):
+    """With vLLM's arguments as on a GPU, where they differ: chunks of prompts, and no sharing of last blocks."""
+
+    chunk_tokens: int = 64
+    """Of prompts, in one engine step."""
+
+    def build(self, *, model_path: str, device: Literal["cpu", "cuda"]) -> VLLMEngine:
+        assert os.environ["TRITON_INTERPRET"] == "1", "triton was imported as its compiler: launch the process with ENVIRONMENT"
+        from triton.backends import backends
+
+        backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+        compat.set_environment(device=device)
+        import vllm
+
+        as_on_gpus = {"enable_chunked_prefill": True, "max_num_batched_tokens": self.chunk_tokens}
+        arguments = vllm.EngineArgs
+
+        def changed(**given: Any) -> Any:
+            return arguments(**given | as_on_gpus)
+
+        vllm.EngineArgs = changed
+        vllm_engine._sharing_of_last_blocks = dict
+        engine = VLLMEngine(self, model_path=model_path, device=device)
+        runner = engine._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        assert "vllm.v1.worker.gpu.model_runner" in {kind.__module__ for kind in type(runner).__mro__}, type(runner)
+        return engine

@@ -1,0 +1,115 @@
+"""Configs of a real model that two CPU cores can train: SmolLM2-135M-Instruct, which scripts/get_smollm2.py brings here."""
+
+import random
+import re
+from typing import Any
+
+from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.experiments.rl.algorithms import GRPO
+from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.config.provision import ProvisionConfig
+from torchtitan.experiments.rl.config.recipes import standard_filters
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.generation.config import GeneratorConfig
+from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortDataset, AlphabetSortTask
+from torchtitan.experiments.rl.tasks.answers import last_boxed
+from torchtitan.experiments.rl.tasks.questions.task import question_task
+from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
+from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
+
+SMOLLM2 = "outputs/models/SmolLM2-135M-Instruct"
+"""Where scripts/get_smollm2.py puts the model, relative to the checkout."""
+LARGEST = 20
+"""Operand of the sums."""
+HELD_OUT = 100
+"""Of the LARGEST² sums."""
+
+
+def rl_sums_smollm2() -> RunConfig:
+    """Sums of two numbers with SmolLM2-135M-Instruct on two CPU cores: what `make real` runs."""
+    training, held_out = sums()
+    task = question_task(training, last_number_is_answer, validation=held_out, sampling=_sampling(16))
+    return _smollm2(40, HELD_OUT, sums=task)
+
+
+def rl_boxed_smollm2() -> RunConfig:
+    """As rl_sums_smollm2, with the number in a box: the form is what is learned, and what most rewards of real data ask for."""
+    training, held_out = sums()
+    task = question_task(
+        training,
+        number_in_a_box,
+        right_number_in_a_box,
+        template="{question} Put the number into \\boxed{}.",
+        validation=held_out,
+        sampling=_sampling(32),
+    )
+    return _smollm2(40, HELD_OUT, boxed=task)
+
+
+def rl_alphabet_sort_smollm2() -> RunConfig:
+    """Sorting names over two user turns with SmolLM2-135M-Instruct on two CPU cores."""
+    sizes: dict[str, Any] = {"min_rounds": 2, "max_rounds": 2, "min_names": 2, "max_names": 3}
+    task = AlphabetSortTask.Config(
+        algorithm=GRPO.Config(),
+        dataset=AlphabetSortDataset.Config(**sizes),
+        validation=AlphabetSortDataset.Config(split="validation", count=64, seed=1, **sizes),
+        sampling=_sampling(32),
+    )
+    return _smollm2(40, 64, alphabet_sort=task)
+
+
+def _sampling(max_tokens: int) -> SamplingConfig:
+    """Below 1: at 1 a model of this size errs in most words, and of 64 rollouts two or three are right."""
+    return SamplingConfig(max_tokens=max_tokens, temperature=0.7)
+
+
+def _smollm2(steps: int, held_out: int, **tasks: Task.Config) -> RunConfig:
+    """``held_out``: examples of a validation."""
+    for task in tasks.values():
+        task.env = RendererEnvConfig(max_turns=2, max_rollout_tokens=256)
+    config = RunConfig(
+        tasks=tasks,
+        model=ModelConfig(hf_assets_path=SMOLLM2),
+        trainer=TrainerConfig(
+            optimizer=OptimizerConfig(lr=4e-5, betas=(0.9, 0.99)),
+            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
+        ),
+        generator=GeneratorConfig(engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.5)),
+        # One long row: prompts begin alike, and what rollouts of a row share is computed once.
+        batcher=Batcher.Config(row_length=1024, rows_per_microbatch=1),
+        steps=steps,
+        rollouts_per_step=64,
+        max_offpolicy_steps=1,
+        validation=ValidationConfig(every=5, examples=held_out),
+        provision=ProvisionConfig(device="cpu"),
+    )
+    return standard_filters(config)
+
+
+def sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Every sum of two operands from 1 to LARGEST: those to train on, and HELD_OUT others."""
+    numbers = range(1, LARGEST + 1)
+    rows = [{"question": f"What is {a} + {b}?", "answer": a + b} for a in numbers for b in numbers]
+    random.Random(0).shuffle(rows)
+    return rows[HELD_OUT:], rows[:HELD_OUT]
+
+
+def last_number_is_answer(completion: str, example: dict[str, Any]) -> bool:
+    """Whether the last number that the model wrote is the sum."""
+    numbers = re.findall(r"\d+", completion)
+    return bool(numbers) and int(numbers[-1]) == example["answer"]
+
+
+def number_in_a_box(completion: str, example: dict[str, Any]) -> bool:
+    """Whether the reply has a box with a number, right or wrong."""
+    return (last_boxed(completion) or "").isdecimal()
+
+
+def right_number_in_a_box(completion: str, example: dict[str, Any]) -> bool:
+    """Whether the number in the last box is the sum."""
+    return last_boxed(completion) == str(example["answer"])
