@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import select
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -190,6 +191,17 @@ HELP = """\
   /quit, Ctrl-C, Ctrl-D         end without an answer"""
 
 
+def read_line() -> str:
+    """A line of standard input.
+
+    A Ctrl-C that comes just before ``input`` begins to read would wait for a key: a terminal is watched in short looks instead.
+    """
+    if sys.stdin.isatty():
+        while not select.select([sys.stdin], [], [], 0.1)[0]:
+            pass
+    return input()
+
+
 class Left(RunError):
     """The person has ended the session."""
 
@@ -215,7 +227,7 @@ class Player:
         self.policy = PlayedPolicy(tokenizer_path, self, model)
         self.replies: dict[int, list[str]] = {}
         """What was answered, by the rollout's index."""
-        self._scripted, self._read, self._out = list(scripted), read or input, out or sys.stdout
+        self._scripted, self._read, self._out = list(scripted), read or read_line, out or sys.stdout
         self._shown: dict[int, str] = {}
         self.left = self._helped = False
         self.by_model: set[tuple[int, int]] = set()
