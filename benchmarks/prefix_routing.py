@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from monarch.actor import shutdown_context  # noqa: E402
 
 from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
-from torchtitan.experiments.rl.config.provision import ProvisionConfig
+from torchtitan.experiments.rl.config.run_config import ProvisionConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.controller.provision import spawn  # noqa: E402
 from torchtitan.experiments.rl.generation import router  # noqa: E402

@@ -13,11 +13,11 @@ import pytest
 from tests.scripted_engine import ScriptedEngineConfig, counting_table, save_table
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_guess_number_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.play.command import main
-from torchtitan.experiments.rl.play.session import Left, LocalModel, Player, interruptible
+from torchtitan.experiments.rl.play import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.tools.play import Left, LocalModel, Player, interruptible
 
 
 def player_of(lines, **options):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath
-from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
+from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.controller.part import Part
 from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.controller.supervision import Supervisor

@@ -24,8 +24,7 @@ from tests.zoo.misbehaviour import Kind, meddled
 from tests.zoo.stand_ins import StandInActors
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.checks import checked_plan
-from torchtitan.experiments.rl.config.provision import ProvisionConfig
-from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.controller import actor, run_parts
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.generation.config import GeneratorConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.compat.monarch import ask
-from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
+from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.process.heartbeat import Pulse
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.user_code.watched import STACK_SIGNAL

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.config.profiled_steps import profiled_steps
+from torchtitan.experiments.rl.config.checks import profiled_steps
 from torchtitan.experiments.rl.observability.trace_file import write_trace
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.lifetime import Lifetime

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 from monarch.actor import HostMesh, Point, ProcMesh, default_bootstrap_cmd, this_host
 
-from torchtitan.experiments.rl.config.placement import Place, Placement
+from torchtitan.experiments.rl.config.placement import Place, Placement, place
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.config.run_placement import place
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.process.setup import launch_environment, set_up_spawned_process
 from torchtitan.experiments.rl.weights.store import start_store

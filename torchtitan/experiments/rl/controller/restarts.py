@@ -4,7 +4,7 @@ import logging
 import time
 from collections import Counter
 
-from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
+from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.errors import RunError
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import asyncio
 from contextlib import suppress
 from typing import Any
 
-from torchtitan.experiments.rl.config.user_code_limits import UserCodeLimits
+from torchtitan.experiments.rl.config.run_config import UserCodeLimits
 from torchtitan.experiments.rl.controller.closing import Closing
 from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupResult, LocalRunner
 from torchtitan.experiments.rl.controller.task_set import TaskSet

@@ -23,7 +23,7 @@ from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
 from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER, CheckpointError, CheckpointFolder
 from torchtitan.experiments.rl.checkpointing.run_files import sizes, sync
 from torchtitan.experiments.rl.compat.monarch import original
-from torchtitan.experiments.rl.config.saved_command import COMMAND_FILE, CONFIG_FILE
+from torchtitan.experiments.rl.config.run_folder import COMMAND_FILE, CONFIG_FILE
 from torchtitan.experiments.rl.controller.mismatch_alarm import MismatchAlarm
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.saved_groups import write_groups

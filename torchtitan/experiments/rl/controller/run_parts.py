@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from torchtitan.experiments.rl.config.plan import RunPlan
+from torchtitan.experiments.rl.config.resume import save_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.config.saved_command import save_config
 from torchtitan.experiments.rl.controller.closing import PART_TIMEOUT_S, Closing
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.mismatch_alarm import mismatch_alarm

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath, original, process_death_behind
-from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
+from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.controller.hang_watch import HUNG, HangWatch, is_stopped
 from torchtitan.experiments.rl.controller.part import Part, PartProcess
 from torchtitan.experiments.rl.controller.restarts import Restarts

@@ -5,7 +5,7 @@ import functools
 
 from renderers import Renderer
 
-from torchtitan.experiments.rl.config.user_code_limits import UserCodeLimits
+from torchtitan.experiments.rl.config.run_config import UserCodeLimits
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.tasks.task import Task
