@@ -5,10 +5,12 @@ import itertools
 import select
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from renderers import Message
@@ -20,15 +22,8 @@ from torchtitan.experiments.rl.config.trial import REPLY, checked_renderer
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.engine import Engine
-from torchtitan.experiments.rl.generation.engine_thread import EngineThread
 from torchtitan.experiments.rl.generation.judge import Reply
-from torchtitan.experiments.rl.generation.messages import (
-    GenerateRequest,
-    GenerateResult,
-    GeneratorFailed,
-    GeneratorMessage,
-    RequestFailed,
-)
+from torchtitan.experiments.rl.generation.messages import GenerateRequest, Result
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.generation.session import GeneratorSession
 from torchtitan.experiments.rl.observability.rollouts import lines_of
@@ -40,115 +35,121 @@ from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, Rollou
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.user_code.endpoint import cause_in
 
+HELP = """\
+  your answer in one line, or several lines between a line <<< and a line >>>
+  /call NAME {"key": "value"}   a tool call, in the format of Qwen
+  /model                        the model answers this turn; Ctrl-C stops it
+  /scripted                     the reply that a config is checked with before a run
+  /prompt                       the whole prompt again, as the model gets it
+  /quit, Ctrl-C, Ctrl-D         end without an answer"""
+
 
 class ModelAsked(Exception):
     """The person lets the model answer this turn."""
 
 
-class Model(Protocol):
-    """What answers then: ``generation/endpoint.py`` or ``model.py``."""
-
-    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> PolicySession: ...
-
-    async def close(self) -> None: ...
+class Left(RunError):
+    """The person has ended the session."""
 
 
-class Person(Protocol):
-    """player.py."""
+class LocalModel:
+    """Samples with the config's own engine, which the first request starts, on a thread of its own. One request at a time."""
 
-    def reply(self, rollout: int, turn: int) -> str: ...
+    lockstep = False
+    """See GeneratorClient."""
 
-    def judge(self, messages: Sequence[Message]) -> str: ...
+    def __init__(self, build: Callable[[], Engine]):
+        self._build = build
+        self._engine: Engine | None = None
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._ids = itertools.count()
 
-    def waits(self) -> None: ...
-
-    def model_failed(self, why: str) -> None: ...
-
-    def model_answered(self, rollout: int, text: str) -> None: ...
-
-
-class PlayedPolicy(ScriptedPolicy):
-    """Implements rollouts.policy.PolicyClient. A model's tokens stay as it sampled them, with its log-probabilities."""
-
-    def __init__(self, tokenizer_path: str, person: Person, model: Callable[[], Model]):
-        """``model`` is called when it is asked first; it may raise ConfigError."""
-        super().__init__(tokenizer_path, person.reply)
-        self.person, self.one_turn = person, asyncio.Lock()
-        self._make = model
-        self._model: Model | None = None
-
-    @property
-    def model(self) -> Model:
-        if self._model is None:
-            self._model = self._make()
-        return self._model
-
-    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "PlayedSession":
+    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> GeneratorSession:
         """See ModelClient.session."""
+        return GeneratorSession(self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
 
-        def by_model() -> PolicySession:
-            return self.model.session(rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+    def next_id(self) -> int:
+        return next(self._ids)
 
-        return PlayedSession(self, self.index_of(rollout_id), sampling, stop_token_ids, by_model)
+    async def send(
+        self, request: GenerateRequest, *, tokens: int, last_replica: int | None, group: str
+    ) -> tuple[Result | None, int]:
+        """See ``generation.session.Sender``.
 
-    async def chat(self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig) -> Reply:
-        """See ChatClient.chat. The person is the judge too."""
-        async with self.one_turn:
-            text = self.person.judge(messages)
-        return Reply(message={"role": "assistant", "content": text}, prompt_tokens=0, completion_tokens=0)
+        Raises:
+            RunError: the engine can't be started or has failed, or refuses the request. The next request may start another.
+        """
+        stopped = threading.Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, request, stopped), -1
+        finally:
+            stopped.set()
+
+    def session_closed(self, group: str) -> None: ...
 
     async def close(self) -> None:
-        if self._model is not None:
-            await self._model.close()
+        """End the engine. One that is still being started ends with the process."""
+        if self._engine is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.close)
+
+    def _answer(self, request: GenerateRequest, stopped: threading.Event) -> Result | None:
+        """None: nobody waits for it any more."""
+        if self._engine is None:
+            try:
+                with quiet_libraries():
+                    self._engine = self._build()
+            except BaseException as error:
+                raise RunError(f"the engine can't be started: {cause_in(error)}") from error
+        engine = self._engine
+        try:
+            if failed := engine.add(request):
+                raise RunError(f"the engine: {failed.cause}")
+            while not stopped.is_set():
+                if results := engine.step():
+                    return results[0]
+            engine.abort([request.request_id])
+            return None
+        except RunError:
+            raise
+        except BaseException as error:
+            self._engine = None
+            engine.close()  # before another is started: a process has one engine
+            raise RunError(f"the engine: {cause_in(error)}") from error
 
 
 class PlayedSession(ScriptedSession):
-    """Implements rollouts.policy.PolicySession."""
+    """Implements rollouts.policy.PolicySession. A model's tokens stay as it sampled them, with its log-probabilities."""
 
     def __init__(
-        self,
-        policy: PlayedPolicy,
-        index: int,
-        sampling: SamplingConfig,
-        stop_token_ids: list[int],
-        model: Callable[[], PolicySession],
+        self, player: "Player", index: int, sampling: SamplingConfig, stops: list[int], ask: Callable[[], PolicySession]
     ):
-        """``model`` opens the model's session, when it is asked first."""
-        super().__init__(policy, index, sampling, stop_token_ids[0])
-        self._policy: PlayedPolicy = policy
-        self._stop_token_ids, self._make = stop_token_ids, model
+        """``ask`` opens the model's session, when it is asked first."""
+        super().__init__(player, index, sampling, stops[0])
+        self._player, self._stops, self._ask = player, stops, ask
         self._model: PolicySession | None = None
 
     async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
         """See PolicySession.generate. A model that fails or is interrupted leaves the turn to the person."""
-        async with self._policy.one_turn:  # the terminal shows one rollout at a time
+        player = self._player
+        async with player.one_turn:  # the terminal shows one rollout at a time
             while True:
                 try:
                     return await super().generate(prompt_token_ids, max_tokens=max_tokens)
                 except ModelAsked:
-                    completion = await self._by_model(prompt_token_ids, max_tokens)
-                if completion is not None:
-                    return completion
-
-    async def _by_model(self, prompt_token_ids: np.ndarray, max_tokens: int) -> Completion | None:
-        person = self._policy.person
-        try:
-            person.waits()
-            if self._model is None:
-                self._model = self._make()
-            with quiet_libraries():
-                completion = await interruptible(self._model.generate(prompt_token_ids, max_tokens=max_tokens))
-        except (RunError, ConfigError) as error:
-            person.model_failed(str(error))
-            return None
-        except KeyboardInterrupt:
-            person.model_failed("it was interrupted")
-            return None
-        ids = completion.token_ids.tolist()
-        shown = ids[:-1] if ids and ids[-1] in self._stop_token_ids else ids
-        self._turn += 1
-        person.model_answered(self._index, str(self._policy.tokenizer.decode(shown)))
-        return completion
+                    player.say("(the model answers)")
+                try:
+                    self._model = self._model or self._ask()
+                    with quiet_libraries():
+                        completion = await interruptible(self._model.generate(prompt_token_ids, max_tokens=max_tokens))
+                except (RunError, ConfigError, KeyboardInterrupt) as error:
+                    player.say(f"error: {printable_line(str(error) or 'it was interrupted')}")
+                    continue
+                ids = completion.token_ids.tolist()
+                shown = ids[:-1] if ids and ids[-1] in self._stops else ids
+                self._turn += 1
+                player.by_model.add((self._index, len(player.replies.get(self._index, []))))
+                player.say(f"model> {player.answered(self._index, str(player.tokenizer.decode(shown)))}")
+                return completion
 
     def close(self) -> None:
         if self._model is not None:
@@ -181,15 +182,6 @@ async def interruptible(work: Coroutine[Any, Any, Completion]) -> Completion:
         signal.signal(signal.SIGINT, before)
 
 
-HELP = """\
-  your answer in one line, or several lines between a line <<< and a line >>>
-  /call NAME {"key": "value"}   a tool call, in the format of Qwen
-  /model                        the model answers this turn; Ctrl-C stops it
-  /scripted                     the reply that a config is checked with before a run
-  /prompt                       the whole prompt again, as the model gets it
-  /quit, Ctrl-C, Ctrl-D         end without an answer"""
-
-
 def read_line() -> str:
     """A line of standard input.
 
@@ -201,223 +193,120 @@ def read_line() -> str:
     return input()
 
 
-class Left(RunError):
-    """The person has ended the session."""
-
-
-class Player:
-    """``policy`` asks it for completions. Nothing else goes on while it waits for the person."""
+class Player(ScriptedPolicy):
+    """A person at a terminal, or a model that they ask. Implements rollouts.policy.PolicyClient."""
 
     def __init__(
         self,
         tokenizer_path: str,
         *,
-        model: Callable[[], Model],
+        model: Callable[[], EndpointClient | LocalModel],
         scripted: Sequence[str] = (),
-        read: Callable[[], str] | None = None,
+        read: Callable[[], str] = read_line,
         out: TextIO | None = None,
     ):
         """
         Args:
-            model: makes the model that answers for the person, when it is asked first.
+            model: makes the model that answers for the person, when it is asked first; may raise ConfigError.
             scripted: what is entered first, in order.
-            read: reads a line; None: from the terminal.
+            read: reads a line.
         """
-        self.policy = PlayedPolicy(tokenizer_path, self, model)
+        super().__init__(tokenizer_path, self.ask)
+        self.one_turn = asyncio.Lock()
         self.replies: dict[int, list[str]] = {}
         """What was answered, by the rollout's index."""
-        self._scripted, self._read, self._out = list(scripted), read or read_line, out or sys.stdout
-        self._shown: dict[int, str] = {}
-        self.left = self._helped = False
         self.by_model: set[tuple[int, int]] = set()
         """Rollout and turn of each answer of the model's."""
+        self.left = False
+        self._make, self._scripted, self._read, self._out = model, list(scripted), read, out or sys.stdout
+        self._model: EndpointClient | LocalModel | None = None
+        self._shown: dict[int, str] = {}
 
-    def reply(self, rollout: int, turn: int) -> str:
-        """The completion of a rollout's turn, after the part of its prompt that is new was shown.
+    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> PlayedSession:
+        """See ModelClient.session."""
+
+        def ask() -> PolicySession:
+            self._model = self._model or self._make()
+            return self._model.session(rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+
+        return PlayedSession(self, self.index_of(rollout_id), sampling, stop_token_ids, ask)
+
+    async def chat(self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig) -> Reply:
+        """See ChatClient.chat. The person is the judge too."""
+        async with self.one_turn:
+            for message in messages:
+                self.say(f"── a judge is asked, {message['role']} ──\n{message['content']}")
+            while True:
+                try:
+                    text = self._answer("")
+                    return Reply(message={"role": "assistant", "content": text}, prompt_tokens=0, completion_tokens=0)
+                except ModelAsked:
+                    self.say("Only a turn can be the model's: answer as the judge would.")
+
+    async def close(self) -> None:
+        if self._model is not None:
+            await self._model.close()
+
+    def ask(self, rollout: int, turn: int) -> str:
+        """The person's completion of a rollout's turn, after the part of its prompt that is new was shown.
 
         Raises:
             Left: the person has ended the session.
         """
-        if self.left:
-            raise Left("the session was ended")
-        prompt = self.policy.prompts[-1]
-        before = self._shown.get(rollout, "")
+        prompt, before = self.prompts[-1], self._shown.get(rollout, "")
         new = prompt[len(before) :] if before and prompt.startswith(before) else prompt
-        if new:  # else it is the same turn: the model did not answer it
+        if new and not self.left:  # else it is the same turn: the model did not answer it
+            if not self._shown:
+                new += f"\n{HELP}"
             self._shown[rollout] = prompt
-            self._say(f"── rollout {rollout}, turn {turn}: {'what is new in ' if new != prompt else ''}the prompt ──\n{new}")
-        if not self.replies and not self._helped:
-            self._say(HELP)
-            self._helped = True
-        text = self._answer(prompt)
+            self.say(f"── rollout {rollout}, turn {turn}: {'what is new in ' if before else ''}the prompt ──\n{new}")
+        return self.answered(rollout, self._answer(prompt))
+
+    def answered(self, rollout: int, text: str) -> str:
         self.replies.setdefault(rollout, []).append(text)
         return text
 
-    def judge(self, messages: Sequence[Message]) -> str:
-        """The answer to a question that a judge of the task is asked."""
-        if self.left:
-            raise Left("the session was ended")
-        for message in messages:
-            self._say(f"── a judge is asked, {message['role']} ──\n{message['content']}")
-        try:
-            return self._answer("")
-        except ModelAsked:
-            self._say("Only a turn can be the model's: answer as the judge would.")
-            return self.judge(())
-
-    def waits(self) -> None:
-        """The model has been asked."""
-        self._say("(the model answers)")
-
-    def model_failed(self, why: str) -> None:
-        """The model has not answered: the turn is the person's again."""
-        self._say(f"error: {printable_line(why)}")
-
-    def model_answered(self, rollout: int, text: str) -> None:
-        """``text`` is its completion, without the token that ends it."""
-        replies = self.replies.setdefault(rollout, [])
-        self.by_model.add((rollout, len(replies)))
-        replies.append(text)
-        self._say(f"model> {text}")
+    def say(self, text: str, end: str = "\n") -> None:
+        self._out.write(printable(text) + end)
+        self._out.flush()
 
     def _answer(self, prompt: str) -> str:
         while True:
             line = self._line("you> ")
             if line == "<<<":
-                lines = []
-                while (line := self._line("...> ")) != ">>>":
-                    lines.append(line)
-                return "\n".join(lines)
+                return "\n".join(iter(lambda: self._line("...> "), ">>>"))
             if not line.strip():
-                self._say("Nothing was entered. An empty answer is an empty line between <<< and >>>.")
+                self.say("Nothing was entered. An empty answer is an empty line between <<< and >>>.")
                 continue
             if not line.startswith("/"):
                 return line
             command, _, rest = line.partition(" ")
             if command == "/quit":
-                raise self._end()
-            if command == "/model":
+                self.left = True
+            elif command == "/model":
                 raise ModelAsked
-            if command == "/scripted":
+            elif command == "/scripted":
                 return REPLY
-            if command == "/prompt":
-                self._say(prompt)
+            elif command == "/prompt":
+                self.say(prompt)
             elif command == "/call":
                 name, _, arguments = rest.partition(" ")
                 return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments or "{}"}}}\n</tool_call>'
             else:
-                self._say(f"There is no {command}. An answer that begins with / goes between <<< and >>>.\n{HELP}")
+                self.say(f"There is no {command}. An answer that begins with / goes between <<< and >>>.\n{HELP}")
 
     def _line(self, before: str) -> str:
-        if self._scripted:
+        if self._scripted and not self.left:
             line = self._scripted.pop(0)
-            self._say(f"{before}{line}")
+            self.say(before + line)
             return line
         try:  # who sees the prompt may interrupt at once, before anything is read
-            self._out.write(before)
-            self._out.flush()
-            return self._read()
+            if not self.left:
+                self.say(before, end="")
+                return self._read()
         except (EOFError, KeyboardInterrupt):
-            raise self._end() from None
-
-    def _end(self) -> Left:
-        self.left = True
-        return Left("the session was ended")
-
-    def _say(self, text: str) -> None:
-        self._out.write(printable(text) + "\n")
-        self._out.flush()
-
-
-class LocalModel:
-    """Opens sessions of an engine that is started at the first request. One request at a time."""
-
-    lockstep = False
-    """See GeneratorClient."""
-
-    def __init__(self, build: Callable[[], Engine]):
-        """``build`` makes the engine, on a thread of its own."""
-        self._build = build
-        self._thread: EngineThread | None = None
-        self._failed: EngineThread | None = None
-        """Stopped before another is started: a process has one engine."""
-        self._starting: asyncio.Task[None] | None = None
-        self._answer: asyncio.Future[GenerateResult] | None = None
-        self._asked = -1
-        self._ids = itertools.count()
-
-    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> GeneratorSession:
-        """See ModelClient.session."""
-        return GeneratorSession(self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
-
-    def next_id(self) -> int:
-        return next(self._ids)
-
-    async def send(
-        self, request: GenerateRequest, *, tokens: int, last_replica: int | None, group: str
-    ) -> tuple[GenerateResult, int]:
-        """See ``generation.session.Sender``.
-
-        Raises:
-            RunError: the engine can't be started or has failed, or refuses the request. The next request may start another.
-        """
-        thread = await self._started()
-        self._asked, self._answer = request.request_id, asyncio.get_running_loop().create_future()
-        thread.submit([request])
-        try:
-            return await self._answer, -1
-        except asyncio.CancelledError:
-            thread.abort([request.request_id])
-            raise
-
-    def session_closed(self, group: str) -> None: ...
-
-    async def close(self) -> None:
-        """End the engine. One that is still being started ends with the process."""
-        await self._stop_failed()
-        if self._thread is not None and self._starting is not None and self._starting.done():
-            await self._thread.stop()
-
-    async def _started(self) -> EngineThread:
-        await self._stop_failed()
-        if self._thread is None:
-            loop = asyncio.get_running_loop()
-
-            def deliver(messages: Sequence[GeneratorMessage]) -> None:
-                loop.call_soon_threadsafe(self._take, messages)
-
-            self._thread = EngineThread(deliver)
-            self._starting = asyncio.create_task(self._thread.start(self._built))
-        thread, starting = self._thread, self._starting
-        assert starting is not None
-        try:
-            await asyncio.shield(starting)  # whoever stops waiting for it finds it started later
-        except Exception as error:
-            self._thread = None
-            raise RunError(f"the engine can't be started: {cause_in(error)}") from error
-        return thread
-
-    async def _stop_failed(self) -> None:
-        if self._failed is not None:
-            failed, self._failed = self._failed, None
-            await failed.stop()
-
-    def _built(self) -> Engine:
-        with quiet_libraries():
-            return self._build()
-
-    def _take(self, messages: Sequence[GeneratorMessage]) -> None:
-        for message in messages:
-            if isinstance(message, GeneratorFailed):
-                self._failed, self._thread = self._thread, None
-            elif message.request_id != self._asked:
-                continue  # of a request that nobody waits for any more
-            if self._answer is None or self._answer.done():
-                continue
-            if isinstance(message, GenerateResult):
-                self._answer.set_result(message)
-            elif isinstance(message, RequestFailed | GeneratorFailed):
-                self._answer.set_exception(RunError(f"the engine: {message.cause}"))
+            self.left = True
+        raise Left("the session was ended")
 
 
 NO_LIMIT_S = 1e6
@@ -438,21 +327,19 @@ def play(config: RunConfig, name: str, player: Player, *, example: int, rollouts
 
     async def run() -> RolloutGroup:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio's waits for the loop, which waits for the person
-        await task.setup(player.policy)
+        await task.setup(player)
         try:
-            group = await task.run_group(
-                task.dataset[example], player.policy, group_id="play", seed=config.seed, group_size=rollouts
-            )
+            group = await task.run_group(task.dataset[example], player, group_id="play", seed=config.seed, group_size=rollouts)
             group.failure = await task.score_group(group)
             return group
         finally:
             await task.close()
-            await player.policy.close()
+            await player.close()
 
     return asyncio.run(run())
 
 
-def answering_model(config: RunConfig, server: FrozenModel | None) -> Model:
+def answering_model(config: RunConfig, server: FrozenModel | None) -> EndpointClient | LocalModel:
     """What ``/model`` asks: a server's model, without further attempts, for the person sees what is wrong; or the config's own.
 
     Raises:
@@ -479,7 +366,7 @@ def result_lines(group: RolloutGroup, player: Player) -> list[str]:
         if was_left(rollout):
             told[0] = told[0].replace(f" {rollout.status.value} ", " left ", 1)
         lines += [printable(line) for line in told]
-        lines += [printable(line) for line in _trained(rollout, player.policy.tokenizer)]
+        lines += [printable(line) for line in _trained(rollout, player.tokenizer)]
     if player.left:
         lines.append("The session was ended: a rollout that had not ended has no reward.")
     elif group.failure:
@@ -543,7 +430,7 @@ async def test_{name}_rewards_this_session():
 
 def skeleton(
     group: RolloutGroup,
-    replies: Mapping[int, Sequence[str]],
+    replies: dict[int, list[str]],
     *,
     module: str,
     config: str,
@@ -558,7 +445,7 @@ def skeleton(
         config=config,
         example=example,
         size=len(group.rollouts),
-        replies=[list(replies.get(index, [])) for index in range(len(group.rollouts))],
+        replies=[replies.get(index, []) for index in range(len(group.rollouts))],
         overrides=f"  # played with {' '.join(overrides)}" if overrides else "",
         statuses=[rollout.status.value for rollout in group.rollouts],
         rewards=[rollout.reward for rollout in group.rollouts],
