@@ -15,7 +15,8 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
-from torchtitan.experiments.rl.compat.torchtitan import HiddenStateDecoder, ShardedLlama3Adapter, built_class
+from torchtitan.experiments.rl.compat.torchtitan import built_class
+from torchtitan.experiments.rl.compat.torchtitan.models import HiddenStateDecoder, ShardedLlama3Adapter
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan.experiments.rl.compat.torchtitan import ShardedLlama3Adapter
+from torchtitan.experiments.rl.compat.torchtitan.models import ShardedLlama3Adapter
 from torchtitan.experiments.rl.models.dense_decoder import dense_decoder, head_dim
 from torchtitan.experiments.rl.models.family import ModelFamily
 from torchtitan.experiments.rl.models.hub import HubConfig

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from torchtitan.experiments.rl.compat.torchtitan import HiddenStateDecoder
+from torchtitan.experiments.rl.compat.torchtitan.models import HiddenStateDecoder
 from torchtitan.experiments.rl.models.cpu_attention import CPUVarlenAttention, packed_metadata
 from torchtitan.experiments.rl.models.prefix_trees import parent_columns, tree_mask
 from torchtitan.experiments.rl.types import TrainingBatch
