@@ -1,0 +1,1 @@
+"""Measures a policy on its tasks, without training: ``python -m torchtitan.experiments.rl.evaluate``."""

@@ -1,0 +1,156 @@
+"""Says how a run goes, by steps and evaluations: to the metrics, to the console and, at its end, to the summary."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from torchtitan.experiments.rl.controller.events import RunEvents
+from torchtitan.experiments.rl.controller.step_metrics import StepRecord
+from torchtitan.experiments.rl.controller.validation import ValidationReport
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.observability.waits import Waits
+from torchtitan.experiments.rl.operations.context import RunContext
+
+FIRST_VALIDATION, FIRST_STEP = "validation before the first step", "the first step"
+
+
+STEPS = 3
+"""In a row, before a warning: one step may be odd."""
+
+
+LAG_S = 1.0
+
+
+IDLE = 0.2
+"""Share of its time that a generator works."""
+
+
+WAITING = 0.5
+"""Share of the step that the trainer waits."""
+
+
+BROKEN = 0.05
+"""Share of a step's rollouts that a filter of broken text matches. Of a healthy model it is below 0.005."""
+
+
+class RunReports(RunEvents):
+    def __init__(
+        self,
+        context: RunContext,
+        *,
+        metrics: MetricsLogger,
+        waits: Waits,
+        compares_rewards: bool,
+        validations: Sequence[float | None] = (),
+    ):
+        """
+        Args:
+            compares_rewards: some algorithm learns from the differences in a group.
+            validations: rewards of the evaluations that a resumed run has had.
+        """
+        self._console, self._restarts, self._metrics, self._waits = context.console, context.restarts, metrics, waits
+        self._warnings = StepWarnings(context.console.note, compares_rewards=compares_rewards)
+        self._validations = [reward for reward in validations if reward is not None]
+        self.why_ended_early: str | None = None
+        """Why there is nothing left to learn."""
+
+    def begin(self, steps_done: int, total_steps: int) -> None:
+        """The training loop begins."""
+        self._console.begin(steps_done, total_steps)
+        self._waits.begin(FIRST_STEP if steps_done else FIRST_VALIDATION)
+
+    def started(self, report: ValidationReport) -> None:
+        """The evaluation before the first step has ended; one of no task has no reward."""
+        self._waits.begin(FIRST_STEP)
+        self._waits.end(FIRST_VALIDATION)
+        self._report(report, "before the first step")
+
+    def step_taken(self, record: StepRecord) -> None:
+        """A step was taken.
+
+        Raises:
+            OSError: the metrics file can't be written.
+        """
+        restarts = {f"restarts/{part}": count for part, count in self._restarts.counts.items()}
+        self._metrics.log(record.step, record.metrics | restarts)
+        self._metrics.log_samples(record.step, record.groups)
+        if record.validation is not None and record.validation.reward is not None:
+            self._validations.append(record.validation.reward)
+        self._waits.end(FIRST_STEP)
+        self._console.step(record.report())
+        self._warnings.step(record.metrics)
+
+    def ended_early(self, why: str, reports: Sequence[ValidationReport]) -> None:
+        """There is nothing left to learn; ``reports`` are of no step's report."""
+        self.why_ended_early = why
+        for report in reports:
+            self._report(report, f"after step {report.step}")
+
+    def _report(self, report: ValidationReport, when: str) -> None:
+        self._metrics.log(report.step, report.metrics)
+        if report.reward is not None:
+            self._validations.append(report.reward)
+            self._console.note(f"validation {when}: reward {report.reward:.3f}")
+
+    def first_and_last_validation(self) -> tuple[float | None, float | None]:
+        """Rewards."""
+        rewards = self._validations
+        return rewards[0] if rewards else None, rewards[-1] if len(rewards) > 1 else None
+
+
+class StepWarnings:
+    """Each warning is given once a run."""
+
+    def __init__(self, note: Callable[[str], None], *, compares_rewards: bool):
+        """
+        Args:
+            note: prints a line.
+            compares_rewards: some task's algorithm learns from differences between rewards.
+        """
+        self._note, self._compares_rewards = note, compares_rewards
+        self._in_a_row: Counter[str] = Counter()
+        self._given: set[str] = set()
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Look at the metrics of a step."""
+        found = self._found(metrics)
+        self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name in found})
+        for name, text in found.items():
+            if self._in_a_row[name] >= STEPS and name not in self._given:
+                self._given.add(name)
+                self._note(f"warning: {text}")
+
+    def _found(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """What is wrong with this step, by name."""
+        found = {}
+        lag = metrics.get("perf/event_loop_lag_max_s", 0.0)
+        if lag > LAG_S:
+            found["lag"] = (
+                f"something blocks the event loop of the rollouts, for {lag:.1f} s in this step: make an async function that "
+                "computes or waits without await a plain one, or set rollout_workers"
+            )
+        if self._compares_rewards and metrics.get("rollout/reward_std") == 0:
+            found["rewards"] = (
+                f"every reward of the last {STEPS} steps is {metrics['rollout/reward_mean']:.4g}: nothing is learned from it; "
+                "the examples are too easy or too hard for this model, or the rubric tells nothing apart"
+            )
+        truncated = sum(share for name, share in metrics.items() if name.startswith("rollout/status/truncated"))
+        if truncated > 0.999:
+            found["truncated"] = (
+                f"every rollout of the last {STEPS} steps was cut off, at {metrics['rollout/completion_tokens_mean']:.0f} "
+                "tokens on average: raise the task's sampling.max_tokens, env.max_rollout_tokens or env.max_turns"
+            )
+        for name in ("gibberish", "repetition"):
+            share = metrics.get(f"filter/post/{name}", 0) / max(metrics.get("rollout/count", 0), 1)
+            if share > BROKEN:
+                found[name] = (
+                    f"the filter {name} matches {share:.0%} of the rollouts: read some of these (rl-report, or observability."
+                    "rollouts); if they are no broken text, --post-batch-filters zero_advantage leaves it out"
+                )
+        busy = [share for name, share in metrics.items() if name.startswith("perf/generator") and name.endswith("/busy")]
+        waiting = metrics.get("time/wait_s", 0.0) / max(metrics.get("time/step_s", 0.0), 1e-9)
+        if busy and max(busy) < IDLE and waiting > WAITING:
+            found["idle"] = (
+                f"the trainer waits for {waiting:.0%} of the step, and the generators work for {max(busy):.0%} of it: the envs "
+                "or reward functions are slow, see env_s of the recorded rollouts, or take a profile (--profile-steps)"
+            )
+        return found

@@ -1,0 +1,1 @@
+"""Serves pages about runs, from their folders: ``python -m torchtitan.experiments.rl.report RUN...``."""

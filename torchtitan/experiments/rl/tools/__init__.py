@@ -1,1 +1,0 @@
-"""Tools around runs: evaluation, play and the report. The commands that start them are at the root."""

@@ -1,1 +1,0 @@
-"""Pages about runs, made from their folders."""
