@@ -23,7 +23,6 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from torchtitan.experiments.rl.report.index import INDEX_FILE  # noqa: E402
 from torchtitan.experiments.rl.rollouts.record_file import (  # noqa: E402
     LEDGER_FILE,
     METRICS_FILE,
@@ -40,6 +39,7 @@ from torchtitan.experiments.rl.rollouts.types import (  # noqa: E402
     RolloutStatus,
     RolloutTurn,
 )
+from torchtitan.experiments.rl.tools.report.index import INDEX_FILE  # noqa: E402
 
 GROUP = 8
 TASK = "words"

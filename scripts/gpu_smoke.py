@@ -40,7 +40,7 @@ import torch.nn.functional as F  # noqa: E402
 
 from benchmarks.trainer_step import made_samples  # noqa: E402
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
-from torchtitan.experiments.rl.config.memory import ModelSizes, trainer_memory  # noqa: E402
+from torchtitan.experiments.rl.config.plan import ModelSizes, trainer_memory  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, parameter_count, policy_spec  # noqa: E402

@@ -35,9 +35,8 @@ from torchtitan.models.common.attention import FlexAttention
 
 from tests.unit.loss_batches import batch_of
 from torchtitan.experiments.rl import config_registry
-from torchtitan.experiments.rl.config.balance import FLOPS
 from torchtitan.experiments.rl.config.checks import needed_gpus, plan_run
-from torchtitan.experiments.rl.config.plan import GIB, RunPlan
+from torchtitan.experiments.rl.config.plan import FLOPS, GIB, RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.models import logprob_decoder
 from torchtitan.experiments.rl.models.policy import policy_spec

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.config.memory import ModelSizes
+from torchtitan.experiments.rl.config.plan import ModelSizes
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.models.checkpoint import hub_shapes
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec

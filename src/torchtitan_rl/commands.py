@@ -20,12 +20,12 @@ def train() -> int:
 
 def evaluate() -> int:
     """``rl-evaluate``: as ``python -m torchtitan.experiments.rl.evaluate``."""
-    return _run("evaluate.command")
+    return _run("evaluate")
 
 
 def report() -> int:
     """``rl-report``: as ``python -m torchtitan.experiments.rl.report``."""
-    return _run("report.command")
+    return _run("report")
 
 
 def export() -> int:
@@ -35,7 +35,7 @@ def export() -> int:
 
 def play() -> int:
     """``rl-play``: as ``python -m torchtitan.experiments.rl.play``."""
-    return _run("play.command")
+    return _run("play")
 
 
 def _run(module: str) -> int:

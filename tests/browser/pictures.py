@@ -20,8 +20,8 @@ from typing import Any
 import uvicorn
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from torchtitan.experiments.rl.report.app import report_app
-from torchtitan.experiments.rl.report.run import ReportedRun
+from torchtitan.experiments.rl.tools.report.app import report_app
+from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("overview", "ledger", "rollouts", "evaluations", "timeline", "runs")

@@ -10,8 +10,8 @@ from playwright.sync_api import Browser, expect
 
 from tests.browser.pictures import PAGES, chromium, opened, served
 from tests.unit.report_runs import record, record_evaluation, rollout, small_run, write_metrics
-from torchtitan.experiments.rl.report.export import exported
-from torchtitan.experiments.rl.report.run import ReportedRun
+from torchtitan.experiments.rl.tools.report.app import exported
+from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 PATIENCE_MS = 60_000
 expect.set_options(timeout=PATIENCE_MS)

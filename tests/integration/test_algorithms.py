@@ -20,7 +20,7 @@ import pytest
 from tests.integration.processes import process_stat
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, TINY_TEACHER
 from torchtitan.experiments.rl.observability.metrics import read_metrics
-from torchtitan.experiments.rl.play.command import main as play
+from torchtitan.experiments.rl.play import main as play
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ import pytest
 
 from tests.integration.command_runs import Run, assert_ledger_balances
 from torchtitan.experiments.rl.observability.metrics import without_timing
-from torchtitan.experiments.rl.report.index import RunIndex
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
+from torchtitan.experiments.rl.tools.report.index import RunIndex
 
 
 def same_but_for_the_clock(left: Run, right: Run) -> None:

@@ -23,7 +23,6 @@ from torchtitan.config import Configurable
 
 import torchtitan.experiments.rl as library
 from torchtitan.experiments.rl.bounds import _own_annotations, check_fields, declared, field_annotations
-from torchtitan.experiments.rl.config.changes import rule
 from torchtitan.experiments.rl.config.checks import TORCHTITAN_FIELDS, check, checked_plan
 from torchtitan.experiments.rl.config.command_line import (
     DEFAULT_MODULE,
@@ -32,7 +31,7 @@ from torchtitan.experiments.rl.config.command_line import (
     load_config,
     parse_command,
 )
-from torchtitan.experiments.rl.config.resolved import resolved_config
+from torchtitan.experiments.rl.config.resume import resolved_config, rule
 from torchtitan.experiments.rl.data.made import MadeDataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.grpo import main

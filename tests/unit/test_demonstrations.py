@@ -10,8 +10,7 @@ from tests.unit.test_rollout_loop import Loop, StubTask
 from torchtitan.experiments.rl.algorithms import GRPO, StaticSFT
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.checks import check
-from torchtitan.experiments.rl.config.preflight import try_tasks
-from torchtitan.experiments.rl.config.trial_build import build_tasks
+from torchtitan.experiments.rl.config.trial import build_tasks, try_tasks
 from torchtitan.experiments.rl.config_registry import rl_demonstrations_qwen3_debug
 from torchtitan.experiments.rl.controller.step_metrics import _ages, _demonstration_metrics, _rollout_metrics
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig

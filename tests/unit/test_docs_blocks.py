@@ -15,7 +15,7 @@ import pytest
 
 from scripts import gpu_smoke
 from torchtitan.experiments.rl import export, script
-from torchtitan.experiments.rl.config import trial_build
+from torchtitan.experiments.rl.config import trial
 from torchtitan.experiments.rl.config.checks import check
 from torchtitan.experiments.rl.config.command_line import _option_paths, load_config, parse_command
 from torchtitan.experiments.rl.config_registry import rl_math_qwen3, rl_questions_qwen3_debug
@@ -158,7 +158,7 @@ def test_the_demonstrations_shown_are_a_task_that_is_checked(shown_files):
     message = {"role": "user", "content": "6 * 7?"}, {"role": "assistant", "content": "42"}
     Path("chats.jsonl").write_text(json.dumps({"messages": message}) + "\n")
     check(config)
-    trial_build.build_tasks(config)
+    trial.build_tasks(config)
     assert list(config.tasks) == ["chats"]
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.config.engine_fit import check_cores, check_engine_fits
+from torchtitan.experiments.rl.config.checks import check_cores, check_engine_fits
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.models.hub import HubConfig

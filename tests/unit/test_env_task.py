@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
-from torchtitan.experiments.rl.config.resolved import resolved_config
+from torchtitan.experiments.rl.config.resume import resolved_config
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.tasks import EnvTask, MessageEnv, ResetOutput, StepOutput, env_task
 

@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from torchtitan.experiments.rl.config.placement import Place, Placement
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.evaluate.command import parse_options
-from torchtitan.experiments.rl.evaluate.figures import (
+from torchtitan.experiments.rl.evaluate import parse_options
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
+from torchtitan.experiments.rl.tools.evaluate import (
     Example,
+    _without_trainer,
+    evaluated_config,
     example_of,
     interval,
     paired,
@@ -21,8 +24,6 @@ from torchtitan.experiments.rl.evaluate.figures import (
     student,
     task_figures,
 )
-from torchtitan.experiments.rl.evaluate.measure import _without_trainer, evaluated_config
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 
 
 def example(number: int, *rewards: float, attempts: int = 0, **facts) -> Example:

@@ -8,9 +8,9 @@ from transformers import AutoTokenizer
 
 from tests.unit.waiting import until
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_grpo_qwen3_debug
-from torchtitan.experiments.rl.evaluate.measure import Evaluation, checked_plan, evaluated_config
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, read_rollouts
+from torchtitan.experiments.rl.tools.evaluate import Evaluation, checked_plan, evaluated_config
 
 
 class Adder:

@@ -5,7 +5,7 @@ import pytest
 from tests import fake_step
 from tests.fake_step import plan_of, traced
 from torchtitan.experiments.rl.config import checks
-from torchtitan.experiments.rl.config.balance import FLOPS
+from torchtitan.experiments.rl.config.plan import FLOPS
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_0_6b, rl_grpo_qwen3_8b, rl_grpo_qwen3_14b
 from torchtitan.experiments.rl.models.policy import policy_spec
 

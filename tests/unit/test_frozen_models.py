@@ -10,7 +10,7 @@ from torchtitan.experiments.rl.algorithms import OPD, SFT
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.config.checks import check, needed_gpus, plan_run
 from torchtitan.experiments.rl.config.placement import Place, plan_placement
-from torchtitan.experiments.rl.config.resolved import resolved_config
+from torchtitan.experiments.rl.config.resume import resolved_config
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy, find_references, hosted_models

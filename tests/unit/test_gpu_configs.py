@@ -16,7 +16,7 @@ from torchtitan.models.common.attention import FlexAttention
 from tests.fake_gpu import CAPABILITIES, fake_gpus
 from tests.stub_models import stub_model
 from torchtitan.experiments.rl import config_registry, grpo
-from torchtitan.experiments.rl.config import machine, preflight
+from torchtitan.experiments.rl.config import machine, trial
 from torchtitan.experiments.rl.config.checks import needed_gpus
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
 from torchtitan.experiments.rl.config_registry import HUB_FOLDER
@@ -73,7 +73,7 @@ def started(models, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(machine, "PROBE_BYTES", 2**10)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**50, total=2**51))
-    monkeypatch.setattr(preflight, "try_tasks", lambda config, tasks: {})  # tests of the tasks have it
+    monkeypatch.setattr(trial, "try_tasks", lambda config, tasks: {})  # tests of the tasks have it
     plans, numbers = [], itertools.count()
     monkeypatch.setattr(grpo, "_run", lambda config, start, name: plans.append(start.plan) or 0)
     monkeypatch.setattr(grpo, "_submit", lambda config, start: plans.append(start.plan) or 0)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.checks import check, plan_run
 from torchtitan.experiments.rl.config.placement import Place, plan_placement
-from torchtitan.experiments.rl.config.provision import ProvisionConfig
+from torchtitan.experiments.rl.config.run_config import ProvisionConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.hosts.jobs import ProcessJob
 

@@ -3,9 +3,9 @@
 import pytest
 from huggingface_hub import constants
 
-from torchtitan.experiments.rl.config import hub_model
+from torchtitan.experiments.rl.config import hub
 from torchtitan.experiments.rl.config.command_line import parse_command
-from torchtitan.experiments.rl.config.hub_model import model_folder
+from torchtitan.experiments.rl.config.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
 
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]
@@ -13,7 +13,7 @@ DEBUG = ["--config", "rl_grpo_qwen3_debug"]
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    monkeypatch.setattr(hub_model, "hub_fault", lambda: "no hub answers at https://hub")
+    monkeypatch.setattr(hub, "hub_fault", lambda: "no hub answers at https://hub")
 
 
 def test_a_folder_is_taken_as_it_is(command, tokenizer_path, monkeypatch):
@@ -42,7 +42,7 @@ def test_a_model_of_the_hub_is_downloaded_and_its_folder_overrides_the_configs(c
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert model_folder("Some/Model") == str(tokenizer_path)  # downloaded before: nobody is asked
-    monkeypatch.setattr(hub_model, "hub_fault", lambda: None)
+    monkeypatch.setattr(hub, "hub_fault", lambda: None)
     code, out, err = command(*DEBUG, "--model", "Some/Model", "--dry-run")
     assert code == 0 and f"weights        {tokenizer_path}\n" in out
     assert err == "model       Some/Model: looking it up in the hub, and downloading what is not here yet\n"
@@ -54,7 +54,7 @@ def test_a_download_that_fails_is_one_line(monkeypatch):
         raise OSError("404 Client\nError")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr(hub_model, "hub_fault", lambda: None)
+    monkeypatch.setattr(hub, "hub_fault", lambda: None)
     with pytest.raises(ConfigError, match="--model = 'Some/Model': can't be downloaded: OSError: 404 Client Error"):
         model_folder("Some/Model")
 

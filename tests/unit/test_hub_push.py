@@ -6,7 +6,7 @@ from huggingface_hub import HfApi
 from tests.unit.command_line import assert_one_line
 from torchtitan.experiments.rl import export, grpo
 from torchtitan.experiments.rl.compat import huggingface_hub as hub
-from torchtitan.experiments.rl.config import hub_push
+from torchtitan.experiments.rl.config import hub as config_hub
 
 DEBUG = ["--config", "rl_grpo_qwen3_debug"]
 
@@ -63,9 +63,9 @@ def test_an_upload_that_fails_leaves_the_folder_and_says_how_to_try_again(tmp_pa
     def fail(folder, name):
         raise ConnectionError("the network\nis gone")
 
-    monkeypatch.setattr(hub_push, "push_folder", fail)
+    monkeypatch.setattr(config_hub, "push_folder", fail)
     (tmp_path / "my policy").mkdir()
-    assert not hub_push.push(tmp_path / "my policy", "me/mine")
+    assert not config_hub.push(tmp_path / "my policy", "me/mine")
     err = capsys.readouterr().err
     assert_one_line(
         err, "me/mine was not pushed (ConnectionError: the network", f"again: hf upload me/mine '{tmp_path}/my policy'"

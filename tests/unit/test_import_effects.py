@@ -114,13 +114,13 @@ def test_the_report_serves_every_page_without_torch(tmp_path):
     """Its import takes seconds and hundreds of megabytes; a record is arrays and texts."""
     folder = small_run(tmp_path / "run")
     code = """import sys
-from torchtitan.experiments.rl.report.command import main
+from torchtitan.experiments.rl.report import main
 try:
     main(["--help"])
 except SystemExit:
     pass
 assert main([sys.argv[1], "--export", sys.argv[1] + "/run.html"]) == 0  # pages, rollouts and tokens
-import torchtitan.experiments.rl.report.app
+import torchtitan.experiments.rl.tools.report.app
 print([name for name in ("torch", "transformers", "renderers", "monarch", "torchtitan.config") if name in sys.modules])"""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code, str(folder)], env=env, capture_output=True, text=True, timeout=60)

@@ -11,12 +11,10 @@ from tests.fake_gpu import fake_gpus
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD
 from torchtitan.experiments.rl.config import machine
-from torchtitan.experiments.rl.config.balance import BANDWIDTH, FLOPS
 from torchtitan.experiments.rl.config.checks import check, needed_gpus, plan_run, split_of
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
-from torchtitan.experiments.rl.config.memory import shared_weights
 from torchtitan.experiments.rl.config.placement import Place
-from torchtitan.experiments.rl.config.plan import GIB, RunPlan
+from torchtitan.experiments.rl.config.plan import BANDWIDTH, FLOPS, GIB, RunPlan, shared_weights
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel
@@ -116,7 +114,7 @@ def test_the_page_on_clusters_lists_each_config_as_it_is_planned():
         ranks = f"{plan.trainer_ranks}{f' in {tensor}s' if tensor > 1 else ''}"
         generators = f"{plan.generator_replicas}{f' of {engine}' if engine > 1 else ''}"
         line = "generators = shared" if plan.balance is None else plan.balance.line()
-        costs = line.partition("generators = ")[2].removesuffix(" (config/balance.py)")
+        costs = line.partition("generators = ")[2].removesuffix(" (config/plan.py)")
         assert row == f"{gpus}{size} | {ranks} | {generators} | {costs}"
 
 

@@ -13,11 +13,11 @@ import pytest
 from tests.scripted_engine import ScriptedEngineConfig, counting_table, save_table
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_guess_number_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.play.command import main
-from torchtitan.experiments.rl.play.session import Left, LocalModel, Player, interruptible
+from torchtitan.experiments.rl.play import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.tools.play import Left, LocalModel, Player, interruptible
 
 
 def player_of(lines, **options):
@@ -38,8 +38,8 @@ def no_model():
 
 async def answered(player, *, stop: int, max_tokens: int = 9):
     """One turn of rollout 0, prompted with the text "Say it."."""
-    prompt = np.array(player.policy.tokenizer.encode("Say it."), np.int32)
-    talk = player.policy.session(rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[stop])
+    prompt = np.array(player.tokenizer.encode("Say it."), np.int32)
+    talk = player.session(rollout_id="g/0", seed=1, sampling=SamplingConfig(temperature=0.0), stop_token_ids=[stop])
     try:
         return await talk.generate(prompt, max_tokens=max_tokens)
     finally:
@@ -61,7 +61,7 @@ async def answered(player, *, stop: int, max_tokens: int = 9):
 )
 def test_what_is_entered_becomes_the_answer(lines, answer):
     player = player_of(lines)
-    player.policy.prompts.append("Say it.")
+    player.prompts.append("Say it.")
     assert player.reply(0, 0) == answer and player.replies == {0: [answer]}
 
 
@@ -73,7 +73,7 @@ async def test_a_models_answer_keeps_the_tokens_it_sampled(capsys):
             return self
 
         async def generate(self, prompt_token_ids, *, max_tokens):
-            ids = [player.policy.tokenizer.encode(text)[0] for text in ("4", "\x1b", "2")]
+            ids = [player.tokenizer.encode(text)[0] for text in ("4", "\x1b", "2")]
             zeros = np.zeros(4, np.float32)
             return Completion(
                 token_ids=np.array([*ids, 761], np.int32),
@@ -95,7 +95,7 @@ async def test_a_models_answer_keeps_the_tokens_it_sampled(capsys):
 async def test_a_model_that_cannot_answer_leaves_the_turn_to_the_person(capsys):
     player = player_of(["/model", "/model", "7"])
     completion = await answered(player, stop=761)
-    assert player.policy.tokenizer.decode(completion.token_ids[:-1]) == "7" and player.replies == {0: ["7"]}
+    assert player.tokenizer.decode(completion.token_ids[:-1]) == "7" and player.replies == {0: ["7"]}
     shown = capsys.readouterr().out
     assert shown.count("error: --model = 'm': is not here\n") == 2 and shown.count("Say it.") == 1
 
@@ -150,7 +150,7 @@ async def test_an_engine_that_failed_is_closed_before_another_is_started_or_at_t
 
 async def test_the_person_is_the_judge_too_and_sees_the_question(capsys):
     player = player_of(["/model", "yes"])
-    reply = await player.policy.chat([{"role": "user", "content": "Is\x1b it right?"}], seed=0, sampling=SamplingConfig())
+    reply = await player.chat([{"role": "user", "content": "Is\x1b it right?"}], seed=0, sampling=SamplingConfig())
     assert reply.message["content"] == "yes"
     shown = capsys.readouterr().out
     assert "a judge is asked, user ──\nIs\\x1b it right?" in shown and "Only a turn can be the model's" in shown
@@ -159,7 +159,7 @@ async def test_the_person_is_the_judge_too_and_sees_the_question(capsys):
 @pytest.mark.parametrize("lines", [[], ["/quit"], ["<<<", "half"]])
 def test_a_session_that_is_left_answers_nothing_more(lines):
     player = player_of(lines)
-    player.policy.prompts.append("Say it.")
+    player.prompts.append("Say it.")
     for rollout in (0, 1):
         with pytest.raises(Left):
             player.reply(rollout, 0)
@@ -168,7 +168,7 @@ def test_a_session_that_is_left_answers_nothing_more(lines):
 
 def test_an_empty_line_and_an_unknown_command_are_asked_again(capsys):
     player = player_of(["", "/what now", "7"])
-    player.policy.prompts.append("Say it.")
+    player.prompts.append("Say it.")
     assert player.reply(0, 0) == "7"
     shown = capsys.readouterr().out
     assert "Nothing was entered. An empty answer is an empty line between <<< and >>>." in shown
@@ -196,7 +196,7 @@ def test_a_session_that_is_left_ends_well_and_says_so(tmp_path, capsys, monkeypa
 def test_only_what_is_new_of_a_prompt_is_shown_and_nothing_acts_on_the_terminal(capsys):
     player = player_of([], scripted=["a", "b", "c"])
     for rollout, turn, prompt in ((0, 0, "one\x1b[31m"), (1, 0, "one"), (0, 1, "one\x1b[31m two")):
-        player.policy.prompts.append(prompt)
+        player.prompts.append(prompt)
         player.reply(rollout, turn)
     shown = capsys.readouterr().out
     assert (

@@ -13,8 +13,8 @@ import pytest
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO, MaxRL
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
-from torchtitan.experiments.rl.config.resolved import resolved_config
-from torchtitan.experiments.rl.config.trial_build import build_tasks
+from torchtitan.experiments.rl.config.resume import resolved_config
+from torchtitan.experiments.rl.config.trial import build_tasks
 from torchtitan.experiments.rl.config_registry import rl_questions_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.grpo import main

@@ -7,11 +7,10 @@ import pytest
 from fastapi.testclient import TestClient
 
 from tests.unit.report_runs import record, rollout, small_run, write_ledger, write_metrics
-from torchtitan.experiments.rl.report.app import report_app
-from torchtitan.experiments.rl.report.index import RunIndex
-from torchtitan.experiments.rl.report.index_file import INDEX_FILE, TABLES
-from torchtitan.experiments.rl.report.run import ReportedRun
 from torchtitan.experiments.rl.rollouts.record_file import RecordFile, compress
+from torchtitan.experiments.rl.tools.report.app import report_app
+from torchtitan.experiments.rl.tools.report.index import INDEX_FILE, TABLES, RunIndex
+from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 GARBAGE = [b"", b"7", b"null", b"[]", b"{}", b"\xff\xfe", b'{"step": "x"}', b"[" * 100_000, b'{"step": 1e99}', b"x" * 2**20]
 

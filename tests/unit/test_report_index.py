@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 
 from tests.unit.report_runs import record, rollout, small_run, write_ledger, write_metrics
-from torchtitan.experiments.rl.report.index import INDEX_FILE, RunIndex
+from torchtitan.experiments.rl.tools.report.index import INDEX_FILE, RunIndex
 
 
 def ids(index: RunIndex) -> list[str]:

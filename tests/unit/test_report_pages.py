@@ -17,11 +17,9 @@ from fastapi.testclient import TestClient
 
 from tests.unit.report_runs import record, rollout, small_run, write_metrics
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.report.app import report_app
-from torchtitan.experiments.rl.report.command import main
-from torchtitan.experiments.rl.report.export import exported
-from torchtitan.experiments.rl.report.files import SERVED, STATIC
-from torchtitan.experiments.rl.report.run import ReportedRun, is_locked
+from torchtitan.experiments.rl.report import main
+from torchtitan.experiments.rl.tools.report.app import SERVED, STATIC, exported, report_app
+from torchtitan.experiments.rl.tools.report.run import ReportedRun, is_locked
 
 HOSTILE = "<script>alert(1)</script></textarea>\x1b[31m\x1b]0;title\x07\u202e\udfff"
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.unit.report_runs import small_run, write_metrics
-from torchtitan.experiments.rl.report.run import ReportedRun
-from torchtitan.experiments.rl.report.timeline import LOG_BYTES, MOST_CHARACTERS, timeline
+from torchtitan.experiments.rl.tools.report.pages import LOG_BYTES, MOST_CHARACTERS, timeline
+from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 OURS = "torchtitan.experiments.rl.controller."
 

@@ -14,14 +14,20 @@ import pytest
 
 from tests.unit.command_line import assert_one_line
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
-from torchtitan.experiments.rl.config.changes import Change, check_changes, compare, rule
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, load_config, parse_command
-from torchtitan.experiments.rl.config.hub_model import model_folder
-from torchtitan.experiments.rl.config.resolved import resolved_config
-from torchtitan.experiments.rl.config.resume import _located, files_of_models
-from torchtitan.experiments.rl.config.saved_command import SavedCommand, lock_run_folder, save_command
+from torchtitan.experiments.rl.config.hub import model_folder
+from torchtitan.experiments.rl.config.resume import (
+    Change,
+    _located,
+    check_changes,
+    compare,
+    files_of_models,
+    resolved_config,
+    rule,
+)
+from torchtitan.experiments.rl.config.run_folder import SavedCommand, lock_run_folder, save_command
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.evaluate.command import parse_options
+from torchtitan.experiments.rl.evaluate import parse_options
 from torchtitan.experiments.rl.process import temporary
 
 NAME = "rl_grpo_qwen3_debug"
@@ -260,7 +266,7 @@ def test_a_run_that_runs_is_not_resumed(refused, tmp_path):
 def test_a_lock_ends_with_its_process(tmp_path):
     code = (
         "import sys; from pathlib import Path\n"
-        "from torchtitan.experiments.rl.config.saved_command import lock_run_folder\n"
+        "from torchtitan.experiments.rl.config.run_folder import lock_run_folder\n"
         "lock = lock_run_folder(Path(sys.argv[1]), field='x'); print('locked', flush=True); input()"
     )
     command = [sys.executable, "-c", code, str(tmp_path)]

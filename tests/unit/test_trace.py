@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 
-from torchtitan.experiments.rl.config.profiled_steps import profiled_steps
+from torchtitan.experiments.rl.config.checks import profiled_steps
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.trace_file import trace_events, write_trace
 from torchtitan.experiments.rl.process import trace

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
-from torchtitan.experiments.rl.config.hub_push import push
+from torchtitan.experiments.rl.config.hub import push
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
@@ -63,7 +63,7 @@ def _export(given: str, target: Path, *, model: str | None) -> Path:
     """Returns the checkpoint's folder."""
     from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER
     from torchtitan.experiments.rl.config.resume import find_checkpoint
-    from torchtitan.experiments.rl.config.saved_command import read_config
+    from torchtitan.experiments.rl.config.run_folder import read_config
     from torchtitan.experiments.rl.models.policy import ModelConfig
     from torchtitan.experiments.rl.training.hub_export import export_checkpoint
 

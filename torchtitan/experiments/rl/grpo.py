@@ -12,8 +12,7 @@ from typing import Any
 from torchtitan.experiments.rl.checkpointing.folder import policies
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
 from torchtitan.experiments.rl.config.command_line import Command, config_functions, config_groups, load_config, parse_command
-from torchtitan.experiments.rl.config.user_faults import fault_of
-from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, fault_of
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.garbage import collect_again, hold_collection, keep_imported
@@ -40,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         if command.list_configs:
             return _list(command.module)
         if command.model is not None:
-            from torchtitan.experiments.rl.config.hub_model import model_folder
+            from torchtitan.experiments.rl.config.hub import model_folder
 
             path = ["--model.hf-assets-path", model_folder(command.model)]
             command.overrides = ["--model.flavor", "None", *command.overrides, *path]  # the config's flavor is another model's
@@ -138,7 +137,8 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
     Returns:
         None: the resumed run has nothing left to do.
     """
-    from torchtitan.experiments.rl.config import checks, preflight, trial_build
+    from torchtitan.experiments.rl.config import checks, trial
+    from torchtitan.experiments.rl.config.checks import check_teachers
     from torchtitan.experiments.rl.config.machine import (
         checkpoint_seconds,
         fit_rows,
@@ -150,15 +150,19 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         raise_descriptor_limit,
     )
     from torchtitan.experiments.rl.config.resume import Start, files_of_models, find_initial
-    from torchtitan.experiments.rl.config.run_folder import check_run_folder, make_run_folder
-    from torchtitan.experiments.rl.config.saved_command import SavedCommand, lock_run_folder, save_command
-    from torchtitan.experiments.rl.config.shown_tasks import learning_rate_warning, shown_tasks
-    from torchtitan.experiments.rl.config.teachers import check_teachers
+    from torchtitan.experiments.rl.config.run_folder import (
+        SavedCommand,
+        check_run_folder,
+        lock_run_folder,
+        make_run_folder,
+        save_command,
+    )
+    from torchtitan.experiments.rl.config.trial import learning_rate_warning, shown_tasks
     from torchtitan.experiments.rl.envs.renderer import AUTO, DEFAULT, renderer_name
 
     notes: list[MissingError] = []
     checks.check(config)  # first: only a checked config surely has a model to look for
-    trial_build.build_parts(config)
+    trial.build_parts(config)
     try:
         checks.check_model_folder(config.model)
     except MissingError as error:
@@ -179,7 +183,7 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
     lacking = checks.missing(config)
     if lacking and not command.dry_run:
         raise next(iter(lacking.values()))
-    tasks = trial_build.build_tasks(config, left_out=lacking) if not notes else {}
+    tasks = trial.build_tasks(config, left_out=lacking) if not notes else {}
     if not notes:
         check_teachers(config, ask_servers=not command.dry_run)
     raise_descriptor_limit()
@@ -199,7 +203,7 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         raise here[0]
     takes_s = checkpoint_seconds(plan, folder)
     grace_s = max(config.checkpoint.grace_s, config.provision.job.seconds_left())
-    tried = preflight.try_tasks(config, tasks)
+    tried = trial.try_tasks(config, tasks)
     name, lines = str(command.config_name), []
     start = Start()
     if resumed is not None:
@@ -249,7 +253,7 @@ def _check(config: Any, command: Command, resumed: Any) -> Any:
         field = "provision.job.stop_before_s" if config.provision.job.name == "slurm" else "checkpoint.grace_s"
         write_line(sys.stderr, f"warning: {warned}{field}, or what follows the last checkpoint is lost then")
     warnings = [learning_rate_warning(config, plan.parameters), *(task.examples_warning for task in tasks.values())]
-    for warning in [*warnings, *(trial.warning for trial in tried.values())]:
+    for warning in [*warnings, *(seen.warning for seen in tried.values())]:
         if warning is not None:
             write_line(sys.stderr, f"warning: {printable_line(warning)}")
     return start
@@ -270,13 +274,13 @@ def _submit(config: Any, start: Any) -> int:
 
 def _push(run_dir: Path, name: str) -> int:
     """Upload the policy of a run that is done."""
-    from torchtitan.experiments.rl.config.hub_push import push
+    from torchtitan.experiments.rl.config.hub import push
 
     return 0 if push(policies(run_dir)[-1], name) else 1
 
 
 def _run(config: Any, start: Any, config_name: str) -> int:
-    from torchtitan.experiments.rl.operations.session import run_to_end
+    from torchtitan.experiments.rl.controller.session import run_to_end
 
     temporary = TemporaryFolder()
     hold_sockets(temporary.path)

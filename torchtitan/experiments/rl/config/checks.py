@@ -4,23 +4,36 @@ import dataclasses
 import functools
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
+from transformers import AutoTokenizer
+
 from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.experiments.rl.algorithms import Algorithm
 from torchtitan.experiments.rl.bounds import FieldTypes, NonNegativeInt, PositiveInt, Share, check_fields
 from torchtitan.experiments.rl.compat.torchtitan import built_class
-from torchtitan.experiments.rl.config.balance import Balance, balance
-from torchtitan.experiments.rl.config.engine_fit import check_cores, check_engine_fits
-from torchtitan.experiments.rl.config.loss_checks import check_loss
-from torchtitan.experiments.rl.config.memory import ModelSizes, SharedGpu, TrainerMemory, shared_weights, trainer_memory
-from torchtitan.experiments.rl.config.plan import GIB, RunPlan, checkpoint_gib
-from torchtitan.experiments.rl.config.profiled_steps import profiled_steps
+from torchtitan.experiments.rl.config.placement import place
+from torchtitan.experiments.rl.config.plan import (
+    GIB,
+    Balance,
+    ModelSizes,
+    RunPlan,
+    SharedGpu,
+    TrainerMemory,
+    balance,
+    checkpoint_gib,
+    shared_weights,
+    trainer_memory,
+)
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.config.run_placement import place
-from torchtitan.experiments.rl.config.user_faults import user_code
-from torchtitan.experiments.rl.errors import ConfigError, MissingError
-from torchtitan.experiments.rl.generation.references import HostedModel, find_references, hosted_models
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
+from torchtitan.experiments.rl.generation.engine import EngineConfig
+from torchtitan.experiments.rl.generation.judge import Judge
+from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, find_references, hosted_models
+from torchtitan.experiments.rl.generation.served import PROBE, check_served_tokenizer
+from torchtitan.experiments.rl.losses import check_corrections
 from torchtitan.experiments.rl.models.checkpoint import check_weights, hub_shapes
 from torchtitan.experiments.rl.models.families import FAMILIES
 from torchtitan.experiments.rl.models.hub import HubConfig, has_config
@@ -33,6 +46,7 @@ from torchtitan.experiments.rl.models.policy import (
     policy_spec,
 )
 from torchtitan.experiments.rl.models.row_shapes import RowShapes
+from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.protocols.model_spec import ModelSpec
 
 TORCHTITAN_FIELDS: FieldTypes = {
@@ -426,3 +440,166 @@ def _balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
         tensor_parallel=engine.tensor_parallel_degree,
         sequences_at_once=getattr(engine, "max_num_seqs", rollouts),
     )
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""What families call the longest sequence in config.json."""
+_VOCABULARY_BLOCK = 64
+"""Engines fill the vocabulary up to a multiple of it before they split it."""
+
+
+def check_engine_fits(engine: EngineConfig, hub: HubConfig, *, field: str, positions: int | None = None) -> None:
+    """
+    Args:
+        field: config field of ``engine``.
+        positions: longest sequence of the model, where more is known than config.json says.
+
+    Raises:
+        ConfigError: the engine's ``max_model_len`` or ``tensor_parallel_degree``, which the model can't have.
+    """
+    if positions is None:
+        positions = next((value for name in _POSITIONS if (value := _size(hub, name))), None)
+    if positions is not None and engine.max_model_len > positions:
+        cure = f"the model has {positions} positions; choose at most that"
+        raise ConfigError(f"{field}.max_model_len", engine.max_model_len, cure)
+    degree = engine.tensor_parallel_degree
+    for what, count in _divided(hub, degree).items():
+        if count % degree:
+            cure = f"the model's {what} can't be divided by it; choose a degree that divides {count}"
+            raise ConfigError(f"{field}.tensor_parallel_degree", degree, cure)
+
+
+def check_cores(engine: EngineConfig, cores: int, *, field: str) -> None:
+    """
+    Args:
+        cores: of this host.
+
+    Raises:
+        ConfigError: the engine's ``tensor_parallel_degree``: processes that wait for each other on one core hardly go on.
+    """
+    if engine.tensor_parallel_degree > cores:
+        cure = f"each part needs a CPU core, and there are {cores} here; choose at most {cores}"
+        raise ConfigError(f"{field}.tensor_parallel_degree", engine.tensor_parallel_degree, cure)
+
+
+def _divided(hub: HubConfig, degree: int) -> dict[str, int]:
+    """What tensor parallelism divides, by its name; what config.json does not say is left out."""
+    heads = _size(hub, "num_attention_heads")
+    kv_heads = _size(hub, "num_key_value_heads")
+    vocabulary = _size(hub, "vocab_size")
+    sizes = {
+        f"{heads} attention heads": heads,
+        f"intermediate size of {_size(hub, 'intermediate_size')}": _size(hub, "intermediate_size"),
+    }
+    # Fewer key-value heads than parts are copied: each part then has one.
+    if kv_heads is not None and (kv_heads >= degree or degree % kv_heads):
+        sizes[f"{kv_heads} key-value heads"] = kv_heads
+    if vocabulary is not None:
+        filled = -(-vocabulary // _VOCABULARY_BLOCK) * _VOCABULARY_BLOCK
+        sizes[f"vocabulary of {vocabulary} (filled up to {filled})"] = filled
+    return {what: count for what, count in sizes.items() if count is not None}
+
+
+def _size(hub: HubConfig, name: str) -> int | None:
+    text: Any = hub.get("text_config", {})  # of a model that reads images too
+    for value in (hub.get(name), text.get(name) if isinstance(text, dict) else None):
+        if type(value) is int and value > 0:
+            return value
+    return None
+
+
+def check_loss(config: RunConfig) -> None:
+    """Refuse corrections that don't fit together, credit to be normalised over the step where nothing does it, and a filter
+    that takes part of such credit away.
+
+    Raises:
+        ConfigError: by field, value and cure.
+    """
+    loss = config.trainer.loss
+    with user_code("trainer.loss.corrections", len(loss.corrections), "a validate failed"):
+        check_corrections(loss.corrections, field="trainer.loss.corrections")
+    for name, task in config.tasks.items():
+        if getattr(task.algorithm, "reference", None) == "trainer" and config.trainer.reference is None:
+            cure = "the trainer has no reference: set trainer.reference = ReferenceConfig()"
+            raise ConfigError(f"tasks.{name}.algorithm.reference", "trainer", cure)
+        algorithm: type[Algorithm] = built_class(task.algorithm)
+        if not algorithm.batch_normalized:
+            continue
+        if not loss.normalize_advantages:
+            cure = f"{algorithm.__name__} of tasks.{name} gives credit that is normalised over the step: set it to True"
+            raise ConfigError("trainer.loss.normalize_advantages", False, cure)
+        for slot in ("pre_batch_filters", "post_batch_filters"):
+            for index, entry in enumerate(getattr(config, slot)):
+                if built_class(entry) is ZeroAdvantage and entry.mode == "enforce" and not algorithm.group_relative:
+                    cure = f"drops groups of reward 0, from which {algorithm.__name__} of tasks.{name} learns: leave it out"
+                    raise ConfigError(f"{slot}[{index}].mode", entry.mode, cure)
+
+
+def profiled_steps(value: str) -> range | None:
+    """The optimizer steps that "A:B" names, both included; None for "".
+
+    Raises:
+        ConfigError: it is no such pair.
+    """
+    if not value:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", value)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise ConfigError("profile_steps", value, "write the first and the last step to record, such as 3:5")
+    return range(int(found[1]), int(found[2]) + 1)
+
+
+TEXTS = (
+    PROBE,
+    "What is 19 + 9?",
+    "1234567890 3.14159 -2e-10 1,000,000 0x1F",
+    "def f(x):\n    return x  # twice\n\n\n\tx *= 2\n",
+    '{"name": "add", "arguments": {"a": [1, 2], "b": null}}',
+    "<think>\nno\n</think>\n\n<tool_call>",
+    "\\boxed{\\frac{1}{2}} $x^2 \\leq 4$",
+    "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich",
+    "いろはにほへと ちりぬるを 数学",
+    "Съешь же ещё этих мягких французских булок",
+    "👩‍👩‍👧 🇺🇳 é e\u0301 \u200b\u00a0",
+    "AAAAAAAA        aaaa\r\n\r\n...---!!!???",
+)
+"""What tokenizers divide differently."""
+
+
+def check_teachers(config: RunConfig, *, ask_servers: bool) -> None:
+    """Compare the tokenizer of every model that an algorithm names with the policy's. Judges are asked in messages: theirs may
+    be any. A folder that is not there is another check's.
+
+    Args:
+        ask_servers: a server that does not answer, or can't be asked for tokens, is passed over.
+
+    Raises:
+        ConfigError: naming the model's field, and what differs.
+    """
+    policy = config.model.hf_assets_path
+    for name, task in config.tasks.items():
+        for field, reference in find_references(task.algorithm, field=f"tasks.{name}.algorithm", beside=(Judge.Config,)):
+            cure = f"the policy's, in {policy}, differs, and they exchange token ids: name a model with the policy's tokenizer"
+            if isinstance(reference, FrozenModel) and ask_servers:
+                check_served_tokenizer(reference, f"{field}.base_url", policy, cure=cure)
+            elif isinstance(reference, HostedModel) and Path(reference.path).is_dir():
+                with user_code(f"{field}.path", reference.path, "its tokenizer can't be loaded"):
+                    theirs, ours = (
+                        AutoTokenizer.from_pretrained(path, local_files_only=True) for path in (reference.path, policy)
+                    )
+                if (found := difference(theirs, ours)) is not None:
+                    raise ConfigError(f"{field}.path", reference.path, f"its tokenizer {found}; {cure}")
+
+
+def difference(theirs: Any, ours: Any) -> str | None:
+    """What one tokenizer has and the other has not, in words; None: they are equal in vocabulary and on TEXTS."""
+    of_theirs, of_ours = theirs.get_vocab(), ours.get_vocab()
+    if len(of_theirs) != len(of_ours):
+        return f"has {len(of_theirs):,} tokens, and not {len(of_ours):,}"
+    for token, index in of_ours.items():
+        if of_theirs.get(token) != index:
+            return f"has no {token!r} with the id {index}"
+    for text in TEXTS:
+        if theirs.encode(text, add_special_tokens=False) != ours.encode(text, add_special_tokens=False):
+            return f"divides {text[:30]!r} into other tokens"
+    return None

@@ -17,8 +17,7 @@ from typing import Any
 import tyro
 
 from torchtitan.experiments.rl.compat.tyro import error_message
-from torchtitan.experiments.rl.config.user_faults import fault_of, user_code
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, fault_of, user_code
 
 DEFAULT_MODULE = "torchtitan.experiments.rl.config_registry"
 
@@ -188,7 +187,7 @@ def load_config(command: Command) -> Any:
         code = functions[name].__code__
         cure = f"the config function ({code.co_filename}:{code.co_firstlineno}) returned a {type(config).__name__}"
         raise ConfigError("--config", name, f"{cure}; return a RunConfig")
-    from torchtitan.experiments.rl.config.named_parts import take_named_parts
+    from torchtitan.experiments.rl.config.overrides import take_named_parts
 
     words = take_named_parts(config, overrides)
     config = _override(config, words) if words else config
@@ -227,7 +226,7 @@ def _import(name: str) -> ModuleType:
 
 def _override(config: Any, overrides: list[str]) -> Any:
     from torchtitan.experiments.rl.config.checks import TORCHTITAN_FIELDS
-    from torchtitan.experiments.rl.config.shown_bounds import registry_with_bounds
+    from torchtitan.experiments.rl.config.overrides import registry_with_bounds
 
     errors = io.StringIO()
     try:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, NamedTuple
 
-from torchtitan.experiments.rl.config.provision import ProvisionConfig
+from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.generation.references import HostedModel
+from torchtitan.experiments.rl.generation.references import HostedModel, hosted_models
 from torchtitan.experiments.rl.hosts.job import contiguous_shares
 from torchtitan.experiments.rl.process.gpus import sliced, visible_gpus
 from torchtitan.experiments.rl.process.numa import own_cores
@@ -268,3 +268,33 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([number, number])
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)
+
+
+def place(
+    config: RunConfig,
+    device: Literal["cpu", "cuda"],
+    *,
+    parameters: int,
+    hosts: Sequence[Sequence[int]] | None = None,
+    worker_cores: Sequence[Sequence[int]] | None = None,
+) -> Placement:
+    """
+    Args:
+        parameters, hosts, worker_cores: as ``plan_placement`` takes them. ``hosts`` None: this host alone.
+
+    Raises:
+        ConfigError: the hosts have too little.
+    """
+    return plan_placement(
+        device=device,
+        trainer_ranks=config.trainer.ranks,
+        trainer_tensor_parallel_degree=config.trainer.parallelism.tensor_parallel_degree,
+        replicas=config.generator.replicas,
+        tensor_parallel_degree=config.generator.engine.tensor_parallel_degree,
+        hosted=tuple(hosted_models(config.tasks).values()),
+        rollout_workers=config.rollout_workers,
+        hosts=hosts,
+        provision=config.provision,
+        worker_cores=worker_cores,
+        parameters=parameters,
+    )

@@ -1,19 +1,20 @@
 """The config of a run: which tasks, which model, how it trains, generates, validates and records."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal, TypeVar
 
+import torch
 from annotated_types import Ge, Le, MinLen
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.bounds import Cure, NonEmptyStr, NonNegativeInt, PositiveInt
+from torchtitan.experiments.rl.bounds import Cure, NonEmptyStr, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
-from torchtitan.experiments.rl.config.provision import ProvisionConfig
-from torchtitan.experiments.rl.config.supervision_config import SupervisionConfig
-from torchtitan.experiments.rl.config.user_code_limits import UserCodeLimits
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer import RendererConfig
+from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
+from torchtitan.experiments.rl.hosts.jobs import JobConfig, ThisHostJob
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.rollouts.filters import Filter
@@ -25,6 +26,116 @@ from torchtitan.experiments.rl.training.config import TrainerConfig
 
 MOST_GROUPS = 1_000_000
 """Of a step."""
+
+
+MOST_HOSTS = 256
+"""That a job which counts its hosts itself asks for."""
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True, slots=True)
+class ProvisionConfig:
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA where torch sees a GPU, or where the job's hosts have GPUs."""
+    job: JobConfig = field(default_factory=ThisHostJob)
+    """What gives the run its hosts. The command line names it: this_host, process, slurm, kubernetes."""
+    trainer_hosts: tuple[NonNegativeInt, ...] = ()
+    """Hosts of the trainer's ranks, counted from 0, the same number on each. Empty: the first, as few as hold them."""
+    generator_hosts: tuple[NonNegativeInt, ...] = ()
+    """Hosts of generators and hosted models. Empty: where devices are left."""
+    rollout_worker_hosts: tuple[NonNegativeInt, ...] = ()
+    """Hosts of the rollout workers, in turn. Empty: all."""
+    share_cores: bool | None = None
+    """CPU only. True: trainer and generators of a host have as many threads each as it has cores, so that none is idle while
+    the other side computes. False: half as many. None: True for models of at least 10 million parameters. Smaller ones do not
+    gain by more threads."""
+    share_gpus: bool = False
+    """Generators stand on the trainer's GPUs, from its first on, so that a run fits one GPU. Either both hold their memory all
+    the time, or the engines sleep while the trainer steps (``generator.engine.sleep``). On CPU it means ``share_cores``."""
+
+    def resolve(self) -> Literal["cpu", "cuda"]:
+        elsewhere = self.job.has_gpus
+        if self.device == "cuda" and elsewhere is False:
+            raise ConfigError("provision.device", "cuda", "the job's hosts have no GPUs (provision.job.gpus_per_host = 0)")
+        if elsewhere is not None:
+            return "cuda" if elsewhere and self.device != "cpu" else "cpu"
+        if self.device == "cuda" and torch.version.cuda is None:
+            cure = f"torch {torch.__version__} here is a build without CUDA; install requirements/gpu.txt, or use cpu or auto"
+            raise ConfigError("provision.device", "cuda", cure)
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("provision.device", "cuda", "torch sees no GPU here; use cpu or auto")
+        if self.device == "auto":
+            return "cuda" if torch.cuda.is_available() else "cpu"
+        return self.device
+
+    def validate(self) -> None:
+        """
+        Raises:
+            ConfigError: the job's own check, or a host named twice.
+        """
+        self.job.validate(field="provision.job")
+        for name in ("trainer_hosts", "generator_hosts"):
+            hosts = getattr(self, name)
+            if len(set(hosts)) < len(hosts):
+                raise ConfigError(f"provision.{name}", hosts, "names a host twice")
+        if self.job.host_count is not None:
+            self.check_hosts(self.job.host_count)
+
+    def check_hosts(self, hosts: int) -> None:
+        """
+        Raises:
+            ConfigError: a role is to stand on a host that the job has not.
+        """
+        for name in ("trainer_hosts", "generator_hosts", "rollout_worker_hosts"):
+            for host in getattr(self, name):
+                if host >= hosts:
+                    cure = f"the job has {hosts} host(s), counted from 0: name others, or raise provision.job.hosts"
+                    raise ConfigError(f"provision.{name}", getattr(self, name), cure)
+
+    def fitting(self, device: Literal["cpu", "cuda"], place: Callable[[list[list[int]] | None], T]) -> T:
+        """What ``place`` makes of the cores or GPUs of each host. A job that counts its hosts itself gets as few as fit.
+
+        Args:
+            place: None: those of this host. Raises ConfigError where the run does not fit.
+        """
+        if self.job.host_count is not None:
+            return place(self.job.devices(device, self.job.host_count))
+        for hosts in range(1, MOST_HOSTS + 1):
+            try:
+                return place(self.job.devices(device, hosts))
+            except ConfigError as error:
+                last = error
+        raise last
+
+
+@dataclass(kw_only=True, slots=True)
+class SupervisionConfig:
+    max_restarts: NonNegativeInt = 3
+    """How often a part may be made again within ``window_s`` seconds: a generator, a hosted model, a rollout worker. Its next
+    death ends the run."""
+    window_s: PositiveFloat = 3600.0
+    stall_s: Annotated[float, Ge(5)] = 120.0
+    """A process that does not answer for so many seconds, or is at one engine step or one microbatch for so long, is reported
+    and killed, and then made again like one that died."""
+    slow_work_s: Annotated[float, Ge(5)] = 1800.0
+    """The same for what may take long: a build, the first steps, which compile, a checkpoint, and user code that blocks the
+    event loop of a rollout worker."""
+
+
+@dataclass(kw_only=True, slots=True)
+class UserCodeLimits:
+    """A call that takes longer ends the run, with an error that names its owner. Rollouts have limits of their own: ``env`` of
+    each task."""
+
+    call_timeout_s: PositiveFloat = 60.0
+    """For each call of a sampler, a dataset, the task mix or a filter."""
+    setup_timeout_s: PositiveFloat = 1800.0
+    """For building a task with its dataset, and for its ``setup``."""
+    close_timeout_s: PositiveFloat = 10.0
+    """For the ``close`` of a task."""
+    preflight_timeout_s: NonNegativeFloat = 10.0
+    """For trying each task once before the run (config/trial.py). A task that takes longer is warned of; the run begins.
+    0: none is tried."""
 
 
 @dataclass(kw_only=True, slots=True)

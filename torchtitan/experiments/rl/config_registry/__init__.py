@@ -10,21 +10,23 @@ from torchtitan.experiments.rl.config_registry.debug import (
     TINY_TEACHER,
     rl_alphabet_sort_qwen3_debug,
     rl_calculator_qwen3_debug,
+    rl_demonstrations_qwen3_debug,
     rl_difficulty_pool_qwen3_debug,
     rl_echo_qwen3_debug,
     rl_grpo_qwen3_debug,
     rl_grpo_qwen3_debug_hosts,
     rl_guess_number_qwen3_debug,
+    rl_judge_qwen3_debug,
     rl_max_rl_qwen3_debug,
     rl_mixed_qwen3_debug,
     rl_opd_qwen3_debug,
+    rl_opsd_ema_qwen3_debug,
     rl_opsd_qwen3_debug,
     rl_questions_qwen3_debug,
+    rl_replay_qwen3_debug,
     rl_sft_qwen3_debug,
     rl_shuffled_cursor_qwen3_debug,
 )
-from torchtitan.experiments.rl.config_registry.experience import rl_demonstrations_qwen3_debug, rl_replay_qwen3_debug
-from torchtitan.experiments.rl.config_registry.judges import rl_judge_qwen3_debug
 from torchtitan.experiments.rl.config_registry.qwen3 import (
     HUB_FOLDER,
     SIZES,
@@ -43,7 +45,6 @@ from torchtitan.experiments.rl.config_registry.qwen3 import (
     rl_reasoning_gym_qwen3_1_7b,
     rl_verifiers_qwen3_1_7b,
 )
-from torchtitan.experiments.rl.config_registry.references import rl_opsd_ema_qwen3_debug
 from torchtitan.experiments.rl.config_registry.smollm2 import (
     rl_alphabet_sort_smollm2,
     rl_boxed_smollm2,

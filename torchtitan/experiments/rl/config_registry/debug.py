@@ -6,29 +6,34 @@ from typing import Any
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo, MaxRL
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config.provision import ProvisionConfig
 from torchtitan.experiments.rl.config.recipes import standard_filters
-from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.sampler import ShuffledCursor
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
+from torchtitan.experiments.rl.generation.judge import Judge
 from torchtitan.experiments.rl.generation.references import HostedModel
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.hosts.jobs import ProcessJob
 from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.rollouts.group_replay import GroupReplayConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.tasks.alphabet_sort.rubric import AlphabetSortRubric
 from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortDataset, AlphabetSortTask
 from torchtitan.experiments.rl.tasks.calculator.task import CalculatorDataset, CalculatorTask
+from torchtitan.experiments.rl.tasks.demonstrations.task import DemonstrationTask
 from torchtitan.experiments.rl.tasks.guess_number.task import GuessNumberDataset, GuessNumberTask
 from torchtitan.experiments.rl.tasks.questions.task import QuestionTask
+from torchtitan.experiments.rl.tasks.sum_digits.demonstrations import SumDigitsDemonstrations
 from torchtitan.experiments.rl.tasks.sum_digits.rubric import SumDigitsRubric
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
+from torchtitan.experiments.rl.tasks.sum_digits_judged.rubric import JudgedSumDigitsRubric
 from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsTask
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
+from torchtitan.experiments.rl.training.reference import ReferenceConfig
 
 TINY_MODEL = str(Path(__file__).parents[4] / "assets" / "tiny_qwen3")
 TINY_TEACHER = TINY_MODEL + "_teacher"
@@ -225,3 +230,45 @@ def _sum_digits_rounds(algorithm: Algorithm.Config) -> Task.Config:
 
 def _tiny_teacher() -> HostedModel:
     return HostedModel(path=TINY_TEACHER, engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.25))
+
+
+def rl_demonstrations_qwen3_debug() -> RunConfig:
+    """Digit sums from a dataset of right answers and by GRPO, in one run: no teacher."""
+    config = rl_grpo_qwen3_debug()
+    config.steps = 40
+    config.tasks["demonstrations"] = DemonstrationTask.Config(
+        dataset=SumDigitsDemonstrations.Config(count=2_000, seed=2),
+        group_size=8,
+        env=RendererEnvConfig(max_rollout_tokens=128),
+    )
+    return config
+
+
+def rl_replay_qwen3_debug() -> RunConfig:
+    """As rl_grpo_qwen3_debug, up to half of each step replayed: groups of earlier steps, with the credit they had."""
+    config = rl_grpo_qwen3_debug()
+    config.steps = 60
+    config.replay = GroupReplayConfig(fraction=0.5, capacity=64, max_age=4)
+    return config
+
+
+def rl_judge_qwen3_debug() -> RunConfig:
+    """As rl_grpo_qwen3_debug, with rewards from a tiny judge that the run hosts."""
+    config = rl_grpo_qwen3_debug()
+    config.steps = 40
+    judge = Judge.Config(
+        model=HostedModel(path=TINY_TEACHER, engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.25)),
+        sampling=SamplingConfig(temperature=0.0, max_tokens=8),
+    )
+    config.tasks["sum_digits"].rubric = JudgedSumDigitsRubric.Config(judge=judge)
+    return config
+
+
+def rl_opsd_ema_qwen3_debug() -> RunConfig:
+    """As rl_opsd_qwen3_debug, for longer: an exponential mean of the policy scores the samples, seeing the right answer."""
+    config = rl_opsd_qwen3_debug()
+    config.steps = 150
+    config.tasks["sum_digits"].algorithm = OPSD.Config(reference="trainer")
+    # Slow: a mean over 50 steps is pulled along by its student, and at step 150 both have lost what they had learned.
+    config.trainer.reference = ReferenceConfig(kind="ema", decay=0.998)
+    return config

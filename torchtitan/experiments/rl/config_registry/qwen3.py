@@ -5,9 +5,8 @@ from typing import Any
 
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config.provision import ProvisionConfig
 from torchtitan.experiments.rl.config.recipes import standard_filters
-from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.envs.renderer import RendererConfig
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError

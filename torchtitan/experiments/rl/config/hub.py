@@ -1,0 +1,102 @@
+"""``--model``: a hub folder, a run's folder, or the name of a model of the hub, which is downloaded."""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from torchtitan.experiments.rl.checkpointing.folder import (
+    CHECKPOINTS_FOLDER,
+    OLD_POLICY_FOLDER,
+    POLICY_FOLDER,
+    checkpoints,
+    policies,
+)
+from torchtitan.experiments.rl.compat.huggingface_hub import hub_fault, push_folder, without_hub
+from torchtitan.experiments.rl.config.run_folder import read_command
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
+from torchtitan.experiments.rl.printable import one_sentence, printable_line
+
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer*"]
+"""Of a model's repository. Others hold the same weights in formats that are not read here."""
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def model_folder(model: str) -> str:
+    """The hub folder that holds ``model``: of a run its newest policy, of a run's checkpoint the policy of that step.
+
+    Downloads a model of the hub into the hub's own cache, with its progress on stderr.
+
+    Raises:
+        ConfigError: it is neither a folder nor a model of the hub that can be downloaded or was before, or a run that has
+            saved no policy.
+    """
+    if os.path.isdir(model):
+        return str(_policy_in(Path(os.path.abspath(model))))
+    if not _NAME.fullmatch(model):
+        raise ConfigError("--model", model, "no such folder, and no name of the hub, such as Qwen/Qwen3-0.6B")
+    from huggingface_hub import snapshot_download
+
+    fault = hub_fault()
+    if fault is not None:
+        try:
+            with without_hub():
+                return snapshot_download(model, allow_patterns=FILES)
+        except Exception:  # not in the cache, or not whole
+            name = model.partition("/")[2]
+            download = f"`hf download {model} --local-dir {name}`"
+            cure = f"where there is a hub, run {download}, bring the folder {name} here, and name it"
+            cure = f"no such folder, and never downloaded here ({fault}): {cure}"
+            raise ConfigError("--model", model, cure) from None
+    write_line(sys.stderr, f"model       {model}: looking it up in the hub, and downloading what is not here yet")
+    try:
+        return snapshot_download(model, allow_patterns=FILES)
+    except Exception as error:  # the hub, the network and the disk raise types of their own
+        cause = " ".join(str(error).split())[:300]
+        raise ConfigError("--model", model, f"can't be downloaded: {type(error).__name__}: {cause}") from error
+
+
+def words_of_run(model: str | None) -> list[str] | None:
+    """The words of the command that made the run in which ``model`` lies; None where it lies in none."""
+    run = None if model is None else _run_with(Path(os.path.abspath(model)))
+    saved = None if run is None else read_command(run)
+    return None if saved is None else ["--config", saved.config_name, "--module", saved.module, *saved.overrides]
+
+
+def _policy_in(path: Path) -> Path:
+    run = _run_with(path)
+    if run is None or path.parent.name in (POLICY_FOLDER, OLD_POLICY_FOLDER):
+        return path
+    found, saved = policies(run), checkpoints(run)
+    if path.parent.name == CHECKPOINTS_FOLDER:
+        step = path.name.removeprefix("step-").lstrip("0")
+        found, saved = [policy for policy in found if policy.name == f"step-{step}"], [path]
+    if found:
+        return found[-1]
+    if not saved:
+        raise ConfigError("--model", str(path), "a run that has saved neither a policy nor a checkpoint: name another")
+    words = f"{typed_command('export')} {near(saved[-1])} --to FOLDER"
+    raise ConfigError("--model", str(path), f"no policy was saved there; this makes one of the checkpoint: {words}")
+
+
+def _run_with(path: Path) -> Path | None:
+    """The run's folder that ``path`` is, or in which it is a policy, a checkpoint or the folder of these."""
+    names = (POLICY_FOLDER, OLD_POLICY_FOLDER, CHECKPOINTS_FOLDER)
+    run = path.parent if path.name in names else path.parent.parent if path.parent.name in names else path
+    return run if read_command(run) is not None else None
+
+
+def push(folder: Path, name: str) -> bool:
+    """Upload ``folder`` to the model ``name``, and say so. Returns whether it is there; a line says how to try again."""
+    write_line(sys.stdout, printable_line(f"pushing     {folder} to {name}"))
+    try:
+        url = push_folder(folder, name)
+    except Exception as error:  # the hub, the network and the disk raise types of their own
+        again = f"hf upload {shlex.quote(name)} {shlex.quote(str(folder))}"
+        cause = one_sentence(f"{type(error).__name__}: {error}")
+        write_line(sys.stderr, printable_line(f"error: {name} was not pushed ({cause}); the policy is saved; again: {again}"))
+        return False
+    write_line(sys.stdout, printable_line(f"pushed      {url}"))
+    return True

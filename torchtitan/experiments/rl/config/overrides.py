@@ -1,0 +1,382 @@
+"""Parts of a config that the command line names.
+
+By a short name, where the library has it: ``--tasks.sums.algorithm max_rl``, ``--trainer.loss.rl ppo_clip``,
+``--provision.job slurm``; a list with commas between, or none: ``--pre-batch-filters zero_advantage,repetition``. By its place,
+where it is yours: ``--tasks.sums.rubric my_rewards.py:exact``. The place is a file or a module, a colon, and a name in it: a
+class with a Config that fits the field, or, for a rubric, reward functions, several of them with commas between. Data is named
+by its file: ``--tasks.sums.validation held_out.jsonl``.
+
+Options that set fields of the part follow as for any other. tyro, which reads these, knows only what the config already holds.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from tyro.conf import Fixed, arg
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+import torchtitan.experiments.rl.data.difficulty_pool
+import torchtitan.experiments.rl.data.replay
+import torchtitan.experiments.rl.rollouts.token_filters  # noqa: F401 - each defines parts that no config may have named yet
+from torchtitan.config import Configurable
+from torchtitan.experiments.rl.algorithms import Algorithm
+from torchtitan.experiments.rl.bounds import FieldTypes, declared, field_annotations, is_union
+from torchtitan.experiments.rl.data.rows import RowDataset
+from torchtitan.experiments.rl.data.sampler import SampleStrategy
+from torchtitan.experiments.rl.data.task_mix import TaskMix
+from torchtitan.experiments.rl.errors import ConfigError, user_code
+from torchtitan.experiments.rl.hosts.jobs import JobConfig
+from torchtitan.experiments.rl.losses import Correction, CrossEntropy, RefKL, RLLoss
+from torchtitan.experiments.rl.process.setup import add_import_folder
+from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.tasks.task import Task
+
+
+def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
+    """Put the parts that ``overrides`` name into ``config``; return the other overrides.
+
+    Raises:
+        ConfigError: there is no such file, module or name, or what is there does not fit the field.
+    """
+    left, words = [], list(overrides)
+    while words:
+        option, equals, value = (word := words.pop(0)).partition("=")
+        if not equals:
+            value = words[0] if words else ""
+        field = option.removeprefix("--")
+        place = _find(config, field.split(".")) if option.startswith("--") else None
+        if place is None or not (equals or words) or not _choose(place, value, field=field):
+            left.append(word)
+        elif not equals:
+            words.pop(0)
+    return left
+
+
+def _choose(place: "_Place", value: str, *, field: str) -> bool:
+    """Put the part that ``value`` names in its place. False: it is for tyro to read."""
+    if isinstance(place.value, JobConfig):
+        _choose_job(place, value, field=field)
+    elif isinstance(place.value, list):
+        return _choose_list(place, value, field=field)
+    elif ":" in value:
+        place.put(_part(place, value, field=field))
+    elif isinstance(place.holder, Task.Config) and place.key in ("dataset", "validation"):
+        return _choose_data(place, value)
+    elif isinstance(place.value, Rubric.Config) and not value.startswith("-"):
+        cure = f"a rubric is reward functions and their place: a file or a module, a colon, names: my_rewards.py:{value}"
+        raise ConfigError(field, value, f"{cure}; each is fn(completion, example)")
+    else:
+        parts = parts_that_fit(place.wanted)
+        if not parts or value.startswith("-"):
+            return False
+        wanted = _named(value, parts, field=field, value=value)
+        if type(place.value) is not wanted:  # of the same kind, it keeps what the config says of it
+            place.put(_made(wanted, field=field, value=value))
+    return True
+
+
+def _choose_data(place: "_Place", value: str) -> bool:
+    """A file, or a dataset of the hub, that is read as the task's dataset is."""
+    rows = place.value or place.holder.dataset
+    if value.startswith("-") or not isinstance(rows, RowDataset.Config):
+        return False
+    split = rows.split if place.value is not None else "train"
+    place.put(None if value in ("none", "None") else dataclasses.replace(rows, path=value, rows=None, split=split))
+    return True
+
+
+def _choose_list(place: "_Place", value: str, *, field: str) -> bool:
+    parts = parts_that_fit(place.wanted_entry)
+    if not parts or value.startswith("-"):
+        return False
+    entries = []
+    for name in value.split(",") if value not in ("", "none", "None") else []:
+        if ":" in name:
+            entries.append(_part(_Place({field: None}, field, entry=place.wanted_entry), name, field=field))
+        else:
+            entries.append(_made(_named(name, parts, field=field, value=value), field=field, value=value))
+    place.put(entries)
+    return True
+
+
+def _named(name: str, parts: dict[str, type[Configurable.Config]], *, field: str, value: str) -> type[Configurable.Config]:
+    found = part_named(name, parts)
+    if found is None:
+        raise ConfigError(field, value, f"name one of {', '.join(parts)}, or a class of yours as my_module:MyClass")
+    return found
+
+
+def _made(wanted: type[Any], *, field: str, value: str) -> Configurable.Config:
+    with user_code(field, value, "its Config can't be made without arguments"):
+        return wanted()
+
+
+def _choose_job(place: "_Place", name: str, *, field: str) -> None:
+    """Of the same kind as the config's, the job keeps what the config says of it."""
+    wanted = JobConfig.by_name.get(name.replace("-", "_"))
+    if wanted is None:
+        raise ConfigError(field, name, f"name one of {', '.join(JobConfig.by_name)}")
+    if type(place.value) is not wanted:
+        place.put(wanted())
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A field, or an entry of a dict, that holds the config of a part."""
+
+    holder: Any
+    key: str
+    entry: type | None = None
+    """Class of the configs that fit, where the holder does not say it."""
+
+    @property
+    def value(self) -> Any:
+        return self.holder[self.key] if isinstance(self.holder, dict) else getattr(self.holder, self.key)
+
+    def put(self, part: Any) -> None:
+        if isinstance(self.holder, dict):
+            self.holder[self.key] = part
+        else:
+            setattr(self.holder, self.key, part)
+
+    @property
+    def wanted(self) -> type:
+        """Class of the configs that fit: the field's declared one, or, for an entry of a dict, Configurable.Config."""
+        plain = self.entry or declared(self._annotation).type
+        return plain if inspect.isclass(plain) else Configurable.Config
+
+    @property
+    def wanted_entry(self) -> type:
+        """The same of the entries of a list."""
+        arguments = get_args(declared(self._annotation).type)
+        return arguments[0] if len(arguments) == 1 and inspect.isclass(arguments[0]) else Configurable.Config
+
+    @property
+    def _annotation(self) -> Any:
+        return None if isinstance(self.holder, dict) else field_annotations(type(self.holder), {}).get(self.key)
+
+
+def _find(config: Any, path: list[str]) -> _Place | None:
+    """The place of a part by the words of its option; None where there is no part."""
+    holder, place = config, None
+    for word in path:
+        names = {entry.name for entry in dataclasses.fields(holder)} if dataclasses.is_dataclass(holder) else holder
+        if not isinstance(names, set | dict):
+            return None
+        key = next((name for name in names if str(name).replace("-", "_") == word.replace("-", "_")), None)
+        if key is None:
+            return None
+        place = _Place(holder, key)
+        holder = place.value
+    data = place is not None and isinstance(place.holder, Task.Config) and place.key == "validation"
+    return place if data or isinstance(holder, Configurable.Config | JobConfig | list) else None
+
+
+def _part(place: _Place, value: str, *, field: str) -> Any:
+    path, _, names = value.rpartition(":")
+    module = _module(path, value, field=field)
+    found = {}
+    for name in names.split(","):
+        if not hasattr(module, name):
+            own = [key for key, entry in vars(module).items() if getattr(entry, "__module__", None) == module.__name__]
+            raise ConfigError(field, value, f"{path} has no {name!r}; it defines {', '.join(own) or 'nothing'}")
+        found[name] = getattr(module, name)
+    first, *others = found.values()
+    if inspect.isclass(first) and not others:
+        config = getattr(first, "Config", None)
+        if not inspect.isclass(config) or not issubclass(config, place.wanted):
+            raise ConfigError(field, value, f"{names} is no {place.wanted.__qualname__.removesuffix('.Config')}")
+        return _made(config, field=field, value=value)
+    if not isinstance(place.value, Rubric.Config):
+        raise ConfigError(field, value, f"{names} is no class with a Config")
+    for name, entry in found.items():
+        if not callable(entry) or inspect.isclass(entry):
+            raise ConfigError(field, value, f"{name} is no function: want reward functions fn(completion, example)")
+    return dataclasses.replace(place.value, reward_fns=list(found.values()))
+
+
+def _module(path: str, place: str, *, field: str) -> ModuleType:
+    """The module of a name, or of a .py file, which is imported under its stem."""
+    if not path.endswith(".py"):
+        with user_code(field, place, f"{path} can't be imported"):
+            return importlib.import_module(path)
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        raise ConfigError(field, place, f"no such file: {path}")
+    known = sys.modules.get(file.stem)
+    if known is not None and getattr(known, "__file__", None) != str(file):
+        raise ConfigError(field, place, f"a module is named {file.stem!r} already: rename the file")
+    add_import_folder(file.parent)
+    with user_code(field, place, f"{path} can't be imported"):
+        return importlib.import_module(file.stem)
+
+
+KINDS: tuple[type[Any], ...] = (Algorithm, SampleStrategy, TaskMix, RLLoss, CrossEntropy, RefKL, Correction, Filter)
+"""Bases of the parts that have names."""
+BASES_ONLY = ("Algorithm", "GroupRewards")
+"""Are for subclasses, and give no credit."""
+PACKAGE = "torchtitan.experiments.rl."
+
+
+def parts_that_fit(config_class: type) -> dict[str, type[Configurable.Config]]:
+    """Config classes of the library's parts that fit a field of this config class, by name. Empty where parts have no names."""
+    base = next((kind for kind in KINDS if issubclass(config_class, kind.Config)), None)
+    if base is None:
+        return {}
+    found = [kind for kind in _with_subclasses(base) if kind.__module__.startswith(PACKAGE) and kind.__name__ not in BASES_ONLY]
+    found = [kind for kind in found if not inspect.isabstract(kind) and issubclass(kind.Config, config_class)]
+    return {snake_case(kind.__name__): kind.Config for kind in sorted(found, key=lambda kind: snake_case(kind.__name__))}
+
+
+def part_named(name: str, parts: dict[str, type[Configurable.Config]]) -> type[Configurable.Config] | None:
+    return next((part for known, part in parts.items() if _plain(known) == _plain(name)), None)
+
+
+def snake_case(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def _plain(name: str) -> str:
+    return re.sub("[-_]", "", name).lower()
+
+
+def _with_subclasses(base: type[Any]) -> Iterator[type[Any]]:
+    yield base
+    for kind in base.__subclasses__():
+        yield from _with_subclasses(kind)
+
+
+_KEY = re.compile(r"\w[\w.-]*")
+"""Keys of a dict that can stand in an option."""
+_LEFT_OUT = (
+    Fixed,
+    arg(help_behavior_hint="(is set in a config function)"),
+    # tyro reads no constructor of the value's class, for options, beside a rule of its own.
+    PrimitiveConstructorSpec(
+        nargs=1, metavar="", instance_from_str=str, is_instance=lambda _: True, str_from_instance=lambda value: [str(value)]
+    ),
+)
+
+
+def registry_with_bounds(field_types: FieldTypes) -> ConstructorRegistry:
+    """tyro's rules, and one that names an option's value by its bounds and leaves out what no words can say. How a word becomes
+    a value stays the same.
+
+    Args:
+        field_types: as for ``check_fields``.
+    """
+    registry = ConstructorRegistry()
+    asking = False
+
+    @registry.struct_rule
+    def options_with_bounds(info: StructTypeInfo) -> StructConstructorSpec | None:
+        nonlocal asking
+        if asking:
+            return None
+        asking = True  # the rule steps aside, so that tyro's own answers
+        try:
+            spec = ConstructorRegistry.get_struct_spec(info)
+        finally:
+            asking = False
+        if not isinstance(spec, StructConstructorSpec):
+            return None
+        annotations = field_annotations(info.type, field_types) if dataclasses.is_dataclass(info.type) else {}
+        types_shown = (_option_type(annotations.get(entry.name, entry.type), entry) for entry in spec.fields)
+        fields = (
+            dataclasses.replace(entry, type=shown, helptext=_in_our_words(entry.helptext))
+            for entry, shown in zip(spec.fields, types_shown, strict=True)
+        )
+        return dataclasses.replace(spec, fields=tuple(fields))
+
+    return registry
+
+
+def _option_type(annotation: Any, entry: StructFieldSpec) -> Any:
+    """The annotation as tyro reads it: with bounds, less what no words can say."""
+    if _has_options(entry.default) or _read_from_words(annotation) is not None:
+        return _named_by_bounds(annotation)
+    plain = declared(annotation).type
+    said = [option for option in get_args(plain) if option is not types.NoneType and _read_from_words(option) is not None]
+    annotated: Any = Annotated  # a type made at run time, which no type checker can follow
+    spec = _read_from_words(Union[tuple(said)]) if is_union(plain) and said else None  # noqa: UP007 - of a list of types
+    if spec is None:
+        return annotated[(Any, *_LEFT_OUT)]
+    # What the field holds may be of a type that can't be said.
+    return annotated[Any, dataclasses.replace(spec, is_instance=lambda _: True, str_from_instance=lambda value: [_text(value)])]
+
+
+def _in_our_words(text: str | Callable[[], str | None] | None) -> Callable[[], str | None]:
+    """A field's help. torchtitan's own names an option of its trainer."""
+
+    def read() -> str | None:
+        found = text() if callable(text) else text
+        return None if found is None else found.replace("training.steps", "steps")
+
+    return read
+
+
+def _has_options(value: Any) -> bool:
+    """Whether tyro looks inside the value for options."""
+    if isinstance(value, dict):
+        return bool(value) and all(isinstance(key, str) and _KEY.fullmatch(key) for key in value)
+    if isinstance(value, list | tuple):
+        return any(map(_has_options, value))
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _text(value: Any) -> str:
+    return str(value) if isinstance(value, str | int | float | None) else type(value).__name__
+
+
+def _read_from_words(annotation: Any) -> PrimitiveConstructorSpec | None:
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
+    return spec if isinstance(spec, PrimitiveConstructorSpec) else None
+
+
+def _named_by_bounds(annotation: Any) -> Any:
+    """The annotation with each bounded number in it named by its bounds."""
+    plain, bounds, _ = declared(annotation)
+    if plain is not annotation:
+        name = (_named_number(plain, bounds),) if plain in (int, float) and bounds else ()
+        annotated: Any = Annotated  # a type made at run time, which no type checker can follow
+        return annotated[_named_by_bounds(plain), *annotation.__metadata__, *name]
+    if is_union(plain):
+        return Union[tuple(map(_named_by_bounds, get_args(plain)))]  # noqa: UP007 - of a list of types
+    if get_origin(plain) in (dict, list, tuple):
+        return types.GenericAlias(get_origin(plain), tuple(map(_named_by_bounds, get_args(plain))))
+    return annotation
+
+
+def _named_number(plain: type, bounds: tuple[Any, ...]) -> PrimitiveConstructorSpec:
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(plain, set()))
+    assert isinstance(spec, PrimitiveConstructorSpec)  # tyro knows int and float
+    return dataclasses.replace(spec, metavar=_metavar(spec.metavar, bounds))
+
+
+def _metavar(name: str, bounds: tuple[Any, ...]) -> str:
+    low = next((bound for bound in bounds if isinstance(bound, Ge | Gt)), None)
+    high = next((bound for bound in bounds if isinstance(bound, Le | Lt)), None)
+    upper = "" if high is None else f"<={high.le}" if isinstance(high, Le) else f"<{high.lt}"
+    if low is None:
+        return f"{name}{upper}"
+    least = low.ge if isinstance(low, Ge) else low.gt
+    sign = ">=" if isinstance(low, Ge) else ">"
+    return f"{least}{sign.replace('>', '<')}{name}{upper}" if upper else f"{name}{sign}{least}"

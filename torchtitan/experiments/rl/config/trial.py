@@ -1,0 +1,464 @@
+"""Builds once, before any process is spawned, what a run builds in its own process, and throws it away.
+
+Rubrics, algorithms, samplers, datasets, filters, renderer and tokenizer check themselves when they are built. Built here, they
+refuse a config by its field, also under ``--dry-run``.
+"""
+
+import asyncio
+import contextlib
+import copy
+import subprocess
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+from renderers import Renderer
+from transformers import AutoTokenizer
+
+from torchtitan.experiments.rl.compat.torchtitan import built_class
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.data.dataset import Dataset, fault_of_example
+from torchtitan.experiments.rl.data.task_mix import TaskMix
+from torchtitan.experiments.rl.envs.renderer import AUTO, build_renderer, renderer_name
+from torchtitan.experiments.rl.errors import ConfigError, user_code
+from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
+from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.rollouts.filters import matches_of
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
+from torchtitan.experiments.rl.rubrics.rubric import Rubric
+from torchtitan.experiments.rl.tasks.group_score import give_credit
+from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
+from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded, call_user
+from torchtitan.experiments.rl.user_code.gate import sentence
+
+PARTS = ("dataset", "validation", "rubric", "algorithm", "sampler")
+"""Fields of a task's config that the task builds. The sampler is last: it needs the dataset."""
+
+
+def build_parts(config: RunConfig) -> None:
+    """Build what needs neither the model's folder nor a dataset: batcher, filters, task mix, rubrics and algorithms.
+
+    Raises:
+        ConfigError: one can't be built; the error names its field.
+    """
+    _build(config.batcher, "batcher")
+    for slot in ("pre_batch_filters", "post_batch_filters"):
+        for index, entry in enumerate(getattr(config, slot)):
+            _build(entry, f"{slot}[{index}]")
+    mix: TaskMix = _build(config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()})
+    with user_code("task_mix", built_class(config.task_mix).__name__, "its next() failed"):
+        first = mix.next()
+    if first not in config.tasks:
+        raise ConfigError("task_mix", built_class(config.task_mix).__name__, f"its next() gave {first!r}, which is no task")
+    for name, task in config.tasks.items():
+        for part in ("rubric", "algorithm"):
+            _build(getattr(task, part), f"tasks.{name}.{part}")
+
+
+def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[str, Task]:
+    """Build the renderer and the tasks, and take a first example of each. The model's folder has been checked.
+
+    Returns:
+        The tasks, by name: for the preflight, not for the run.
+
+    Args:
+        left_out: names of tasks that lack something on this machine.
+
+    Raises:
+        ConfigError: one can't be built; the error names its field.
+    """
+    renderer, tasks = checked_renderer(config), {}
+    for name, task_config in config.tasks.items():
+        if name in left_out:
+            continue
+        task = tasks[name] = _build_task(task_config, name, renderer, seed=config.seed)
+        field = f"tasks.{name}"
+        if type(task.algorithm).group_relative and type(task.rubric) is Rubric and not task.rubric.config.reward_fns:
+            cure = f"{type(task.algorithm).__name__} compares rewards, and without a function all are 0: name one"
+            raise ConfigError(f"{field}.rubric.reward_fns", [], f"{cure}, such as Rubric.Config(reward_fns=[exact])")
+        for part in ("dataset", "validation"):
+            if (dataset := getattr(task, part)) is not None:
+                _check_first_example(dataset, f"{field}.{part}")
+        with user_code(f"{field}.sampler", type(task.sampler).__name__, "its next() failed"):
+            first = task.sampler.next()
+        _check_example(first, f"{field}.sampler", task.sampler, "next()")
+        with user_code(field, type(task).__name__, "its check_examples failed"):
+            task.check_examples(field=field)
+        with user_code(f"{field}.algorithm", type(task.algorithm).__name__, "its check_example failed"):
+            task.algorithm.check_example(
+                first,
+                field=field,
+                max_rollout_tokens=task_config.env.max_rollout_tokens,
+                max_model_len=config.generator.engine.max_model_len,
+            )
+    return tasks
+
+
+def checked_renderer(config: RunConfig) -> Renderer:
+    """The renderer of the policy's tokenizer.
+
+    Raises:
+        ConfigError: no such renderer, the tokenizer can't be loaded, or it has ids that the model does not have.
+    """
+    path = config.model.hf_assets_path
+    try:
+        with user_code("model.hf_assets_path", path, "its tokenizer can't be loaded"):
+            renderer = build_renderer(config.renderer, path)
+    except ConfigError as error:
+        if error.field != "tokenizer_path":
+            raise
+        raise ConfigError("model.hf_assets_path", path, error.cure) from error
+    with user_code("model.hf_assets_path", path, "its tokenizer can't be loaded"):
+        highest = max(AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab().values())
+    vocab_size = decoder_config(policy_spec(config.model, device="cpu", max_seq_len=1)).vocab_size
+    if highest >= vocab_size:
+        cure = f"its tokenizer has the id {highest}, and the model a vocab_size of {vocab_size}: they are of different models"
+        raise ConfigError("model.hf_assets_path", path, cure)
+    return renderer
+
+
+def _build(config: Any, field: str, **arguments: Any) -> Any:
+    with user_code(field, built_class(config).__name__, "it can't be built"):
+        try:
+            return config.build(**arguments)
+        except ConfigError as error:
+            raise ConfigError(_inside(field, error.field), error.value, error.cure) from error
+
+
+def _build_task(config: Task.Config, name: str, renderer: Renderer, *, seed: int) -> Task:
+    """
+    Raises:
+        ConfigError: of the first part that can't be built by itself; of the task if every part can.
+    """
+    field = f"tasks.{name}"
+    try:
+        with user_code(field, built_class(config).__name__, "it can't be built"):
+            return config.build(name=name, renderer=renderer, seed=seed)
+    except ConfigError as error:
+        dataset = None
+        for part in PARTS:
+            part_config = getattr(config, part)
+            if part_config is None:
+                continue
+            arguments = {"dataset": dataset, "seed": seed} if part == "sampler" else {}
+            built = _build(part_config, f"{field}.{part}", **arguments)
+            if part == "dataset":
+                dataset = built
+                _check_first_example(dataset, f"{field}.dataset")
+        raise ConfigError(_inside(field, error.field), error.value, error.cure) from error
+
+
+def _inside(field: str, reported: str) -> str:
+    """The path of what a part reported. Parts call themselves "dataset", "rubric", "sampler", or by their class's name."""
+    if reported == field or reported.startswith(f"{field}."):
+        return reported
+    owner, _, part = field.rpartition(".")
+    first, dot, rest = reported.partition(".")
+    if part not in PARTS:  # a filter, the mix, the batcher, or a whole task
+        return f"{field}.{reported}" if first in PARTS else f"{field}{dot}{rest}"
+    if part == "validation" and first == "dataset":
+        return f"{field}{dot}{rest}"
+    return f"{owner}.{reported}" if first in PARTS else f"{field}: {reported}"
+
+
+def _check_first_example(dataset: Dataset, field: str) -> None:
+    name = type(dataset).__name__
+    with user_code(field, name, "its __len__ failed"):
+        try:
+            size = len(dataset)
+        except ConfigError as error:
+            raise ConfigError(_inside(field, error.field), error.value, error.cure) from error
+    if size == 0:
+        raise ConfigError(field, name, "has no examples")
+    with user_code(field, name, "its __getitem__(0) failed"):
+        first = dataset[0]
+    _check_example(first, field, dataset, "__getitem__(0)")
+
+
+def _check_example(example: Any, field: str, owner: Any, call: str) -> None:
+    if not isinstance(example, DataSample):
+        raise ConfigError(field, type(owner).__name__, f"its {call} returned a {type(example).__name__}, want a DataSample")
+    if fault := fault_of_example(example):
+        raise ConfigError(field, type(owner).__name__, f"its {call} returned an example whose {fault}")
+
+
+REPLY = "The answer is 42."
+MOST_TURNS = 4
+GRACE_S = 3.0
+"""Beyond the limit, after which code that blocks without awaiting is left alone."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Tried:
+    """What was seen of a task."""
+
+    prompt: str = ""
+    """The first prompt, with its special tokens; empty where there was none."""
+    prompt_token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    """int32 [P]."""
+    warning: str | None = None
+    """What could not be tried, in one line, and what to do about it."""
+
+
+def try_tasks(config: RunConfig, tasks: Mapping[str, Task]) -> dict[str, Tried]:
+    """Try each of ``tasks``, which were built for nothing else.
+
+    Returns:
+        What was seen, by task; empty where ``user_code.preflight_timeout_s`` is 0.
+
+    Raises:
+        ConfigError: an env, a reward function, an algorithm, a filter or a setup failed; the error names its field.
+    """
+    limit_s = config.user_code.preflight_timeout_s
+    if limit_s == 0:
+        return {}
+    found = {}
+    with _last_words() as words:
+        for name, task in tasks.items():
+            trial = _Trial(config, task, f"tasks.{name}", words)
+            found[name] = _in_a_thread(trial, limit_s)
+    return found
+
+
+class _LastWords:
+    """What a shell prints on stderr where this process ends before it has taken them back."""
+
+    def __init__(self, shell: subprocess.Popen):
+        assert shell.stdin is not None
+        self._pipe = shell.stdin
+
+    def are(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # a shell that has ended repeats nothing
+            self._pipe.write(printable_line(line).encode() + b"\n")
+            self._pipe.flush()
+
+
+@contextlib.contextmanager
+def _last_words() -> Iterator[_LastWords]:
+    script = 'while IFS= read -r line; do last=$line; done; [ -z "$last" ] || printf "%s\\n" "$last" >&2'
+    with subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE) as shell:
+        words = _LastWords(shell)
+        try:
+            yield words
+        finally:
+            words.are("")
+
+
+def _in_a_thread(trial: "_Trial", limit_s: float) -> Tried:
+    """In an event loop of its own, in a thread that is abandoned where it hangs."""
+    ended = threading.Event()
+    failures: list[BaseException] = []
+
+    async def run() -> None:
+        try:
+            await call_bounded(trial.run, timeout_s=limit_s)
+        except BaseException as error:
+            failures.append(error)
+        ended.set()  # here: closing the loop waits for threads that the code may have left
+
+    threading.Thread(target=lambda: asyncio.run(run()), name="preflight", daemon=True).start()
+    if not ended.wait(limit_s + GRACE_S):
+        failures.append(UserCodeTimeout(f"no answer within {limit_s:g} s: it blocks the event loop without awaiting"))
+    for failure in failures:
+        if isinstance(failure.__cause__, ConfigError):
+            raise failure.__cause__
+        if not isinstance(failure, UserCodeTimeout):
+            raise ConfigError(trial.field, trial.name, f"{trial.doing}: {sentence(failure)}; {trial.cure}") from failure
+        trial.found.warning = (
+            f"{trial.field} was not tried to its end ({trial.doing}: {sentence(failure)}): the run begins all the same; "
+            "user_code.preflight_timeout_s sets this limit"
+        )
+    return trial.found
+
+
+class _Trial:
+    """One task's."""
+
+    cure = "user_code.preflight_timeout_s = 0 leaves this check out"
+
+    def __init__(self, config: RunConfig, task: Task, field: str, words: _LastWords):
+        self._config, self._task, self.field, self._words = config, task, field, words
+        self.name = type(task).__name__
+        self.found = Tried()
+        self.doing = "its setup"
+        env = replace(task.config.env, max_turns=min(task.config.env.max_turns, MOST_TURNS))
+        task.config = replace(task.config, env=env)
+
+    @property
+    def doing(self) -> str:
+        """What is being tried."""
+        return self._doing
+
+    @doing.setter
+    def doing(self, doing: str) -> None:
+        self._doing = doing
+        ended = "the command was killed, or this code called os._exit or crashed"
+        self._words.are(f"error: {self.field} = {self.name!r}: {doing}: {ended}; {self.cure}")
+
+    async def run(self) -> None:
+        task = self._task
+        policy = ScriptedPolicy(self._config.model.hf_assets_path, lambda rollout, turn: REPLY)
+        await call_user(task.setup, policy, timeout_s=None)
+        try:
+            group = await self._rollout(policy)
+            if group is not None:
+                await self._score(group)
+                self._filter(group, vocab_size=len(policy.tokenizer))
+        except BaseException:
+            with contextlib.suppress(UserCodeError):  # the first failure is the cause
+                await call_user(task.close, timeout_s=None)
+            raise
+        self.doing = "its close"
+        await call_user(task.close, timeout_s=None)
+
+    async def _rollout(self, policy: ScriptedPolicy) -> RolloutGroup | None:
+        """A group of copies of one rollout; None where nothing was sampled."""
+        task = self._task
+        own = type(task).run_group is not Task.run_group  # it may not take a size
+        size: dict[str, Any] = {} if own else {"group_size": 1}
+        self.doing = "the rollout of the first example"
+        group = await task.run_group(task.dataset[0], policy, group_id="preflight", seed=self._config.seed, **size)
+        rollout = group.rollouts[0]
+        if rollout.status is RolloutStatus.TIMEOUT:
+            raise UserCodeTimeout(str(rollout.error))
+        if rollout.status.is_error():
+            cause = str(rollout.error)
+            algorithm = f"task {task.name}: {type(task.algorithm).__name__}."
+            if cause.startswith(algorithm):
+                self._refuse("algorithm", task.algorithm, cause.removeprefix(f"task {task.name}: "))
+            raise ConfigError(self.field, self.name, f"{self.doing} failed: {cause}; {self.cure}")
+        if rollout.static:
+            return group
+        if not rollout.turns:
+            limit = f"{self.field}.env.max_rollout_tokens = {task.config.env.max_rollout_tokens}"
+            self.found.warning = f"{limit}: the prompt of the first example leaves no room for a completion; raise it"
+            return None
+        for prompt, turn in zip(policy.prompts, rollout.turns, strict=False):
+            check_prompt(prompt, turn, task.renderer, field=self.field)
+        self.found.prompt = policy.prompts[0]
+        self.found.prompt_token_ids = rollout.turns[0].prompt_token_ids
+        if not own:
+            group.rollouts = [_copy(rollout, index) for index in range(task.config.group_size)]
+        return group
+
+    async def _score(self, group: RolloutGroup) -> None:
+        """Rewards, then credit."""
+        task = self._task
+        if type(task).score_group is not Task.score_group:
+            self.doing = "score_group of a group of scripted replies"
+            failure = await task.score_group(group)
+            if failure is not None:
+                raise ConfigError(self.field, self.name, f"{self.doing} failed: {failure}; {self.cure}")
+            return
+        self.doing = f"the rewards of the reply {REPLY!r} by {', '.join(task.rubric.names) or type(task.rubric).__name__}"
+        await task.score_rewards(group)
+        for rollout in group.rollouts:
+            if rollout.status is RolloutStatus.ERROR:
+                self._refuse("rubric", task.rubric, str(rollout.error))
+        for rollout in group.scored[1::2]:
+            rollout.reward = 0.0 if rollout.reward else 1.0
+        self.doing = "the credit of a group of scripted replies"
+        failure = give_credit(task.algorithm, group, timeout_s=task.config.env.rollout_timeout_s)
+        if failure is not None:
+            self._refuse("algorithm", task.algorithm, failure.removeprefix(f"task {task.name}: "))
+
+    def _filter(self, group: RolloutGroup, *, vocab_size: int) -> None:
+        self.doing = "the filters"
+        for slot in ("pre_batch_filters", "post_batch_filters"):
+            for index, entry in enumerate(getattr(self._config, slot)):
+                with user_code(f"{slot}[{index}]", built_class(entry).__name__, "it failed on a group of scripted replies"):
+                    built = entry.build()
+                    built.vocab_size = vocab_size
+                    matches_of(built, group)
+
+    def _refuse(self, part: str, of: Any, cause: str) -> None:
+        raise ConfigError(f"{self.field}.{part}", type(of).__name__, f"{self.doing}: {cause}; {self.cure}")
+
+
+def _copy(rollout: Rollout, index: int) -> Rollout:
+    turns, samples = copy.deepcopy((rollout.turns, rollout.samples))
+    copied = replace(rollout, index_in_group=index, turns=turns, samples=samples)
+    for sample in samples:
+        sample.rollout_id = copied.rollout_id
+    return copied
+
+
+def check_prompt(prompt: str, turn: RolloutTurn, renderer: Renderer, *, field: str) -> None:
+    """Refuse a renderer that leaves out of a prompt what the env gave.
+
+    Args:
+        prompt: as the model sees it.
+        field: the task's.
+
+    Raises:
+        ConfigError: the text of a message, or the name of a tool, is not in the prompt, messages are in another order, or calls
+            of tools can't be read from replies.
+    """
+    name = renderer_name(renderer)
+    cure = "take a model whose template has a place for it, or name the renderer of the model's family"
+    if turn.tools and not getattr(renderer, "supports_tools", True):
+        seen = f"{field} offers tools, and this renderer reads no calls from replies"
+        raise ConfigError(
+            "renderer.name", name, f"{seen}: name the renderer of the model's family; a model without one can't call"
+        )
+    for tool in turn.tools or ():
+        called = cast(dict, tool).get("function", tool)["name"]
+        if called not in prompt:
+            raise ConfigError("renderer.name", name, f"the prompt of {field} does not have its tool {called!r}: {cure}")
+    at = 0
+    for message in turn.prompt_messages:
+        content = message["content"]
+        if message["role"] == "assistant" or not isinstance(content, str):  # what was sampled may be changed on purpose
+            continue
+        if (found := prompt.find(content.strip(), at)) < 0:
+            what = "in another place" if content.strip() in prompt else "not"
+            text = content.strip()[:40]
+            raise ConfigError(
+                "renderer.name", name, f"the prompt of {field} has the {message['role']}'s {text!r} {what}: {cure}"
+            )
+        at = found + len(content.strip())
+
+
+PRETRAINED = 20_000_000
+"""Parameters from which a model is one of the hub, not a tiny one that was made for tests."""
+HIGHEST_RATE = 6e-5
+
+
+def learning_rate_warning(config: RunConfig, parameters: int) -> str | None:
+    """What a person should know of the learning rate, in one line."""
+    rate = config.trainer.optimizer.lr
+    if parameters < PRETRAINED or rate <= HIGHEST_RATE:
+        return None
+    return (
+        f"trainer.optimizer.lr = {rate:g}: at such a rate a pretrained model of {parameters / 1e6:,.0f}M parameters forgets "
+        "what it knows; 1e-6 is usual, and up to 5e-5 for models of 0.1B"
+    )
+
+
+def shown_tasks(config: RunConfig, tried: Mapping[str, Tried], *, renderer: str | None) -> list[str]:
+    """Lines for people, safe to print.
+
+    Args:
+        tried: what the preflight saw of the tasks that it could try.
+        renderer: the name of the renderer; None: there is no tokenizer to build it of.
+    """
+    optimizer, schedule = config.trainer.optimizer, config.trainer.lr_scheduler
+    lines = [
+        f"weights        {config.model.hf_assets_path}",
+        f"learning rate  {optimizer.lr:g}, {schedule.warmup_steps} steps of warm-up",
+    ]
+    if renderer is not None:
+        lines.append(f"renderer       {renderer}{' (auto: the one that fits the tokenizer)' * (config.renderer.name == AUTO)}")
+    for name, task in config.tasks.items():
+        parts = f"{built_class(task).__name__}, {built_class(task.algorithm).__name__}, groups of {task.group_size}"
+        limits = f"{task.env.max_turns} turns and {task.env.max_rollout_tokens:,} tokens a rollout at most"
+        lines.append(f"task           {name}: {parts}, {limits}")
+        if (trial := tried.get(name)) is not None and trial.prompt:
+            ids = trial.prompt_token_ids
+            lines.append(f"prompt         the first of {name}, {len(ids)} tokens, as the model sees it:")
+            lines += [f"  | {line}" for line in trial.prompt.split("\n")]
+            lines.append(f"tokens         {' '.join(map(str, ids))}")
+    return [printable_line(line) for line in lines]

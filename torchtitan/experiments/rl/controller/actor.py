@@ -1,0 +1,198 @@
+"""The Controller actor: runs a run to its end. If the trainer dies, it builds the run again from its newest checkpoint."""
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from monarch.actor import Actor
+
+from torchtitan.experiments.rl.checkpointing.folder import checkpoints, newest_valid, step_of
+from torchtitan.experiments.rl.compat.monarch import process_death
+from torchtitan.experiments.rl.config.checks import checked_plan
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.controller.restarts import Restarts
+from torchtitan.experiments.rl.controller.run_parts import RunParts
+from torchtitan.experiments.rl.controller.run_start import Resumed, begin_again, resume
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary, near
+from torchtitan.experiments.rl.process.lifetime import ProcessLost
+from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
+from torchtitan.experiments.rl.user_code.gate import Gate
+
+logger = logging.getLogger(__name__)
+
+REDRAW_S = 1.0
+"""Between two draws of the live line: it shows seconds."""
+
+
+class Controller(Actor):
+    part = ""
+    """See ``reported_endpoint``."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        run_dir: str,
+        config_name: str,
+        hosts: HostPool | None = None,
+        resume_from: Path | None = None,
+        init_from: Path | None = None,
+    ):
+        """
+        Args:
+            hosts: where the run's processes are. None: on this host.
+            resume_from: a verified checkpoint of the run in ``run_dir``, which goes on from it.
+            init_from: a verified checkpoint of another run; this one begins with its weights.
+        """
+        self.config = config
+        self._checkpoint, self._init_from, self._hosts = resume_from, init_from, hosts
+        self._steps_before = 0 if resume_from is None else step_of(resume_from)
+        self._run_dir, self._config_name = Path(run_dir), config_name
+        self._plan = checked_plan(config)
+        self._console = Console()
+        self._restarts = Restarts(config.supervision)
+        self._gate = Gate(timeout_s=config.user_code.call_timeout_s, synchronous=config.max_offpolicy_steps == 0)
+        self._stopped_by: str | None = None
+        self._parts = self._new_parts(None)
+
+    @reported_endpoint
+    async def run(self) -> RunSummary:
+        """Build everything, train, close everything; again from the newest checkpoint if the trainer dies.
+
+        The summary is printed before the processes are stopped: nothing of it depends on them any more.
+
+        Raises:
+            Exception: whatever ended the run early, after the summary was printed and every process stopped.
+        """
+        started, drawing = time.perf_counter(), None
+        self._loop = asyncio.get_running_loop()
+        failure: BaseException | None
+        try:
+            set_up_logging(self._run_dir, "controller")
+            drawing = asyncio.create_task(self._draw())
+            if self._checkpoint is not None:
+                self._parts = self._new_parts(self._read(self._checkpoint))
+            self._print_header()
+            failure = await self._run_parts()
+            while isinstance(failure, ProcessLost) and self._stopped_by is None:
+                await self._parts.close()
+                self._parts = self._new_parts(await self._state_after(failure))
+                failure = await self._run_parts() if self._stopped_by is None else None
+        except Exception as error:
+            logger.exception("the run failed")
+            failure = error
+        if isinstance(failure, ProcessLost):  # while the run was being stopped
+            self._console.note(f"{failure}; what follows the last checkpoint is lost")
+            failure = None
+        if drawing is not None:
+            drawing.cancel()
+        stopped_by = self._stopped_by or self._parts.ended_early
+        if failure is not None:
+            stopped_by = stopped_by or f"an error ({type(failure).__name__})"
+        seconds = time.perf_counter() - started
+        summary = self._parts.summary(wall_time_s=seconds, stopped_by=stopped_by, checkpoint=self._checkpoint)
+        summary = replace(summary, steps_before=self._steps_before)
+        self._console.summary(summary)
+        faults = await self._parts.close()
+        failure = failure or next(iter(faults), None)
+        if failure is not None:
+            raise failure
+        return summary
+
+    @reported_endpoint
+    async def request_stop(self, reason: str) -> None:
+        """End the run after the step it is in, or at once while it is being built."""
+        self._stopped_by = reason
+        self._parts.stop()
+
+    def __supervise__(self, failure: Any) -> bool:
+        """Monarch calls this for each actor of a process that died. True: the controller runs on."""
+        self._loop.call_soon_threadsafe(lambda death: self._parts.supervisor.died(death), process_death(failure))
+        return True
+
+    def _new_parts(self, resumed: Resumed | None) -> RunParts:
+        return RunParts(
+            self.config,
+            self._plan,
+            run_dir=self._run_dir,
+            hosts=self._hosts,
+            console=self._console,
+            restarts=self._restarts,
+            gate=self._gate,
+            resumed=resumed,
+            init_from=self._init_from,
+        )
+
+    async def _run_parts(self) -> BaseException | None:
+        """Run the parts, and have their files whole. Returns what ended them early, unless someone asked for that."""
+        failure: BaseException | None = None
+        try:
+            await self._parts.run()
+        except asyncio.CancelledError as cancelled:
+            failure = cancelled if self._stopped_by is None else None
+        except Exception as error:
+            failure = error
+        faults = await self._parts.settle()
+        if isinstance(failure, ProcessLost) and self._parts.writes_checkpoint:
+            return RunError(f"{failure}, and the run can't go on: a checkpoint is still being written")
+        return failure or next(iter(faults), None)
+
+    async def _state_after(self, lost: ProcessLost) -> Resumed | None:
+        """What the run goes on with after its trainer died; None: it begins again. The run's files are cut back to that.
+
+        Raises:
+            RunError: the trainer died too often, or nothing can be gone on with.
+        """
+        which = self._restarts.count("trainer", lost.name, lost.cause)
+        try:
+            resumed = await asyncio.to_thread(self._newest)
+        except RunError as error:
+            raise RunError(f"{lost}, and the run can't go on: {error}") from error
+        step = 0 if resumed is None else resumed.state.step
+        how = "begins again, for it has no checkpoint" if resumed is None else f"goes on from step {step}"
+        steps = self._parts.steps_done - step
+        self._console.note(f"{lost}; the run {how}; {steps} step{'s' * (steps != 1)} lost ({which})")
+        return resumed
+
+    def _newest(self) -> Resumed | None:
+        """The newest valid checkpoint of the run, read; None if it has taken none. Blocks: it reads every file."""
+        if not checkpoints(self._run_dir):
+            self._checkpoint = None
+            begin_again(self._run_dir)
+            return None
+        self._checkpoint, refused = newest_valid(self._run_dir)
+        for reason in refused:
+            logger.warning("%s", reason)
+        return self._read(self._checkpoint)
+
+    def _read(self, checkpoint: Path) -> Resumed:
+        return resume(checkpoint, run_dir=self._run_dir, config=self.config)
+
+    async def _draw(self) -> None:
+        """Keep the live line of the terminal as it should be."""
+        while self._console.live:
+            self._console.draw(self._parts.waits.line())
+            await asyncio.sleep(REDRAW_S)
+
+    def _print_header(self) -> None:
+        plan = self._plan
+        header = RunHeader(
+            run_name=self._run_dir.name,
+            config_name=self._config_name,
+            model=f"{near(self.config.model.hf_assets_path)} ({plan.parameters / 1e6:,.1f}M parameters)",
+            sizes={
+                "steps": plan.steps,
+                "rollouts a step": plan.rollouts_per_step,
+                "off-policy steps": plan.max_offpolicy_steps,
+                "trainer ranks": plan.trainer_ranks,
+                "generators": plan.generator_replicas,
+            },
+            run_dir=self._run_dir,
+        )
+        self._console.header(header)

@@ -1,0 +1,65 @@
+"""``--profile-steps A:B``: one file of what every process does from the start of step A to the end of step B.
+
+It is written in the run's folder as ``trace-steps-A-B.json``; docs/operations.md says how to read it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from torchtitan.experiments.rl.config.checks import profiled_steps
+from torchtitan.experiments.rl.observability.trace_file import write_trace
+from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.process.lifetime import Lifetime
+
+logger = logging.getLogger(__name__)
+
+COLLECT_TIMEOUT_S = 30.0
+
+
+class StepProfile:
+    """``step_begins`` and ``step_ended`` for each step; ``close`` writes what was recorded of a run that ends earlier."""
+
+    def __init__(self, steps: str, *, run_dir: Path, processes: Callable[[], Iterable[tuple[Lifetime, Any]]]):
+        """
+        Args:
+            steps: as in RunConfig.profile_steps.
+            processes: the processes that live now, beside this one: their lives and their actors.
+        """
+        self._steps, self._run_dir, self._processes = profiled_steps(steps), run_dir, processes
+        self._recording = False
+        self.file: Path | None = None
+        """Where the profile was written."""
+
+    async def step_begins(self, step: int) -> None:
+        if self._steps is None or self._recording or self.file is not None or step not in self._steps:
+            return
+        self._recording = True
+        trace.start()
+        await asyncio.gather(*(self._ask(life, actor.start_trace) for life, actor in self._processes()))
+
+    async def step_ended(self, step: int) -> None:
+        if self._steps is not None and step >= self._steps[-1]:
+            await self.close()
+
+    async def close(self) -> None:
+        """Write what was recorded, if anything is."""
+        if not self._recording or self._steps is None:
+            return
+        self._recording = False
+        processes = list(self._processes())
+        # Those of other processes first: what this one waits for is in its own.
+        answers = await asyncio.gather(*(self._ask(life, actor.stop_trace) for life, actor in processes))
+        names = [life.name for life, _ in processes]
+        events = {name: answer for name, answer in zip(names, answers, strict=True) if answer}
+        self.file = self._run_dir / f"trace-steps-{self._steps[0]}-{self._steps[-1]}.json"
+        await asyncio.to_thread(write_trace, self.file, {"controller": trace.stop(), **events})
+
+    async def _ask(self, life: Lifetime, endpoint: Any) -> list[trace.Event]:
+        try:
+            return await asyncio.wait_for(life.call(endpoint.call_one()), COLLECT_TIMEOUT_S) or []
+        except Exception as error:  # a process that has died, or died and was made again: the profile has the others
+            logger.warning("%s is not in the profile: %s", life.name, error)
+            return []

@@ -1,0 +1,138 @@
+"""From a host or a Monarch job to processes: who runs where, on which cores and GPUs, and how they are shut down."""
+
+import asyncio
+import logging
+import os
+import re
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from monarch.actor import HostMesh, Point, ProcMesh, default_bootstrap_cmd, this_host
+
+from torchtitan.experiments.rl.config.placement import Place, Placement, place
+from torchtitan.experiments.rl.config.plan import RunPlan
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.process.setup import launch_environment, set_up_spawned_process
+from torchtitan.experiments.rl.weights.store import start_store
+
+logger = logging.getLogger(__name__)
+
+SHUTDOWN_TIMEOUT_S = 20.0
+"""For each part: a run that ends must end."""
+_INCARNATION = re.compile(r"_(\d+)_\d+$")
+
+
+async def start_trainer(procs: ProcMesh, trainer: Any) -> set[str]:
+    """Set up the store and the trainer's process group. Returns the identities of its hosts."""
+    await start_store(procs.slice(procs=0))
+    points = list((await trainer.meeting_points.call()).values())
+    hosts = {host for host, _, _ in points}
+    _, port, file = points[0]
+    await trainer.setup.call(file if len(hosts) == 1 else port)
+    return hosts
+
+
+async def shut_down(actors: Collection[Any], procs: Iterable[ProcMesh]) -> list[str]:
+    """Shut the actors down, side by side, then stop the processes, whatever state they are in.
+
+    Returns:
+        What actors report to have gone wrong in the user's code, a line each.
+    """
+    reports = await asyncio.gather(*(_within_limit(f"shutdown of {actor}", actor.shutdown.call()) for actor in actors))
+    await asyncio.gather(*(_within_limit(f"end of {actor}", actor.may_be_stopped.call()) for actor in actors))
+    await asyncio.gather(*(_within_limit(f"stopping {mesh}", mesh.stop()) for mesh in procs))
+    return [fault for report in reports if report is not None for faults in report.values() for fault in faults or ()]
+
+
+async def _done(future: Any) -> Any:
+    """Monarch's futures can be awaited, and asyncio wants coroutines."""
+    return await future
+
+
+async def _within_limit(what: str, future: Any) -> Any:
+    try:
+        return await asyncio.wait_for(_done(future), SHUTDOWN_TIMEOUT_S)
+    except Exception as error:  # a part that is dead or busy must not keep the others from ending
+        logger.info("%s: %s", what, error)
+        return None
+
+
+def place_run(config: RunConfig, plan: RunPlan, hosts: HostPool | None) -> Placement:
+    """The placement, by what the hosts themselves have counted.
+
+    Raises:
+        ConfigError: they have less than the plan took them to have.
+    """
+    if hosts is None:
+        return plan.placement
+    cores = [host.cores for host in hosts.hosts]
+    devices = cores if plan.device == "cpu" else [tuple(range(len(host.gpus))) for host in hosts.hosts]
+    placement = place(config, plan.device, parameters=plan.parameters, hosts=devices, worker_cores=cores)
+    logger.info("hosts: %s; placement: %s", [host.name for host in hosts.hosts], placement)
+    return placement
+
+
+def spawn_on(
+    hosts: HostPool | None, name: str, places: Sequence[Place], device: Literal["cpu", "cuda"], *, run_dir: Path | None = None
+) -> tuple[ProcMesh, ProcMesh]:
+    """One process per place, each with threads for its own cores, or seeing only its own GPUs.
+
+    Args:
+        hosts: None: this host alone.
+        places: the same number on each host, hosts in a row.
+        name: of a part it ends with the part's index and incarnation, as in "generator_0_2".
+        run_dir: what the processes print is in its logs/, beside the log that is named alike. None: it goes to the terminal.
+
+    Returns:
+        Its mesh, of one dimension "procs", and the mesh to stop.
+    """
+    shares = tuple(place.devices for place in places)
+    output = None if run_dir is None else str(run_dir.resolve() / "logs" / _INCARNATION.sub(r"-\1", name))
+    if hosts is None:
+        procs = spawn(None, name, shares, device, output=output)
+        return procs, procs
+    first, last = places[0].host, places[-1].host
+    per_host = len(places) // (last - first + 1)
+
+    def launch_command(point: Point) -> Any:
+        place = places[point.rank]
+        host = hosts.hosts[place.host]
+        environment = launch_environment(place.devices, device, host.gpus) | host.environment
+        # Of the user's modules, which the command may have added.
+        environment |= {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
+        return default_bootstrap_cmd().with_env(environment)
+
+    own = hosts.mesh.slice(hosts=first) if first == last else hosts.mesh.slice(hosts=slice(first, last + 1))
+    procs = own.spawn_procs(
+        per_host={"procs": per_host},
+        bootstrap=partial(set_up_spawned_process, shares, device, output),
+        name=name,
+        bootstrap_command=launch_command,
+    )
+    return procs if first == last else procs.flatten("procs"), procs
+
+
+def spawn(
+    host: HostMesh | None,
+    name: str,
+    shares: tuple[tuple[int, ...], ...],
+    device: Literal["cpu", "cuda"],
+    output: str | None = None,
+) -> ProcMesh:
+    """One process per share, each with threads for its own cores, or seeing only its own GPUs.
+
+    ``output``: see ``set_up_spawned_process``.
+    """
+
+    def launch_command(point: Point) -> Any:
+        return default_bootstrap_cmd().with_env(launch_environment(shares[point.rank], device))
+
+    return (host or this_host()).spawn_procs(
+        per_host={"procs": len(shares)},
+        bootstrap=partial(set_up_spawned_process, shares, device, output),
+        name=name,
+        bootstrap_command=launch_command,
+    )

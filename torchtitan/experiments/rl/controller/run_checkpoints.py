@@ -1,0 +1,240 @@
+"""Takes the checkpoints of a run: captures its state between two steps, and writes it while training goes on.
+
+    step 20 ends   captured on the event loop: rollout loop, validator, sizes of the run's files
+                   copied on the trainer's compute threads: model, optimizer, schedule
+    step 21 ...    meanwhile the trainer writes its copy, and a thread the rest; then the folder is committed
+
+The state of a synchronous run is captured after each step: nothing runs then, so a run that goes on from it repeats the
+uninterrupted one bit for bit. Where the run stops or fails in the middle of the next step, this state is the one that is saved.
+An asynchronous run is captured when it is saved.
+"""
+
+import asyncio
+import contextlib
+import logging
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
+from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER, CheckpointError, CheckpointFolder
+from torchtitan.experiments.rl.checkpointing.run_files import sizes, sync
+from torchtitan.experiments.rl.compat.monarch import original
+from torchtitan.experiments.rl.config.run_folder import COMMAND_FILE, CONFIG_FILE
+from torchtitan.experiments.rl.controller.mismatch_alarm import MismatchAlarm
+from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.saved_groups import write_groups
+from torchtitan.experiments.rl.controller.saved_state import FORMAT, MismatchState, RunState, ValidatorState, write_state
+from torchtitan.experiments.rl.controller.validation import Validator
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.process.lifetime import ProcessLost
+from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.user_code.calls import cause_of
+
+logger = logging.getLogger(__name__)
+
+RECORDER_LIMIT_S = 120.0
+"""How long a checkpoint waits for the rollouts that were recorded before it."""
+
+
+class TrainerPart(Protocol):
+    """Saves the trainer's part: training/client.py."""
+
+    async def begin_checkpoint(self, folder: Path, step: int) -> None: ...
+
+    async def finish_checkpoint(self) -> None: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class _Moment:
+    """What is captured at the same moment as the rollout loop."""
+
+    validator: ValidatorState
+    mismatch: list[MismatchState]
+    offsets: dict[str, int]
+    recorded: Future[int] | None
+    """Size of the file of recorded rollouts, once all that were recorded by then are in it."""
+    first_validation: float | None
+    last_validation: float | None
+
+
+@dataclass(kw_only=True, slots=True)
+class _Captured:
+    state: RunState
+    groups: list[RolloutGroup]
+    """The finished ones."""
+    recorded: Future[int] | None
+
+
+class RunCheckpoints:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        *,
+        run_dir: Path,
+        seed: int,
+        synchronous: bool,
+        rollouts: RolloutLoop,
+        validator: Validator,
+        alarm: MismatchAlarm,
+        trainer: TrainerPart,
+        metrics: MetricsLogger,
+        recorder: RolloutRecorder,
+        validations: Callable[[], tuple[float | None, float | None]],
+    ):
+        """``validations`` returns the rewards of the first and the last evaluation."""
+        self._folder, self._run_dir = CheckpointFolder(run_dir, config.keep), run_dir
+        self._interval, self._seed, self._synchronous = config.interval, seed, synchronous
+        self._rollouts, self._validator, self._alarm, self._trainer = rollouts, validator, alarm, trainer
+        self._metrics, self._recorder, self._validations = metrics, recorder, validations
+        self._captured: _Captured | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._step = 0
+        self.saved_step = 0
+        """Step of the newest checkpoint that is complete, or being written; 0: none."""
+        self.newest: Path | None = None
+        """The newest checkpoint that is complete."""
+        self.failure: str | None = None
+        """Why the last one could not be written."""
+
+    def resumed(self, checkpoint: Path, step: int) -> None:
+        """The run goes on from this checkpoint."""
+        self._step = self.saved_step = step
+        self.newest = checkpoint
+
+    def step_taken(self, step: int) -> None:
+        """Step ``step`` was taken and its metrics are logged; what follows may fail."""
+        self._step = step
+
+    async def step_ended(self, step: int) -> None:
+        """Nothing of step ``step`` is left to do. Takes a checkpoint if one is due.
+
+        Raises:
+            RunError: a sampler or the mix can't say its state.
+        """
+        self._step = step
+        due = bool(self._interval) and step % self._interval == 0
+        if due or self._synchronous:
+            self._captured = await self._capture(step)
+        if due:
+            await self._save()
+
+    async def finish(self) -> None:
+        """Save the state after the last step, unless it is saved. Returns when it is written.
+
+        Call it when no step is being taken. A state that can't be saved is logged; ``failure`` says why.
+        """
+        if self._step > self.saved_step:
+            try:
+                captured = self._captured
+                if not self._synchronous or captured is None or captured.state.step != self._step:
+                    self._captured = await self._capture(self._step)
+                await self._save()
+            except Exception as error:
+                self._failed(self._step, error)
+        await self._written()
+
+    def trainer_lost(self, lost: RunError) -> None:
+        """Nothing can be saved any more: the trainer's state is gone."""
+        if self._step > self.saved_step:
+            self.failure = f"the state after step {self._step} is not saved: {lost}"
+
+    @property
+    def writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    async def close(self) -> None:
+        """Return when nothing is being written."""
+        await self._written()
+
+    async def _capture(self, step: int) -> _Captured:
+        rollouts, groups, moment = await self._rollouts.capture(self._moment)
+        state = RunState(
+            format=FORMAT,
+            step=step,
+            seed=self._seed,
+            rollouts=rollouts,
+            validator=moment.validator,
+            mismatch=moment.mismatch,
+            first_validation=moment.first_validation,
+            last_validation=moment.last_validation,
+            offsets=moment.offsets,
+        )
+        return _Captured(state=state, groups=groups, recorded=moment.recorded)
+
+    def _moment(self) -> _Moment:
+        self._metrics.flush()
+        first, last = self._validations()
+        return _Moment(
+            validator=self._validator.state(),
+            mismatch=self._alarm.state(),
+            offsets=sizes(self._run_dir),
+            recorded=self._recorder.size_by_now(),
+            first_validation=first,
+            last_validation=last,
+        )
+
+    async def _save(self) -> None:
+        """Have the trainer copy its state, and write everything beside what follows."""
+        captured = self._captured
+        assert captured is not None, "a state is captured before it is saved"
+        step = captured.state.step
+        await self._written()
+        try:
+            folder = await asyncio.to_thread(self._folder.begin, step)
+        except CheckpointError as error:
+            return self._failed(step, error)
+        try:
+            await self._trainer.begin_checkpoint(folder / TRAINER_FOLDER, step)
+        except BaseException:
+            self._folder.discard(step)
+            raise
+        self.saved_step = step
+        self._writing = asyncio.create_task(self._write(captured, folder), name=f"checkpoint-{step}")
+
+    async def _write(self, captured: _Captured, folder: Path) -> None:
+        step = captured.state.step
+        try:
+            # Both end before the folder is committed or removed, also where one fails.
+            parts = (self._trainer.finish_checkpoint(), asyncio.to_thread(self._write_files, captured, folder))
+            for error in await asyncio.gather(*parts, return_exceptions=True):
+                if error is not None:
+                    raise error
+            self.newest = await asyncio.to_thread(self._folder.commit, step)
+            self.failure = None
+        except BaseException as error:
+            self._folder.discard(step)
+            if not isinstance(error, Exception):
+                raise
+            self._failed(step, error)
+
+    def _write_files(self, captured: _Captured, folder: Path) -> None:
+        """In a thread."""
+        if captured.recorded is not None:
+            captured.state.offsets[ROLLOUTS_FILE] = captured.recorded.result(RECORDER_LIMIT_S)
+        sync(self._run_dir)  # a checkpoint must not be ahead of the run's files
+        for name in (COMMAND_FILE, CONFIG_FILE):  # with them the checkpoint can be resumed where the run's own are lost
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copy(self._run_dir / name, folder)
+        write_groups(folder, captured.groups)
+        write_state(folder, captured.state)
+
+    async def _written(self) -> None:
+        if self._writing is not None:
+            await asyncio.shield(self._writing)  # who stops waiting for it does not stop it: a thread may be at work
+
+    def _failed(self, step: int, error: Exception) -> None:
+        """The run goes on: the checkpoints before are intact, and the next is tried again."""
+        raised = original(error)
+        cause = raised if isinstance(raised, RunError) else cause_of(raised)
+        self.failure = f"the state after step {step} is not saved: {cause}"
+        self.saved_step = min(self.saved_step, step - 1)
+        # A trainer that died is said by others: the run goes on without it, or ends with that.
+        level = logging.INFO if isinstance(error, ProcessLost) else logging.WARNING
+        logger.log(level, "%s", self.failure, exc_info=error)

@@ -1,0 +1,146 @@
+"""Runs a checked config to its end, whatever ends it: its last step, an error, a signal."""
+
+import os
+import shlex
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+from monarch.actor import shutdown_context, this_proc
+
+from torchtitan.experiments.rl.checkpointing.folder import checkpoints, step_of
+from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, drop_late_faults, original, printed_to
+from torchtitan.experiments.rl.config.resume import Start
+from torchtitan.experiments.rl.controller.actor import Controller
+from torchtitan.experiments.rl.controller.run_hosts import take_hosts
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
+from torchtitan.experiments.rl.printable import one_sentence, printable_line
+from torchtitan.experiments.rl.process.descendants import descendants, kill_descendants
+from torchtitan.experiments.rl.process.setup import quiet_libraries
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder
+from torchtitan.experiments.rl.process.terminal import end_live_line
+
+SIGNAL_POLL_S = 0.2
+SHARED_MEMORY_EVERY_S = 30.0
+"""How often the shared memory of the run's processes is looked up: reading /proc takes some milliseconds."""
+
+SAME_SIGNAL_S = 2.0
+"""A closed terminal and some schedulers send a signal more than once within this time: that is not asked twice."""
+
+
+class Signals:
+    """Records the signals that end a run. A handler that raised could cut a message between actors in two."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has SIGHUP ignored, and a shell's background job SIGINT
+                signal.signal(number, lambda received, frame: self.received.append(received))
+
+
+def run_to_end(config: Any, start: Start, config_name: str, temporary: TemporaryFolder) -> int:
+    """Returns the exit code. A second signal, or the end of the grace period, exits at once and says how to go on."""
+    signals = Signals()
+    try:
+        hosts = take_hosts(config, start, stopped=lambda: bool(signals.received))
+    except RunError as error:
+        write_line(sys.stderr, f"error: {printable_line(cause(error))}")
+        shutdown_context().get()
+        return 128 + signals.received[0] if signals.received else 1
+    try:
+        return _run(config, start, config_name, temporary, signals, hosts)
+    finally:
+        drop_late_faults()
+        with quiet_libraries():  # Monarch's job reports the end of each host
+            if hosts is not None:
+                hosts.close()
+            shutdown_context().get()
+
+
+def _run(
+    config: Any, start: Start, config_name: str, temporary: TemporaryFolder, signals: Signals, hosts: HostPool | None
+) -> int:
+    with printed_to(Path(start.run_dir) / MONARCH_OUTPUT):
+        here = this_proc()
+    controller = here.spawn(
+        "controller",
+        Controller,
+        config,
+        run_dir=start.run_dir,
+        config_name=config_name,
+        hosts=hosts,
+        resume_from=start.resume_from,
+        init_from=start.init_from,
+    )
+    running = controller.run.call_one()
+    grace_s = 0.0
+    handled, code = 0, 0
+    asked, deadline = 0.0, float("inf")
+    look_up = time.monotonic() + SHARED_MEMORY_EVERY_S
+    stops = []
+    while True:
+        try:
+            running.get(timeout=SIGNAL_POLL_S)
+            break
+        except TimeoutError:
+            now = time.monotonic()
+            if now > look_up:
+                temporary.note_shared_memory(descendants())
+                look_up = now + SHARED_MEMORY_EVERY_S
+            if now > deadline:
+                why = f"the step did not end within its grace period ({grace_s:.3g} s, checkpoint.grace_s)"
+                _stop_at_once(why, code, start, temporary)
+            if len(signals.received) == handled:
+                continue
+            handled = len(signals.received)
+            if handled > 1 and signals.received[-1] != signal.SIGINT and now < asked + SAME_SIGNAL_S:
+                continue
+            if handled > 1:
+                _stop_at_once("stopped at once", 128 + signals.received[-1], start, temporary)
+            first, asked = signals.received[0], now
+            code = 128 + first
+            write_line(sys.stderr, "stopping after this step; once more stops at once")
+            if first != signal.SIGINT:  # whoever sends these kills soon
+                grace_s = max(config.checkpoint.grace_s, config.provision.job.seconds_left())
+                deadline = now + grace_s
+            stops.append(controller.request_stop.call_one(signal.Signals(first).name))
+        except Exception as error:
+            write_line(sys.stderr, f"error: {printable_line(cause(error))} (logs in {start.run_dir}/logs)")
+            code = 1
+            break
+    return code
+
+
+def cause(error: Exception) -> str:
+    """What ended the run, in one sentence. The log has all of it."""
+    raised = original(error)
+    if isinstance(raised, RunError):  # a sentence for the person who runs it; other errors need their type
+        return one_sentence(str(raised))
+    if isinstance(raised, OSError) and raised.filename is not None:
+        return f"{raised.filename}: {raised.strerror}; see to its disk, then resume"
+    return one_sentence("".join(traceback.format_exception_only(raised)))
+
+
+def _say_how_to_resume(start: Start) -> None:
+    """As the summary of a run does that ends by itself."""
+    found = checkpoints(Path(start.run_dir))
+    if found:
+        write_line(sys.stdout, f"saved       step {step_of(found[-1])}: {found[-1]}")
+        write_line(sys.stdout, f"go on with  {typed_command('grpo')} --resume {shlex.quote(near(start.run_dir))}")
+    else:
+        write_line(sys.stdout, "saved       no checkpoint: the run had not taken one")
+
+
+def _stop_at_once(why: str, code: int, start: Start, temporary: TemporaryFolder) -> NoReturn:
+    """Without a word to any actor: one may hang. A checkpoint that is being written is absent afterwards."""
+    end_live_line()
+    write_line(sys.stderr, f"{why}: what follows the last checkpoint is lost")
+    kill_descendants()
+    temporary.remove()
+    _say_how_to_resume(start)
+    os._exit(code)

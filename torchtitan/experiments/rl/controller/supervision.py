@@ -1,0 +1,285 @@
+"""Makes the parts of a run again when their processes end, as often as the config allows.
+
+A part is spawned where it was, set up, connected, and then watched. When its process ends, whatever the moment, its work goes
+elsewhere at once, and the part is made again. A part of which more processes end than the config allows ends the run.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from torchtitan.experiments.rl.compat.monarch import ProcessDeath, original, process_death_behind
+from torchtitan.experiments.rl.config.run_config import SupervisionConfig
+from torchtitan.experiments.rl.controller.hang_watch import HUNG, HangWatch, is_stopped
+from torchtitan.experiments.rl.controller.part import Part, PartProcess
+from torchtitan.experiments.rl.controller.restarts import Restarts
+from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.observability.waits import Waits
+from torchtitan.experiments.rl.process.host_identity import host_identity
+from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
+from torchtitan.experiments.rl.user_code.watched import ProcessIdentity
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STOP_TIMEOUT_S = 60.0
+"""For Monarch to clear away what is left of a process that has ended."""
+DEATH_REPORTS_S = 15.0
+"""Monarch reports a death on another host after some ten seconds, and its own actors of that process first, in any order."""
+
+
+class Supervisor:
+    """``start`` each part, ``connect`` each, ``close`` before the parts are shut down."""
+
+    def __init__(
+        self,
+        config: SupervisionConfig,
+        *,
+        restarts: Restarts | None = None,
+        on_death: Callable[[str], None] = lambda line: None,
+        on_failure: Callable[[RunError], None],
+        waits: Waits | None = None,
+    ):
+        """
+        Args:
+            restarts: counts the deaths; a run that is built again goes on with the same.
+            on_death: called with a line for people when a process hangs, when a part has died and is made again, and when it is
+                back.
+            on_failure: called with the error of a part that is not made again.
+            waits: is told which parts are being started.
+        """
+        self.waits = waits or Waits(logger.info)
+        self.restarts = restarts or Restarts(config)
+        self._on_death, self._on_failure = on_death, on_failure
+        self._hangs = HangWatch(config, on_hang=on_death)
+        self.parts: list[Part] = []
+        self._beside: set[asyncio.Task[None]] = set()
+        self._guarded: list[tuple[Lifetime, Any]] = []
+        self._failed = asyncio.Event()
+        self.failure: RunError | None = None
+        """Why the run has to end."""
+        self.lost: ProcessLost | None = None
+        """The guarded process that ended first."""
+
+    async def start(self, part: Part) -> Any:
+        """Spawn a part and set it up; again if its process ends meanwhile. Returns what ``set_up`` returns.
+
+        Raises:
+            RunError: it ended too often.
+            Exception: what ``set_up`` raises.
+        """
+        self.parts.append(part)
+        with self.waits.wait(f"{part.name} to start"):
+            while True:
+                try:
+                    return await self._make(part)
+                except ProcessLost as lost:
+                    self._count(part, lost.cause)
+                    self._clear_away(part)
+
+    async def connect(self, part: Part) -> None:
+        """Connect a part that was started, and from now on make it again when its process ends.
+
+        Raises:
+            RunError: it ended too often, or is not what it should be.
+        """
+        await self._connect(part)
+        self._run_beside(self._keep(part))
+
+    async def guard(self, name: str, actor: Any, mesh: Lifetime) -> None:
+        """End the run, and ``mesh``, when the process of ``actor`` ends: without it the run is built again, or not at all.
+
+        Returns when it is watched. With ``mesh`` every process of it that is guarded ends.
+
+        Raises:
+            ProcessLost: it has ended already.
+        """
+        life = Lifetime(name)
+        self._guarded.append((life, actor))
+
+        async def wait() -> None:
+            cause = await life.ended()
+            logger.info("%s died: %s", name, cause)
+            self._lose(ProcessLost(name, cause))
+            assert self.lost is not None
+            mesh.end(f"{self.lost.name}: {self.lost.cause}")
+
+        async def end_with_mesh() -> None:
+            life.kill(f"ended with {await mesh.ended()}")  # a rank alone waits for the others, and may write files meanwhile
+
+        self._run_beside(wait())
+        self._run_beside(end_with_mesh())
+        try:
+            await self._watch(actor, life)
+        except ProcessLost as lost:
+            self._lose(lost)
+            raise
+
+    def processes(self) -> list[tuple[Lifetime, Any]]:
+        """Every process of a part or under guard, and its actor."""
+        parts = [(part.process.life, part.process.actor) for part in self.parts if part.process is not None]
+        return [*self._guarded, *parts]
+
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` returns or raises. It is cancelled when the run has to end: it may wait for a process that has ended.
+
+        Raises:
+            RunError: why the run has to end.
+        """
+        working, failed = asyncio.create_task(work), asyncio.create_task(self._failed.wait())
+        try:
+            await asyncio.wait({working, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self.failure is not None and not _succeeded(working):
+                raise self.failure
+            return working.result()
+        finally:
+            failed.cancel()
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working}, timeout=STOP_TIMEOUT_S)
+
+    def end_run(self, error: RunError) -> None:
+        """The run can't go on, for a reason that no part of it has."""
+        logger.error("%s", error)
+        self._fail(error)
+
+    def died(self, death: ProcessDeath) -> None:
+        """Monarch reports the death of an actor. That of a process which is not watched is learned here."""
+        for part in self.parts:
+            if part.process is not None and death.actor == self._spawn_name(part):
+                part.process.life.report(death.cause)
+
+    async def explained(self, error: Exception) -> Exception:
+        """``error``, or what names the process that has died if ``error`` may follow from that.
+
+        A process is gone for its peers before it is seen to have ended: its files are closed first.
+        """
+        death = process_death_behind(error)
+        if death is not None or isinstance(original(error), PeerGone) or any(life.ending for life, _ in self._guarded):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._failed.wait(), DEATH_REPORTS_S)
+        if self.failure is not None:
+            return self.failure
+        return error if death is None else RunError(f"a process of the run died: {death}")
+
+    async def close(self) -> None:
+        """Make nothing again from now on. What lives goes on living."""
+        beside = list(self._beside)
+        for task in beside:
+            task.cancel()
+        if beside:
+            await asyncio.wait(beside)
+        for life, _ in self.processes():
+            life.close()
+
+    @staticmethod
+    def _spawn_name(part: Part) -> str:
+        return f"{part.label}_{part.incarnation}"
+
+    async def _make(self, part: Part) -> Any:
+        part.incarnation = self.restarts.incarnation(part.label)
+        procs, actor = part.spawn(self._spawn_name(part))
+        process = part.process = PartProcess(procs=procs, actor=actor, life=Lifetime(part.name))
+        await self._watch(actor, process.life, blocks=part.blocks)
+        return await process.life.call(part.set_up(process))
+
+    async def _watch(self, actor: Any, life: Lifetime, *, blocks: bool = False) -> None:
+        """Have ``life`` end when the actor's process does, at once where it is on this host, or when it hangs."""
+        identity: ProcessIdentity = await life.call(actor.identity.call_one())
+        if identity.host == host_identity():
+            life.watch(identity.pid, identity.output)
+        self._run_beside(self._hangs.watch(actor, life, stacks=identity.stacks, blocks=blocks))
+
+    async def _connect(self, part: Part) -> None:
+        while True:
+            assert part.process is not None, "start comes first"
+            try:
+                return await part.process.life.during(part.connect(part.process))
+            except ProcessLost as lost:
+                part.disconnect()
+                self._count(part, lost.cause)
+            await self._remake(part)
+
+    async def _keep(self, part: Part) -> None:
+        """Make the part again whenever its process has ended."""
+        try:
+            while True:
+                assert part.process is not None
+                cause = await part.process.life.ended()
+                part.disconnect()
+                self._count(part, cause)
+                await self._remake(part)
+                await self._connect(part)
+                self._on_death(f"{part.name} is back")
+        except Exception as error:
+            explained = await self.explained(error)
+            if not isinstance(explained, RunError):
+                logger.exception("making %s again", part.name)
+                explained = RunError(f"{part.name} can't be made again: {type(error).__name__}: {error}")
+            self._fail(explained)
+
+    async def _remake(self, part: Part) -> None:
+        """Spawn and set up the part again until it succeeds."""
+        while True:
+            self._clear_away(part)
+            try:
+                await self._make(part)
+                return
+            except ProcessLost as lost:
+                self._count(part, lost.cause)
+            except Exception as error:
+                logger.exception("setting %s up again", part.name)
+                cause = f"{type(error).__name__}: {error}"
+                if part.process is not None:
+                    part.process.life.kill(cause)
+                self._count(part, cause)
+
+    def _lose(self, lost: ProcessLost) -> None:
+        if self.lost is None and lost.cause.startswith(HUNG):
+            # Of ranks that hang in a collective one may be stopped, and the others wait for it.
+            stopped = [life.name for life, _ in self._guarded if is_stopped(life.pid)]
+            lost = ProcessLost(stopped[0], f"{HUNG}stopped by a signal") if stopped else lost
+        self.lost = self.lost or lost
+        self._fail(self.lost)
+
+    def _fail(self, error: RunError) -> None:
+        self.failure = self.failure or error
+        self._failed.set()
+        self._on_failure(error)
+
+    def _count(self, part: Part, cause: str) -> None:
+        """One more death of the part.
+
+        Raises:
+            RunError: it may not be made again.
+        """
+        which = self.restarts.count(part.label, part.name, cause)
+        self._on_death(f"{part.name} died: {cause}; made again ({which})")
+
+    def _clear_away(self, part: Part) -> None:
+        """Have Monarch forget a process that has ended."""
+        process = part.process
+        assert process is not None
+
+        async def clear() -> None:
+            try:
+                await asyncio.wait_for(_stopped(process), STOP_TIMEOUT_S)
+            except Exception as error:  # it is dead all the same
+                logger.info("clearing away %s: %s", process.life.name, error)
+
+        self._run_beside(clear())
+
+    def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._beside.discard)
+
+
+async def _stopped(process: PartProcess) -> None:
+    await process.procs.stop()
+
+
+def _succeeded(task: asyncio.Task[Any]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None

@@ -1,0 +1,223 @@
+"""The command: ``python -m torchtitan.experiments.rl.evaluate --config NAME [--model FOLDER | --endpoint URL] [overrides]``.
+
+Exit codes: 0 done; 1 it failed, or a task has no figure because every attempt failed; 2 the config can't be evaluated, and
+nothing was spawned; 130, 143, 129 stopped by a signal.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torchtitan.experiments.rl.config.command_line import Command, load_config, parse_command
+from torchtitan.experiments.rl.config.hub import model_folder, words_of_run
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.observability.console import typed_command
+from torchtitan.experiments.rl.printable import one_sentence, printable_line
+from torchtitan.experiments.rl.process.garbage import collect_again, hold_collection, keep_imported
+from torchtitan.experiments.rl.process.setup import escape_unencodable_output, quiet_libraries, run_command, set_up_process
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets
+
+RESULT_FILE = "evaluation.json"
+PROGRAM = "python -m torchtitan.experiments.rl.evaluate"
+
+
+@dataclass(kw_only=True, slots=True)
+class Options:
+    """Ours; ``command`` has the others, which are a run's."""
+
+    endpoint: str | None
+    against: str | None
+    endpoint_model: str | None
+    endpoint_key_env: str | None
+    tasks: list[str] = field(default_factory=list)
+    """Empty: every task that has a validation set."""
+    attempts: int | None
+    json: bool
+    command: Command
+
+
+def main(arguments: list[str] | None = None) -> int:
+    escape_unencodable_output()
+    if arguments is None:
+        hold_collection()
+    try:
+        options = parse_options(sys.argv[1:] if arguments is None else arguments)
+        set_up_process()
+        with quiet_libraries():
+            prepared = _prepare(options)
+    except ConfigError as error:
+        print(f"error: {printable_line(str(error))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # while modules are imported; nothing was spawned
+        return 130
+    from torchtitan.experiments.rl.tools.evaluate import measure_all
+
+    temporary = TemporaryFolder()
+    hold_sockets(temporary.path)
+    collect_again()
+    try:
+        code, results = measure_all(prepared.models, temporary)
+    finally:
+        temporary.remove()
+    if not results:
+        return code
+    result = summarized(options.command.config_name, prepared, results)
+    (Path(prepared.models[0].run_dir) / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if options.json:
+        print(json.dumps(result))
+    else:
+        from torchtitan.experiments.rl.tools.evaluate import result_lines
+
+        print("\n".join(map(printable_line, result_lines(result))))
+    return code or _unmeasured(prepared, results)
+
+
+def _unmeasured(prepared: "Prepared", results: list[dict[str, Any]]) -> int:
+    """The exit code; says which tasks have no figure, for every attempt failed."""
+    code = 0
+    for candidate, result in zip(prepared.models, results, strict=False):
+        for task, examples in result["examples"].items():
+            if not any(example["rewards"] for example in examples):
+                why = one_sentence(result["causes"].get(task, "there were none"))
+                line = f"error: tasks.{task}: no attempt of {candidate.label} has a reward: {why}"
+                print(printable_line(f"{line} (logs in {candidate.run_dir}/logs)"), file=sys.stderr)
+                code = 1
+    return code
+
+
+def parse_options(arguments: list[str]) -> Options:
+    """
+    Raises:
+        ConfigError: an option lacks its value, or two exclude each other.
+    """
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        description="Measure a policy on the validation sets of a config's tasks, without training. The config's fields can be "
+        "overridden as a run's: --validation.examples 64, --validation.temperature 1.",
+        epilog="Also as a run's command: --module MODULE, --run-dir FOLDER (for the records and the result).",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", metavar="NAME", help="a named config; it gives tasks, sampling and engine")
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="the policy, instead of the config's model: a run's folder (its newest policy; --config is not needed then), or a "
+        "hub folder, such as a run's policy/step-100",
+    )
+    parser.add_argument("--endpoint", metavar="URL", help="the policy is served by a vLLM server, such as http://host:8000/v1")
+    parser.add_argument("--endpoint-model", metavar="NAME", help="what the server calls it (default: its only model)")
+    parser.add_argument("--endpoint-key-env", metavar="NAME", help="environment variable that holds the server's key")
+    parser.add_argument("--against", metavar="FOLDER|URL", help="a second model, measured on the same examples and compared")
+    parser.add_argument(
+        "--tasks", nargs="+", default=[], metavar="TASK", help="only these (default: all with a validation set)"
+    )
+    parser.add_argument("--attempts", type=int, metavar="K", help="rollouts of each example (default: the config's)")
+    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, and nothing else")
+    try:
+        known, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error.argument_name), None, error.message) from None
+    if known.model is not None and known.endpoint is not None:
+        raise ConfigError("--endpoint", known.endpoint, "the policy is a folder or a server: leave this or --model out")
+    for option in ("--resume", "--init-from", "--dry-run", "--list"):
+        if option in rest:
+            raise ConfigError(option, None, "is of a run's command, and means nothing here")
+    named = ["--config", known.config] if known.config is not None else words_of_run(known.model)
+    if named is None:
+        raise ConfigError(
+            "--config", None, f"name a config, or a run as --model; {typed_command('grpo')} --list prints the configs"
+        )
+    words = [*named, *(["--model", known.model] if known.model is not None else []), *rest]
+    return Options(
+        endpoint=known.endpoint,
+        against=known.against,
+        endpoint_model=known.endpoint_model,
+        endpoint_key_env=known.endpoint_key_env,
+        tasks=known.tasks,
+        attempts=known.attempts,
+        json=known.json,
+        command=parse_command(words),
+    )
+
+
+@dataclass(kw_only=True, slots=True)
+class Prepared:
+    models: list[Any]
+    """One or two ``session.Candidate``."""
+    schedules: dict[str, Any]
+    """ValidationConfig of each task."""
+
+
+def _prepare(options: Options) -> Prepared:
+    """Check everything before a process is spawned, and make the folders.
+
+    Raises:
+        ConfigError: what can't be evaluated, by option or field.
+    """
+    from torchtitan.experiments.rl.config.run_folder import make_run_folder
+    from torchtitan.experiments.rl.generation.references import FrozenModel
+    from torchtitan.experiments.rl.generation.served import served_model
+    from torchtitan.experiments.rl.tools import evaluate as measure
+
+    command = options.command
+    if command.model is not None:
+        command.overrides += ["--model.hf-assets-path", model_folder(command.model)]
+    config = measure.evaluated_config(load_config(command), tasks=options.tasks, attempts=options.attempts)
+    keep_imported()
+
+    def server(url: str, field: str) -> FrozenModel:
+        return served_model(
+            url,
+            field=field,
+            name=options.endpoint_model,
+            key_env=options.endpoint_key_env,
+            tokenizer_path=config.model.hf_assets_path,
+        )
+
+    endpoints = [None if options.endpoint is None else server(options.endpoint, "--endpoint")]
+    configs = [config]
+    if options.against is not None:
+        is_url = options.against.startswith(("http://", "https://"))
+        endpoints.append(server(options.against, "--against") if is_url else None)
+        model = config.model if is_url else replace(config.model, hf_assets_path=model_folder(options.against))
+        configs.append(replace(config, model=model))
+    plans = [measure.checked_plan(config, endpoint) for config, endpoint in zip(configs, endpoints, strict=True)]
+    folder = make_run_folder(command.run_dir, config.output_dir, f"evaluate-{command.config_name}", keep=True)
+    folders = [folder, str(Path(folder) / "against")]
+    models = []
+    for config, plan, endpoint, run_dir in zip(configs, plans, endpoints, folders, strict=False):
+        Path(run_dir).mkdir(exist_ok=True)
+        models.append(measure.candidate(config, plan, endpoint, run_dir))
+    return Prepared(models=models, schedules={name: task.validation_schedule for name, task in config.tasks.items()})
+
+
+def summarized(config_name: str | None, prepared: Prepared, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """What ``--json`` prints: for each model ``metrics`` as a run's validation reports them, and ``tasks`` with intervals."""
+    from torchtitan.experiments.rl.tools.evaluate import Example, paired, task_figures
+
+    models: list[dict[str, Any]] = []
+    scored: list[dict[str, list[Example]]] = []
+    for candidate, result in zip(prepared.models, results, strict=False):
+        examples = {
+            task: [Example(**entry) for entry in sorted(entries, key=lambda e: (len(e["example"]), e["example"]))]
+            for task, entries in result["examples"].items()
+        }
+        scored.append(examples)
+        figures = {
+            task: {"attempts": schedule.attempts, "temperature": schedule.temperature}
+            | task_figures(examples[task], attempts=schedule.attempts, pass_reward=schedule.pass_reward)
+            for task, schedule in prepared.schedules.items()
+        }
+        models.append({"model": candidate.label, "folder": candidate.run_dir, "metrics": result["metrics"], "tasks": figures})
+    comparison = None
+    if len(scored) == 2:
+        comparison = {task: paired(scored[0][task], scored[1][task]) for task in prepared.schedules}
+    return {"config": config_name, "models": models, "comparison": comparison}
+
+
+if __name__ == "__main__":
+    run_command(main)

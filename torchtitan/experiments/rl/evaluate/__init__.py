@@ -1,1 +1,0 @@
-"""Measures a policy on its tasks, without training: ``python -m torchtitan.experiments.rl.evaluate``."""

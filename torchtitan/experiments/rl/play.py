@@ -1,0 +1,113 @@
+"""The command: ``python -m torchtitan.experiments.rl.play --config NAME --task T [--example N] [overrides]``.
+
+Exit codes: 0 the rollouts ended, or the person ended the session; 1 a rollout failed; 2 the config can't be played.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from torchtitan.experiments.rl.config.command_line import Command, load_config, parse_command
+from torchtitan.experiments.rl.config.hub import model_folder, words_of_run
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.observability.console import typed_command
+from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.setup import escape_unencodable_output, quiet_libraries, run_command, set_up_process
+
+
+def main(arguments: list[str] | None = None) -> int:
+    escape_unencodable_output()
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.experiments.rl.play",
+        description="Be the policy of a task in the terminal: see the prompts as the model does, answer, and see the rewards, "
+        "the tokens and what would be trained. The session is saved as a record and as a test. Fields of the config can be "
+        "overridden.",
+        epilog="Also as a run's command: --module MODULE, --run-dir FOLDER (for the record and the test).",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", metavar="NAME", help="a named config")
+    parser.add_argument(
+        "--model",
+        metavar="FOLDER",
+        help="what /model asks, in an engine that is started then: a run's folder (its newest policy; --config is not needed "
+        "then), or a hub folder",
+    )
+    parser.add_argument("--task", metavar="T", help="one of its tasks (default: the first)")
+    parser.add_argument("--example", type=int, default=0, help="index in the task's dataset (default 0)")
+    parser.add_argument("--rollouts", type=int, default=1, help="rollouts of the group; you answer each, in turn (default 1)")
+    parser.add_argument(
+        "--scripted", action="append", default=[], metavar="TEXT", help="a line that is entered for you; may be repeated"
+    )
+    parser.add_argument("--endpoint", metavar="URL", help="/model asks a vLLM server, such as http://host:8000/v1")
+    parser.add_argument("--endpoint-model", metavar="NAME", help="what the server calls the model (default: its only one)")
+    parser.add_argument("--endpoint-key-env", metavar="NAME", help="environment variable that holds the server's key")
+    try:
+        try:
+            known, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
+        except argparse.ArgumentError as error:
+            raise ConfigError(str(error.argument_name), None, error.message) from None
+        if known.rollouts < 1:
+            raise ConfigError("--rollouts", known.rollouts, "must be at least 1")
+        named = ["--config", known.config] if known.config is not None else words_of_run(known.model)
+        if named is None:
+            cure = f"name a config, or a run as --model; {typed_command('grpo')} --list prints the configs"
+            raise ConfigError("--config", None, cure)
+        command = parse_command([*named, *(["--model", known.model] if known.model is not None else []), *rest])
+        set_up_process(engine=True)
+        return _play(known, command)
+    except ConfigError as error:
+        print(f"error: {printable_line(str(error))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _play(known: argparse.Namespace, command: Command) -> int:
+    with quiet_libraries():
+        from torchtitan.experiments.rl.config import checks
+        from torchtitan.experiments.rl.config.run_folder import make_run_folder
+        from torchtitan.experiments.rl.generation.served import served_model
+        from torchtitan.experiments.rl.tools.play import Player, answering_model, play, result_lines, save, skeleton, was_left
+
+        if command.model is not None:
+            command.overrides += ["--model.hf-assets-path", model_folder(command.model)]
+        config = load_config(command)
+        task = known.task or next(iter(config.tasks))
+        if task not in config.tasks:
+            raise ConfigError("--task", task, f"name one of {', '.join(config.tasks)}")
+        checks.check(config)
+        server = None
+        if known.endpoint is not None:
+            server = served_model(
+                known.endpoint,
+                field="--endpoint",
+                name=known.endpoint_model,
+                key_env=known.endpoint_key_env,
+                tokenizer_path=config.model.hf_assets_path,
+            )
+    player = Player(config.model.hf_assets_path, scripted=known.scripted, model=lambda: answering_model(config, server))
+    try:
+        group = play(config, task, player, example=known.example, rollouts=known.rollouts)
+    except IndexError:
+        raise ConfigError("--example", known.example, "the dataset has no such example") from None
+    if player.left and not player.replies:
+        print("left: nothing was answered, and nothing is saved")
+        return 0
+    print("\n".join(result_lines(group, player)))
+    folder = Path(make_run_folder(command.run_dir, config.output_dir, f"play-{task}", keep=True))
+    text = skeleton(
+        group,
+        player.replies,
+        module=command.module,
+        config=str(command.config_name),
+        example=known.example,
+        overrides=command.overrides,
+    )
+    save(group, config, folder, text)
+    print(f"saved       {printable_line(str(folder))}: the record and a test")
+    return 1 if any(rollout.status.is_error() and not was_left(rollout) for rollout in group.rollouts) else 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,83 @@
+"""The command: ``python -m torchtitan.experiments.rl.report RUN... [--port N] [--host ADDRESS] [--export FILE.html]``."""
+
+import argparse
+import errno
+import secrets
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.setup import escape_unencodable_output, run_command
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 ended by Ctrl-C, or exported; 2 a folder without a run, or no such address."""
+    escape_unencodable_output()
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.experiments.rl.report",
+        description="Pages about runs, in the browser: rewards, where rollouts went, what the model said and why. "
+        "Follows a run that goes on.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder; several are shown side by side")
+    parser.add_argument("--port", type=int, default=8765, help="default %(default)s; 0: any that is free")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: this host alone; any other asks for a token)"
+    )
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write one HTML file that needs no server, and end")
+    parser.add_argument(
+        "--sample", type=int, default=40, help="rollouts of each run in the exported file (default %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    from torchtitan.experiments.rl.tools.report.run import ReportedRun
+
+    try:
+        runs = [ReportedRun(folder) for folder in options.runs]
+        if options.export is not None:
+            from torchtitan.experiments.rl.tools.report.app import exported
+
+            for run in runs:
+                run.index.refresh()
+            options.export.write_text(exported(runs, sample=options.sample), encoding="utf-8")
+            print(f"wrote       {options.export}")
+            return 0
+        return _serve(runs, options.host, options.port)
+    except (RunError, OSError) as error:
+        print(f"error: {printable_line(str(error))}", file=sys.stderr)
+        return 2
+
+
+def _serve(runs: Sequence, host: str, port: int) -> int:
+    import uvicorn
+
+    from torchtitan.experiments.rl.tools.report.app import report_app
+
+    token = None if host in LOOPBACK else secrets.token_urlsafe(24)
+    server = uvicorn.Server(uvicorn.Config(report_app(runs, token=token), log_level="warning", access_log=False))
+    try:
+        bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise RunError(f"--port {port}: another program listens there; --port 0 takes one that is free") from error
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?token={token}" if token else "")
+    for run in runs:
+        run.start()
+    print(f"report      {address}\n            Ctrl-C ends it", flush=True)
+    try:
+        server.run(sockets=[bound])
+    except KeyboardInterrupt:
+        pass
+    finally:
+        for run in runs:
+            run.close()
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

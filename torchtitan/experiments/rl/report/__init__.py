@@ -1,1 +1,0 @@
-"""Serves pages about runs, from their folders: ``python -m torchtitan.experiments.rl.report RUN...``."""

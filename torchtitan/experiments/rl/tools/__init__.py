@@ -1,0 +1,1 @@
+"""Tools around runs: evaluation, play and the report. The commands that start them are at the root."""

@@ -1,0 +1,563 @@
+"""What an evaluation takes from a run's config, and every task evaluated once, as a run does of version 0."""
+
+import asyncio
+import itertools
+import logging
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from monarch.actor import Actor, shutdown_context, this_proc
+
+from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to, process_death
+from torchtitan.experiments.rl.config import checks, trial
+from torchtitan.experiments.rl.config.machine import raise_descriptor_limit
+from torchtitan.experiments.rl.config.placement import Place, Placement
+from torchtitan.experiments.rl.config.plan import RunPlan
+from torchtitan.experiments.rl.config.resume import save_config
+from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
+from torchtitan.experiments.rl.controller.first_failures import FirstFailures
+from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner
+from torchtitan.experiments.rl.controller.session import SIGNAL_POLL_S, Signals, cause
+from torchtitan.experiments.rl.controller.task_set import TaskSet
+from torchtitan.experiments.rl.controller.validation import Validator, labelled, pass_at_k
+from torchtitan.experiments.rl.controller.wiring import RunActors
+from torchtitan.experiments.rl.envs.renderer import build_renderer
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
+from torchtitan.experiments.rl.generation.endpoint import EndpointClient
+from torchtitan.experiments.rl.generation.references import FrozenModel, hosted_models
+from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.descendants import descendants, kill_descendants
+from torchtitan.experiments.rl.process.setup import quiet_libraries, set_up_logging
+from torchtitan.experiments.rl.process.temporary import TemporaryFolder
+from torchtitan.experiments.rl.rollouts.policy import ModelClient, ModelReference, PolicyClient, PolicySession, SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
+from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
+from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
+from torchtitan.experiments.rl.user_code.gate import Gate
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Candidate:
+    """A model that is measured."""
+
+    label: str
+    config: RunConfig
+    plan: RunPlan
+    endpoint: FrozenModel | None
+    """None: generators on the config's model."""
+    run_dir: str
+
+
+def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int | None) -> RunConfig:
+    """The config with the tasks to measure, each with a schedule of its own, on this host.
+
+    Args:
+        tasks: by name; empty: every task that has a validation set.
+        attempts: of each example; None: the schedule's. Above 1 where a schedule is greedy, they are sampled at the task's
+            training temperature.
+
+    Raises:
+        ConfigError: no such task, or one without a validation set.
+    """
+    if attempts is not None and attempts < 1:
+        raise ConfigError("--attempts", attempts, "must be at least 1")
+    for name in tasks:
+        if name not in config.tasks:
+            raise ConfigError("--tasks", name, f"no such task; the config has {', '.join(config.tasks)}")
+    chosen = {name: config.tasks[name] for name in tasks} or {n: t for n, t in config.tasks.items() if t.validation is not None}
+    if not chosen:
+        raise ConfigError("tasks", ", ".join(config.tasks), "none has a validation set; set tasks.NAME.validation")
+    for name, task in chosen.items():
+        if task.validation is None:
+            raise ConfigError(f"tasks.{name}.validation", None, "the task has no validation set: set one, or leave it out")
+        schedule = task.validation_schedule or config.validation
+        k = schedule.attempts if attempts is None else attempts
+        greedy = attempts is not None and k > 1 and schedule.temperature == 0
+        temperature = task.sampling.temperature if greedy else schedule.temperature
+        chosen[name] = replace(task, validation_schedule=replace(schedule, every=1, attempts=k, temperature=temperature))
+    provision = ProvisionConfig(device=config.provision.device)
+    # Sizes of a step divide by those of the tasks that train; nothing trains here.
+    return replace(config, tasks=chosen, provision=provision, rollouts_per_step=None)
+
+
+def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
+    """Check the config and what this machine has, and plan its generators.
+
+    Raises:
+        ConfigError: the first problem.
+    """
+    if endpoint is not None and not hosted_models(config.tasks):
+        config.provision = ProvisionConfig(device="cpu")  # nothing here computes
+        config.rollout_workers = 0
+    checks.check(config)
+    try:
+        checks.check_model_folder(config.model)
+    except MissingError:
+        if endpoint is None:
+            raise
+    if lacking := [*checks.missing(config).values(), *([] if endpoint is not None else checks.missing_engine(config))]:
+        raise lacking[0]
+    trial.build_tasks(config)
+    raise_descriptor_limit()
+    device = config.provision.resolve()
+    if device == "cpu":
+        return checks.plan_run(config)  # the run's own cores: figures repeat to the last bit
+    plan = checks.plan_run(config, device=device, available=list(range(checks.needed_gpus(config))))
+    return replace(plan, placement=_without_trainer(plan.placement))
+
+
+def candidate(config: RunConfig, plan: RunPlan, endpoint: FrozenModel | None, run_dir: str) -> Candidate:
+    """Saves the config in the folder."""
+    save_config(Path(run_dir), config)
+    label = config.model.hf_assets_path if endpoint is None else f"{endpoint.name} at {endpoint.base_url}"
+    return Candidate(label=label, config=config, plan=plan, endpoint=endpoint, run_dir=run_dir)
+
+
+def _without_trainer(placement: Placement) -> Placement:
+    """GPUs are counted from 0 again."""
+    places = [*placement.generators, *(place for places in placement.hosted for place in places)]
+    own = {device: number for number, device in enumerate(sorted({d for place in places for d in place.devices}))}
+
+    def moved(place: Place) -> Place:
+        return Place(place.host, tuple(own[device] for device in place.devices))
+
+    return replace(
+        placement,
+        trainer=(),
+        generators=tuple(map(moved, placement.generators)),
+        hosted=tuple(tuple(map(moved, places)) for places in placement.hosted),
+    )
+
+
+class EndpointPolicy:
+    """Implements rollouts.policy.PolicyClient over a server. Its tokens have policy version -1, as a frozen model's."""
+
+    version = 0
+
+    def __init__(self, model: FrozenModel, hosted: PolicyClient):
+        """``hosted``: gives the frozen models that the tasks name."""
+        self.client, self._hosted = EndpointClient(model), hosted
+
+    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> PolicySession:
+        """See ModelClient.session."""
+        return self.client.session(rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        """See ModelClient.score."""
+        return await self.client.score(token_ids)
+
+    def frozen(self, model: ModelReference) -> ModelClient:
+        """See PolicyClient.frozen."""
+        return self._hosted.frozen(model)
+
+
+class ObservedRunner:
+    """Implements GroupRunner.measure: calls ``on_group`` with each group that was measured."""
+
+    def __init__(self, runner: GroupRunner, on_group: Callable[[RolloutGroup], None]):
+        self._runner, self._on_group = runner, on_group
+
+    async def run(self, task: Task, sample: DataSample, *, group_id: str, credit: bool = True) -> RolloutGroup:
+        """See GroupRunner."""
+        return await self._runner.run(task, sample, group_id=group_id, credit=credit)
+
+    async def credit(self, task: Task, group: RolloutGroup) -> RolloutGroup:
+        """See GroupRunner."""
+        return await self._runner.credit(task, group)
+
+    async def measure(
+        self, task: Task, sample: DataSample, *, group_id: str, sampling: SamplingConfig, group_size: int
+    ) -> RolloutGroup:
+        """See GroupRunner."""
+        group = await self._runner.measure(task, sample, group_id=group_id, sampling=sampling, group_size=group_size)
+        self._on_group(group)
+        return group
+
+    def lap_lag_s(self) -> float:
+        """See GroupRunner."""
+        return self._runner.lap_lag_s()
+
+    def lap_blocking_calls(self) -> int:
+        """See GroupRunner."""
+        return self._runner.lap_blocking_calls()
+
+
+class Evaluation:
+    """``run`` evaluates every task once, as a run does of version 0, and stops everything it has started."""
+
+    def __init__(self, config: RunConfig, plan: RunPlan, *, run_dir: str, endpoint: FrozenModel | None):
+        """
+        Args:
+            endpoint: the policy is this server's model. None: generators on the config's model.
+        """
+        self._config, self._run_dir, self._endpoint = config, Path(run_dir), endpoint
+        self._actors = RunActors(config, plan, run_dir=self._run_dir, on_failure=self._fail, on_death=_note)
+        self._failure: Exception | None = None
+        self._examples: dict[str, list[dict[str, Any]]] = {name: [] for name in config.tasks}
+        self._causes: dict[str, str] = {}
+        self._measuring: asyncio.Task[dict[str, float]] | None = None
+        self._stopped = False
+
+    async def run(self) -> dict[str, Any]:
+        """
+        Returns:
+            ``metrics``, those of a run's validation (None: it was stopped); ``examples``: by task, the fields of an ``Example``
+            for each; ``causes``: by task, what the first attempt failed of that has no reward.
+        """
+        self._measuring = asyncio.create_task(self._measure())
+        metrics: dict[str, float] | None = None
+        try:
+            metrics = await self._measuring
+        except asyncio.CancelledError:
+            if not self._stopped:
+                raise
+        return {"metrics": metrics, "examples": self._examples, "causes": self._causes}
+
+    def stop(self) -> None:
+        """End ``run`` early. Groups that have ended are recorded."""
+        self._stopped = True
+        if self._measuring is not None:
+            self._measuring.cancel()
+
+    def died(self, death: Any) -> None:
+        """A process died; Monarch reports it."""
+        self._actors.supervisor.died(death)
+
+    async def _measure(self) -> dict[str, float]:
+        config, actors = self._config, self._actors
+        gate = Gate(timeout_s=config.user_code.call_timeout_s, synchronous=config.max_offpolicy_steps == 0)
+        tasks = TaskSet(config.tasks, gate=gate, limits=config.user_code, seed=config.seed)
+        recorder = config.recorder.build(run_dir=self._run_dir)
+        policy = None if self._endpoint is None else EndpointPolicy(self._endpoint, actors.policy)
+        validator: Validator | None = None
+        failures = FirstFailures(_note, log="logs/evaluator.jsonl")
+
+        def measured(group: RolloutGroup) -> None:
+            self._examples[group.task_name].append(asdict(example_of(group)))
+            failures.arrived(group)
+            causes = [rollout.error for rollout in group.rollouts if rollout.reward is None and rollout.error]
+            if cause := next(iter(causes), group.failure):
+                self._causes.setdefault(group.task_name, cause)
+            # Now, and not when all have ended as a run does: an evaluation may be stopped.
+            outcomes = {rollout.rollout_id: "validation" for rollout in labelled(group, "0").rollouts}
+            recorder.record(group, outcomes, kind="validation")
+
+        try:
+            renderer = build_renderer(config.renderer, config.model.hf_assets_path)
+            await tasks.build(renderer, vocab_size=HubConfig.read(config.model.hf_assets_path).size("vocab_size"))
+            await actors.supervisor.unless_failed(actors.start_generators(policy=policy is None))
+            if policy is None:
+                runner = await actors.start_runner(tasks)
+            else:
+                await tasks.setup(policy)
+                runner = LocalRunner(policy, seed=config.seed)
+            observed = ObservedRunner(runner, measured)
+            validator = Validator(tasks.tasks, observed, config.validation, on_failure=self._fail, gate=gate)
+            validator.start(0)
+            await actors.supervisor.unless_failed(validator.wait())
+            reports = validator.take()
+            if self._failure is not None or not reports:
+                raise self._failure or RunError("nothing was measured")
+            return reports[0].metrics
+        finally:
+            if validator is not None:
+                await validator.close()
+            for fault in [*await tasks.close(), *await actors.close()]:
+                logger.warning("%s", fault)
+            if policy is not None:
+                await policy.client.close()
+            await asyncio.to_thread(recorder.close)
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+
+
+class Evaluator(Actor):
+    """An evaluation as an actor: the death of a process that it started is told to actors."""
+
+    part = ""
+    """See ``reported_endpoint``."""
+
+    def __init__(self, config: RunConfig, plan: RunPlan, *, run_dir: str, endpoint: FrozenModel | None):
+        """See ``Evaluation``."""
+        self._evaluation, self._run_dir = Evaluation(config, plan, run_dir=run_dir, endpoint=endpoint), run_dir
+
+    @reported_endpoint
+    async def measure(self) -> dict[str, Any]:
+        """See ``Evaluation.run``."""
+        self._loop = asyncio.get_running_loop()
+        set_up_logging(self._run_dir, "evaluator")
+        return await self._evaluation.run()
+
+    @reported_endpoint
+    async def request_stop(self) -> None:
+        """See ``Evaluation.stop``."""
+        self._evaluation.stop()
+
+    def __supervise__(self, failure: Any) -> bool:
+        """See Controller.__supervise__."""
+        self._loop.call_soon_threadsafe(self._evaluation.died, process_death(failure))
+        return True
+
+
+def _note(line: str) -> None:
+    write_line(sys.stderr, printable_line(line))
+
+
+def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[int, list[dict[str, Any]]]:
+    """Returns the exit code, and what ``Evaluator.measure`` returned for each model that was measured whole."""
+    signals = Signals()
+    results: list[dict[str, Any]] = []
+    stops: list[Any] = []
+    try:
+        for number, model in enumerate(models):
+            sizes = [f"{name} (at most {plan.examples} x {plan.attempts})" for name, plan in _scheduled(model)]
+            write_line(sys.stderr, printable_line(f"measuring   {model.label} on {', '.join(sizes)}"))
+            with printed_to(Path(model.run_dir) / MONARCH_OUTPUT):
+                here = this_proc()
+            evaluator = here.spawn(
+                f"evaluator_{number}", Evaluator, model.config, model.plan, run_dir=model.run_dir, endpoint=model.endpoint
+            )
+            running = evaluator.measure.call_one()
+            while True:
+                try:
+                    result = running.get(timeout=SIGNAL_POLL_S)
+                    break
+                except TimeoutError:
+                    temporary.note_shared_memory(descendants())
+                    if len(signals.received) > 1:
+                        write_line(sys.stderr, "stopped at once")
+                        kill_descendants()
+                        return 128 + signals.received[0], results
+                    if signals.received and not stops:
+                        write_line(sys.stderr, "stopping; once more stops at once")
+                        stops.append(evaluator.request_stop.call_one())
+                except Exception as error:
+                    write_line(sys.stderr, f"error: {printable_line(cause(error))} (logs in {model.run_dir}/logs)")
+                    return 1, results
+            if result["metrics"] is None:
+                ended = sum(map(len, result["examples"].values()))
+                write_line(
+                    sys.stderr, printable_line(f"stopped: {ended} examples of it were measured, recorded in {model.run_dir}")
+                )
+                return 128 + signals.received[0], results
+            results.append(result)
+        return 0, results
+    finally:
+        with quiet_libraries():
+            shutdown_context().get()
+
+
+def _scheduled(model: Candidate) -> list[tuple[str, ValidationConfig]]:
+    return [(name, task.validation_schedule or model.config.validation) for name, task in model.config.tasks.items()]
+
+
+Z = 1.959964
+"""Two-sided 95 % of the normal distribution."""
+T = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)
+"""The same of Student's distribution with 1 to 10 degrees of freedom."""
+MOST_SLICES = 12
+"""Of one field of an example's info. A field with more values is a label of its own for almost every example."""
+EXACT_SIGNS = 14
+"""Examples that differ, up to which all ways to flip their signs are tried: 16,384."""
+DRAWS = 20_000
+"""Sign flips that are drawn where there are more."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Example:
+    """What one model got for one example."""
+
+    example: str
+    """Its group's id, which is the same for every model."""
+    sample_id: str
+    rewards: list[float]
+    """Of the attempts that were scored."""
+    attempts: int
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Those fields of its info that may name a slice."""
+
+
+def example_of(group: RolloutGroup) -> Example:
+    """
+    Returns:
+        Plain values only: the example's own may be of any class.
+    """
+    sample = group.data_sample
+    info = sample.info if isinstance(sample.info, dict) else {}
+    facts = {str(name): value for name, value in info.items() if isinstance(value, str | bool | int)}
+    return Example(
+        example=group.group_id,
+        sample_id=str(sample.sample_id),
+        rewards=[float(reward) for reward in group.rewards],
+        attempts=len(group.rollouts),
+        facts=facts,
+    )
+
+
+def task_figures(examples: Sequence[Example], *, attempts: int, pass_reward: float) -> dict[str, Any]:
+    """avg@k and pass@k of a task with 95 % intervals, overall and by slice."""
+    return _figures(examples, attempts, pass_reward) | {
+        "slices": {
+            name: {str(value): _figures(part, attempts, pass_reward) for value, part in parts.items()}
+            for name, parts in slices_of(examples).items()
+        }
+    }
+
+
+def slices_of(examples: Sequence[Example]) -> dict[str, dict[Any, list[Example]]]:
+    """Examples by each value of each field of their info that divides them into at least two parts, and not one by one."""
+    found: dict[str, dict[Any, list[Example]]] = {}
+    for name in sorted({name for example in examples for name in example.facts}):
+        counts = Counter(example.facts.get(name) for example in examples)
+        if 2 <= len(counts) <= min(MOST_SLICES, len(examples) // 2):
+            values = sorted(counts, key=lambda value: (str(type(value)), value))
+            found[name] = {value: [e for e in examples if e.facts.get(name) == value] for value in values}
+    return found
+
+
+def _figures(examples: Sequence[Example], attempts: int, pass_reward: float) -> dict[str, Any]:
+    scored = [example.rewards for example in examples if example.rewards]
+    figures: dict[str, Any] = {
+        "examples": len(examples),
+        "failed": sum(example.attempts - len(example.rewards) for example in examples),
+        f"avg@{attempts}": _estimate([float(np.mean(rewards)) for rewards in scored]),
+    }
+    for k in sorted({1, attempts}):
+        passing = [
+            pass_at_k(len(rewards), sum(reward >= pass_reward for reward in rewards), min(k, len(rewards)))
+            for rewards in scored
+        ]
+        figures[f"pass@{k}"] = _estimate(passing)
+    return figures
+
+
+def _estimate(values: Sequence[float]) -> dict[str, float | None]:
+    if not values:
+        return {"value": None, "low": None, "high": None}
+    low, high = interval(values)
+    return {"value": float(np.mean(values)), "low": low, "high": high}
+
+
+def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """95 % interval of the mean of ``values``, one for each example.
+
+    Of values in 0..1 it is Wilson's (1927), with as many observations as would give their variance if each were 0 or 1, so that
+    20 of 20 right is 0.84 to 1 and not 1 to 1. Of others it is the mean and its standard errors; of one such value, unknown.
+    Where the width comes from the values' own variance, few values make it wider, by Student's distribution.
+    """
+    x = np.asarray(values, np.float64)
+    n, mean = len(x), float(x.mean())
+    variance = float(x.var(ddof=1)) if n > 1 else math.inf
+    if x.min() < 0 or x.max() > 1:
+        if n < 2:
+            return None, None
+        half = student(n - 1) * math.sqrt(variance / n)
+        return mean - half, mean + half
+    full = mean * (1 - mean)
+    spread = student(n - 1) ** 2 * variance / (n * full) if 0 < variance < full else Z * Z / n
+    middle = (mean + spread / 2) / (1 + spread)
+    half = math.sqrt(spread * full + spread * spread / 4) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def student(freedom: int) -> float:
+    """Two-sided 95 % of Student's distribution. Above 10 degrees of freedom by Fisher's expansion, right to 1e-4."""
+    if freedom <= len(T):
+        return T[freedom - 1]
+    v = freedom
+    third = (3 * Z**7 + 19 * Z**5 + 17 * Z**3 - 15 * Z) / (384 * v**3)
+    return Z + (Z**3 + Z) / (4 * v) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * v**2) + third
+
+
+def paired(first: Sequence[Example], second: Sequence[Example]) -> dict[str, Any]:
+    """Mean difference of the second model from the first, over the examples that both were scored on, and its test.
+
+    The test flips signs: if the models were alike, each example's difference were as likely with the other sign. ``p_value`` is
+    the share of flips whose mean is at least as far from 0 (two-sided).
+    """
+    before = {example.example: float(np.mean(example.rewards)) for example in first if example.rewards}
+    after = {example.example: float(np.mean(example.rewards)) for example in second if example.rewards}
+    both = [example for example in before if example in after]
+    differences = np.array([after[example] - before[example] for example in both], np.float64)
+    if not len(differences):
+        return {"examples": 0, "difference": None, "low": None, "high": None, "p_value": None, "won": [], "lost": []}
+    mean, n = float(differences.mean()), len(differences)
+    half = student(n - 1) * math.sqrt(float(differences.var(ddof=1)) / n) if n > 1 else None
+    return {
+        "examples": n,
+        "difference": mean,
+        "low": None if half is None else mean - half,
+        "high": None if half is None else mean + half,
+        "p_value": sign_flip_p(differences),
+        "won": [example for example, d in zip(both, differences, strict=True) if d > 0],
+        "lost": [example for example, d in zip(both, differences, strict=True) if d < 0],
+    }
+
+
+def sign_flip_p(differences: np.ndarray) -> float:
+    """Two-sided p-value of the sign-flip test. Exact for few differences; else of ``DRAWS`` flips, always the same ones."""
+    d = differences[differences != 0]
+    if not len(d):
+        return 1.0
+    seen = abs(d.sum()) - 1e-12
+    if len(d) <= EXACT_SIGNS:
+        signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(d))))
+        return float(np.mean(np.abs(signs @ d) >= seen))
+    random, far = np.random.default_rng(0), 0
+    for _ in range(0, DRAWS, 1000):
+        signs = random.integers(0, 2, (1000, len(d))) * 2.0 - 1.0
+        far += int(np.sum(np.abs(signs @ d) >= seen))
+    return (1 + far) / (1 + DRAWS)
+
+
+def result_lines(result: dict[str, Any]) -> list[str]:
+    """Of what ``--json`` prints."""
+    lines: list[str] = []
+    for model in result["models"]:
+        lines.append(f"model       {model['model']}")
+        for task, figures in model["tasks"].items():
+            failed = f", {figures['failed']} attempts failed" if figures["failed"] else ""
+            lines.append(
+                f"{task:<12}{figures['examples']} examples, {figures['attempts']} attempts at temperature "
+                f"{figures['temperature']:g}{failed}"
+            )
+            lines += _estimates(figures, indent=12)
+            for sliced_by, parts in figures["slices"].items():
+                for value, part in parts.items():
+                    lines.append(f"{'':<12}{sliced_by} = {value} ({part['examples']})")
+                    lines += _estimates(part, indent=14)
+        lines.append(f"records     {model['folder']}")
+    for task, compared in (result["comparison"] or {}).items():
+        if compared["difference"] is None:
+            lines.append(f"compared    {task}: no example was scored for both")
+            continue
+        between = "" if compared["low"] is None else f" ({compared['low']:+.3f} to {compared['high']:+.3f})"
+        lines.append(
+            f"compared    {task}: second less first {compared['difference']:+.3f}{between}, p = {compared['p_value']:.3g}; "
+            f"{len(compared['won'])} of {compared['examples']} examples better, {len(compared['lost'])} worse"
+        )
+    return [*lines, "Intervals are of 95 %, over examples."]
+
+
+def _estimates(figures: dict[str, Any], *, indent: int) -> list[str]:
+    lines = []
+    for name, value in figures.items():
+        if isinstance(value, dict) and "value" in value:
+            if value["value"] is None:
+                lines.append(f"{'':<{indent}}{name:<9}nothing was scored")
+            else:
+                between = "" if value["low"] is None else f"  ({value['low']:.3f} to {value['high']:.3f})"
+                lines.append(f"{'':<{indent}}{name:<9}{value['value']:.3f}{between}")
+    return lines

@@ -1,0 +1,452 @@
+"""One session: a group of a task whose completions a person gives, or a model for some turns; and the files that it leaves."""
+
+import asyncio
+import itertools
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from renderers import Message
+
+from torchtitan.experiments.rl.config import checks
+from torchtitan.experiments.rl.config.resume import save_config
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.trial import REPLY, checked_renderer
+from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.generation.endpoint import EndpointClient
+from torchtitan.experiments.rl.generation.engine import Engine
+from torchtitan.experiments.rl.generation.judge import Reply
+from torchtitan.experiments.rl.generation.messages import GenerateRequest, Result
+from torchtitan.experiments.rl.generation.references import FrozenModel
+from torchtitan.experiments.rl.generation.session import GeneratorSession
+from torchtitan.experiments.rl.observability.rollouts import lines_of
+from torchtitan.experiments.rl.printable import printable, printable_line
+from torchtitan.experiments.rl.process.setup import quiet_libraries
+from torchtitan.experiments.rl.rollouts.policy import PolicySession, SamplingConfig
+from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
+from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutGroup
+from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy, ScriptedSession
+from torchtitan.experiments.rl.user_code.endpoint import cause_in
+
+HELP = """\
+  your answer in one line, or several lines between a line <<< and a line >>>
+  /call NAME {"key": "value"}   a tool call, in the format of Qwen
+  /model                        the model answers this turn; Ctrl-C stops it
+  /scripted                     the reply that a config is checked with before a run
+  /prompt                       the whole prompt again, as the model gets it
+  /quit, Ctrl-C, Ctrl-D         end without an answer"""
+
+
+class ModelAsked(Exception):
+    """The person lets the model answer this turn."""
+
+
+class Left(RunError):
+    """The person has ended the session."""
+
+
+class LocalModel:
+    """Samples with the config's own engine, which the first request starts, on a thread of its own. One request at a time."""
+
+    lockstep = False
+    """See GeneratorClient."""
+
+    def __init__(self, build: Callable[[], Engine]):
+        self._build = build
+        self._engine: Engine | None = None
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._ids = itertools.count()
+
+    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> GeneratorSession:
+        """See ModelClient.session."""
+        return GeneratorSession(self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    async def send(
+        self, request: GenerateRequest, *, tokens: int, last_replica: int | None, group: str
+    ) -> tuple[Result | None, int]:
+        """See ``generation.session.Sender``.
+
+        Raises:
+            RunError: the engine can't be started or has failed, or refuses the request. The next request may start another.
+        """
+        stopped = threading.Event()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, request, stopped), -1
+        finally:
+            stopped.set()
+
+    def session_closed(self, group: str) -> None: ...
+
+    async def close(self) -> None:
+        """End the engine. One that is still being started ends with the process."""
+        if self._engine is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._engine.close)
+
+    def _answer(self, request: GenerateRequest, stopped: threading.Event) -> Result | None:
+        """None: nobody waits for it any more."""
+        if self._engine is None:
+            try:
+                with quiet_libraries():
+                    self._engine = self._build()
+            except BaseException as error:
+                raise RunError(f"the engine can't be started: {cause_in(error)}") from error
+        engine = self._engine
+        try:
+            if failed := engine.add(request):
+                raise RunError(f"the engine: {failed.cause}")
+            while not stopped.is_set():
+                if results := engine.step():
+                    return results[0]
+            engine.abort([request.request_id])
+            return None
+        except RunError:
+            raise
+        except BaseException as error:
+            self._engine = None
+            engine.close()  # before another is started: a process has one engine
+            raise RunError(f"the engine: {cause_in(error)}") from error
+
+
+class PlayedSession(ScriptedSession):
+    """Implements rollouts.policy.PolicySession. A model's tokens stay as it sampled them, with its log-probabilities."""
+
+    def __init__(
+        self, player: "Player", index: int, sampling: SamplingConfig, stops: list[int], ask: Callable[[], PolicySession]
+    ):
+        """``ask`` opens the model's session, when it is asked first."""
+        super().__init__(player, index, sampling, stops[0])
+        self._player, self._stops, self._ask = player, stops, ask
+        self._model: PolicySession | None = None
+
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+        """See PolicySession.generate. A model that fails or is interrupted leaves the turn to the person."""
+        player = self._player
+        async with player.one_turn:  # the terminal shows one rollout at a time
+            while True:
+                try:
+                    return await super().generate(prompt_token_ids, max_tokens=max_tokens)
+                except ModelAsked:
+                    player.say("(the model answers)")
+                try:
+                    self._model = self._model or self._ask()
+                    with quiet_libraries():
+                        completion = await interruptible(self._model.generate(prompt_token_ids, max_tokens=max_tokens))
+                except (RunError, ConfigError, KeyboardInterrupt) as error:
+                    player.say(f"error: {printable_line(str(error) or 'it was interrupted')}")
+                    continue
+                ids = completion.token_ids.tolist()
+                shown = ids[:-1] if ids and ids[-1] in self._stops else ids
+                self._turn += 1
+                player.by_model.add((self._index, len(player.replies.get(self._index, []))))
+                player.say(f"model> {player.answered(self._index, str(player.tokenizer.decode(shown)))}")
+                return completion
+
+    def close(self) -> None:
+        if self._model is not None:
+            self._model.close()
+
+
+async def interruptible(work: Coroutine[Any, Any, Completion]) -> Completion:
+    """``work``, which Ctrl-C cancels.
+
+    Raises:
+        KeyboardInterrupt: it did.
+    """
+    loop, task, before = asyncio.get_running_loop(), asyncio.ensure_future(work), signal.getsignal(signal.SIGINT)
+    pressed = False
+
+    def cancel() -> None:
+        nonlocal pressed
+        pressed = task.cancel() or pressed
+
+    try:
+        # Not by add_signal_handler: a Ctrl-C while it is being added raises, and interrupts the next call too.
+        signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(cancel))
+        return await task
+    except asyncio.CancelledError:
+        if not pressed:
+            raise
+        raise KeyboardInterrupt from None
+    finally:
+        task.cancel()  # Ctrl-C may have come before it was awaited
+        signal.signal(signal.SIGINT, before)
+
+
+def read_line() -> str:
+    """A line of standard input.
+
+    A Ctrl-C that comes just before ``input`` begins to read would wait for a key: a terminal is watched in short looks instead.
+    """
+    if sys.stdin.isatty():
+        while not select.select([sys.stdin], [], [], 0.1)[0]:
+            pass
+    return input()
+
+
+class Player(ScriptedPolicy):
+    """A person at a terminal, or a model that they ask. Implements rollouts.policy.PolicyClient."""
+
+    def __init__(
+        self,
+        tokenizer_path: str,
+        *,
+        model: Callable[[], EndpointClient | LocalModel],
+        scripted: Sequence[str] = (),
+        read: Callable[[], str] = read_line,
+        out: TextIO | None = None,
+    ):
+        """
+        Args:
+            model: makes the model that answers for the person, when it is asked first; may raise ConfigError.
+            scripted: what is entered first, in order.
+            read: reads a line.
+        """
+        super().__init__(tokenizer_path, self.ask)
+        self.one_turn = asyncio.Lock()
+        self.replies: dict[int, list[str]] = {}
+        """What was answered, by the rollout's index."""
+        self.by_model: set[tuple[int, int]] = set()
+        """Rollout and turn of each answer of the model's."""
+        self.left = False
+        self._make, self._scripted, self._read, self._out = model, list(scripted), read, out or sys.stdout
+        self._model: EndpointClient | LocalModel | None = None
+        self._shown: dict[int, str] = {}
+
+    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> PlayedSession:
+        """See ModelClient.session."""
+
+        def ask() -> PolicySession:
+            self._model = self._model or self._make()
+            return self._model.session(rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+
+        return PlayedSession(self, self.index_of(rollout_id), sampling, stop_token_ids, ask)
+
+    async def chat(self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig) -> Reply:
+        """See ChatClient.chat. The person is the judge too."""
+        async with self.one_turn:
+            for message in messages:
+                self.say(f"── a judge is asked, {message['role']} ──\n{message['content']}")
+            while True:
+                try:
+                    text = self._answer("")
+                    return Reply(message={"role": "assistant", "content": text}, prompt_tokens=0, completion_tokens=0)
+                except ModelAsked:
+                    self.say("Only a turn can be the model's: answer as the judge would.")
+
+    async def close(self) -> None:
+        if self._model is not None:
+            await self._model.close()
+
+    def ask(self, rollout: int, turn: int) -> str:
+        """The person's completion of a rollout's turn, after the part of its prompt that is new was shown.
+
+        Raises:
+            Left: the person has ended the session.
+        """
+        prompt, before = self.prompts[-1], self._shown.get(rollout, "")
+        new = prompt[len(before) :] if before and prompt.startswith(before) else prompt
+        if new and not self.left:  # else it is the same turn: the model did not answer it
+            if not self._shown:
+                new += f"\n{HELP}"
+            self._shown[rollout] = prompt
+            self.say(f"── rollout {rollout}, turn {turn}: {'what is new in ' if before else ''}the prompt ──\n{new}")
+        return self.answered(rollout, self._answer(prompt))
+
+    def answered(self, rollout: int, text: str) -> str:
+        self.replies.setdefault(rollout, []).append(text)
+        return text
+
+    def say(self, text: str, end: str = "\n") -> None:
+        self._out.write(printable(text) + end)
+        self._out.flush()
+
+    def _answer(self, prompt: str) -> str:
+        while True:
+            line = self._line("you> ")
+            if line == "<<<":
+                return "\n".join(iter(lambda: self._line("...> "), ">>>"))
+            if not line.strip():
+                self.say("Nothing was entered. An empty answer is an empty line between <<< and >>>.")
+                continue
+            if not line.startswith("/"):
+                return line
+            command, _, rest = line.partition(" ")
+            if command == "/quit":
+                self.left = True
+            elif command == "/model":
+                raise ModelAsked
+            elif command == "/scripted":
+                return REPLY
+            elif command == "/prompt":
+                self.say(prompt)
+            elif command == "/call":
+                name, _, arguments = rest.partition(" ")
+                return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments or "{}"}}}\n</tool_call>'
+            else:
+                self.say(f"There is no {command}. An answer that begins with / goes between <<< and >>>.\n{HELP}")
+
+    def _line(self, before: str) -> str:
+        if self._scripted and not self.left:
+            line = self._scripted.pop(0)
+            self.say(before + line)
+            return line
+        try:  # who sees the prompt may interrupt at once, before anything is read
+            if not self.left:
+                self.say(before, end="")
+                return self._read()
+        except (EOFError, KeyboardInterrupt):
+            self.left = True
+        raise Left("the session was ended")
+
+
+NO_LIMIT_S = 1e6
+"""A person takes longer than an env may."""
+OUTCOME = "played"
+"""Of the recorded rollouts."""
+
+
+def play(config: RunConfig, name: str, player: Player, *, example: int, rollouts: int) -> RolloutGroup:
+    """Run a group of task ``name`` to its end, and score it.
+
+    Args:
+        example: index in the task's dataset.
+    """
+    own = config.tasks[name]
+    own = replace(own, max_retries=0, env=replace(own.env, rollout_timeout_s=NO_LIMIT_S))
+    task = own.build(name=name, renderer=checked_renderer(config), seed=config.seed)
+
+    async def run() -> RolloutGroup:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio's waits for the loop, which waits for the person
+        await task.setup(player)
+        try:
+            group = await task.run_group(task.dataset[example], player, group_id="play", seed=config.seed, group_size=rollouts)
+            group.failure = await task.score_group(group)
+            return group
+        finally:
+            await task.close()
+            await player.close()
+
+    return asyncio.run(run())
+
+
+def answering_model(config: RunConfig, server: FrozenModel | None) -> EndpointClient | LocalModel:
+    """What ``/model`` asks: a server's model, without further attempts, for the person sees what is wrong; or the config's own.
+
+    Raises:
+        ConfigError: the config's model or its engine is not on this machine.
+    """
+    if server is not None:
+        return EndpointClient(replace(server, max_retries=0))
+    checks.check_model_folder(config.model)
+    for lacking in checks.missing_engine(config):
+        raise lacking
+    device, path = config.provision.resolve(), config.model.hf_assets_path
+    return LocalModel(lambda: config.generator.engine.build(model_path=path, device=device))
+
+
+def result_lines(group: RolloutGroup, player: Player) -> list[str]:
+    """Rewards by component, and what would be trained."""
+    lines = []
+    for index, rollout in enumerate(group.rollouts):
+        recorded = decode_rollout(encode_rollout(rollout, outcome=OUTCOME, admitted_version=0, max_bytes=sys.maxsize))
+        if was_left(rollout):
+            recorded.rollout.error = None
+        typed = [turn for turn in range(len(rollout.turns)) if (index, turn) not in player.by_model]
+        told = lines_of(recorded, tokens=True, typed=typed)
+        if was_left(rollout):
+            told[0] = told[0].replace(f" {rollout.status.value} ", " left ", 1)
+        lines += [printable(line) for line in told]
+        lines += [printable(line) for line in _trained(rollout, player.tokenizer)]
+    if player.left:
+        lines.append("The session was ended: a rollout that had not ended has no reward.")
+    elif group.failure:
+        lines.append(f"The group would not be trained on: {group.failure}")
+    elif len(group.rollouts) == 1:
+        lines.append("A group of one has nothing to compare: --rollouts 2 shows advantages of algorithms that compare.")
+    return lines
+
+
+def was_left(rollout: Rollout) -> bool:
+    """Whether it has not ended because the person has left."""
+    return rollout.status.is_error() and f"{Left.__name__}: " in str(rollout.error)
+
+
+def save(group: RolloutGroup, config: RunConfig, folder: Path, test: str) -> None:
+    """Write the record, the config and the test skeleton into an existing folder."""
+    save_config(folder, config)
+    (folder / f"test_{''.join(c if c.isalnum() else '_' for c in group.task_name)}.py").write_text(test, encoding="utf-8")
+    recorder = replace(config.recorder, fraction=1.0).build(run_dir=folder)
+    recorder.record(group, {rollout.rollout_id: OUTCOME for rollout in group.rollouts})
+    recorder.close()
+
+
+def _trained(rollout: Rollout, tokenizer: Any) -> list[str]:
+    """Each training sample as text, with what was sampled in brackets, and its advantages."""
+    lines = []
+    for number, sample in enumerate(rollout.samples):
+        parts, mask = [], sample.loss_mask
+        edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
+        for part in np.split(np.arange(len(sample)), edges):
+            text = tokenizer.decode(sample.token_ids[part])
+            parts.append(f"[[{text}]]" if mask[part[0]] else text)
+        advantages = sample.advantages[mask] if sample.advantages is not None else np.zeros(0)
+        told = f", advantages {advantages.min():.3g} to {advantages.max():.3g}" if len(advantages) else ", no advantages"
+        lines.append(f"── sample {number}: {len(sample)} tokens, the {int(mask.sum())} in [[ ]] would be trained{told} ──")
+        lines += "".join(parts).splitlines()
+    return lines
+
+
+TEMPLATE = '''"""A session of play: task {task!r} of {config}, example {example} of its dataset."""
+
+from {module} import {config}
+from torchtitan.experiments.rl.envs.renderer import build_renderer
+from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
+
+REPLIES = {replies}
+"""By rollout, turn by turn."""
+
+
+async def test_{name}_rewards_this_session():
+    config = {config}(){overrides}
+    renderer = build_renderer(config.renderer, config.model.hf_assets_path)
+    task = config.tasks[{task!r}].build(name={task!r}, renderer=renderer, seed=config.seed)
+    policy = ScriptedPolicy(config.model.hf_assets_path, lambda rollout, turn: REPLIES[rollout][turn])
+    group = await task.run_group(task.dataset[{example}], policy, group_id="play", seed=config.seed, group_size={size})
+    await task.score_rewards(group)
+    assert [rollout.status.value for rollout in group.rollouts] == {statuses}
+    assert [rollout.reward for rollout in group.rollouts] == {rewards}
+'''
+
+
+def skeleton(
+    group: RolloutGroup,
+    replies: dict[int, list[str]],
+    *,
+    module: str,
+    config: str,
+    example: int,
+    overrides: Sequence[str],
+) -> str:
+    """The text of a test file that runs the session again. ``overrides`` of the command line are named in it, not applied."""
+    return TEMPLATE.format(
+        task=group.task_name,
+        name="".join(c if c.isalnum() else "_" for c in group.task_name),
+        module=module,
+        config=config,
+        example=example,
+        size=len(group.rollouts),
+        replies=[replies.get(index, []) for index in range(len(group.rollouts))],
+        overrides=f"  # played with {' '.join(overrides)}" if overrides else "",
+        statuses=[rollout.status.value for rollout in group.rollouts],
+        rewards=[rollout.reward for rollout in group.rollouts],
+    )
