@@ -29,16 +29,19 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torchtitan.experiments.rl.algorithms import GRPO  # noqa: E402
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
+from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
 from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop  # noqa: E402
+from torchtitan.experiments.rl.controller.user_parts import UserParts
 from torchtitan.experiments.rl.controller.validation import Validator  # noqa: E402
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask  # noqa: E402
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig  # noqa: E402
+from torchtitan.experiments.rl.user_code.gate import Gate
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport  # noqa: E402
 
 GROUPS_PER_STEP, GROUP_SIZE = 8, 4
@@ -163,6 +166,8 @@ async def run_ours(
     engine = StubEngine(durations)
 
     class StubTrainer:
+        data_parallel_size = 1
+
         async def step(self, packed, step):
             await asyncio.sleep(train_s)
             return {}
@@ -188,27 +193,23 @@ async def run_ours(
     batcher = Batcher.Config(row_length=4096, rows_per_microbatch=64).build()
     runner = LocalRunner(engine, seed=0)
     rollouts = RolloutLoop(
-        tasks={"sum": task},
-        mix=WeightedRoundRobin.Config().build(weights={"sum": 1.0}),
+        parts=UserParts(Gate(), tasks={"sum": task}, mix=WeightedRoundRobin.Config().build(weights={"sum": 1.0})),
         runner=runner,
         policy=engine,
         pacer=pacer,
         batcher=batcher,
-        pre_batch_filters=[],
-        post_batch_filters=[],
         total_groups=steps * GROUPS_PER_STEP,
-        max_drops_in_a_row=100,
         recorder=Recorder(),
     )
     ends: list[float] = []
 
-    def on_step(record) -> None:
-        ends.append(loop.time())
-        outcome.ages.append(int(record.metrics["policy/age_max"]))
+    class Steps(RunEvents):
+        def step_taken(self, record) -> None:
+            ends.append(loop.time())
+            outcome.ages.append(int(record.metrics["policy/age_max"]))
 
     training = TrainingLoop(
         steps=steps,
-        data_parallel_size=1,
         synchronous=bound == 0,
         rollouts=rollouts,
         batcher=batcher,
@@ -216,8 +217,7 @@ async def run_ours(
         weights=engine,
         validator=Validator({"sum": task}, runner, ValidationConfig(every=0)),
         runner=runner,
-        generated_tokens=lambda: 0,
-        on_step=on_step,
+        watchers=[Steps()],
     )
     await training.run()
     await training.close()

@@ -35,17 +35,19 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
 from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
-from torchtitan.experiments.rl.controller.provision import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
+from torchtitan.experiments.rl.controller.user_parts import UserParts
 from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
+from torchtitan.experiments.rl.operations.provision import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.process.garbage import freeze_objects, unfreeze_objects  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_logging, set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup  # noqa: E402
 from torchtitan.experiments.rl.tasks.group_run import derive_seed  # noqa: E402
 from torchtitan.experiments.rl.tasks.task import Task  # noqa: E402
+from torchtitan.experiments.rl.user_code.gate import Gate
 
 
 class RolloutPath:
@@ -60,16 +62,14 @@ class RolloutPath:
         config = self._config
         self._client.version = 0
         loop = RolloutLoop(
-            tasks={self._task.name: self._task},
-            mix=config.task_mix.build(weights={self._task.name: 1.0}),
+            parts=UserParts(
+                Gate(), tasks={self._task.name: self._task}, mix=config.task_mix.build(weights={self._task.name: 1.0})
+            ),
             runner=LocalRunner(self._client, seed=seed),
             policy=self._client,
             pacer=Pacer(groups_per_step=self._groups_per_step, max_offpolicy_steps=config.max_offpolicy_steps),
             batcher=config.batcher.build(),
-            pre_batch_filters=[],
-            post_batch_filters=[],
             total_groups=steps * self._groups_per_step,
-            max_drops_in_a_row=config.max_drops_in_a_row,
         )
         groups: list[RolloutGroup] = []
         began = time.perf_counter()

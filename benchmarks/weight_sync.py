@@ -37,12 +37,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 from torchtitan.experiments.rl.compat.vllm import repack_tied_head  # noqa: E402
 from torchtitan.experiments.rl.config.placement import Placement, plan_placement  # noqa: E402
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig  # noqa: E402
-from torchtitan.experiments.rl.controller.provision import shut_down, spawn_on, start_trainer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.config import GeneratorConfig  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig  # noqa: E402
+from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on, start_trainer  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.training.config import TrainerConfig  # noqa: E402
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer  # noqa: E402

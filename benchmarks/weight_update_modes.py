@@ -27,7 +27,6 @@ from monarch.actor import Channel, concurrent_endpoint, shutdown_context  # noqa
 from safetensors.torch import load_file  # noqa: E402
 
 from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
-from torchtitan.experiments.rl.controller.provision import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.generation.config import (
     GeneratorConfig,
     WeightUpdate,  # noqa: E402
@@ -35,6 +34,7 @@ from torchtitan.experiments.rl.generation.config import (
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult  # noqa: E402
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig  # noqa: E402
+from torchtitan.experiments.rl.operations.provision import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.process.host_identity import host_identity  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402

@@ -11,10 +11,10 @@ import torchstore
 from monarch.actor import Channel, concurrent_endpoint
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from torchtitan.experiments.rl.controller.provision import shut_down
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Result, ScoreResult
+from torchtitan.experiments.rl.operations.provision import shut_down
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion

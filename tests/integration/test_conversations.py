@@ -17,13 +17,13 @@ from tests.integration.learners import learner_of
 from tests.integration.models import MODEL
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.controller.provision import shut_down, spawn
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs
+from torchtitan.experiments.rl.operations.provision import shut_down, spawn
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup

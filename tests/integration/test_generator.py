@@ -16,12 +16,12 @@ from monarch.actor import ProcMesh
 from tests.integration.pairs import CANARY, Pair
 from tests.integration.processes import descendants
 from torchtitan.experiments.rl.config.placement import plan_placement
-from torchtitan.experiments.rl.controller import provision
-from torchtitan.experiments.rl.controller.provision import shut_down, spawn_on, start_trainer
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GeneratorFailed, RequestFailed, ScoreRequest
 from torchtitan.experiments.rl.models.policy import ModelConfig
+from torchtitan.experiments.rl.operations import provision
+from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on, start_trainer
 from torchtitan.experiments.rl.process import shared_memory
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig

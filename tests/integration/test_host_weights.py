@@ -22,11 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.scripted_engine import TABLE, ScriptedEngineConfig, save_table
-from torchtitan.experiments.rl.controller.part import PartProcess
-from torchtitan.experiments.rl.controller.weight_readers import WeightReaders
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
+from torchtitan.experiments.rl.operations.supervision import PartProcess, WeightReaders
 from torchtitan.experiments.rl.process.host_identity import VARIABLE, host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.process.setup import launch_environment, set_up_spawned_process

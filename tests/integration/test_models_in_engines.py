@@ -18,11 +18,11 @@ from monarch.actor import Channel
 
 from tests.integration.learners import full, fused_config, learner_of, samples_of
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.controller.provision import shut_down, spawn
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GenerateRequest
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.operations.provision import shut_down, spawn
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.training.learner import Learner

@@ -16,11 +16,11 @@ import torch
 import torchstore
 
 from tests.scripted_engine import TABLE, ScriptedEngineConfig, save_table
-from torchtitan.experiments.rl.controller.provision import shut_down, spawn
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.generator import Generator
+from torchtitan.experiments.rl.operations.provision import shut_down, spawn
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion

@@ -23,9 +23,9 @@ from tests.integration.fleets import (
     running,
 )
 from tests.v2_engine import ENVIRONMENT, V2EngineConfig
-from torchtitan.experiments.rl.controller import provision
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, ScoreRequest
+from torchtitan.experiments.rl.operations import provision
 from torchtitan.experiments.rl.process.setup import launch_environment
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 

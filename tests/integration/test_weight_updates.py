@@ -25,10 +25,10 @@ from tests.integration.fleets import (
     prompt_of,
     running,
 )
-from torchtitan.experiments.rl.controller.provision import spawn
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.messages import ScoreRequest
+from torchtitan.experiments.rl.operations.provision import spawn
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 

@@ -14,11 +14,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.sabotage.kinds import Delivery, Published, Sabotage, Tensors
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.controller.mismatch_alarm import MismatchAlarm
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.engine import LoadReport, check_held
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Request, Result, ScoreRequest
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.operations.alarms import MismatchAlarm
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.weights.digests import fingerprint, tensor_digests
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout, WeightReceipt

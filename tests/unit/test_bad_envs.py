@@ -16,6 +16,7 @@ from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.user_parts import UserParts
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput
@@ -25,6 +26,7 @@ from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_ro
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.user_code.gate import Gate
 
 STEP_LIMIT_S = 0.2
 
@@ -145,16 +147,17 @@ def loop(renderer, tokenizer, tmp_path):
     policy.version = 0
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
     loop = RolloutLoop(
-        tasks={"bad": task},
-        mix=WeightedRoundRobin.Config().build(weights={"bad": 1.0}),
+        parts=UserParts(
+            Gate(),
+            tasks={"bad": task},
+            mix=WeightedRoundRobin.Config().build(weights={"bad": 1.0}),
+            pre_batch_filters=[Truncated.Config().build()],
+        ),
         runner=LocalRunner(policy, seed=0),
         policy=policy,
         pacer=Pacer(groups_per_step=len(KINDS) - len(ALL_FAIL), max_offpolicy_steps=0),
         batcher=Batcher.Config(row_length=1024).build(),
-        pre_batch_filters=[Truncated.Config().build()],
-        post_batch_filters=[],
         total_groups=len(KINDS) - len(ALL_FAIL),
-        max_drops_in_a_row=100,
         ledger=Ledger(),
         recorder=recorder,
     )

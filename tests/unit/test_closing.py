@@ -12,10 +12,10 @@ from tests.unit.test_rollout_loop import Loop, StubTask, settle
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.config.run_config import UserCodeLimits
-from torchtitan.experiments.rl.controller.closing import Closing
-from torchtitan.experiments.rl.controller.task_set import TaskSet
+from torchtitan.experiments.rl.controller.group_runner import TaskSet
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.operations.assembly import Closing
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.task import Task

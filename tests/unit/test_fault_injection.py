@@ -12,6 +12,7 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.user_parts import UserParts
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
@@ -20,6 +21,7 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.user_code.gate import Gate
 
 GROUPS, ROW_LENGTH = 1000, 60
 FATES = {
@@ -102,16 +104,18 @@ def build(renderer, tokenizer, *, total_groups):
     policy.version = 0
     pacer = Pacer(groups_per_step=1, max_offpolicy_steps=1)
     loop = RolloutLoop(
-        tasks={"fated": task},
-        mix=WeightedRoundRobin.Config().build(weights={"fated": 1.0}),
+        parts=UserParts(
+            Gate(),
+            tasks={"fated": task},
+            mix=WeightedRoundRobin.Config().build(weights={"fated": 1.0}),
+            pre_batch_filters=[ZeroAdvantage.Config().build()],
+            post_batch_filters=[Late.Config().build()],
+        ),
         runner=LocalRunner(policy, seed=0),
         policy=policy,
         pacer=pacer,
         batcher=Batcher.Config(row_length=ROW_LENGTH).build(),
-        pre_batch_filters=[ZeroAdvantage.Config().build()],
-        post_batch_filters=[Late.Config().build()],
         total_groups=total_groups,
-        max_drops_in_a_row=1000,
     )
     return task, policy, pacer, loop
 

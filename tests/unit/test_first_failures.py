@@ -3,8 +3,8 @@
 import pytest
 
 from tests.unit.test_rollout_loop import Loop, StubTask, train_until
-from torchtitan.experiments.rl.controller.first_failures import FEW_GROUPS, FirstFailures
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.operations.alarms import FEW_GROUPS, FirstFailures
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 
 
@@ -20,7 +20,7 @@ def group(*errors, task="sums", failure="0 of 2 rollouts scored"):
 
 def fail(failures, groups):
     for entry in groups:
-        failures.arrived(entry)
+        failures.group_arrived(entry)
         if entry.failure is not None:
             failures.group_failed()
 

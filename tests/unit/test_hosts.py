@@ -15,10 +15,10 @@ import pytest
 
 from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl import config_registry
-from torchtitan.experiments.rl.controller.run_hosts import MARK_FILE, check_shared_files
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts import pool
 from torchtitan.experiments.rl.hosts.keeper import TOKEN_BYTES, _begins_with
+from torchtitan.experiments.rl.operations.provision import MARK_FILE, check_shared_files
 from torchtitan.experiments.rl.process.descendants import descendants
 from torchtitan.experiments.rl.process.network import LOOPBACK, interface_towards, network_address, source_address
 

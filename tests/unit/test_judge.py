@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
-from torchtitan.experiments.rl.controller.credit_metrics import costs
+from torchtitan.experiments.rl.controller.step_metrics import costs
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.judge import Judge, JudgeFailed, Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel

@@ -28,6 +28,7 @@ FLOORS = (
     ("tasks",),
     ("config",),
     ("controller",),
+    ("operations",),
     ("config_registry",),
     ("tools",),
     ("grpo", "evaluate", "export", "report", "play", "script"),

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
-from torchtitan.experiments.rl.controller.mismatch_alarm import FIRST_VERSIONS, MismatchAlarm, mismatch_alarm
 from torchtitan.experiments.rl.controller.saved_state import MismatchState
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.operations.alarms import FIRST_VERSIONS, MismatchAlarm, mismatch_alarm
 
 
 def step(*distances: float, age: int = 0) -> dict[str, float]:

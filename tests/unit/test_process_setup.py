@@ -12,7 +12,7 @@ import pytest
 import torch
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan.experiments.rl.controller.provision import spawn
+from torchtitan.experiments.rl.operations.provision import spawn
 from torchtitan.experiments.rl.process.garbage import (
     collect_again,
     freeze_objects,

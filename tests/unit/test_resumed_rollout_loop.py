@@ -9,9 +9,9 @@ import pytest
 from tests.unit.test_rollout_loop import Loop, StubTask, ids, settle
 from tests.unit.test_saved_state import through_json
 from tests.unit.waiting import LIMIT_S, iterations
-from torchtitan.experiments.rl.controller.saved_groups import read_finished_groups, write_groups
+from torchtitan.experiments.rl.controller.groups import read_finished_groups, write_groups
+from torchtitan.experiments.rl.controller.rollout_loop import Stillness
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
-from torchtitan.experiments.rl.controller.stillness import Stillness
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter

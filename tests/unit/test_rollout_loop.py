@@ -10,14 +10,18 @@ import pytest
 from tests.unit.test_samples import samples_of, turn_of
 from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.controller.events import NothingLeftToLearn
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
+from torchtitan.experiments.rl.controller.groups import groups_in_slot
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
-from torchtitan.experiments.rl.controller.stall import NothingLeftToLearn
+from torchtitan.experiments.rl.controller.user_parts import UserParts
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.operations.alarms import StallDetectors
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.user_code.gate import Gate
 
 ROW_LENGTH = 8
 
@@ -95,16 +99,19 @@ class Loop(RolloutLoop):
         self.pacer = Pacer(groups_per_step=groups_per_step, max_offpolicy_steps=max_offpolicy_steps)
         self.policy = policy or SimpleNamespace(version=0)
         super().__init__(
-            tasks={task.name: task for task in tasks},
-            mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0 for task in tasks}),
+            parts=UserParts(
+                Gate(),
+                tasks={task.name: task for task in tasks},
+                mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0 for task in tasks}),
+                pre_batch_filters=[entry.build() for entry in filters],
+                post_batch_filters=[entry.build() for entry in post_filters],
+            ),
             runner=LocalRunner(self.policy, seed=0),
             policy=self.policy,
             pacer=self.pacer,
             batcher=Batcher.Config(row_length=row_length).build(),
-            pre_batch_filters=[entry.build() for entry in filters],
-            post_batch_filters=[entry.build() for entry in post_filters],
             total_groups=groups_per_step * steps,
-            max_drops_in_a_row=max_drops,
+            watchers=[StallDetectors(max_drops, {task.name: groups_in_slot(task) for task in tasks})],
             replay=replay,
         )
 

@@ -11,8 +11,8 @@ from tests.unit.test_saved_state import run_state
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, newest_valid, verify
-from torchtitan.experiments.rl.controller.run_checkpoints import RunCheckpoints
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.operations.checkpoints import RunCheckpoints
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 
 
@@ -39,17 +39,17 @@ class Saved:
             return state.rollouts, [], moment()
 
         self.checkpoints = RunCheckpoints(
-            CheckpointConfig(interval=2),
-            run_dir=folder,
-            seed=7,
-            synchronous=False,
+            SimpleNamespace(
+                config=SimpleNamespace(checkpoint=CheckpointConfig(interval=2), seed=7), run_dir=folder, synchronous=False
+            ),
             rollouts=SimpleNamespace(capture=capture),
             validator=SimpleNamespace(state=lambda: state.validator),
+            stall=SimpleNamespace(state=lambda: state.rollouts.stall),
             alarm=SimpleNamespace(state=lambda: state.mismatch),
             trainer=self.trainer,
             metrics=SimpleNamespace(flush=lambda: None),
             recorder=SimpleNamespace(size_by_now=lambda: recorded),
-            validations=lambda: (None, None),
+            reports=SimpleNamespace(first_and_last_validation=lambda: (None, None)),
         )
 
 
@@ -64,7 +64,7 @@ async def test_a_trainer_that_dies_leaves_no_part_of_the_checkpoint_it_was_writi
     saved.checkpoints._recorder.size_by_now = lambda: recorded
     saved.trainer.written.clear()
     await saved.checkpoints.step_ended(4)
-    saved.checkpoints.step_taken(5)
+    saved.checkpoints.step_taken(SimpleNamespace(step=5))
     saved.trainer.life.end("rank 0: killed by SIGKILL")
     closing = asyncio.create_task(saved.checkpoints.close())
     await iterations()
@@ -79,7 +79,7 @@ async def test_a_trainer_that_dies_leaves_no_part_of_the_checkpoint_it_was_writi
 
 async def test_a_checkpoint_that_nobody_waits_for_any_more_is_written_to_its_end(tmp_path):
     saved = Saved(tmp_path)
-    saved.checkpoints.step_taken(3)
+    saved.checkpoints.step_taken(SimpleNamespace(step=3))
     ending = asyncio.create_task(saved.checkpoints.finish())
     await until(lambda: saved.checkpoints.writing)
     ending.cancel()
@@ -120,7 +120,7 @@ async def test_what_a_trainer_refuses_is_said_in_its_words_and_without_a_traceba
         raise ActorError(RunError("trainer rank 0 has taken 3 steps, and can't save the state after 2"), "Traceback ...")
 
     saved.trainer.begin_checkpoint = refuse
-    saved.checkpoints.step_taken(2)
+    saved.checkpoints.step_taken(SimpleNamespace(step=2))
     await saved.checkpoints.finish()
     expected = "the state after step 2 is not saved: trainer rank 0 has taken 3 steps, and can't save the state after 2"
     assert saved.checkpoints.failure == expected

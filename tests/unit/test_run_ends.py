@@ -18,9 +18,9 @@ import pytest
 from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder
 from torchtitan.experiments.rl.config.resume import Start
-from torchtitan.experiments.rl.controller import session
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
+from torchtitan.experiments.rl.operations import session
 from torchtitan.experiments.rl.process import shared_memory
 from torchtitan.experiments.rl.process import temporary as temporary_module
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan.experiments.rl.controller.groups import GROUPS_FILE, OpenGroup, example_of, read_finished_groups, write_groups
 from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.open_groups import OpenGroup
 from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.saved_groups import GROUPS_FILE, example_of, read_finished_groups, write_groups
 from torchtitan.experiments.rl.controller.saved_state import (
     FORMAT,
     LedgerState,
@@ -25,8 +24,8 @@ from torchtitan.experiments.rl.controller.saved_state import (
     read_state,
     write_state,
 )
-from torchtitan.experiments.rl.controller.stall import StallDetectors
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.operations.alarms import StallDetectors
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
 
@@ -155,11 +154,11 @@ def outcome(detectors: StallDetectors, event) -> str | None:
     columns = ["failed/error"] * 2 if failed else ["filtered/pre/zero_advantage"] * 2
     try:
         if kind == "scored":
-            detectors.scored(group, signal=signal)
+            detectors.group_scored(group, signal=signal)
         elif kind in ("dropped", "emptied"):
-            detectors.dropped(columns, group, signal=signal, taken=kind == "emptied")
+            detectors.group_dropped(columns, group, signal=signal, taken=kind == "emptied")
         else:
-            getattr(detectors, kind)()
+            (detectors.group_kept if kind == "kept" else detectors.groups_taken)()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtitan.experiments.rl.controller.step_warnings import StepWarnings
+from torchtitan.experiments.rl.operations.reports import StepWarnings
 
 HEALTHY = {
     "perf/event_loop_lag_max_s": 0.1,

@@ -8,10 +8,8 @@ import pytest
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.compat.monarch import ProcessDeath
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
-from torchtitan.experiments.rl.controller.part import Part
-from torchtitan.experiments.rl.controller.restarts import Restarts
-from torchtitan.experiments.rl.controller.supervision import Supervisor
 from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.operations.supervision import Part, Restarts, Supervisor
 from torchtitan.experiments.rl.process.heartbeat import Pulse
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.user_code.watched import ProcessIdentity
@@ -107,7 +105,7 @@ async def test_a_part_that_dies_more_often_than_allowed_ends_the_run_with_every_
 
 async def test_deaths_before_the_window_do_not_count(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("torchtitan.experiments.rl.controller.restarts.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("torchtitan.experiments.rl.operations.supervision.time.monotonic", lambda: now[0])
     made, watching = Generator(), Watching(max_restarts=1, window_s=60.0)
     await watching.supervisor.start(made.part)
     await watching.supervisor.connect(made.part)
@@ -227,7 +225,7 @@ async def test_of_ranks_that_hang_the_one_that_is_stopped_is_to_blame(monkeypatc
     mesh = await guarded(watching, ranks=2)
     (first, _), (second, _) = watching.supervisor.processes()
     second.pid = 7
-    monkeypatch.setattr("torchtitan.experiments.rl.controller.supervision.is_stopped", lambda pid: pid == 7)
+    monkeypatch.setattr("torchtitan.experiments.rl.operations.supervision.is_stopped", lambda pid: pid == 7)
     first.end("hung: a computation of the trainer for 121 s")
     await until(lambda: mesh.cause is not None)
     assert str(watching.supervisor.lost) == "trainer rank 1 died: hung: stopped by a signal"
@@ -264,7 +262,7 @@ async def test_an_error_that_no_death_explains_stands(monkeypatch):
     await guarded(watching)
     unrelated, alone = RunError("task 'sums' failed"), PeerGone("generator 0: the weights are gone")
     assert await watching.supervisor.explained(unrelated) is unrelated
-    monkeypatch.setattr("torchtitan.experiments.rl.controller.supervision.DEATH_REPORTS_S", 0.0)
+    monkeypatch.setattr("torchtitan.experiments.rl.operations.supervision.DEATH_REPORTS_S", 0.0)
     assert await watching.supervisor.explained(alone) is alone
     await watching.supervisor.close()
 

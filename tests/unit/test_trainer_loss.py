@@ -9,9 +9,9 @@ import pytest
 
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointFolder, step_of
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
-from torchtitan.experiments.rl.controller import actor
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import RunSummary
+from torchtitan.experiments.rl.operations import actor
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 
 RUN = inspect.unwrap(vars(actor.Controller)["run"]._method)
@@ -25,8 +25,8 @@ class Parts:
     plan: list[tuple[int, object]] = []
     made: list["Parts"] = []
 
-    def __init__(self, config, plan, *, run_dir, console, restarts, gate, resumed, init_from, hosts):
-        self.resumed, self.init_from, self.restarts = resumed, init_from, restarts
+    def __init__(self, context, *, resumed, init_from):
+        self.resumed, self.init_from, self.restarts = resumed, init_from, context.restarts
         self.steps_done = 0 if resumed is None else resumed.state.step
         self.ended_early, self.writes_checkpoint, self.closed, self.stopped = None, False, False, False
         self.supervisor = SimpleNamespace(died=lambda death: None)

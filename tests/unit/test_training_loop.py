@@ -8,19 +8,24 @@ import pytest
 from tests.unit.test_rollout_loop import ROW_LENGTH, StubTask, settle
 from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
-from torchtitan.experiments.rl.controller.stall import NothingLeftToLearn
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
+from torchtitan.experiments.rl.controller.user_parts import UserParts
 from torchtitan.experiments.rl.controller.validation import ValidationReport
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.operations.alarms import StallDetectors
+from torchtitan.experiments.rl.user_code.gate import Gate
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
 
 class Parts:
     """Trainer, weights and validator in one: each call is noted, and answered at once unless its name is held."""
+
+    data_parallel_size = 1
 
     def __init__(self, policy):
         self.policy, self.events, self.held, self.released = policy, [], set(), asyncio.Event()
@@ -64,27 +69,34 @@ class Parts:
         self.events.append(("closed",))
 
 
+class Noted(RunEvents):
+    def __init__(self):
+        self.records, self.starts = [], []
+
+    def started(self, report):
+        self.starts.append(report)
+
+    def step_taken(self, record):
+        self.records.append(record)
+
+
 def build(*, steps=3, bound=1, task=None, sleep=False):
     task = task or StubTask(lambda number: [0.0, 1.0])
     policy = SimpleNamespace(version=0)
     runner = LocalRunner(policy, seed=0)
     parts, batcher = Parts(policy), Batcher.Config(row_length=ROW_LENGTH).build()
     rollouts = RolloutLoop(
-        tasks={task.name: task},
-        mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0}),
+        parts=UserParts(Gate(), tasks={task.name: task}, mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0})),
         runner=runner,
         policy=policy,
         pacer=Pacer(groups_per_step=2, max_offpolicy_steps=bound),
         batcher=batcher,
-        pre_batch_filters=[],
-        post_batch_filters=[],
         total_groups=2 * steps,
-        max_drops_in_a_row=5,
+        watchers=[StallDetectors(5, {task.name: 1})],
     )
-    records, starts = [], []
+    noted = Noted()
     loop = TrainingLoop(
         steps=steps,
-        data_parallel_size=1,
         synchronous=bound == 0,
         rollouts=rollouts,
         batcher=batcher,
@@ -92,12 +104,12 @@ def build(*, steps=3, bound=1, task=None, sleep=False):
         weights=parts,
         validator=parts,
         runner=runner,
-        generated_tokens=lambda: 0,
         sleep=sleep,
-        on_start=starts.append,
-        on_step=records.append,
+        watchers=[noted],
     )
-    return SimpleNamespace(loop=loop, parts=parts, rollouts=rollouts, task=task, records=records, starts=starts)
+    return SimpleNamespace(
+        loop=loop, parts=parts, rollouts=rollouts, task=task, records=noted.records, starts=noted.starts, noted=noted
+    )
 
 
 async def test_every_step_trains_copies_out_and_is_recorded():
@@ -206,7 +218,7 @@ async def test_step_that_fails_ends_the_run_and_the_ledger_still_balances():
 async def test_run_with_nothing_left_to_learn_evaluates_its_final_policy_and_ends_without_an_error():
     run = build(steps=100)
     ends = []
-    run.loop._on_early_end = lambda why, reports: ends.append((why, [report.step for report in reports]))
+    run.noted.ended_early = lambda why, reports: ends.append((why, [report.step for report in reports]))
     running = asyncio.create_task(run.loop.run())
     while run.loop.steps_done < 2:
         await settle()

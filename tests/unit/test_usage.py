@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan.experiments.rl.controller import process_usage
-from torchtitan.experiments.rl.controller.process_usage import lap_usage
 from torchtitan.experiments.rl.generation.engine import Occupancy
 from torchtitan.experiments.rl.generation.engine_usage import EngineUsage
+from torchtitan.experiments.rl.operations import profile
+from torchtitan.experiments.rl.operations.profile import lap_usage
 from torchtitan.experiments.rl.process import heartbeat
 from torchtitan.experiments.rl.process.heartbeat import Heartbeat
 from torchtitan.experiments.rl.process.lifetime import Lifetime
@@ -77,7 +77,7 @@ class Process:
 
 
 async def test_each_process_has_metrics_of_its_own_and_one_that_does_not_answer_has_none(monkeypatch):
-    monkeypatch.setattr(process_usage, "ANSWER_S", 0.05)
+    monkeypatch.setattr(profile, "ANSWER_S", 0.05)
 
     async def answers():
         return {"busy": 0.25, "running": 3.0}

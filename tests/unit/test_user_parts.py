@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.test_rollout_loop import Loop, StubTask, ids
 from tests.unit.waiting import LIMIT_S
-from torchtitan.experiments.rl.controller.user_parts import parts_without_state
+from torchtitan.experiments.rl.controller.user_parts import UserParts
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
@@ -108,8 +108,8 @@ def loop_with(place, what):
         mix = loop._parts._mix = place.Config().build(weights={"stub": 1.0})
         mix.what = what
     else:
-        loop._pre_batch.filters = [(place.Config().build(), "pre/bad_filter")]
-        loop._pre_batch.filters[0][0].what = what
+        loop._parts.filters["pre"] = [(place.Config().build(), "pre/bad_filter")]
+        loop._parts.filters["pre"][0][0].what = what
     return loop
 
 
@@ -227,12 +227,12 @@ def test_a_sampler_or_mix_that_a_resumed_run_can_not_go_on_with_is_named_with_wh
         return SimpleNamespace(sampler=object.__new__(sampler))
 
     tasks = {"kept": task(ShuffledCursor), "new": task(BadSampler), "half": task(Forgetful)}
-    assert parts_without_state(object.__new__(BadMix), tasks) == [
-        "task 'new': sampler BadSampler has no state_dict and load_state_dict: after a resume it begins anew; write state_dict "
-        "and load_state_dict if it should not",
-        "task 'half': sampler Forgetful has no load_state_dict: after a resume it begins anew; write load_state_dict if it "
-        "should not",
-        "task mix BadMix has no state_dict and load_state_dict: after a resume it begins anew; write state_dict and "
-        "load_state_dict if it should not",
+    assert UserParts(Gate(), mix=object.__new__(BadMix), tasks=tasks).without_state() == [
+        f"{part} has no {methods}: a resumed run has it begin again; write {methods} if it should not"
+        for part, methods in (
+            ("task 'new': sampler BadSampler", "state_dict and load_state_dict"),
+            ("task 'half': sampler Forgetful", "load_state_dict"),
+            ("task mix BadMix", "state_dict and load_state_dict"),
+        )
     ]
-    assert parts_without_state(object.__new__(WeightedRoundRobin), {"kept": task(DifficultyPool)}) == []
+    assert UserParts(Gate(), mix=object.__new__(WeightedRoundRobin), tasks={"kept": task(DifficultyPool)}).without_state() == []

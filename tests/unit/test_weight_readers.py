@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.unit.waiting import iterations, until
-from torchtitan.experiments.rl.controller.part import PartProcess
-from torchtitan.experiments.rl.controller.weight_readers import WeightReaders, first_generators
 from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.operations.supervision import PartProcess, WeightReaders, first_generators
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.weights import host_shards, remote
 from torchtitan.experiments.rl.weights import reader as reader_module

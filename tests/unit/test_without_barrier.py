@@ -12,8 +12,8 @@ from tests.unit.test_rollout_loop import Half, Loop, StubTask, ids, settle
 from tests.unit.test_saved_state import group_of
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, MaxRL
 from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.stall import StallDetectors
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.operations.alarms import StallDetectors
 from torchtitan.experiments.rl.rollouts.filters import Filter, Truncated, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
@@ -139,12 +139,12 @@ def test_a_rollout_of_its_own_counts_as_its_share_of_a_group_towards_a_stall():
     detectors = StallDetectors(4, {"free": 8})
     group = group_of(0.5, task="free")
     for _ in range(31):
-        detectors.dropped(["failed/error"], group, signal=False, taken=False)
-        detectors.scored(group, signal=False)
+        detectors.group_dropped(["failed/error"], group, signal=False, taken=False)
+        detectors.group_scored(group, signal=False)
     with pytest.raises(RunError, match="^4 groups in a row gave nothing to train on .rollouts: 32 failed/error; "):
-        detectors.dropped(["failed/error"], group, signal=False, taken=False)
+        detectors.group_dropped(["failed/error"], group, signal=False, taken=False)
     with pytest.raises(RunError, match="^none of the first 4 groups teaches anything"):
-        detectors.scored(group, signal=False)
+        detectors.group_scored(group, signal=False)
 
 
 async def test_tasks_with_and_without_a_barrier_share_a_run():

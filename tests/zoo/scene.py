@@ -25,12 +25,12 @@ from tests.zoo.stand_ins import StandInActors
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
-from torchtitan.experiments.rl.controller import actor, run_parts
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.operations import actor, assembly
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
@@ -214,8 +214,8 @@ def _in_this_process(stage: Stage) -> Iterator[None]:
     """Give the Controller stand-ins for what it spawns, and the renderer that was built before the fork."""
     StandInActors.policy_of = staticmethod(lambda: stage.policy_class(TOKENIZER))
     stage.policy_class.session_class = stage.session_class
-    run_parts.RunActors = StandInActors
-    run_parts.build_renderer = lambda *args, **kwargs: stage.renderer
+    assembly.RunActors = StandInActors
+    assembly.build_renderer = lambda *args, **kwargs: stage.renderer
     yield
 
 

@@ -8,13 +8,12 @@ import torch
 
 from tests.zoo.world import HonestPolicy
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
-from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.controller.restarts import Restarts
-from torchtitan.experiments.rl.controller.supervision import Supervisor
-from torchtitan.experiments.rl.controller.wiring import RunActors
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_members
 from torchtitan.experiments.rl.observability.waits import Waits
+from torchtitan.experiments.rl.operations.assembly import RunActors
+from torchtitan.experiments.rl.operations.context import RunContext
+from torchtitan.experiments.rl.operations.supervision import Supervisor
 from torchtitan.experiments.rl.training.learner import check_finite
 from torchtitan.experiments.rl.types import LossDenominators, TrainingSample
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
@@ -79,19 +78,15 @@ class StandInActors(RunActors):
 
     def __init__(
         self,
-        config: RunConfig,
-        plan: Any,
+        context: RunContext,
         *,
-        run_dir: Path,
-        hosts: None = None,
-        restarts: Restarts | None = None,
         on_failure: Callable[[Exception], None],
-        on_death: Callable[[str], None] = lambda line: None,
         waits: Waits | None = None,
     ):
-        self._config, self._plan, self._run_dir, self._hosts = config, plan, run_dir, hosts
+        self._context = context
+        config, note = context.config, context.console.note
         self.supervisor = Supervisor(
-            config.supervision, restarts=restarts, on_death=on_death, on_failure=self.fail, waits=waits
+            config.supervision, restarts=context.restarts, on_death=note, on_failure=self.fail, waits=waits
         )
         policy: Any = type(self).policy_of()
         trainer: Any = StandInTrainer(config.trainer.loss)

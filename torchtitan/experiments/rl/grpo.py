@@ -280,7 +280,7 @@ def _push(run_dir: Path, name: str) -> int:
 
 
 def _run(config: Any, start: Any, config_name: str) -> int:
-    from torchtitan.experiments.rl.controller.session import run_to_end
+    from torchtitan.experiments.rl.operations.session import run_to_end
 
     temporary = TemporaryFolder()
     hold_sockets(temporary.path)

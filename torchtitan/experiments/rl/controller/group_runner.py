@@ -1,20 +1,93 @@
 """Runs groups: on this process's event loop, or on the least busy of a mesh of workers (`rollout_worker.py`)."""
 
 import asyncio
+import functools
 import logging
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from renderers import Renderer
+
 from torchtitan.experiments.rl.compat.monarch import ask
+from torchtitan.experiments.rl.config.run_config import UserCodeLimits
+from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.generation.frozen import FrozenClients
+from torchtitan.experiments.rl.generation.references import hosted_models
+from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.observability.loop_lag import LoopLag
 from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.process.garbage import freeze_objects, unfreeze_objects
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
+from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.calls import BLOCKING
+from torchtitan.experiments.rl.user_code.calls import BLOCKING, UserCodeError, UserCodeTimeout, call_user, cause_of
+from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
+from torchtitan.experiments.rl.user_code.gate import Gate, sentence
+from torchtitan.experiments.rl.user_code.watched import WatchedActor
 
 logger = logging.getLogger(__name__)
+
+
+CANCEL_GROUPS_S = 8.0
+"""How long cancelled groups may take; with the tasks' own limit it must stay below the controller's for a shutdown."""
+
+
+class TaskSet:
+    """``build``, then ``setup`` in the process that runs the rollouts; ``close`` closes the tasks that were set up."""
+
+    def __init__(self, configs: dict[str, Task.Config], *, gate: Gate, limits: UserCodeLimits, seed: int):
+        self.tasks: dict[str, Task] = {}
+        self._configs, self._gate, self._limits, self._seed = configs, gate, limits, seed
+        self._to_close: list[Task] = []
+
+    async def build(self, renderer: Renderer, *, vocab_size: int | None = None) -> None:
+        """Build every task: in the thread that calls samplers and datasets, since some work only where they were made.
+
+        Args:
+            vocab_size: token ids that the policy's model has.
+
+        Raises:
+            RunError: a task, its dataset or another part of it failed, or took longer than its limit; names the task.
+        """
+        for name, config in self._configs.items():
+            build = functools.partial(config.build, name=name, renderer=renderer, seed=self._seed)
+            owner = f"task {name!r} can't be built"
+            task = self.tasks[name] = await self._gate.call(build, owner=owner, timeout_s=self._limits.setup_timeout_s)
+            task.vocab_size = vocab_size
+
+    async def setup(self, policy: PolicyClient) -> None:
+        """Set up every task.
+
+        Raises:
+            RunError: a setup failed, or took longer than its limit; names the task. That task counts as not set up, unless its
+                setup returned too late.
+        """
+        for name, task in self.tasks.items():
+            try:
+                await call_user(task.setup, policy, timeout_s=self._limits.setup_timeout_s)
+            except UserCodeError as error:
+                if isinstance(error, UserCodeTimeout) and error.returned:
+                    self._to_close.append(task)
+                raise RunError(f"task {name!r}: {type(task).__name__}.setup: {sentence(error)}") from error
+            self._to_close.append(task)
+
+    async def close(self) -> list[str]:
+        """Close each task that was set up, once, side by side. Returns what went wrong, a line a task."""
+        tasks, self._to_close = self._to_close, []
+        faults = await asyncio.gather(*(self._close(task) for task in tasks))
+        return [fault for fault in faults if fault is not None]
+
+    async def _close(self, task: Task) -> str | None:
+        try:
+            await call_user(task.close, timeout_s=self._limits.close_timeout_s)
+        except UserCodeError as error:
+            return f"task {task.name!r}: {type(task).__name__}.close: {sentence(error)}"
+        return None
 
 
 class GroupRunner(Protocol):
@@ -218,3 +291,112 @@ class WorkerRunner:
                 return min(living, key=lambda worker: worker.open_rollouts)
             self._admitted.clear()
             await self._admitted.wait()
+
+
+class RolloutWorker(WatchedActor):
+    """``admit`` replicas, ``setup``, then ``run`` groups, any number at a time."""
+
+    def __init__(
+        self,
+        tasks: dict[str, Task.Config],
+        *,
+        renderer: RendererConfig,
+        tokenizer_path: str,
+        seed: int,
+        run_dir: str,
+        limits: UserCodeLimits,
+        index: int,
+        client_id: int,
+    ):
+        """
+        Args:
+            index: of the worker.
+            client_id: distinct among all clients of the generators that there were in this run: answers to a worker that has
+                died must not be taken for answers to the next.
+        """
+        super().__init__()
+        self.part = f"rollout_worker {index}"
+        set_up_logging(run_dir, f"rollout_worker-{index}")
+        # The controller makes a replica again whose engine has stopped; its requests wait here meanwhile.
+        self._frozen = FrozenClients(
+            hosted_models(tasks), lockstep=False, client_id=client_id, on_stopped=lambda path, replica, cause: None
+        )
+        self._policy = GeneratorClient(client_id=client_id, frozen=self._frozen.find, on_stopped=lambda replica, cause: None)
+        self._clients = {"": self._policy} | self._frozen.generators
+        self._runner = LocalRunner(self._policy, seed=seed)
+        self._renderer = build_renderer(renderer, tokenizer_path)
+        self._vocab_size = HubConfig.read(tokenizer_path).size("vocab_size")
+        gate = Gate(timeout_s=limits.call_timeout_s)
+        self._task_set = TaskSet(tasks, gate=gate, limits=limits, seed=seed)
+        self._running: set[asyncio.Task] = set()
+        self._lag = LoopLag()
+
+    @reported_endpoint
+    async def admit(self, model: str, index: int, actor: Any) -> None:
+        """Send requests to a replica from now on (``controller.replicas`` says how models are named)."""
+        with suppress(ProcessLost):  # ``lose`` follows
+            await self._clients[model].admit(index, actor)
+
+    @reported_endpoint
+    async def lose(self, model: str, index: int) -> None:
+        """A replica is gone. Its requests start again elsewhere, or when it is admitted again."""
+        self._clients[model].lose(index)
+
+    @reported_endpoint
+    async def setup(self) -> None:
+        """Build the tasks and set them up.
+
+        Raises:
+            RunError: a task failed; names it.
+        """
+        await self._task_set.build(self._renderer, vocab_size=self._vocab_size)
+        await self._task_set.setup(self._policy)
+        freeze_objects()
+        self._lag.start()
+
+    @reported_endpoint
+    async def run(self, request: GroupRequest) -> GroupResult:
+        """Run and score one group."""
+        work = asyncio.create_task(self._run(request), name=request.group_id)
+        self._running.add(work)
+        work.add_done_callback(self._running.discard)
+        return await work
+
+    @reported_endpoint
+    async def shutdown(self) -> list[str]:
+        """Cancel what runs, so that every env is closed, and close the tasks that were set up.
+
+        Returns:
+            What went wrong, a line each.
+        """
+        running = list(self._running)
+        for work in running:
+            work.cancel()
+        if running:
+            await asyncio.wait(running, timeout=CANCEL_GROUPS_S)
+        self._lag.stop()
+        unfreeze_objects()
+        faults = await self._task_set.close()
+        self._policy.close()
+        try:
+            await self._frozen.close()
+        except Exception as error:
+            faults.append(f"closing the frozen models: {cause_of(error)}")
+        return faults
+
+    async def _run(self, request: GroupRequest) -> GroupResult:
+        task, measurement = self._task_set.tasks[request.task], request.measurement
+        self._policy.version = max(self._policy.version, request.policy_version)
+        if request.group is not None:
+            group = await self._runner.credit(task, request.group)
+        elif measurement is None:
+            group = await self._runner.run(task, request.data_sample, group_id=request.group_id, credit=request.credit)
+        else:
+            group = await self._runner.measure(
+                task,
+                request.data_sample,
+                group_id=request.group_id,
+                sampling=measurement.sampling,
+                group_size=measurement.group_size,
+            )
+        return GroupResult(group=group, event_loop_lag_s=self._lag.lap(), blocking_calls=BLOCKING.lap())

@@ -1,44 +1,58 @@
-"""Starts a group in every free slot, and gives finished groups to the trainer by deadline.
+"""The heart of a run: starts a group in every free slot, and gives finished groups to the trainer by deadline.
 
-Consumes examples and the policy; produces scored `RolloutGroup`s; waits for nothing but a free slot. The pacer decides
-which groups may start and which a step takes; the ledger records where every rollout ended.
+    mix.next ─▶ task ─▶ sampler.next ─▶ example ─▶ GroupRunner.run ─▶ scored group
+       ▲                     ▲                                            │
+       │                     └──────────────── observe ◀──────────────────┤
+    a free slot (Pacer)                                                   ▼
+       ▲                                    nothing left ◀── pre-batch filters, row length
+       ├─────────────── drop ◀───────────────────┘                        │
+       │                                                                  ▼
+       │                                              waits for its step, earliest deadline first
+       │                                                                  │
+       │                                    nothing left ◀── post-batch filters
+       ├─────────────── drop ◀───────────────────┘                        │ next_groups
+       │                                                                  ▼
+       └── live ◀── generators hold the weights ◀── WeightSync ◀── the trainer's step (TrainingLoop)
 
-A group is dispatched, run and scored (`GroupRunner`), filtered, taken by an optimizer step, filtered again, and trained.
-Wherever it leaves this path, its slot frees exactly once and each of its rollouts ends in one column of the ledger.
+A group goes this way in one coroutine, from its dispatch to its end (``_run_group``), and then waits for its step. The pacer
+(`pacing.py`) decides which groups may start and which a step takes. Wherever a group leaves, its slot frees exactly once, and
+each of its rollouts ends in one column of the ledger (`ledger.py`). Who watches all this extends ``RunEvents`` (`events.py`).
+
+A group whose rollouts are compared has a slot of its own. Rollouts that are not compared are groups of their own; those of one
+example share a slot. One that is dropped is replaced by one of its task as soon as another of the slot is kept, so that slots
+stay whole. A slot of which all are dropped is free for any task, as a dropped group's is.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
-from torchtitan.experiments.rl.controller.group_starts import GroupStarts
-from torchtitan.experiments.rl.controller.late_credit import LateCredit
+from torchtitan.experiments.rl.controller.groups import OpenGroup, OpenGroups, StepGroups, groups_in_slot, has_signal
 from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.open_groups import OpenGroup, OpenGroups, StepGroups, groups_in_slot
 from torchtitan.experiments.rl.controller.pacing import Pacer
-from torchtitan.experiments.rl.controller.running import Running
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
-from torchtitan.experiments.rl.controller.stall import NothingLeftToLearn, StallDetectors, has_signal
-from torchtitan.experiments.rl.controller.stillness import Stillness
-from torchtitan.experiments.rl.controller.user_parts import FilterSlot, UserParts, check_whole, refuse_future_versions
-from torchtitan.experiments.rl.data.task_mix import TaskMix
+from torchtitan.experiments.rl.controller.user_parts import UserParts, check_whole, refuse_future_versions
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult
+from torchtitan.experiments.rl.rollouts.filters import FilterResult
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
-from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.calls import cause_of
-from torchtitan.experiments.rl.user_code.gate import Gate
+from torchtitan.experiments.rl.user_code.gate import Call
 
 logger = logging.getLogger(__name__)
 
-
+CANCEL_S = 60.0
+"""How long cancelled groups may take to close their envs before they are abandoned."""
 Captured = TypeVar("Captured")
 
 
@@ -46,44 +60,96 @@ class RunStopped(Exception):
     """``stop`` was called while the trainer waited for groups."""
 
 
+class Stillness:
+    """Any number of changes at a time, or one reader. It waits for changes that have begun; later ones wait for it."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        """A reader waits or reads."""
+        self._changes = 0
+        self._moved = asyncio.Event()
+
+    def begin(self) -> None:
+        """A change begins now; ``end`` it."""
+        self._changes += 1
+
+    def end(self) -> None:
+        self._changes -= 1
+        self._moved.set()
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        """A change. It begins without giving way to other coroutines where nobody reads."""
+        while self.wanted:
+            await self._next()
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    @asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """No change is under way."""
+        while self.wanted:
+            await self._next()
+        self.wanted = True
+        try:
+            while self._changes:
+                await self._next()
+            yield
+        finally:
+            self.wanted = False
+            self._moved.set()
+
+    async def _next(self) -> None:
+        self._moved.clear()
+        await self._moved.wait()
+
+
+@dataclass(kw_only=True, slots=True)
+class _SharedSlot:
+    task: Task
+    dropped: int = 0
+    """Groups of it that were dropped and not replaced."""
+    kept: bool = False
+    """Whether one of it was kept."""
+
+
 class RolloutLoop:
     def __init__(
         self,
         *,
-        tasks: dict[str, Task],
-        mix: TaskMix,
+        parts: UserParts,
         runner: GroupRunner,
         policy: PolicyClient,
         pacer: Pacer,
         batcher: Batcher,
-        pre_batch_filters: Sequence[Filter],
-        post_batch_filters: Sequence[Filter],
         total_groups: int,
-        max_drops_in_a_row: int,
         ledger: Ledger | None = None,
         recorder: RolloutRecorder | None = None,
         replay: GroupReplay | None = None,
-        gate: Gate | None = None,
-        note: Callable[[str], None] = lambda line: None,
+        watchers: Sequence[RunEvents] = (),
     ):
         """
         Args:
+            parts: tasks, task mix and filters.
             total_groups: slots of groups the run will train on; the loop starts no more than may still be needed.
-            max_drops_in_a_row: limit of the stall detectors (`stall.py`).
             replay: the groups that steps train on again.
-            gate: calls the samplers, the mix and the filters.
-            note: prints a line.
         """
-        self._tasks, self._runner, self._policy = tasks, runner, policy
-        self._parts = UserParts(gate or Gate(), mix=mix, tasks=tasks)
-        self._pacer, self._batcher = pacer, batcher
-        self._pre_batch, self._post_batch = FilterSlot("pre", pre_batch_filters), FilterSlot("post", post_batch_filters)
+        self._tasks, self._parts, self._runner, self._policy = parts.tasks, parts, runner, policy
+        self._pacer, self._batcher, self._replay, self._watchers = pacer, batcher, replay, watchers
         self._groups_left = total_groups
         self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
-        self._replay = replay
-        self._late_credit = LateCredit(tasks, slot=self._pre_batch, parts=self._parts, runner=runner, batcher=batcher)
-        self._running = Running()
-        self._stall = StallDetectors(max_drops_in_a_row, {name: groups_in_slot(task) for name, task in tasks.items()}, note)
+        self._started = 0
+        """Groups since the run began: the number of the next."""
+        self._running: set[asyncio.Task[None]] = set()
+        self._picking = False
+        """The task mix has not answered yet; ``fill`` goes on when it has."""
+        self._shared: dict[str, _SharedSlot] = {}
+        """By group, of those that share a slot, until it is kept or dropped."""
+        self._incomplete: list[_SharedSlot] = []
+        """Slots of which groups were dropped and others kept."""
         self._next_step = StepGroups()
         """What there is to tell of the next step: groups dropped, rollouts matched."""
         self._changed = asyncio.Event()
@@ -91,29 +157,27 @@ class RolloutLoop:
         self._rollouts_failing = False
         self._stopping = False
         self._stillness = Stillness()
-        self._starts = GroupStarts(
-            tasks=tasks,
-            parts=self._parts,
-            pacer=pacer,
-            opened=self._open,
-            running=self._running,
-            stillness=self._stillness,
-            version=lambda: policy.version,
-            wanted=self._wants_groups,
-            run=self._run_group,
-            fail=self._end,
-        )
 
     @property
     def ledger(self) -> Ledger:
         return self._open.ledger
 
+    # What the training loop calls.
+
     def fill(self) -> None:
         """Start groups in every free slot."""
-        self._starts.fill()
-
-    def _wants_groups(self) -> bool:
-        return self._pacer.untrained < self._groups_left and not self._stopping and self._failure is None
+        self._replace()
+        while self._may_start and self._pacer.has_slot:
+            pick = self._parts.pick_task()
+            if not pick.answered:
+                self._picking = True
+                self._stillness.begin()
+                self._run_beside(self._fill_later(pick), "task mix")
+                return
+            try:
+                self._start_slot(self._parts.picked(pick.value_now()))
+            except RunError as error:
+                self._end(error)
 
     async def next_groups(self, version: int) -> StepGroups:
         """The groups for the step that trains ``version``. Waits while the pacer finds none that may be taken.
@@ -121,7 +185,7 @@ class RolloutLoop:
         Raises:
             RunStopped: ``stop`` was called.
             NothingLeftToLearn: every task is mastered.
-            RunError: code that is no rollout's failed, or the run has stalled.
+            RunError: code that is no rollout's failed, or a watcher ends the run.
         """
         while True:
             if self._failure is not None:
@@ -134,14 +198,19 @@ class RolloutLoop:
                 await self._changed.wait()
                 continue
             sampled = [self._open[group_id].kept() for group_id in taken]
-            groups = [await self._filtered_again(group_id) for group_id in taken]
+            groups = []
+            for group_id in taken:
+                entry = self._open[group_id]
+                self._end_filtered(await self._parts.filter("post", entry.kept()), entry)
+                groups.append(entry.kept())
             if any(group.rollouts for group in groups):
                 break
             for group_id in taken:
                 self._pacer.drop(group_id)
                 self._drop(group_id, taken=True)
             self.fill()
-        self._stall.taken()
+        for watcher in self._watchers:
+            watcher.groups_taken()
         for group in groups:
             if not group.rollouts:  # its slot frees with the others of the step
                 self._drop(group.group_id, counted=False)
@@ -176,10 +245,6 @@ class RolloutLoop:
         self._rollouts_failing = True
         self._end(error)
 
-    def _end(self, error: Exception) -> None:
-        self._failure = self._failure or error
-        self._changed.set()
-
     def stop(self) -> None:
         """Start no more groups, and have ``next_groups`` raise RunStopped."""
         self._stopping = True
@@ -193,65 +258,40 @@ class RolloutLoop:
         """
         self.stop()
         try:
-            await self._running.cancel()
+            running = list(self._running)
+            for task in running:
+                task.cancel()
+            if running:
+                _, late = await asyncio.wait(running, timeout=CANCEL_S)
+                if late:
+                    logger.warning("%d groups ignored their cancellation and were abandoned", len(late))
             for group_id in list(self._open):
                 self._open.leave(group_id, "untrained")
             self._open.check()
         finally:
             self.ledger.close()
 
-    async def capture(self, at_once: Callable[[], Captured]) -> tuple[RolloutLoopState, list[RolloutGroup], Captured]:
-        """What a resumed run continues from, the groups that have finished or are stored, and what ``at_once`` returns then.
+    # The way of a group.
 
-        Groups go on running meanwhile; none starts, ends or is filtered. Call it between steps, when no group is taken and not
-        trained; call ``fill`` after it.
+    def _start_slot(self, name: str) -> None:
+        task = self._tasks[name]
+        groups, slot = groups_in_slot(task), _SharedSlot(task=task)
+        if task.repeats_example:
+            return self._start(slot, groups)
+        for _ in range(groups):
+            self._start(slot, 1)
 
-        Raises:
-            RunError: a sampler, the mix or a filter failed, now or before.
-        """
-        async with self._stillness.still():
-            samplers, mix = await self._parts.states()
-            self.ledger.flush()
-            state = RolloutLoopState(
-                started=self._starts.started,
-                groups=self._open.states(),
-                slots=self._pacer.state(),
-                ledger=self.ledger.state(),
-                stall=self._stall.state(),
-                dropped_groups=self._next_step.dropped_groups,
-                filter_matches=dict(self._next_step.filter_matches),
-                filter_tokens=dict(self._next_step.filter_tokens),
-                samplers=samplers,
-                mix=mix,
-                replay=[] if self._replay is None else self._replay.state(),
-            )
-            stored = [] if self._replay is None else self._replay.groups()
-            return state, [*self._open.finished(), *stored], at_once()
-
-    async def restore(self, state: RolloutLoopState, finished: Mapping[str, RolloutGroup], version: int) -> None:
-        """Continue from a checkpoint of ``version``, which the generators hold: run again what had not finished.
-
-        Raises:
-            RunError: a sampler, the mix or a dataset failed, or the checkpoint is of other ones.
-        """
-        await self._parts.restore(state.samplers, state.mix)
-        examples = await self._parts.examples_of(state.groups)
-        self._starts.started = state.started
-        matches, tokens = Counter(state.filter_matches), Counter(state.filter_tokens)
-        self._next_step = StepGroups(dropped_groups=state.dropped_groups, filter_matches=matches, filter_tokens=tokens)
-        self._stall.restore(state.stall)
-        if self._replay is not None:
-            self._replay.restore(state.replay, finished)
-        self.ledger.restore(state.ledger)
-        lost = self._open.restore(state.groups, finished, self._tasks, examples)
-        lost += self._pacer.restore([slot for slot in state.slots if slot.group_id not in lost], version)
-        for group_id in lost:
-            logger.warning("group %s of the checkpoint can't be run again, or is too old now", group_id)
-            self._open.leave(group_id, "lost")
-        self._open.check()
-        for group_id in self._open:
-            if self._open[group_id].group is None:
-                self._running.start(self._run_group(group_id), group_id)
+    def _start(self, slot: _SharedSlot, groups: int) -> None:
+        """Start this many groups of one example in a slot."""
+        task = slot.task
+        group_ids = [f"{task.name}-{self._started + number}" for number in range(groups)]
+        self._started += groups
+        for group_id in group_ids:
+            self._pacer.admit(group_id, self._policy.version, frozen=not task.goes_stale, parts=groups_in_slot(task))
+            self._open.dispatch(task, group_id)
+        if not task.needs_group:
+            self._shared |= dict.fromkeys(group_ids, slot)
+        self._run_beside(self._run_group(*group_ids), group_ids[0])
 
     async def _run_group(self, group_id: str, *others: str) -> None:
         """``others`` have the same example, and start when it is known."""
@@ -264,14 +304,14 @@ class RolloutLoop:
                     for other in others:
                         self._open[other].example = entry.example
             for other in others:
-                self._running.start(self._run_group(other), other)
-            late = self._late_credit.applies(task)
+                self._run_beside(self._run_group(other), other)
+            late = self._parts.credit_is_late(task)
             group = await self._runner.run(task, entry.example, group_id=group_id, credit=not late)
             check_whole(group, entry.rollout_ids, task)
             refuse_future_versions(group, self._policy.version)
-            filtered = None
-            if late:
-                group, filtered = await self._late_credit.give(task, group)
+            filtered = await self._parts.filter("pre", group) if late and group.scored else None
+            if late and (filtered is None or (filtered.kept and not any(map(self._is_oversized, filtered.kept)))):
+                group = await self._runner.credit(task, group)  # which says why a group fails that has no reward
             if self._rollouts_failing:  # what their envs and rewards did not cause says nothing about them
                 return
             async with self._stillness.change():
@@ -298,7 +338,8 @@ class RolloutLoop:
             filtered: what the filters before the batch said of it already.
         """
         entry.group = group
-        self._stall.arrived(group)
+        for watcher in self._watchers:
+            watcher.group_arrived(group)
         for rollout in group.rollouts:
             if rollout.reward is None:
                 self._open.end(entry, rollout.rollout_id, f"failed/{rollout.status.value}", rollout.error)
@@ -307,26 +348,33 @@ class RolloutLoop:
                 self._open.end(entry, rollout.rollout_id, "failed/group_too_small", group.failure)
         else:
             entry.signal = has_signal(group)
-            self._stall.scored(group, signal=entry.signal)
-            self._end_filtered(filtered or await self._parts.filter(self._pre_batch, group), entry)
+            for watcher in self._watchers:
+                watcher.group_scored(group, signal=entry.signal)
+            self._end_filtered(filtered or await self._parts.filter("pre", group), entry)
             for rollout in entry.kept().rollouts:
-                if self._batcher.oversized(rollout.samples):
+                if self._is_oversized(rollout):
                     self._open.end(entry, rollout.rollout_id, "oversized", "longer than batcher.row_length")
+        slot = self._shared.pop(group.group_id, None)
         if entry.rollout_ids:
             self._pacer.finish(group.group_id)
-            self._stall.kept()
-            self._starts.kept(group.group_id)
-        else:
-            self._pacer.drop(group.group_id)
-            self._starts.dropped(group.group_id, entry.task)
-            self._drop(group.group_id)
-            self.fill()
+            for watcher in self._watchers:
+                watcher.group_kept()
+            if slot is not None:
+                slot.kept = True
+                self._note(slot)
+                self._replace()
+            return
+        self._pacer.drop(group.group_id)
+        if not entry.task.needs_group:
+            # Of one that a resumed run goes on with, the others are not known.
+            slot = slot or _SharedSlot(task=entry.task, kept=True)
+            slot.dropped += 1
+            self._note(slot)
+        self._drop(group.group_id)
+        self.fill()
 
-    async def _filtered_again(self, group_id: str) -> RolloutGroup:
-        """The group without the rollouts that post-batch filters drop."""
-        entry = self._open[group_id]
-        self._end_filtered(await self._parts.filter(self._post_batch, entry.kept()), entry)
-        return entry.kept()
+    def _is_oversized(self, rollout: Rollout) -> bool:
+        return self._batcher.oversized(rollout.samples)
 
     def _end_filtered(self, filtered: FilterResult, entry: OpenGroup) -> None:
         self._next_step.filter_matches.update(filtered.matched)
@@ -335,8 +383,105 @@ class RolloutLoop:
             self._open.end(entry, rollout.rollout_id, f"filtered/{name}")
 
     def _drop(self, group_id: str, *, taken: bool = False, counted: bool = True) -> None:
-        """Close a group of which nothing is left to train on. ``counted``: towards a stall of the run."""
+        """Close a group of which nothing is left to train on. ``counted``: watchers hear of it."""
         entry = self._open.leave(group_id)
         self._next_step.dropped_groups += 1
         if counted and entry.group is not None:
-            self._stall.dropped(list(entry.outcomes.values()), entry.group, signal=entry.signal, taken=taken)
+            for watcher in self._watchers:
+                watcher.group_dropped(list(entry.outcomes.values()), entry.group, signal=entry.signal, taken=taken)
+
+    def _note(self, slot: _SharedSlot) -> None:
+        if slot.kept and slot.dropped and not any(slot is known for known in self._incomplete):
+            self._incomplete.append(slot)
+
+    def _replace(self) -> None:
+        """Start groups in slots of which some were dropped."""
+        while self._incomplete and self._may_start:
+            slot = self._incomplete[0]
+            slot.dropped -= 1
+            if not slot.dropped:
+                self._incomplete.pop(0)
+            self._start(slot, 1)
+
+    @property
+    def _wants_groups(self) -> bool:
+        return self._pacer.untrained < self._groups_left and not self._stopping and self._failure is None
+
+    @property
+    def _may_start(self) -> bool:
+        return self._wants_groups and not (self._picking or self._stillness.wanted)
+
+    async def _fill_later(self, pick: Call) -> None:
+        try:
+            name = self._parts.picked(await pick.value())
+            if self._wants_groups and self._pacer.has_slot:
+                self._start_slot(name)
+        except RunError as error:
+            return self._end(error)
+        finally:
+            self._picking = False
+            self._stillness.end()
+        self.fill()
+
+    def _end(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        self._changed.set()
+
+    def _run_beside(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    # What a checkpoint has of it.
+
+    async def capture(self, at_once: Callable[[], Captured]) -> tuple[RolloutLoopState, list[RolloutGroup], Captured]:
+        """What a resumed run continues from, the groups that have finished or are stored, and what ``at_once`` returns then.
+
+        Groups go on running meanwhile; none starts, ends or is filtered. Call it between steps, when no group is taken and not
+        trained; call ``fill`` after it.
+
+        Raises:
+            RunError: a sampler, the mix or a filter failed, now or before.
+        """
+        async with self._stillness.still():
+            samplers, mix = await self._parts.states()
+            self.ledger.flush()
+            state = RolloutLoopState(
+                started=self._started,
+                groups=self._open.states(),
+                slots=self._pacer.state(),
+                ledger=self.ledger.state(),
+                stall=None,
+                dropped_groups=self._next_step.dropped_groups,
+                filter_matches=dict(self._next_step.filter_matches),
+                filter_tokens=dict(self._next_step.filter_tokens),
+                samplers=samplers,
+                mix=mix,
+                replay=[] if self._replay is None else self._replay.state(),
+            )
+            stored = [] if self._replay is None else self._replay.groups()
+            return state, [*self._open.finished(), *stored], at_once()
+
+    async def restore(self, state: RolloutLoopState, finished: Mapping[str, RolloutGroup], version: int) -> None:
+        """Continue from a checkpoint of ``version``, which the generators hold: run again what had not finished.
+
+        Raises:
+            RunError: a sampler, the mix or a dataset failed, or the checkpoint is of other ones.
+        """
+        await self._parts.restore(state.samplers, state.mix)
+        examples = await self._parts.examples_of(state.groups)
+        self._started = state.started
+        matches, tokens = Counter(state.filter_matches), Counter(state.filter_tokens)
+        self._next_step = StepGroups(dropped_groups=state.dropped_groups, filter_matches=matches, filter_tokens=tokens)
+        if self._replay is not None:
+            self._replay.restore(state.replay, finished)
+        self.ledger.restore(state.ledger)
+        lost = self._open.restore(state.groups, finished, self._tasks, examples)
+        lost += self._pacer.restore([slot for slot in state.slots if slot.group_id not in lost], version)
+        for group_id in lost:
+            logger.warning("group %s of the checkpoint can't be run again, or is too old now", group_id)
+            self._open.leave(group_id, "lost")
+        self._open.check()
+        for group_id in self._open:
+            if self._open[group_id].group is None:
+                self._run_beside(self._run_group(group_id), group_id)

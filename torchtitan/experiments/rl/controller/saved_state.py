@@ -1,7 +1,7 @@
 """What ``controller.json`` of a checkpoint holds: everything a resumed run needs that is not the trainer's.
 
 Plain records. Each part of the run makes its own (``state``) and continues from it (``restore``). The samples of finished
-groups lie beside it (`open_groups.py`).
+groups lie beside it (`groups.py`).
 """
 
 import json
@@ -50,14 +50,20 @@ class LedgerState(Record):
 
 
 class DropsState(Record):
+    """Groups that were dropped since one was kept."""
+
     groups: str
     """As a fraction, as ``ties``: a group may hold a share of a slot."""
     ties: str
+    """Those that were dropped because their rewards tie, in tasks that had a signal before."""
     columns: list[tuple[str, int]]
+    """Their rollouts by column of the ledger."""
     rewards: list[tuple[float, int]]
 
 
 class NoSignalState(Record):
+    """Groups without a learning signal since the start of the run."""
+
     signal_seen: bool
     groups: str
     """As a fraction."""
@@ -66,12 +72,15 @@ class NoSignalState(Record):
 
 class MasteryState(Record):
     ties: dict[str, list[float]]
+    """Mean rewards of the ties of each task since its last group with a signal."""
     signals: dict[str, tuple[int, float]]
+    """Groups with a signal, and the sum of their mean rewards."""
 
 
 class StallState(Record):
     drops: DropsState
     emptied: DropsState
+    """The same after a step had taken them."""
     no_signal: NoSignalState
     mastery: MasteryState
 
@@ -102,7 +111,8 @@ class RolloutLoopState(Record):
     slots: list[SlotState]
     """In the order they were admitted."""
     ledger: LedgerState
-    stall: StallState
+    stall: StallState | None
+    """The alarms' part: who takes the checkpoint fills it in."""
     dropped_groups: int
     filter_matches: dict[str, int]
     filter_tokens: dict[str, int]

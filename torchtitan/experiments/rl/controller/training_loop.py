@@ -6,14 +6,13 @@ before. Rollouts, scoring, weight updates and evaluations run at the same time.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
+from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
-from torchtitan.experiments.rl.controller.mismatch_alarm import MismatchAlarm
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
-from torchtitan.experiments.rl.controller.stall import NothingLeftToLearn
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
 from torchtitan.experiments.rl.observability.loop_lag import LoopLag
@@ -25,6 +24,9 @@ from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
 class Trainer(Protocol):
     """Takes optimizer steps: training/client.py."""
+
+    @property
+    def data_parallel_size(self) -> int: ...
 
     async def step(self, packed: BatchPlan, step: int) -> dict[str, float]: ...
 
@@ -39,20 +41,11 @@ class Weights(Protocol):
     async def sleep(self) -> None: ...
 
 
-class Profile(Protocol):
-    """Records some of the steps: controller/profile.py."""
-
-    async def step_begins(self, step: int) -> None: ...
-
-    async def step_ended(self, step: int) -> None: ...
-
-
 class TrainingLoop:
     def __init__(
         self,
         *,
         steps: int,
-        data_parallel_size: int,
         synchronous: bool,
         rollouts: RolloutLoop,
         batcher: Batcher,
@@ -60,41 +53,23 @@ class TrainingLoop:
         weights: Weights,
         validator: Validator,
         runner: GroupRunner,
-        generated_tokens: Callable[[], int],
-        alarm: MismatchAlarm | None = None,
-        on_start: Callable[[ValidationReport], None] = lambda report: None,
-        on_step: Callable[[StepRecord], None] = lambda record: None,
-        on_early_end: Callable[[str, Sequence[ValidationReport]], None] = lambda why, reports: None,
-        on_step_end: Callable[[int], Awaitable[None]] | None = None,
-        profile: Profile | None = None,
-        usage: Callable[[], Awaitable[dict[str, float]]] | None = None,
+        watchers: Sequence[RunEvents] = (),
+        generated_tokens: Callable[[], int] = lambda: 0,
         first_step: int = 1,
         sleep: bool = False,
     ):
         """
         Args:
             steps: optimizer steps to take.
-            data_parallel_size: data-parallel ranks of the trainer; each gets its own rows.
             synchronous: rollouts of a version start only when the generators hold it and its evaluation has ended.
             generated_tokens: returns the number of tokens sampled since the run began.
-            alarm: checks that trainer and generators agree on the tokens of each step.
-            on_start: called once, with the validation result of step 0 (reward None if there is no validation).
-            on_step: called with every finished step.
-            on_early_end: called when there is nothing left to learn before the last step, with that in words and the
-                evaluations that no step has reported.
-            on_step_end: awaited after each step, when it is reported. In a synchronous run no rollout is open then.
-            usage: returns metrics of how busy each process was since it was asked last.
-            profile: is told when a step begins and when it is over.
             first_step: above 1 in a run that goes on from a checkpoint of the step before.
             sleep: the generators free their memory while the trainer steps. Of a synchronous run: no request is open then.
         """
         self.steps_done = first_step - 1
-        self._steps, self._data_parallel_size, self._synchronous = steps, data_parallel_size, synchronous
+        self._steps, self._synchronous, self._sleep, self._watchers = steps, synchronous, sleep, watchers
         self._rollouts, self._batcher, self._trainer, self._weights = rollouts, batcher, trainer, weights
         self._validator, self._runner, self._generated_tokens = validator, runner, generated_tokens
-        self._on_start, self._on_step, self._on_early_end = on_start, on_step, on_early_end
-        self._on_step_end, self._profile, self._usage = on_step_end, profile, usage
-        self._alarm, self._sleep = alarm, sleep
         self._watch, self._lag = Stopwatch(), LoopLag()
         self._sync: asyncio.Task[SyncReport] | None = None
         self._last_sync: SyncReport | None = None
@@ -111,13 +86,21 @@ class TrainingLoop:
                 await self._validator.wait()
             self._rollouts.fill()
             while self.steps_done < self._steps and not self._stopping:
-                await self._profiled_step(self.steps_done + 1)
+                step = self.steps_done + 1
+                for watcher in self._watchers:
+                    await watcher.step_begins(step)
+                with trace.lane("step", step=step):
+                    await self._step(step)
+                for watcher in self._watchers:
+                    await watcher.step_over(step)
         except RunStopped:
             pass
         except NothingLeftToLearn as end:
             if self.steps_done:
                 await self._evaluate_final(self.steps_done)
-            self._on_early_end(str(end), self._validator.take())
+            reports = self._validator.take()
+            for watcher in self._watchers:
+                watcher.ended_early(str(end), reports)
         finally:
             self._lag.stop()
             unfreeze_objects()
@@ -128,7 +111,9 @@ class TrainingLoop:
         if not self._synchronous:
             self._rollouts.fill()
         await self._validator.wait()
-        self._on_start(next(iter(self._validator.take()), ValidationReport(step=0, reward=None)))
+        report = next(iter(self._validator.take()), ValidationReport(step=0, reward=None))
+        for watcher in self._watchers:
+            watcher.started(report)
 
     def stop(self) -> None:
         """End after the step that is being taken."""
@@ -141,14 +126,6 @@ class TrainingLoop:
         if self._sync is not None:
             self._sync.cancel()
 
-    async def _profiled_step(self, step: int) -> None:
-        if self._profile is not None:
-            await self._profile.step_begins(step)
-        with trace.lane("step", step=step):
-            await self._step(step)
-        if self._profile is not None:
-            await self._profile.step_ended(step)
-
     async def _step(self, step: int) -> None:
         """Take groups, train on them, start publishing the new version, and report the step."""
         record = StepRecord(step=step, total_steps=self._steps, generated_tokens=self._generated_tokens())
@@ -160,14 +137,14 @@ class TrainingLoop:
             ]
             # In a thread, because it copies every stream of the step: the event loop keeps running rollouts.
             with trace.span("pack", samples=len(samples)):
-                packed = await asyncio.to_thread(self._batcher.plan, samples, self._data_parallel_size)
+                packed = await asyncio.to_thread(self._batcher.plan, samples, self._trainer.data_parallel_size)
             if self._sleep:
                 await self._weights.sleep()
             trained = await self._trainer.step(packed, step)
         self._rollouts.trained(taken)
         try:
-            if self._alarm is not None:
-                trained |= self._alarm.check(step - 1, trained)
+            for watcher in self._watchers:
+                watcher.step_trained(step, trained)
             with self._watch.span("sync"):
                 await self._publish(step)
             if step == self._steps:
@@ -175,8 +152,8 @@ class TrainingLoop:
             elif self._synchronous:
                 with self._watch.span("validate"):
                     await self._validator.wait()
-            if self._usage is not None:
-                trained |= await self._usage()
+            for watcher in self._watchers:
+                await watcher.step_published(step, trained)
         finally:  # the step was taken, also where its weights can't be published
             self.steps_done = step
             record.finish(
@@ -191,10 +168,11 @@ class TrainingLoop:
                 blocking_calls=self._runner.lap_blocking_calls(),
                 ledger=self._rollouts.ledger.counts(),
             )
-            self._on_step(record)
-        if self._on_step_end is not None:
-            with self._watch.span("checkpoint"):
-                await self._on_step_end(step)
+            for watcher in self._watchers:
+                watcher.step_taken(record)
+        with self._watch.span("checkpoint"):
+            for watcher in self._watchers:
+                await watcher.step_ended(step)
         self._rollouts.fill()
 
     async def _publish(self, version: int) -> None:

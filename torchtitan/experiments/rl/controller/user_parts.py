@@ -22,7 +22,7 @@ from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult, com
 from torchtitan.experiments.rl.rollouts.finished import leaving_unchanged
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.gate import Call, Gate, name_of, sentence
+from torchtitan.experiments.rl.user_code.gate import Call, Gate, name_of
 
 LIBRARY = f"{SampleStrategy.__module__.rpartition('.')[0]}."
 """Package of the library's own samplers and mixes."""
@@ -31,29 +31,27 @@ SMALL_GROUP = 16_384
 the gate's thread takes to be asked and to answer."""
 
 
-class FilterSlot:
-    """The filters of one place on the path: "pre" or "post" the taking of a batch. Each is counted as ``<slot>/<name>``, and
-    the second of one class as ``<slot>/<name>_2``."""
-
-    def __init__(self, slot: str, filters: Sequence[Filter]):
-        seen: Counter[str] = Counter()
-        self.filters: list[tuple[Filter, str]] = []
-        for entry in filters:
-            seen[entry.name] += 1
-            number = f"_{seen[entry.name]}" if seen[entry.name] > 1 else ""
-            self.filters.append((entry, f"{slot}/{entry.name}{number}"))
-
-
 class UserParts:
     """Samplers, task mix and filters of a run, behind the gate."""
 
-    def __init__(self, gate: Gate, *, mix: TaskMix, tasks: dict[str, Task]):
-        self._gate, self._mix, self._tasks = gate, mix, tasks
+    def __init__(
+        self,
+        gate: Gate,
+        *,
+        mix: TaskMix,
+        tasks: dict[str, Task],
+        pre_batch_filters: Sequence[Filter] = (),
+        post_batch_filters: Sequence[Filter] = (),
+    ):
+        self.tasks = tasks
+        self._gate, self._mix = gate, mix
+        self.filters = {"pre": named("pre", pre_batch_filters), "post": named("post", post_batch_filters)}
+        """By slot: before a step takes a group, and after. Each with the name that it is counted under."""
 
     def pick_task(self) -> Call:
         """Ask the mix for the next task."""
         start = self._gate.start_own if _is_own(self._mix) else self._gate.start
-        return start(self._mix.next, owner=f"task mix {name_of(self._mix, 'next')}")
+        return start(self._mix.next, owner=_owner("task mix", self._mix, "next"))
 
     def picked(self, name: Any) -> str:
         """What the mix returned, checked.
@@ -61,9 +59,9 @@ class UserParts:
         Raises:
             RunError: it is no task of the run.
         """
-        if not isinstance(name, str) or name not in self._tasks:
+        if not isinstance(name, str) or name not in self.tasks:
             shown = repr(name) if isinstance(name, str) else type(name).__name__
-            raise RunError(f"task mix {name_of(self._mix, 'next')} returned {shown}, want one of {sorted(self._tasks)}")
+            raise RunError(f"{_owner('task mix', self._mix, 'next')} returned {shown}, want one of {sorted(self.tasks)}")
         return name
 
     async def next_example(self, task: Task) -> DataSample:
@@ -72,7 +70,7 @@ class UserParts:
         Raises:
             RunError: the sampler, or the dataset under it, failed or returned something else.
         """
-        owner = f"task {task.name!r}: sampler {name_of(task.sampler, 'next')}"
+        owner = _owner(f"task {task.name!r}: sampler", task.sampler, "next")
         example = await self._gate.call(task.sampler.next, owner=owner)
         if not isinstance(example, DataSample):
             raise RunError(f"{owner} returned {type(example).__name__}, want an example (DataSample) of its dataset")
@@ -86,28 +84,27 @@ class UserParts:
         Raises:
             RunError: one of them failed, or returned what JSON can't hold.
         """
-        samplers = {
-            name: await self._gate.call(
-                _plain, task.sampler.state_dict, owner=f"task {name!r}: sampler {name_of(task.sampler, 'state_dict')}"
-            )
-            for name, task in self._tasks.items()
-        }
-        return samplers, await self._gate.call(
-            _plain, self._mix.state_dict, owner=f"task mix {name_of(self._mix, 'state_dict')}"
-        )
+
+        async def state(what: str, part: SampleStrategy | TaskMix) -> Any:
+            return await self._gate.call(_plain, part.state_dict, owner=_owner(what, part, "state_dict"))
+
+        samplers = {name: await state(f"task {name!r}: sampler", task.sampler) for name, task in self.tasks.items()}
+        return samplers, await state("task mix", self._mix)
 
     async def restore(self, samplers: Mapping[str, Any], mix: Any) -> None:
-        """Have samplers and mix continue from a checkpoint. A task that is new since then starts anew.
+        """Have samplers and mix continue from a checkpoint. A task that is new since then begins with its first example.
 
         Raises:
             RunError: one of them failed, or the state is of another dataset or seed.
         """
-        for name, task in self._tasks.items():
+
+        async def load(what: str, part: SampleStrategy | TaskMix, state: Any) -> None:
+            await self._gate.call(part.load_state_dict, state, owner=_owner(what, part, "load_state_dict"))
+
+        for name, task in self.tasks.items():
             if name in samplers:
-                owner = f"task {name!r}: sampler {name_of(task.sampler, 'load_state_dict')}"
-                await self._gate.call(task.sampler.load_state_dict, samplers[name], owner=owner)
-        owner = f"task mix {name_of(self._mix, 'load_state_dict')}"
-        await self._gate.call(self._mix.load_state_dict, mix, owner=owner)
+                await load(f"task {name!r}: sampler", task.sampler, samplers[name])
+        await load("task mix", self._mix, mix)
 
     async def examples_of(self, groups: Sequence[OpenGroupState]) -> dict[str, dict[str, DataSample]]:
         """The examples of a checkpoint's open groups that their tasks' datasets have, by task and id.
@@ -121,25 +118,25 @@ class UserParts:
                 wanted.setdefault(group.task, set()).add(group.example["sample_id"])
         return {
             name: await self._gate.call(
-                find_examples, self._tasks[name].dataset, ids, owner=f"task {name!r}: the examples of its open groups"
+                find_examples, self.tasks[name].dataset, ids, owner=f"task {name!r}: the examples of its open groups"
             )
             for name, ids in wanted.items()
         }
 
     async def observe(self, group: RolloutGroup, task: Task) -> None:
-        """Show a scored group to the task's sampler, then to the mix.
+        """Show a scored group to the task's sampler, then to the mix, each with a list of rollouts of its own.
 
         Raises:
             RunError: one of them failed.
         """
-        if getattr(type(task.sampler), "observe", None) is not SampleStrategy.observe:
-            owner = f"task {task.name!r}: sampler {name_of(task.sampler, 'observe')} of group {group.group_id}"
-            await self._gate.call(_observe, task.sampler, group, owner=owner)
-        if type(self._mix).observe is not TaskMix.observe:
-            owner = f"task mix {name_of(self._mix, 'observe')} of group {group.group_id}"
-            await self._gate.call(_observe, self._mix, group, owner=owner)
+        for what, part in ((f"task {task.name!r}: sampler", task.sampler), ("task mix", self._mix)):
+            if getattr(type(part), "observe", None) in (SampleStrategy.observe, TaskMix.observe):
+                continue
+            show = functools.partial(part.observe, replace(group, rollouts=list(group.rollouts)))
+            owner = f"{_owner(what, part, 'observe')} of group {group.group_id}"
+            await self._gate.call(show if _is_own(part) else functools.partial(leaving_unchanged, group, show), owner=owner)
 
-    async def filter(self, slot: FilterSlot, group: RolloutGroup) -> FilterResult:
+    async def filter(self, slot: str, group: RolloutGroup) -> FilterResult:
         """Run every filter of a slot on every scored rollout, so that no filter hides another's matches.
 
         Raises:
@@ -147,34 +144,51 @@ class UserParts:
         """
         small = sum(rollout.completion_tokens for rollout in group.rollouts) <= SMALL_GROUP
         matches = []
-        for entry, name in slot.filters:
-            owner = f"filter {name.partition('/')[2]} failed on group {group.group_id}"
-            if not (small and is_own(entry)):
-                matches.append(await self._gate.call(matches_of, entry, group, owner=owner))
-                continue
-            try:
-                matches.append(matches_of(entry, group))
-            except Exception as error:
-                raise RunError(f"{owner}: {sentence(error)}") from error
-        return combine(slot.filters, group, matches)
+        for entry, name in self.filters[slot]:
+            start = self._gate.start_own if small and is_own(entry) else self._gate.start
+            call = start(matches_of, entry, group, owner=f"filter {name.partition('/')[2]} failed on group {group.group_id}")
+            matches.append(await call.value())
+        return combine(self.filters[slot], group, matches)
+
+    def credit_is_late(self, task: Task) -> bool:
+        """Whether a group of ``task`` gets its credit after the pre-batch filters: what they drop costs no model's time.
+
+            usual   rollout -> samples -> models -> reward -> filters
+            late    rollout -> samples -> reward -> filters -> models
+
+        So it is where an algorithm asks models and no pre-batch filter reads what it sets. Such a group has one rollout: it is
+        kept or dropped whole.
+        """
+        filters = [entry for entry, _ in self.filters["pre"]]
+        useful = any(entry.config.mode == "enforce" for entry in filters) and not any(entry.reads_credit for entry in filters)
+        return useful and not task.needs_group and task.goes_stale and task.algorithm.asks_models
+
+    def without_state(self) -> list[str]:
+        """A line for people about each sampler, and the mix, that a resumed run can't have go on where it was."""
+        parts: list[tuple[str, SampleStrategy | TaskMix, type[SampleStrategy] | type[TaskMix]]] = [
+            *((f"task {name!r}: sampler", task.sampler, SampleStrategy) for name, task in self.tasks.items()),
+            ("task mix", self._mix, TaskMix),
+        ]
+        lines = []
+        for what, part, base in parts:
+            both = ("state_dict", "load_state_dict")
+            methods = " and ".join(name for name in both if getattr(type(part), name, None) in (None, getattr(base, name)))
+            if methods:
+                lines.append(
+                    f"{what} {name_of(part)} has no {methods}: a resumed run has it begin again; write {methods} "
+                    "if it should not"
+                )
+        return lines
 
 
-def parts_without_state(mix: TaskMix, tasks: Mapping[str, Task]) -> list[str]:
-    """A line for people about each sampler, and the mix, that a resumed run can't have go on where it was."""
-    parts: list[tuple[str, SampleStrategy | TaskMix, type[SampleStrategy] | type[TaskMix]]] = [
-        *((f"task {name!r}: sampler", task.sampler, SampleStrategy) for name, task in tasks.items()),
-        ("task mix", mix, TaskMix),
-    ]
-    lines = []
-    for what, part, base in parts:
-        both = ("state_dict", "load_state_dict")
-        lacking = [name for name in both if getattr(type(part), name, None) in (None, getattr(base, name))]
-        if lacking:
-            methods = " and ".join(lacking)
-            lines.append(
-                f"{what} {name_of(part)} has no {methods}: after a resume it begins anew; write {methods} if it should not"
-            )
-    return lines
+def named(slot: str, filters: Sequence[Filter]) -> list[tuple[Filter, str]]:
+    """Each filter with its name, ``<slot>/<name>``; the second of one class is ``<slot>/<name>_2``."""
+    seen: Counter[str] = Counter()
+    found = []
+    for entry in filters:
+        seen[entry.name] += 1
+        found.append((entry, f"{slot}/{entry.name}" + (f"_{seen[entry.name]}" if seen[entry.name] > 1 else "")))
+    return found
 
 
 def check_whole(group: RolloutGroup, dispatched: Collection[str], task: Task) -> None:
@@ -205,14 +219,12 @@ def refuse_future_versions(group: RolloutGroup, newest: int) -> None:
             rollout.error = f"generator: gave tokens of version {last}, and the newest is {newest + 1}"
 
 
+def _owner(what: str, part: SampleStrategy | TaskMix, method: str) -> str:
+    return f"{what} {name_of(part, method)}"
+
+
 def _plain(state_dict: Callable[[], Any]) -> Any:
     return json.loads(json.dumps(state_dict()))
-
-
-def _observe(part: SampleStrategy | TaskMix, group: RolloutGroup) -> Any:
-    """Show the group to a sampler or a mix, with a list of its own: what happens to the list changes nothing for others."""
-    call = functools.partial(part.observe, replace(group, rollouts=list(group.rollouts)))
-    return call() if _is_own(part) else leaving_unchanged(group, call)
 
 
 def _is_own(part: SampleStrategy | TaskMix) -> bool:

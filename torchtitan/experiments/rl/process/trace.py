@@ -1,4 +1,4 @@
-"""What this process does and for how long, while steps are profiled. ``controller/profile.py`` collects it from every process.
+"""What this process does and for how long, while steps are profiled. ``operations/profile.py`` collects it from every process.
 
     with lane("rollout"):              # in a row of its own, beside other rollouts that run at the same time
         with span("env", name="Maze"): # inside that row

@@ -21,18 +21,18 @@ from torchtitan.experiments.rl.config.placement import Place, Placement
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.resume import save_config
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
-from torchtitan.experiments.rl.controller.first_failures import FirstFailures
-from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner
-from torchtitan.experiments.rl.controller.session import SIGNAL_POLL_S, Signals, cause
-from torchtitan.experiments.rl.controller.task_set import TaskSet
+from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner, TaskSet
 from torchtitan.experiments.rl.controller.validation import Validator, labelled, pass_at_k
-from torchtitan.experiments.rl.controller.wiring import RunActors
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.references import FrozenModel, hosted_models
 from torchtitan.experiments.rl.models.hub import HubConfig
-from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.observability.console import Console, write_line
+from torchtitan.experiments.rl.operations.alarms import FirstFailures
+from torchtitan.experiments.rl.operations.assembly import RunActors
+from torchtitan.experiments.rl.operations.context import run_context
+from torchtitan.experiments.rl.operations.session import SIGNAL_POLL_S, Signals, cause
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.descendants import descendants, kill_descendants
 from torchtitan.experiments.rl.process.setup import quiet_libraries, set_up_logging
@@ -42,7 +42,6 @@ from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
-from torchtitan.experiments.rl.user_code.gate import Gate
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +201,8 @@ class Evaluation:
             endpoint: the policy is this server's model. None: generators on the config's model.
         """
         self._config, self._run_dir, self._endpoint = config, Path(run_dir), endpoint
-        self._actors = RunActors(config, plan, run_dir=self._run_dir, on_failure=self._fail, on_death=_note)
+        self._context = run_context(config, plan, self._run_dir, console=Console(sys.stderr))
+        self._actors = RunActors(self._context, on_failure=self._fail)
         self._failure: Exception | None = None
         self._examples: dict[str, list[dict[str, Any]]] = {name: [] for name in config.tasks}
         self._causes: dict[str, str] = {}
@@ -236,7 +236,7 @@ class Evaluation:
 
     async def _measure(self) -> dict[str, float]:
         config, actors = self._config, self._actors
-        gate = Gate(timeout_s=config.user_code.call_timeout_s, synchronous=config.max_offpolicy_steps == 0)
+        gate = self._context.gate
         tasks = TaskSet(config.tasks, gate=gate, limits=config.user_code, seed=config.seed)
         recorder = config.recorder.build(run_dir=self._run_dir)
         policy = None if self._endpoint is None else EndpointPolicy(self._endpoint, actors.policy)
@@ -245,7 +245,7 @@ class Evaluation:
 
         def measured(group: RolloutGroup) -> None:
             self._examples[group.task_name].append(asdict(example_of(group)))
-            failures.arrived(group)
+            failures.group_arrived(group)
             causes = [rollout.error for rollout in group.rollouts if rollout.reward is None and rollout.error]
             if cause := next(iter(causes), group.failure):
                 self._causes.setdefault(group.task_name, cause)

@@ -23,7 +23,7 @@ def init_process_group(*, device: Literal["cpu", "cuda"], rank: int, world_size:
             loopback interface alone. Others use the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME names another.
     """
     if device == "cuda":
-        torch.cuda.set_device(0)  # the only one this process sees: controller/provision.py
+        torch.cuda.set_device(0)  # the only one this process sees: operations/provision.py
     # gloo beside NCCL: parameters that are kept in the host's memory, and objects that ranks compare.
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     interface = LOOPBACK if url.startswith("file:") else interface_towards(url.removeprefix("tcp://").rpartition(":")[0])

@@ -82,7 +82,7 @@ class Generators(Protocol):
 
 
 class HostCopies(Protocol):
-    """Of each generator host that does not share the trainer's memory: controller/weight_readers.py."""
+    """Of each generator host that does not share the trainer's memory: operations/supervision.py."""
 
     @property
     def lost(self) -> int:

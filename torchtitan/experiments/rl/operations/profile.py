@@ -9,18 +9,25 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.config.checks import profiled_steps
+from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.observability.trace_file import write_trace
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 
 logger = logging.getLogger(__name__)
 
+
 COLLECT_TIMEOUT_S = 30.0
 
 
-class StepProfile:
-    """``step_begins`` and ``step_ended`` for each step; ``close`` writes what was recorded of a run that ends earlier."""
+ANSWER_S = 1.0
+"""A process that takes longer has no metrics in that step: the next step must not wait for it."""
+
+
+class StepProfile(RunEvents):
+    """``close`` writes what was recorded of a run that ends before the last of the steps."""
 
     def __init__(self, steps: str, *, run_dir: Path, processes: Callable[[], Iterable[tuple[Lifetime, Any]]]):
         """
@@ -40,7 +47,11 @@ class StepProfile:
         trace.start()
         await asyncio.gather(*(self._ask(life, actor.start_trace) for life, actor in self._processes()))
 
-    async def step_ended(self, step: int) -> None:
+    async def step_published(self, step: int, metrics: dict[str, float]) -> None:
+        """How busy each process was since the step before."""
+        metrics |= await lap_usage(self._processes())
+
+    async def step_over(self, step: int) -> None:
         if self._steps is not None and step >= self._steps[-1]:
             await self.close()
 
@@ -63,3 +74,23 @@ class StepProfile:
         except Exception as error:  # a process that has died, or died and was made again: the profile has the others
             logger.warning("%s is not in the profile: %s", life.name, error)
             return []
+
+
+async def lap_usage(processes: Iterable[tuple[Lifetime, Any]]) -> dict[str, float]:
+    """Metrics of each process since the last call: ``perf/generator_0/busy`` and so on.
+
+    Args:
+        processes: the life and the actor (WatchedActor) of each.
+    """
+
+    async def usage_of(life: Lifetime, actor: Any) -> dict[str, float]:
+        try:
+            usage = await asyncio.wait_for(life.call(ask(actor.usage)), ANSWER_S)
+        except Exception as error:  # it has died, or is busy: others see to that
+            logger.info("%s gave no usage: %s", life.name, error)
+            return {}
+        name = "_".join(life.name.split())
+        return {f"perf/{name}/{what}": value for what, value in usage.items()}
+
+    answers = await asyncio.gather(*(usage_of(*process) for process in processes))
+    return {name: value for answer in answers for name, value in answer.items()}

@@ -14,11 +14,11 @@ from monarch.actor import shutdown_context, this_proc
 from torchtitan.experiments.rl.checkpointing.folder import checkpoints, step_of
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, drop_late_faults, original, printed_to
 from torchtitan.experiments.rl.config.resume import Start
-from torchtitan.experiments.rl.controller.actor import Controller
-from torchtitan.experiments.rl.controller.run_hosts import take_hosts
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import near, typed_command, write_line
+from torchtitan.experiments.rl.operations.actor import Controller
+from torchtitan.experiments.rl.operations.provision import take_hosts
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.descendants import descendants, kill_descendants
 from torchtitan.experiments.rl.process.setup import quiet_libraries

@@ -13,31 +13,41 @@ import asyncio
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
 from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER, CheckpointError, CheckpointFolder
-from torchtitan.experiments.rl.checkpointing.run_files import sizes, sync
+from torchtitan.experiments.rl.checkpointing.run_files import cut_back, sizes, sync
 from torchtitan.experiments.rl.compat.monarch import original
+from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.run_folder import COMMAND_FILE, CONFIG_FILE
-from torchtitan.experiments.rl.controller.mismatch_alarm import MismatchAlarm
+from torchtitan.experiments.rl.controller.events import RunEvents
+from torchtitan.experiments.rl.controller.groups import read_finished_groups, write_groups
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
-from torchtitan.experiments.rl.controller.saved_groups import write_groups
-from torchtitan.experiments.rl.controller.saved_state import FORMAT, MismatchState, RunState, ValidatorState, write_state
+from torchtitan.experiments.rl.controller.saved_state import (
+    FORMAT,
+    RunState,
+    read_state,
+    write_state,
+)
+from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.operations.alarms import MismatchAlarm, StallDetectors
+from torchtitan.experiments.rl.operations.context import RunContext
+from torchtitan.experiments.rl.operations.reports import RunReports
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
 logger = logging.getLogger(__name__)
+
 
 RECORDER_LIMIT_S = 120.0
 """How long a checkpoint waits for the rollouts that were recorded before it."""
@@ -52,47 +62,33 @@ class TrainerPart(Protocol):
 
 
 @dataclass(kw_only=True, slots=True)
-class _Moment:
-    """What is captured at the same moment as the rollout loop."""
-
-    validator: ValidatorState
-    mismatch: list[MismatchState]
-    offsets: dict[str, int]
-    recorded: Future[int] | None
-    """Size of the file of recorded rollouts, once all that were recorded by then are in it."""
-    first_validation: float | None
-    last_validation: float | None
-
-
-@dataclass(kw_only=True, slots=True)
 class _Captured:
     state: RunState
     groups: list[RolloutGroup]
     """The finished ones."""
     recorded: Future[int] | None
+    """Size of the file of recorded rollouts, once all that were recorded by then are in it."""
 
 
-class RunCheckpoints:
+class RunCheckpoints(RunEvents):
     def __init__(
         self,
-        config: CheckpointConfig,
+        context: RunContext,
         *,
-        run_dir: Path,
-        seed: int,
-        synchronous: bool,
         rollouts: RolloutLoop,
         validator: Validator,
+        stall: StallDetectors,
         alarm: MismatchAlarm,
         trainer: TrainerPart,
         metrics: MetricsLogger,
         recorder: RolloutRecorder,
-        validations: Callable[[], tuple[float | None, float | None]],
+        reports: RunReports,
     ):
-        """``validations`` returns the rewards of the first and the last evaluation."""
-        self._folder, self._run_dir = CheckpointFolder(run_dir, config.keep), run_dir
-        self._interval, self._seed, self._synchronous = config.interval, seed, synchronous
-        self._rollouts, self._validator, self._alarm, self._trainer = rollouts, validator, alarm, trainer
-        self._metrics, self._recorder, self._validations = metrics, recorder, validations
+        config, self._run_dir = context.config, context.run_dir
+        self._folder = CheckpointFolder(context.run_dir, config.checkpoint.keep)
+        self._interval, self._seed, self._synchronous = config.checkpoint.interval, config.seed, context.synchronous
+        self._rollouts, self._validator, self._stall, self._alarm = rollouts, validator, stall, alarm
+        self._trainer, self._metrics, self._recorder, self._reports = trainer, metrics, recorder, reports
         self._captured: _Captured | None = None
         self._writing: asyncio.Task[None] | None = None
         self._step = 0
@@ -108,9 +104,9 @@ class RunCheckpoints:
         self._step = self.saved_step = step
         self.newest = checkpoint
 
-    def step_taken(self, step: int) -> None:
-        """Step ``step`` was taken and its metrics are logged; what follows may fail."""
-        self._step = step
+    def step_taken(self, record: StepRecord) -> None:
+        """The metrics of the step are logged; what follows may fail."""
+        self._step = record.step
 
     async def step_ended(self, step: int) -> None:
         """Nothing of step ``step`` is left to do. Takes a checkpoint if one is due.
@@ -154,31 +150,26 @@ class RunCheckpoints:
         await self._written()
 
     async def _capture(self, step: int) -> _Captured:
-        rollouts, groups, moment = await self._rollouts.capture(self._moment)
-        state = RunState(
-            format=FORMAT,
-            step=step,
-            seed=self._seed,
-            rollouts=rollouts,
-            validator=moment.validator,
-            mismatch=moment.mismatch,
-            first_validation=moment.first_validation,
-            last_validation=moment.last_validation,
-            offsets=moment.offsets,
+        rollouts, groups, (rest, recorded) = await self._rollouts.capture(self._moment)
+        rollouts.stall = self._stall.state()
+        return _Captured(
+            state=RunState(format=FORMAT, step=step, seed=self._seed, rollouts=rollouts, **rest),
+            groups=groups,
+            recorded=recorded,
         )
-        return _Captured(state=state, groups=groups, recorded=moment.recorded)
 
-    def _moment(self) -> _Moment:
+    def _moment(self) -> tuple[dict[str, Any], Future[int] | None]:
+        """What is captured at the same moment as the rollout loop."""
         self._metrics.flush()
-        first, last = self._validations()
-        return _Moment(
-            validator=self._validator.state(),
-            mismatch=self._alarm.state(),
-            offsets=sizes(self._run_dir),
-            recorded=self._recorder.size_by_now(),
-            first_validation=first,
-            last_validation=last,
-        )
+        first, last = self._reports.first_and_last_validation()
+        rest = {
+            "validator": self._validator.state(),
+            "mismatch": self._alarm.state(),
+            "first_validation": first,
+            "last_validation": last,
+            "offsets": sizes(self._run_dir),
+        }
+        return rest, self._recorder.size_by_now()
 
     async def _save(self) -> None:
         """Have the trainer copy its state, and write everything beside what follows."""
@@ -238,3 +229,45 @@ class RunCheckpoints:
         # A trainer that died is said by others: the run goes on without it, or ends with that.
         level = logging.INFO if isinstance(error, ProcessLost) else logging.WARNING
         logger.log(level, "%s", self.failure, exc_info=error)
+
+
+@dataclass(kw_only=True, slots=True)
+class Resumed:
+    checkpoint: Path
+    state: RunState
+    groups: dict[str, RolloutGroup]
+    """The finished ones, by id."""
+
+
+def resume(checkpoint: Path, *, run_dir: Path, config: RunConfig) -> Resumed:
+    """Read a verified checkpoint, and cut the run's files back to it. Call it before anything writes to them.
+
+    Raises:
+        RunError: the checkpoint is of another seed or another version of the library, or the run's files can't be cut back.
+    """
+    state = read_state(checkpoint)
+    if state.seed != config.seed:
+        raise RunError(f"seed is {config.seed}, and the checkpoint's is {state.seed}: resume with that")
+    groups = read_finished_groups(checkpoint)
+    for line in cut_back(run_dir, state.offsets):
+        logger.warning("%s", line)
+    CheckpointFolder(run_dir, config.checkpoint.keep).drop_after(state.step)
+    return Resumed(checkpoint=checkpoint, state=state, groups=groups)
+
+
+def begin_again(run_dir: Path) -> None:
+    """Delete what the run has written so far: it begins at step 0 again.
+
+    Raises:
+        CheckpointError: a file can't be deleted.
+    """
+    cut_back(run_dir, {})
+
+
+def trainer_start(resumed: Resumed | None, init_from: Path | None) -> TrainerStart | None:
+    """What the trainer loads; None: the model's hub folder."""
+    if resumed is not None:
+        return TrainerStart(folder=resumed.checkpoint / TRAINER_FOLDER, step=resumed.state.step)
+    if init_from is not None:
+        return TrainerStart(folder=init_from / TRAINER_FOLDER, step=0, weights_only=True)
+    return None

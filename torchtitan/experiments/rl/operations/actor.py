@@ -13,16 +13,15 @@ from torchtitan.experiments.rl.checkpointing.folder import checkpoints, newest_v
 from torchtitan.experiments.rl.compat.monarch import process_death
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.controller.restarts import Restarts
-from torchtitan.experiments.rl.controller.run_parts import RunParts
-from torchtitan.experiments.rl.controller.run_start import Resumed, begin_again, resume
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
-from torchtitan.experiments.rl.observability.console import Console, RunHeader, RunSummary, near
+from torchtitan.experiments.rl.observability.console import RunHeader, RunSummary, near
+from torchtitan.experiments.rl.operations.assembly import RunParts
+from torchtitan.experiments.rl.operations.checkpoints import Resumed, begin_again, resume
+from torchtitan.experiments.rl.operations.context import run_context
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
-from torchtitan.experiments.rl.user_code.gate import Gate
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +49,10 @@ class Controller(Actor):
             resume_from: a verified checkpoint of the run in ``run_dir``, which goes on from it.
             init_from: a verified checkpoint of another run; this one begins with its weights.
         """
-        self.config = config
-        self._checkpoint, self._init_from, self._hosts = resume_from, init_from, hosts
+        self._checkpoint, self._init_from = resume_from, init_from
         self._steps_before = 0 if resume_from is None else step_of(resume_from)
-        self._run_dir, self._config_name = Path(run_dir), config_name
-        self._plan = checked_plan(config)
-        self._console = Console()
-        self._restarts = Restarts(config.supervision)
-        self._gate = Gate(timeout_s=config.user_code.call_timeout_s, synchronous=config.max_offpolicy_steps == 0)
+        self._context = run_context(config, checked_plan(config), Path(run_dir), hosts=hosts)
+        self._console, self._config_name = self._context.console, config_name
         self._stopped_by: str | None = None
         self._parts = self._new_parts(None)
 
@@ -74,7 +69,7 @@ class Controller(Actor):
         self._loop = asyncio.get_running_loop()
         failure: BaseException | None
         try:
-            set_up_logging(self._run_dir, "controller")
+            set_up_logging(self._context.run_dir, "controller")
             drawing = asyncio.create_task(self._draw())
             if self._checkpoint is not None:
                 self._parts = self._new_parts(self._read(self._checkpoint))
@@ -117,17 +112,7 @@ class Controller(Actor):
         return True
 
     def _new_parts(self, resumed: Resumed | None) -> RunParts:
-        return RunParts(
-            self.config,
-            self._plan,
-            run_dir=self._run_dir,
-            hosts=self._hosts,
-            console=self._console,
-            restarts=self._restarts,
-            gate=self._gate,
-            resumed=resumed,
-            init_from=self._init_from,
-        )
+        return RunParts(self._context, resumed=resumed, init_from=self._init_from)
 
     async def _run_parts(self) -> BaseException | None:
         """Run the parts, and have their files whole. Returns what ended them early, unless someone asked for that."""
@@ -149,7 +134,7 @@ class Controller(Actor):
         Raises:
             RunError: the trainer died too often, or nothing can be gone on with.
         """
-        which = self._restarts.count("trainer", lost.name, lost.cause)
+        which = self._context.restarts.count("trainer", lost.name, lost.cause)
         try:
             resumed = await asyncio.to_thread(self._newest)
         except RunError as error:
@@ -162,17 +147,17 @@ class Controller(Actor):
 
     def _newest(self) -> Resumed | None:
         """The newest valid checkpoint of the run, read; None if it has taken none. Blocks: it reads every file."""
-        if not checkpoints(self._run_dir):
+        if not checkpoints(self._context.run_dir):
             self._checkpoint = None
-            begin_again(self._run_dir)
+            begin_again(self._context.run_dir)
             return None
-        self._checkpoint, refused = newest_valid(self._run_dir)
+        self._checkpoint, refused = newest_valid(self._context.run_dir)
         for reason in refused:
             logger.warning("%s", reason)
         return self._read(self._checkpoint)
 
     def _read(self, checkpoint: Path) -> Resumed:
-        return resume(checkpoint, run_dir=self._run_dir, config=self.config)
+        return resume(checkpoint, run_dir=self._context.run_dir, config=self._context.config)
 
     async def _draw(self) -> None:
         """Keep the live line of the terminal as it should be."""
@@ -181,11 +166,11 @@ class Controller(Actor):
             await asyncio.sleep(REDRAW_S)
 
     def _print_header(self) -> None:
-        plan = self._plan
+        context, plan = self._context, self._context.plan
         header = RunHeader(
-            run_name=self._run_dir.name,
+            run_name=self._context.run_dir.name,
             config_name=self._config_name,
-            model=f"{near(self.config.model.hf_assets_path)} ({plan.parameters / 1e6:,.1f}M parameters)",
+            model=f"{near(context.config.model.hf_assets_path)} ({plan.parameters / 1e6:,.1f}M parameters)",
             sizes={
                 "steps": plan.steps,
                 "rollouts a step": plan.rollouts_per_step,
@@ -193,6 +178,6 @@ class Controller(Actor):
                 "trainer ranks": plan.trainer_ranks,
                 "generators": plan.generator_replicas,
             },
-            run_dir=self._run_dir,
+            run_dir=self._context.run_dir,
         )
         self._console.header(header)

@@ -7,27 +7,116 @@ elsewhere at once, and the part is made again. A part of which more processes en
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torchtitan.experiments.rl.compat.monarch import ProcessDeath, original, process_death_behind
+from monarch.actor import ProcMesh
+
+from torchtitan.experiments.rl.compat.monarch import ProcessDeath, ask, original, process_death_behind
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
-from torchtitan.experiments.rl.controller.hang_watch import HUNG, HangWatch, is_stopped
-from torchtitan.experiments.rl.controller.part import Part, PartProcess
-from torchtitan.experiments.rl.controller.restarts import Restarts
 from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.observability.waits import Waits
+from torchtitan.experiments.rl.operations.hang_watch import HUNG, HangWatch, is_stopped
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.user_code.watched import ProcessIdentity
+from torchtitan.experiments.rl.weights.reader import Fetched
 
 logger = logging.getLogger(__name__)
+
+
 T = TypeVar("T")
+
 
 STOP_TIMEOUT_S = 60.0
 """For Monarch to clear away what is left of a process that has ended."""
+
+
 DEATH_REPORTS_S = 15.0
 """Monarch reports a death on another host after some ten seconds, and its own actors of that process first, in any order."""
+
+
+@dataclass(kw_only=True, slots=True)
+class PartProcess:
+    """One incarnation of a part."""
+
+    procs: ProcMesh
+    actor: Any
+    """Of that process alone."""
+    life: Lifetime
+
+
+@dataclass(kw_only=True, slots=True)
+class Part:
+    name: str
+    """What people call it: "generator 1"."""
+    spawn: Callable[[str], tuple[ProcMesh, Any]]
+    """Spawns the process and the actor in it, which Monarch is to know by the name that it gets."""
+    set_up: Callable[[PartProcess], Awaitable[Any]]
+    """Makes the actor ready to be connected."""
+    connect: Callable[[PartProcess], Awaitable[None]]
+    """Proves that it is up to date, and has it take work."""
+    disconnect: Callable[[], None]
+    """Has it take no more work: what it was doing is done elsewhere, or when it is connected again."""
+    host: int = 0
+    """Where its processes run: as in ``Place``."""
+    blocks: bool = False
+    """User code may hold up its event loop."""
+    process: PartProcess | None = None
+    """The incarnation that lives or lived last."""
+    incarnation: int = 0
+    """Its number: 1 is the first since the command began."""
+
+    @property
+    def label(self) -> str:
+        """The name in metrics and in Monarch: "generator_1"."""
+        return "".join(character if character.isalnum() else "_" for character in self.name).strip("_")
+
+
+class Restarts:
+    def __init__(self, config: SupervisionConfig):
+        self._config = config
+        self.counts: Counter[str] = Counter()
+        """How often each part was made again, by its label in metrics."""
+        self._spawned: Counter[str] = Counter()
+        self._deaths: dict[str, list[tuple[float, str, str]]] = {}
+        """When, which process and why, by the label of the part; of the last ``window_s``."""
+
+    def incarnation(self, label: str) -> int:
+        """The number of the part's next process, from 1 on. Monarch may report the death of an earlier one much later."""
+        self._spawned[label] += 1
+        return self._spawned[label]
+
+    def count(self, label: str, process: str, cause: str) -> str:
+        """One more death of the part ``label``.
+
+        Args:
+            process: what people call the process that ended: "generator 1".
+
+        Returns:
+            How many of the restarts that are allowed this is, such as "1 of 3".
+
+        Raises:
+            RunError: it may not be made again.
+        """
+        now = time.monotonic()
+        logger.info("%s died: %s", process, cause)
+        before = [death for death in self._deaths.get(label, []) if death[0] > now - self._config.window_s]
+        deaths = self._deaths[label] = [*before, (now, process, cause)]
+        allowed = self._config.max_restarts
+        if len(deaths) > allowed:
+            one_process = len({process for _, process, _ in deaths}) == 1
+            who = process if one_process else label.replace("_", " ")
+            causes = "; ".join(cause if one_process else f"{process}: {cause}" for _, process, cause in deaths)
+            more = f" {len(deaths)} times in {now - deaths[0][0]:.0f} s" if len(deaths) > 1 else ""
+            raise RunError(f"{who} died{more}: {causes} (supervision.max_restarts = {allowed})")
+        self.counts[label] += 1
+        return f"{len(deaths)} of {allowed}"
 
 
 class Supervisor:
@@ -283,3 +372,99 @@ async def _stopped(process: PartProcess) -> None:
 
 def _succeeded(task: asyncio.Task[Any]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
+
+
+class Replicas:
+    """Of the policy and of each hosted model, by the name of the model; the policy's is ""."""
+
+    def __init__(self, clients: Mapping[str, GeneratorClient]):
+        self._clients = clients
+        self._live: dict[tuple[str, int], PartProcess] = {}
+        self._workers: list[PartProcess] = []
+
+    async def admit(self, model: str, index: int, process: PartProcess) -> None:
+        """This process's client sends requests to a replica from now on. Then ``announce`` it.
+
+        Raises:
+            ProcessLost: its process ended first.
+        """
+        await self._clients[model].admit(index, process.actor, process.life)
+
+    async def announce(self, model: str, index: int, process: PartProcess) -> None:
+        """The workers' clients send requests to it too."""
+        self._live[model, index] = process
+        for worker in list(self._workers):
+            with suppress(ProcessLost):  # of the worker; the next one is told when it starts
+                await worker.life.call(worker.actor.admit.call_one(model, index, process.actor))
+
+    def lose(self, model: str, index: int) -> None:
+        """A replica is gone, for every client."""
+        self._live.pop((model, index), None)
+        self._clients[model].lose(index)
+        for worker in self._workers:
+            worker.actor.lose.broadcast(model, index)
+
+    async def tell(self, worker: PartProcess) -> None:
+        """A worker is there: it learns of the replicas that live, and of all changes from now on."""
+        self._workers.append(worker)
+        for (model, index), process in list(self._live.items()):
+            await worker.actor.admit.call_one(model, index, process.actor)
+
+    def forget(self, worker: PartProcess | None) -> None:
+        """A worker is gone."""
+        self._workers = [other for other in self._workers if other is not worker]
+
+
+def first_generators(trainer_hosts: set[str], generator_hosts: Sequence[str]) -> list[int]:
+    """Of each host that needs a reader, the first replica there: not all that the trainer holds is in that host's memory."""
+    return [
+        index for index, host in enumerate(generator_hosts) if trainer_hosts != {host} and host not in generator_hosts[:index]
+    ]
+
+
+class WeightReaders:
+    """Implements weights.sync.HostCopies over parts that may be lost and made again."""
+
+    def __init__(self, hosts: Iterable[str]):
+        """``hosts``: their names, as people know them."""
+        self._ready = {host: asyncio.Event() for host in hosts}
+        self._processes: dict[str, PartProcess] = {}
+        self._fetched: Counter[str] = Counter()
+        self.lost = 0
+
+    async def admit(self, host: str, process: PartProcess) -> None:
+        """``Part.connect`` of a host's reader."""
+        self._processes[host] = process
+        self._ready[host].set()
+
+    def lose(self, host: str) -> None:
+        """``Part.disconnect``. What it held is gone, except for engines that have mapped it."""
+        self._ready[host].clear()
+        self.lost += 1
+
+    async def fetch(self, version: int) -> None:
+        """See HostCopies. Waits for a reader that is being made again, and asks it anew.
+
+        Raises:
+            RunError: a trainer host can't be read.
+        """
+        await asyncio.gather(*(self._fetch(host, version) for host in self._ready))
+
+    def take_fetched_bytes(self) -> dict[str, int]:
+        taken, self._fetched = dict.fromkeys(self._ready, 0) | self._fetched, Counter()
+        return taken
+
+    async def _fetch(self, host: str, version: int) -> None:
+        while True:
+            await self._ready[host].wait()
+            process = self._processes[host]
+            try:
+                fetched: Fetched = await process.life.call(ask(process.actor.fetch, version))
+            except ProcessLost:
+                if self._processes[host] is process:
+                    self._ready[host].clear()  # before its supervisor learns of it
+                continue
+            self._fetched[host] += fetched.nbytes
+            if fetched.nbytes:
+                logger.info("%s fetched version %d: %d bytes in %.2f s", host, version, fetched.nbytes, fetched.seconds)
+            return

@@ -1,17 +1,100 @@
-"""Warns of a run that goes on and learns nothing, or waits for no good reason: by the metrics of its steps."""
+"""Says how a run goes, by steps and evaluations: to the metrics, to the console and, at its end, to the summary."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+from torchtitan.experiments.rl.controller.events import RunEvents
+from torchtitan.experiments.rl.controller.step_metrics import StepRecord
+from torchtitan.experiments.rl.controller.validation import ValidationReport
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.observability.waits import Waits
+from torchtitan.experiments.rl.operations.context import RunContext
+
+FIRST_VALIDATION, FIRST_STEP = "validation before the first step", "the first step"
+
 
 STEPS = 3
 """In a row, before a warning: one step may be odd."""
+
+
 LAG_S = 1.0
+
+
 IDLE = 0.2
 """Share of its time that a generator works."""
+
+
 WAITING = 0.5
 """Share of the step that the trainer waits."""
+
+
 BROKEN = 0.05
 """Share of a step's rollouts that a filter of broken text matches. Of a healthy model it is below 0.005."""
+
+
+class RunReports(RunEvents):
+    def __init__(
+        self,
+        context: RunContext,
+        *,
+        metrics: MetricsLogger,
+        waits: Waits,
+        compares_rewards: bool,
+        validations: Sequence[float | None] = (),
+    ):
+        """
+        Args:
+            compares_rewards: some algorithm learns from the differences in a group.
+            validations: rewards of the evaluations that a resumed run has had.
+        """
+        self._console, self._restarts, self._metrics, self._waits = context.console, context.restarts, metrics, waits
+        self._warnings = StepWarnings(context.console.note, compares_rewards=compares_rewards)
+        self._validations = [reward for reward in validations if reward is not None]
+        self.why_ended_early: str | None = None
+        """Why there is nothing left to learn."""
+
+    def begin(self, steps_done: int, total_steps: int) -> None:
+        """The training loop begins."""
+        self._console.begin(steps_done, total_steps)
+        self._waits.begin(FIRST_STEP if steps_done else FIRST_VALIDATION)
+
+    def started(self, report: ValidationReport) -> None:
+        """The evaluation before the first step has ended; one of no task has no reward."""
+        self._waits.begin(FIRST_STEP)
+        self._waits.end(FIRST_VALIDATION)
+        self._report(report, "before the first step")
+
+    def step_taken(self, record: StepRecord) -> None:
+        """A step was taken.
+
+        Raises:
+            OSError: the metrics file can't be written.
+        """
+        restarts = {f"restarts/{part}": count for part, count in self._restarts.counts.items()}
+        self._metrics.log(record.step, record.metrics | restarts)
+        self._metrics.log_samples(record.step, record.groups)
+        if record.validation is not None and record.validation.reward is not None:
+            self._validations.append(record.validation.reward)
+        self._waits.end(FIRST_STEP)
+        self._console.step(record.report())
+        self._warnings.step(record.metrics)
+
+    def ended_early(self, why: str, reports: Sequence[ValidationReport]) -> None:
+        """There is nothing left to learn; ``reports`` are of no step's report."""
+        self.why_ended_early = why
+        for report in reports:
+            self._report(report, f"after step {report.step}")
+
+    def _report(self, report: ValidationReport, when: str) -> None:
+        self._metrics.log(report.step, report.metrics)
+        if report.reward is not None:
+            self._validations.append(report.reward)
+            self._console.note(f"validation {when}: reward {report.reward:.3f}")
+
+    def first_and_last_validation(self) -> tuple[float | None, float | None]:
+        """Rewards."""
+        rewards = self._validations
+        return rewards[0] if rewards else None, rewards[-1] if len(rewards) > 1 else None
 
 
 class StepWarnings:

@@ -3,19 +3,28 @@
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from torchtitan.experiments.rl.controller.ledger import Ledger
-from torchtitan.experiments.rl.controller.saved_groups import example_of
 from torchtitan.experiments.rl.controller.saved_state import OpenGroupState
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
+from torchtitan.experiments.rl.rollouts.record_file import compress, read_groups
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
-from torchtitan.experiments.rl.rollouts.records import plain_example
+from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout, plain_example
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
+
+
+GROUPS_FILE = "groups.jsonl.gz"
+
+
+WHOLE = 2**62
+"""No rollout's line is longer: each is kept with its samples."""
 
 
 def groups_in_slot(task: Task) -> int:
@@ -180,3 +189,62 @@ class OpenGroups:
             if state.example is not None and example is None:
                 lost.append(state.group_id)
         return lost
+
+
+def write_groups(folder: Path, groups: Iterable[RolloutGroup]) -> None:
+    """Write finished groups into a checkpoint's folder. Nothing may change them meanwhile."""
+    with (folder / GROUPS_FILE).open("wb") as file:
+        for group in groups:
+            lines = (
+                encode_rollout(rollout, outcome=None, admitted_version=group.admitted_version, max_bytes=WHOLE)
+                for rollout in group.rollouts
+            )
+            file.write(compress(b"".join(lines)))
+
+
+def read_finished_groups(folder: Path) -> dict[str, RolloutGroup]:
+    """The finished groups of a checkpoint, by id.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    groups = {}
+    try:
+        for _, lines in read_groups(folder / GROUPS_FILE):
+            records = [decode_rollout(line) for line in lines.splitlines()]
+            first = records[0].rollout
+            assert first.data_sample is not None, "every rollout of a run has an example"
+            groups[first.group_id] = RolloutGroup(
+                group_id=first.group_id,
+                task_name=first.task_name,
+                data_sample=first.data_sample,
+                rollouts=[record.rollout for record in records],
+                admitted_version=records[0].admitted_version,
+            )
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder / GROUPS_FILE} can't be read ({error}): resume from another checkpoint") from error
+    return groups
+
+
+def example_of(state: OpenGroupState, of_dataset: Mapping[str, DataSample]) -> DataSample | None:
+    """The example of an open group; None where the sampler had given none, or it can't be had again.
+
+    Args:
+        of_dataset: examples of the task's dataset by id. They are preferred: JSON makes lists of tuples.
+    """
+    if state.example is None:
+        return None
+    own = of_dataset.get(state.example["sample_id"])
+    if own is None:
+        return DataSample(**state.example) if state.example_is_json or state.finished else None
+    # A sampler may hand out examples that it has changed.
+    changed = state.example_is_json and plain_example(own) != state.example
+    return DataSample(**state.example) if changed else own
+
+
+_NO_SIGNAL = ZeroAdvantage.Config().build()
+
+
+def has_signal(group: RolloutGroup) -> bool:
+    """Whether training on the group changes anything: some advantage is not 0, or some token feeds ce or ref_kl."""
+    return bool(group.scored) and not all(_NO_SIGNAL.matches(group))

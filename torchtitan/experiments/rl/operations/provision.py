@@ -4,7 +4,8 @@ import asyncio
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+import secrets
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,16 +14,29 @@ from monarch.actor import HostMesh, Point, ProcMesh, default_bootstrap_cmd, this
 
 from torchtitan.experiments.rl.config.placement import Place, Placement, place
 from torchtitan.experiments.rl.config.plan import RunPlan
+from torchtitan.experiments.rl.config.resume import Start
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.hosts.pool import HostPool
-from torchtitan.experiments.rl.process.setup import launch_environment, set_up_spawned_process
+from torchtitan.experiments.rl.process.setup import launch_environment, quiet_libraries, set_up_spawned_process
 from torchtitan.experiments.rl.weights.store import start_store
 
 logger = logging.getLogger(__name__)
 
+
 SHUTDOWN_TIMEOUT_S = 20.0
 """For each part: a run that ends must end."""
+
+
 _INCARNATION = re.compile(r"_(\d+)_\d+$")
+
+
+MARK_FILE = ".shared"
+
+
+HEAD = 64
+"""Characters of a model's config.json that hosts compare."""
 
 
 async def start_trainer(procs: ProcMesh, trainer: Any) -> set[str]:
@@ -136,3 +150,49 @@ def spawn(
         name=name,
         bootstrap_command=launch_command,
     )
+
+
+def take_hosts(config: RunConfig, start: Start, *, stopped: Callable[[], bool]) -> HostPool | None:
+    """None: the run has this host alone.
+
+    Args:
+        stopped: whether the person has stopped the run meanwhile.
+
+    Raises:
+        RunError: hosts do not come, or one does not see the run's folder or a model.
+    """
+    if start.plan is None:  # a start that nothing has planned
+        return None
+    run_dir = Path(start.run_dir)
+    with quiet_libraries():  # there is no log yet
+        pool = config.provision.job.start(start.plan.device, start.plan.hosts, run_dir, stopped)
+    if pool is not None:
+        try:
+            check_shared_files(pool, config, run_dir)
+        except BaseException:
+            pool.close()
+            raise
+    return pool
+
+
+def check_shared_files(pool: Any, config: RunConfig, run_dir: Path) -> None:
+    """
+    Args:
+        pool: answers ``check_files``.
+
+    Raises:
+        RunError: names the first host and the folder that it does not see as this one does.
+    """
+    mark, token = run_dir.resolve() / MARK_FILE, secrets.token_hex(16)
+    mark.write_text(token)
+    models = [config.model.hf_assets_path, *(model.path for model in hosted_models(config.tasks).values())]
+    configs = [file for model in models if (file := Path(model).resolve() / "config.json").is_file()]
+    files = [(str(mark), token), *((str(file), file.read_text(errors="replace")[:HEAD]) for file in configs)]
+    try:
+        for host, path in pool.check_files(files):
+            folder, field = Path(path).parent, "--run-dir" if path == str(mark) else "model.hf_assets_path"
+            raise RunError(
+                f"{host} does not see the folder {folder} as this host does: name one that all hosts share ({field})"
+            )
+    finally:
+        mark.unlink(missing_ok=True)

@@ -1,0 +1,665 @@
+"""Every part of a run, built from its start or from a checkpoint: trains, saves and closes what was built.
+
+A run whose trainer died is built again, as other RunParts (`actor.py`).
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from monarch.actor import Actor, ProcMesh
+
+from torchtitan.experiments.rl.config.placement import Place, Placement
+from torchtitan.experiments.rl.config.resume import save_config
+from torchtitan.experiments.rl.controller.events import RunEvents
+from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner, RolloutWorker, TaskSet, WorkerRunner
+from torchtitan.experiments.rl.controller.groups import groups_in_slot
+from torchtitan.experiments.rl.controller.ledger import Ledger
+from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
+from torchtitan.experiments.rl.controller.user_parts import UserParts
+from torchtitan.experiments.rl.controller.validation import Validator
+from torchtitan.experiments.rl.envs.renderer import build_renderer
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.generation.config import GeneratorConfig
+from torchtitan.experiments.rl.generation.frozen import FrozenClients
+from torchtitan.experiments.rl.generation.generator import Generator
+from torchtitan.experiments.rl.generation.references import hosted_models
+from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.observability.console import RunSummary
+from torchtitan.experiments.rl.observability.waits import Waits
+from torchtitan.experiments.rl.operations.alarms import StallDetectors, mismatch_alarm
+from torchtitan.experiments.rl.operations.checkpoints import Resumed, RunCheckpoints, trainer_start
+from torchtitan.experiments.rl.operations.context import RunContext
+from torchtitan.experiments.rl.operations.profile import StepProfile
+from torchtitan.experiments.rl.operations.provision import place_run, shut_down, spawn_on, start_trainer
+from torchtitan.experiments.rl.operations.reports import RunReports
+from torchtitan.experiments.rl.operations.supervision import (
+    Part,
+    PartProcess,
+    Replicas,
+    Supervisor,
+    WeightReaders,
+    first_generators,
+)
+from torchtitan.experiments.rl.process.lifetime import Lifetime
+from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
+from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
+from torchtitan.experiments.rl.training.checkpoints import TrainerStart
+from torchtitan.experiments.rl.training.client import TrainerClient
+from torchtitan.experiments.rl.training.trainer import PolicyTrainer
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, contained
+from torchtitan.experiments.rl.user_code.gate import sentence
+from torchtitan.experiments.rl.weights.reader import WeightReader
+from torchtitan.experiments.rl.weights.sync import CanaryBound, WeightSync
+
+logger = logging.getLogger(__name__)
+
+
+CANARY_MESSAGES = [{"role": "user", "content": "What is 17 + 25? Think first, then give the number."}]
+
+
+PART_TIMEOUT_S = 120.0
+"""Limit of a part. What parts wait for has limits of its own, all below this."""
+
+
+class Closing:
+    """``close`` each part; ``faults`` has what went wrong, in order."""
+
+    def __init__(self) -> None:
+        self.faults: list[RunError] = []
+
+    async def close(self, part: str, close: Callable[[], Awaitable[object]], *, timeout_s: float = PART_TIMEOUT_S) -> None:
+        """Await ``close()``. Raises nothing but CancelledError of the caller."""
+        try:
+            await call_bounded(close, timeout_s=timeout_s)
+        except UserCodeError as error:
+            self.add(f"closing {part}: {sentence(error)}")
+
+    def add(self, fault: str) -> None:
+        """One more fault; it is logged now."""
+        logger.error("%s", fault)
+        self.faults.append(RunError(fault))
+
+
+class RunActors:
+    """``start``, then ``start_runner``; ``close`` stops whatever was started."""
+
+    trainer: TrainerClient
+    weights: WeightSync
+
+    def __init__(
+        self,
+        context: RunContext,
+        *,
+        on_failure: Callable[[Exception], None],
+        waits: Waits | None = None,
+    ):
+        """
+        Args:
+            on_failure: called with the error of a part that can't go on.
+            waits: is told what ``start`` waits for.
+        """
+        self._context = context
+        config, lockstep = context.config, context.synchronous
+        self._hosted = hosted_models(config.tasks)
+        self.supervisor = Supervisor(
+            config.supervision, restarts=context.restarts, on_death=context.console.note, on_failure=self.fail, waits=waits
+        )
+        self._frozen = FrozenClients(self._hosted, lockstep=lockstep, on_failure=on_failure, on_stopped=self._stopped)
+        self.policy = GeneratorClient(
+            lockstep=lockstep, on_failure=on_failure, on_stopped=partial(self._stopped, ""), frozen=self._frozen.find
+        )
+        self._replicas = Replicas({"": self.policy} | self._frozen.generators)
+        self._generating: dict[tuple[str, int], Part] = {}
+        """By model and replica, as in ``Replicas``."""
+        self._readers: list[Part] = []
+        self._workers: list[Part] = []
+        self._worker_runner = WorkerRunner(self.policy)
+        self._client_ids = itertools.count(1)  # the controller's is 0
+        self._trainer: tuple[ProcMesh, Any] | None = None
+        self._placement = context.plan.placement
+
+    @property
+    def _hosts(self) -> HostPool | None:
+        return self._context.hosts
+
+    async def start(self, text: np.ndarray, trainer_start: TrainerStart | None = None) -> None:
+        """Spawn and connect trainer, generators and hosted models, and check that the first two agree on the weights.
+
+        Args:
+            text: WeightSync's.
+            trainer_start: the trainer's weights are those of this checkpoint, and the generators get them. None: both load
+                the model's hub folder.
+
+        Raises:
+            RunError: they don't agree.
+        """
+        context, config, plan = self._context, self._context.config, self._context.plan
+        self._watch_hosts()
+        placement = self._placement = place_run(config, plan, context.hosts)
+        procs, owner = spawn_on(context.hosts, "trainer", placement.trainer, plan.device, run_dir=context.run_dir)
+        trainers = procs.spawn(
+            "trainer",
+            PolicyTrainer,
+            config.trainer,
+            model=config.model,
+            device=plan.device,
+            max_seq_len=config.batcher.row_length,
+            rows=config.batcher.rows_per_microbatch,
+            total_steps=config.steps,
+            run_dir=str(self._context.run_dir),
+            generator_dtype=config.generator.engine.torch_dtype,
+            start=trainer_start,
+            yields_memory=config.generator.engine.sleep,
+        )
+        self._trainer = owner, trainers
+        self._add_generators(placement)
+        life = Lifetime("trainer")
+
+        async def start_guarded_trainer() -> set[str]:
+            with self.supervisor.waits.wait("the trainer to start"):
+                for rank in range(plan.trainer_ranks):
+                    await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank), life)
+                return await start_trainer(procs, trainers)
+
+        # The generators of the policy come first.
+        trainer_hosts, *hosts = await asyncio.gather(
+            start_guarded_trainer(), *(self.supervisor.start(part) for part in self._generating.values())
+        )
+        readers = await self._start_readers(trainer_hosts, hosts[: plan.generator_replicas])
+        self.trainer = TrainerClient(trainers, self._context.run_dir, life, keep_logprobs=config.recorder.trainer_logprobs)
+        await self.trainer.connect()
+        self.weights = WeightSync(
+            trainers,
+            self.policy,
+            text=text,
+            bound=CanaryBound(config.generator.engine.dtype),
+            copies=readers,
+        )
+        with self.supervisor.waits.wait("the first weights to reach the generators"):
+            if trainer_start is not None:
+                await self.weights.publish_start(trainer_start.step)
+                self.policy.version = trainer_start.step
+            await asyncio.gather(*map(self.supervisor.connect, self._generating.values()))
+        logger.info("trainer and generators agree on version %d", self.policy.version)
+
+    async def start_generators(self, *, policy: bool = True) -> None:
+        """Without a trainer: spawn and connect the generators, unless ``policy`` is False, and the hosted models."""
+        placement = self._placement = place_run(self._context.config, self._context.plan, self._context.hosts)
+        self._add_generators(placement if policy else replace(placement, generators=()))
+        await asyncio.gather(*(self.supervisor.start(part) for part in self._generating.values()))
+        await asyncio.gather(*map(self.supervisor.connect, self._generating.values()))
+
+    async def start_runner(self, task_set: TaskSet) -> GroupRunner:
+        """Set the tasks up where their rollouts will run: here, or in workers that are spawned now.
+
+        Raises:
+            RunError: a task failed; names it.
+        """
+        if not self._context.config.rollout_workers:
+            await task_set.setup(self.policy)
+            return LocalRunner(self.policy, seed=self._context.config.seed)
+        self._workers = [self._worker(index, where) for index, where in enumerate(self._placement.rollout_workers)]
+        await asyncio.gather(*map(self.supervisor.start, self._workers))
+        await asyncio.gather(*map(self.supervisor.connect, self._workers))
+        return self._worker_runner
+
+    @property
+    def trainer_lost(self) -> bool:
+        """Ranks were on a host that died: those of other hosts wait for them, and answer no call."""
+        return self._hosts is not None and any(place.host in self._hosts.dead for place in self._placement.trainer)
+
+    def fail(self, failure: RunError) -> None:
+        """Answer every open and future request of the rollouts with ``failure``."""
+        self.policy.fail(failure)
+        self._frozen.fail(failure)
+
+    async def close(self) -> list[str]:
+        """Stop every actor and process, whatever state they are in.
+
+        Returns:
+            What went wrong in the user's code meanwhile, a line each.
+        """
+        await self.supervisor.close()
+        self.policy.close()
+        try:
+            await self._frozen.close()
+        except Exception:
+            logger.exception("closing the frozen models")
+        # The workers' tasks close before the generators that they may ask.
+        dead = self._hosts.dead if self._hosts is not None else {}
+        parts = [*self._workers, *self._generating.values(), *self._readers]
+        parts = [part for part in parts if part.host not in dead]
+        processes = [part.process for part in parts if part.process is not None]
+        actors, meshes = [process.actor for process in processes], [process.procs for process in processes]
+        if self._trainer is not None and not self.trainer_lost:
+            meshes.append(self._trainer[0])
+            if self.supervisor.lost is None:  # else every rank of it was killed
+                actors.append(self._trainer[1])
+        return await shut_down(actors, meshes)
+
+    def _watch_hosts(self) -> None:
+        """End the run when a host dies: nothing on it answers, and nothing is made again there."""
+        if self._hosts is not None:
+            loop = asyncio.get_running_loop()
+
+            def host_died(line: str) -> None:
+                with suppress(RuntimeError):  # the event loop is closed: the run has ended
+                    loop.call_soon_threadsafe(self.supervisor.end_run, RunError(line))
+
+            self._hosts.on_death(host_died)
+
+    def _add_generators(self, placement: Placement) -> None:
+        """Of the policy, which come first, and of the hosted models."""
+        config = self._context.config
+        for index, where in enumerate(placement.generators):
+            name = f"generator {index}"
+            self._add_generator("", index, name, config.generator, config.model.hf_assets_path, "generator", where)
+        for number, (model, places) in enumerate(zip(self._hosted.values(), placement.hosted, strict=True)):
+            own = GeneratorConfig(engine=model.engine, replicas=model.replicas)
+            for index, where in enumerate(places):
+                name = f"hosted model {model.path!r}" + (f" replica {index}" if len(places) > 1 else "")
+                self._add_generator(model.path, index, name, own, model.path, f"hosted_{number}", where)
+
+    def _add_generator(
+        self, model: str, index: int, name: str, config: GeneratorConfig, path: str, role: str, where: Place
+    ) -> None:
+        device = self._context.plan.device
+
+        async def connect(process: PartProcess) -> None:
+            take_requests = partial(self._replicas.admit, model, index, process)
+            if model or self._trainer is None:
+                await take_requests()
+            else:
+                await self.weights.admit(index, process.actor, take_requests)
+            await self._replicas.announce(model, index, process)
+
+        self._generating[model, index] = Part(
+            name=name,
+            host=where.host,
+            spawn=self._spawner(
+                where,
+                device,
+                Generator,
+                lambda: {"config": config, "model_path": path, "device": device, "role": role, "index": index},
+            ),
+            set_up=lambda process: process.actor.setup.call_one(),
+            connect=connect,
+            disconnect=partial(self._replicas.lose, model, index),
+        )
+
+    async def _start_readers(self, trainer_hosts: set[str], generator_hosts: Sequence[str]) -> WeightReaders | None:
+        """Spawn and connect a weight reader on each host that needs one, on the cores of its first generator.
+
+        Args:
+            generator_hosts: of each replica of the policy.
+        """
+        first = first_generators(trainer_hosts, generator_hosts)
+        places = [self._placement.generators[index] for index in first]
+        readers = WeightReaders(f"host_{place.host}" for place in places)
+        for number, place in enumerate(places):
+            self._readers.append(self._reader(readers, f"host_{place.host}", number, place))
+        await asyncio.gather(*map(self.supervisor.start, self._readers))
+        await asyncio.gather(*map(self.supervisor.connect, self._readers))
+        return readers if self._readers else None
+
+    def _reader(self, readers: WeightReaders, host: str, number: int, where: Place) -> Part:
+        if self._context.plan.device == "cpu":
+            cores = where.devices
+        elif self._hosts is None:
+            cores = tuple(sorted(os.sched_getaffinity(0)))
+        else:
+            cores = self._hosts.hosts[where.host].cores
+        return Part(
+            name=f"weight reader {number}",
+            host=where.host,
+            spawn=self._spawner(Place(where.host, cores), "cpu", WeightReader, lambda: {"index": number}),
+            set_up=lambda process: process.actor.setup.call_one(),
+            connect=partial(readers.admit, host),
+            disconnect=partial(readers.lose, host),
+        )
+
+    def _worker(self, index: int, where: Place) -> Part:
+        config = self._context.config
+
+        def arguments() -> dict[str, Any]:
+            return {
+                "tasks": config.tasks,
+                "renderer": config.renderer,
+                "tokenizer_path": config.model.hf_assets_path,
+                "seed": config.seed,
+                "limits": config.user_code,
+                "index": index,
+                "client_id": next(self._client_ids),
+            }
+
+        async def set_up(process: PartProcess) -> None:
+            await self._replicas.tell(process)
+            await process.actor.setup.call_one()
+
+        async def connect(process: PartProcess) -> None:
+            self._worker_runner.admit(index, process.actor, process.life)
+
+        def disconnect() -> None:
+            self._worker_runner.lose(index)
+            self._replicas.forget(part.process)
+
+        part = Part(
+            name=f"rollout worker {index}",
+            host=where.host,
+            spawn=self._spawner(where, "cpu", RolloutWorker, arguments),
+            set_up=set_up,
+            connect=connect,
+            disconnect=disconnect,
+            blocks=True,
+        )
+        return part
+
+    def _spawner(
+        self, where: Place, device: Literal["cpu", "cuda"], actor_class: type[Actor], arguments: Callable[[], dict[str, Any]]
+    ) -> Callable[[str], tuple[ProcMesh, Any]]:
+        """Spawns one process, and an actor in it; ``arguments`` are computed for each."""
+        run_dir = self._context.run_dir
+
+        def spawn_part(name: str) -> tuple[ProcMesh, Any]:
+            procs, _ = spawn_on(self._hosts, name, [where], device, run_dir=run_dir)
+            return procs, procs.spawn(name, actor_class, run_dir=str(run_dir), **arguments())
+
+        return spawn_part
+
+    def _stopped(self, model: str, index: int, cause: str) -> None:
+        """The engine of a replica can't go on: its process is made again."""
+        process = self._generating[model, index].process
+        assert process is not None
+        process.life.kill(f"its engine stopped: {cause}")
+
+
+class RunParts:
+    """``run``, then ``settle``, after which ``summary`` says how it ended, then ``close``."""
+
+    def __init__(self, context: RunContext, *, resumed: Resumed | None, init_from: Path | None):
+        """
+        Args:
+            resumed: the run's own checkpoint that it goes on from.
+            init_from: a checkpoint of another run, with whose weights this one begins.
+        """
+        config, run_dir = context.config, context.run_dir
+        self._context, self._resumed, self._init_from = context, resumed, init_from
+        self._failure: Exception | None = None
+        self.waits = Waits(context.console.waiting)
+        self._actors = RunActors(context, on_failure=self._fail, waits=self.waits)
+        self._tasks = TaskSet(config.tasks, gate=context.gate, limits=config.user_code, seed=config.seed)
+        self._rollouts: RolloutLoop | None = None
+        self._training: TrainingLoop | None = None
+        self._checkpoints: RunCheckpoints | None = None
+        self._reports: RunReports | None = None
+        self._building: asyncio.Task[TrainingLoop] | None = None
+        self._closing, self._closed = Closing(), False
+        self._close_metrics: Callable[[], None] = lambda: None
+        self._to_settle: list[tuple[str, Callable[[], Awaitable[object]]]] = []
+        """What writes the run's files and counts its rollouts, in the order it was built."""
+        self._files = {
+            "metrics": run_dir / METRICS_FILE,
+            "records": run_dir / ROLLOUTS_FILE,
+            "ledger": run_dir / LEDGER_FILE,
+            "logs": run_dir / "logs",
+        }
+
+    @property
+    def supervisor(self) -> Supervisor:
+        return self._actors.supervisor
+
+    @property
+    def ended_early(self) -> str | None:
+        """Why there is nothing left to learn."""
+        return self._reports.why_ended_early if self._reports is not None else None
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps since the run began."""
+        if self._training is not None:
+            return self._training.steps_done
+        return self._resumed.state.step if self._resumed is not None else 0
+
+    @property
+    def writes_checkpoint(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._checkpoints is not None and self._checkpoints.writing
+
+    async def run(self) -> None:
+        """Build everything, and train.
+
+        Raises:
+            ProcessLost: the trainer died.
+            Exception: whatever else ended the run early. What could be saved is saved.
+            CancelledError: it was stopped while it was built.
+        """
+        unless_failed = self.supervisor.unless_failed
+        try:
+            self._building = asyncio.create_task(contained(unless_failed(self._build())))
+            await contained(unless_failed(self._train(await self._building)))
+        except Exception as error:
+            explained = await self.supervisor.explained(error)
+            if explained is self.supervisor.lost:
+                if self._checkpoints is not None:
+                    self._checkpoints.trainer_lost(explained)
+                raise explained from None
+            logger.exception("the run failed")
+            if self._checkpoints is not None and not self._actors.trainer_lost:
+                # What was trained since the last checkpoint, as far as the trainer still answers.
+                try:
+                    await call_bounded(self._checkpoints.finish, timeout_s=PART_TIMEOUT_S)
+                except UserCodeError as unsaved:
+                    logger.warning("the state before the error is not saved: %s", sentence(unsaved))
+            raise (RunError(str(explained)) if isinstance(explained, UserCodeError) else explained) from None
+
+    def stop(self) -> None:
+        """End after the step that is being taken, or at once while it is being built."""
+        if self._building is not None:
+            self._building.cancel()
+        if self._training is not None:
+            self._training.stop()
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = self._failure or error
+        if self._rollouts is not None:
+            self._rollouts.fail(error)
+
+    async def _build(self) -> TrainingLoop:
+        context, config, resumed = self._context, self._context.config, self._resumed
+        step = 0 if resumed is None else resumed.state.step
+        metrics = config.metrics.build(
+            run_dir=context.run_dir,
+            run_config=save_config(context.run_dir, config),
+            resume_step=None if resumed is None else step,
+        )
+        self._close_metrics = metrics.close
+        renderer = build_renderer(config.renderer, config.model.hf_assets_path)
+        vocab_size = HubConfig.read(config.model.hf_assets_path).size("vocab_size")
+        await self._tasks.build(renderer, vocab_size=vocab_size)
+        tasks, batcher = self._tasks.tasks, config.batcher.build()
+        parts = UserParts(
+            context.gate,
+            mix=await self._built(
+                config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()}
+            ),
+            tasks=tasks,
+            **{
+                slot: [await self._built(entry, f"{slot}[{i}]") for i, entry in enumerate(getattr(config, slot))]
+                for slot in ("pre_batch_filters", "post_batch_filters")
+            },
+        )
+        for line in parts.without_state():
+            context.console.note(line)
+        for entry, _ in itertools.chain(*parts.filters.values()):
+            entry.vocab_size = vocab_size
+        text = np.array(renderer.render_ids(CANARY_MESSAGES), np.int32)
+        await self._actors.start(text, trainer_start(resumed, self._init_from))
+        with self.waits.wait("the tasks to be set up"):
+            runner = await self._actors.start_runner(self._tasks)
+        replay = GroupReplay(
+            config.replay, groups_per_step=context.plan.groups_per_step, seed=config.seed, load=resumed is None
+        )
+        recorder = config.recorder.build(run_dir=context.run_dir)
+        self._to_settle.append(("the recorder", partial(self._close_recorder, recorder)))
+        reports = self._reports = RunReports(
+            context,
+            metrics=metrics,
+            waits=self.waits,
+            compares_rewards=any(task.algorithm.group_relative for task in tasks.values()),
+            validations=(resumed.state.first_validation, resumed.state.last_validation) if resumed is not None else (),
+        )
+        slots = {name: groups_in_slot(task) for name, task in tasks.items()}
+        stall, alarm = StallDetectors(config.max_drops_in_a_row, slots, context.console.note), mismatch_alarm(config)
+        self._profile = StepProfile(config.profile_steps, run_dir=context.run_dir, processes=self.supervisor.processes)
+        watchers: list[RunEvents] = [stall, alarm, self._profile, reports]
+        rollouts = self._rollouts = RolloutLoop(
+            parts=parts,
+            runner=runner,
+            policy=self._actors.policy,
+            pacer=Pacer(groups_per_step=replay.fresh_groups, max_offpolicy_steps=config.max_offpolicy_steps),
+            batcher=batcher,
+            total_groups=replay.fresh_groups * max(0, config.steps - step),
+            ledger=Ledger(self._files["ledger"]),
+            recorder=recorder,
+            replay=replay,
+            watchers=watchers,
+        )
+        self._to_settle.append(("the rollout loop", rollouts.close))
+        if self._failure is not None:  # while this was built
+            rollouts.fail(self._failure)
+        validator = Validator(tasks, runner, config.validation, on_failure=self._fail, gate=context.gate, recorder=recorder)
+        checkpoints = self._checkpoints = RunCheckpoints(
+            context,
+            rollouts=rollouts,
+            validator=validator,
+            stall=stall,
+            alarm=alarm,
+            trainer=self._actors.trainer,
+            metrics=metrics,
+            recorder=recorder,
+            reports=reports,
+        )
+        watchers.append(checkpoints)  # a step that could not be reported is not saved
+        if resumed is not None:
+            await rollouts.restore(resumed.state.rollouts, resumed.groups, step)
+            assert resumed.state.rollouts.stall is not None, "every checkpoint has it"
+            stall.restore(resumed.state.rollouts.stall)
+            validator.restore(resumed.state.validator, step)
+            alarm.restore(resumed.state.mismatch)
+            checkpoints.resumed(resumed.checkpoint, step)
+        training = self._training = TrainingLoop(
+            steps=config.steps,
+            synchronous=context.synchronous,
+            rollouts=rollouts,
+            batcher=batcher,
+            trainer=self._actors.trainer,
+            weights=self._actors.weights,
+            validator=validator,
+            runner=runner,
+            watchers=watchers,
+            generated_tokens=lambda: self._actors.policy.generated_tokens,
+            first_step=step + 1,
+            sleep=config.generator.engine.sleep,
+        )
+        self._to_settle += [("the training loop", training.close), ("the profile", self._profile.close)]
+        return training
+
+    async def _built(self, part: Any, field: str, **arguments: Any) -> Any:
+        """What a config that users may have written builds; the error of one that fails names its field."""
+        timeout_s = self._context.config.user_code.setup_timeout_s
+        build = partial(part.build, **arguments)
+        return await self._context.gate.call(build, owner=f"{field} can't be built", timeout_s=timeout_s)
+
+    async def _train(self, training: TrainingLoop) -> None:
+        assert self._checkpoints is not None and self._reports is not None, "the build made them"
+        self._reports.begin(training.steps_done, self._context.config.steps)
+        await training.run()
+        self.waits.close()
+        with self.waits.wait("the checkpoint to be written"):
+            await self._checkpoints.finish()
+        if training.steps_done:
+            with self.waits.wait("the policy to be written as a hub folder"):
+                folder = await self._actors.trainer.save_final(training.steps_done)
+            if folder is not None:
+                self._files["policy"] = folder
+
+    async def settle(self) -> list[RunError]:
+        """Close what writes the run's files and counts its rollouts. Returns what went wrong, in order."""
+        self.waits.close()
+        if self._checkpoints is not None:
+            # One that is being written must not appear when the run is built again from the one before.
+            lost = self.supervisor.lost is not None
+            limit_s = self._context.config.supervision.slow_work_s if lost else PART_TIMEOUT_S
+            await self._closing.close("the checkpoints", self._checkpoints.close, timeout_s=limit_s)
+        for name, close in reversed(self._to_settle):
+            await self._closing.close(name, close)
+        return self._closing.faults
+
+    async def _close_recorder(self, recorder: RolloutRecorder) -> None:
+        await asyncio.to_thread(recorder.close)
+        if recorder.not_recorded:
+            logger.warning("%d rollouts are not in %s", recorder.not_recorded, self._files["records"])
+
+    async def close(self) -> list[RunError]:
+        """Close what was built and ``settle`` has left, users of a part before the part itself. A second call does nothing.
+
+        Returns:
+            What went wrong since the parts ended, in order.
+        """
+        closing = self._closing
+        if self._closed:
+            return closing.faults
+        self._closed = True
+
+        async def close_user_code(close: Callable[[], Awaitable[list[str]]]) -> None:
+            for fault in await close():
+                closing.add(fault)
+
+        await closing.close("the tasks", lambda: close_user_code(self._tasks.close))
+        await asyncio.gather(
+            closing.close("the actors", lambda: close_user_code(self._actors.close)),
+            closing.close("the metrics", lambda: asyncio.to_thread(self._close_metrics)),
+        )
+        return closing.faults
+
+    def summary(self, *, wall_time_s: float, stopped_by: str | None, checkpoint: Path | None) -> RunSummary:
+        """
+        Args:
+            checkpoint: what the run can go on from, unless it has taken another since.
+        """
+        if self._checkpoints is not None:
+            checkpoint = self._checkpoints.newest
+        trained = self._training is not None
+        more = {
+            "batch": self._actors.trainer.failed_batch if trained else None,
+            "profile": self._profile.file if trained else None,
+            "checkpoint": checkpoint,
+        }
+        self._files |= {name: path for name, path in more.items() if path is not None}
+        first, last = self._reports.first_and_last_validation() if self._reports is not None else (None, None)
+        return RunSummary(
+            steps=self.steps_done,
+            total_steps=self._context.config.steps,
+            wall_time_s=wall_time_s,
+            start_val_reward=first,
+            final_val_reward=last,
+            ledger=self._rollouts.ledger.counts() if self._rollouts else {},
+            files=self._files,
+            stopped_by=stopped_by,
+            not_saved=self._checkpoints.failure if self._checkpoints is not None else None,
+            run_dir=self._context.run_dir,
+        )
