@@ -17,7 +17,6 @@ from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.placement import place
 from torchtitan.experiments.rl.config.plan import (
     GIB,
-    Balance,
     ModelSizes,
     RunPlan,
     SharedGpu,
@@ -343,20 +342,7 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     tokens = groups * largest.group_size * largest.env.max_rollout_tokens
     row_length, rows = config.batcher.row_length, config.batcher.rows_per_microbatch
     sizes = ModelSizes.of(decoder_config(spec), parameters)
-    memory = trainer_memory(
-        sizes,
-        device=device,
-        shards=parallelism.shards(ranks),
-        tensor_parallel=parallelism.tensor_parallel_degree,
-        dtype=config.trainer.dtype,
-        compute_dtype=config.trainer.mixed_precision_param,
-        rows=rows,
-        row_length=row_length,
-        chunk_tokens=config.trainer.logprob_chunk_tokens,
-        activation_checkpoint=config.trainer.activation_checkpoint,
-        offload=config.trainer.enable_cpu_offload,
-        reference=config.trainer.reference is not None,
-    )
+    memory = trainer_memory(sizes, config, device=device)
     shares_gpus = config.provision.share_gpus and device == "cuda"
     return RunPlan(
         device=device,
@@ -379,7 +365,7 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
         row_shapes=RowShapes.of(rows, row_length).shapes if device == "cuda" else (),
         trainer_memory=memory,
         shared_gpu=_shared_gpu(config, parameters, memory) if shares_gpus else None,
-        balance=_balance(config, sizes, rollouts) if device == "cuda" and not shares_gpus else None,
+        balance=balance(config, sizes, rollouts) if device == "cuda" and not shares_gpus else None,
         shared_weights=shared_weights(
             nbytes=parameters * engine.torch_dtype.itemsize,
             trainer_hosts=[place.host for place in placement.trainer],
@@ -417,29 +403,6 @@ def _shared_gpu(config: RunConfig, parameters: int, trainer: TrainerMemory) -> S
         raise ConfigError("generator.engine.kv_cache_gib", None, cure)
     asleep = engine.gpu_gib(parameters=parameters, asleep=True) if engine.sleep else None
     return SharedGpu(trainer=trainer, engine=awake * GIB, asleep=None if asleep is None else asleep * GIB)
-
-
-def _balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
-    """Of the task with the longest rollouts."""
-    engine = config.generator.engine
-    longest = max(config.tasks.values(), key=lambda task: task.env.max_rollout_tokens)
-    itemsize = engine.torch_dtype.itemsize
-    return balance(
-        parameters=sizes.parameters,
-        layer_parameters=sizes.layer_parameters * sizes.layers,
-        head_parameters=sizes.vocabulary_parameters,
-        attention_width=sizes.query_width * sizes.layers,
-        kv_bytes_per_token=2 * sizes.key_width * sizes.layers * itemsize,
-        engine_itemsize=itemsize,
-        rollouts=rollouts,
-        rollout_tokens=longest.env.max_rollout_tokens,
-        sampled_tokens=min(longest.env.max_rollout_tokens, longest.env.max_turns * longest.sampling.max_tokens),
-        trainer_ranks=config.trainer.ranks,
-        recompute=config.trainer.activation_checkpoint,
-        replicas=config.generator.replicas,
-        tensor_parallel=engine.tensor_parallel_degree,
-        sequences_at_once=getattr(engine, "max_num_seqs", rollouts),
-    )
 
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from torchtitan.experiments.rl.config.placement import Placement, ranges
+from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.models.common import Decoder
 
 GIB = 2**30
@@ -119,39 +120,22 @@ class SharedGpu:
         return max(self.training, self.generating)
 
 
-def trainer_memory(
-    sizes: ModelSizes,
-    *,
-    device: Literal["cpu", "cuda"],
-    shards: int,
-    tensor_parallel: int,
-    dtype: str,
-    compute_dtype: str,
-    rows: int,
-    row_length: int,
-    chunk_tokens: int,
-    activation_checkpoint: bool,
-    offload: bool = False,
-    reference: bool = False,
-) -> TrainerMemory:
-    """
-    Args:
-        shards: ranks that share a copy of the model by FSDP.
-        chunk_tokens: as in the trainer's config; the head takes at most a quarter of a row at once.
-        offload: the state is in the host's memory.
-        reference: the trainer holds a reference model, which is part of the state.
-    """
-    compute, tokens = BYTES[compute_dtype], rows * row_length
+def trainer_memory(sizes: ModelSizes, config: RunConfig, *, device: Literal["cpu", "cuda"]) -> TrainerMemory:
+    trainer, row_length = config.trainer, config.batcher.row_length
+    tensor_parallel = trainer.parallelism.tensor_parallel_degree
+    shards = trainer.parallelism.shards(trainer.ranks) * tensor_parallel
+    held = 0 if trainer.enable_cpu_offload else 4 if trainer.reference is None else 5
+    compute, tokens = BYTES[trainer.mixed_precision_param], config.batcher.rows_per_microbatch * row_length
     layer, head = sizes.layer_parameters / tensor_parallel, sizes.vocabulary_parameters / tensor_parallel
-    logits = min(chunk_tokens, max(1, row_length // 4)) * sizes.vocabulary / tensor_parallel
+    # The head takes at most a quarter of a row at once.
+    logits = min(trainer.logprob_chunk_tokens, max(1, row_length // 4)) * sizes.vocabulary / tensor_parallel
     value = tokens * compute
-    kept = (sizes.dim / tensor_parallel if activation_checkpoint else sizes.layer_values(tensor_parallel)) * value
-    again = sizes.layer_values(tensor_parallel) * value if activation_checkpoint else 0
+    kept = (sizes.dim / tensor_parallel if trainer.activation_checkpoint else sizes.layer_values(tensor_parallel)) * value
+    again = sizes.layer_values(tensor_parallel) * value if trainer.activation_checkpoint else 0
     backward = 4 * head + max((compute + 4) * logits, compute * (head + logits))
     reduced, stays = (0, 2 * compute * head) if sizes.tied else (4 * head, 0)
     return TrainerMemory(
-        state=(0 if offload else (5 if reference else 4) * BYTES[dtype] * sizes.parameters / (shards * tensor_parallel))
-        + 2 * 4 * sizes.layers * row_length * sizes.head_width,
+        state=held * BYTES[trainer.dtype] * sizes.parameters / shards + 2 * 4 * sizes.layers * row_length * sizes.head_width,
         activations=sizes.layers * kept,
         head=compute * (head + layer) + max(3 * 4 * logits, backward) + 3 * sizes.dim * value,
         layer=stays
@@ -213,43 +197,24 @@ class Balance:
         return f"bottleneck     {side}: modelled costs of a step, trainer : generators = {shares} (config/plan.py)"
 
 
-def balance(
-    *,
-    parameters: int,
-    layer_parameters: int,
-    head_parameters: int,
-    attention_width: int,
-    kv_bytes_per_token: int,
-    engine_itemsize: int,
-    rollouts: int,
-    rollout_tokens: int,
-    sampled_tokens: int,
-    trainer_ranks: int,
-    recompute: bool,
-    replicas: int,
-    tensor_parallel: int,
-    sequences_at_once: int,
-) -> Balance:
-    """
-    Args:
-        layer_parameters: of all layers.
-        attention_width: of the queries of all layers.
-        kv_bytes_per_token: keys and values that a token leaves in an engine.
-        rollouts: of one optimizer step.
-        rollout_tokens, sampled_tokens: of one rollout; the difference is prompt.
-        sequences_at_once: that an engine steps together.
-    """
-    matrices = (8 if recompute else 6) * layer_parameters + 8 * head_parameters
-    attention = (9 if recompute else 7) * 2 * attention_width * rollout_tokens / 2
-    train = (matrices + attention) * rollouts * rollout_tokens / (trainer_ranks * FLOPS)
-    mine = math.ceil(rollouts / replicas)
-    at_once = min(mine, sequences_at_once)
-    engine_steps = sampled_tokens * math.ceil(mine / at_once)
-    mean_length = rollout_tokens - sampled_tokens / 2
-    step_bytes = parameters * engine_itemsize + at_once * mean_length * kv_bytes_per_token
-    decode = engine_steps * step_bytes / (tensor_parallel * BANDWIDTH)
-    prefill = 2 * parameters * mine * (rollout_tokens - sampled_tokens) / (tensor_parallel * FLOPS)
-    return Balance(train_s=train, generate_s=decode + prefill)
+def balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
+    """With every rollout as long as the longest of any task. ``rollouts``: of one optimizer step."""
+    engine, recompute = config.generator.engine, config.trainer.activation_checkpoint
+    longest = max(config.tasks.values(), key=lambda task: task.env.max_rollout_tokens)
+    tokens = longest.env.max_rollout_tokens
+    sampled = min(tokens, longest.env.max_turns * longest.sampling.max_tokens)
+    itemsize = engine.torch_dtype.itemsize
+    layers = sizes.layer_parameters * sizes.layers
+    matrices = (8 if recompute else 6) * layers + 8 * sizes.vocabulary_parameters
+    attention = (9 if recompute else 7) * 2 * sizes.query_width * sizes.layers * tokens / 2
+    train = (matrices + attention) * rollouts * tokens / (config.trainer.ranks * FLOPS)
+    mine = math.ceil(rollouts / config.generator.replicas)
+    at_once = min(mine, getattr(engine, "max_num_seqs", rollouts))
+    cache = at_once * (tokens - sampled / 2) * 2 * sizes.key_width * sizes.layers
+    steps = sampled * math.ceil(mine / at_once)
+    decode = steps * (sizes.parameters + cache) * itemsize / BANDWIDTH
+    prefill = 2 * sizes.parameters * mine * (tokens - sampled) / FLOPS
+    return Balance(train_s=train, generate_s=(decode + prefill) / engine.tensor_parallel_degree)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
