@@ -3,6 +3,7 @@
 Nothing in a request is ever a path: a run is a number, a rollout is its place in the records, a trace is one of a list.
 """
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -10,10 +11,11 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote, urlencode
 
-from fastapi import FastAPI, HTTPException, Query, Request, Response
+import httpx
+from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, RedirectResponse
 
 from torchtitan.experiments.rl.tools.report import pages, rollouts
@@ -27,7 +29,7 @@ from torchtitan.experiments.rl.tools.report.pages import (
     timeline,
     traces,
 )
-from torchtitan.experiments.rl.tools.report.rollouts import TokenTexts, token_streams
+from torchtitan.experiments.rl.tools.report.rollouts import MOST_TEXT, TokenTexts, token_streams
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 STATIC = Path(__file__).parent / "static"
@@ -58,8 +60,8 @@ HEADERS = {
 }
 LOCAL_NAMES = {"127.0.0.1", "localhost", "[::1]"}
 COOKIE = "report-token"
-MOST_TEXT = 1_000
-"""Characters of a filter."""
+EXPORTED_CHANGES = 10
+"""Examples won, and lost, whose rollouts are in the file."""
 
 
 def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> FastAPI:
@@ -76,105 +78,74 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
         response.headers.update(HEADERS)
         return response
 
+    @app.exception_handler(LookupError)
+    def no_such_record(request: Request, error: LookupError) -> Response:
+        return Response(f"no such rollout: {error}", 404)
+
+    @app.exception_handler(OverflowError)
+    @app.exception_handler(ValueError)
+    def unreadable(request: Request, error: Exception) -> Response:
+        return Response(f"this record can't be read: {str(error)[:MOST_TEXT]}", 404)
+
     for path, (name, kind) in SERVED.items():
         app.add_api_route(path, _file(STATIC / name, kind))
 
     @cache
-    def texts(number: int) -> TokenTexts:
-        return TokenTexts(runs[number].folder)
+    def texts(run: ReportedRun) -> TokenTexts:
+        return TokenTexts(run.folder)
 
     def run_of(number: int) -> ReportedRun:
         if not 0 <= number < len(runs):
             raise HTTPException(404, f"there are {len(runs)} runs")
         return runs[number]
 
+    Run = Annotated[ReportedRun, Depends(run_of)]
+    Text = Annotated[str, Query(max_length=MOST_TEXT)]
+
     # Plain functions: FastAPI calls each in a thread, and one that reads a large file holds up no other.
     @app.get("/api/runs")
     def all_runs() -> Response:
-        return answered(
-            {
-                "runs": [
-                    {"number": n, "name": run.name, "state": run.state(), "tasks": run.tasks()} for n, run in enumerate(runs)
-                ],
-                "config": pages.config_differences(runs),
-            }
-        )
+        shown = [{"number": n, "name": run.name, "state": run.state(), "tasks": run.tasks()} for n, run in enumerate(runs)]
+        return answered({"runs": shown, "config": pages.config_differences(runs)})
 
     @app.get("/api/runs/{number}/page/{name}")
-    def page(number: int, name: str) -> Response:
-        run = run_of(number)
+    def page(run: Run, name: str) -> Response:
         if name not in PAGES:
             raise HTTPException(404, f"pages: {', '.join(PAGES)}")
         return answered(PAGES[name](run))
 
     @app.get("/api/runs/{number}/metrics")
-    def metrics(number: int, name: str = Query(max_length=MOST_TEXT)) -> Response:
-        return answered({"points": pages.chart_line(run_of(number), name)})
+    def metrics(run: Run, name: Text) -> Response:
+        return answered({"points": pages.chart_line(run, name)})
 
     @app.get("/api/changes")
-    def between(
-        before_run: int,
-        after_run: int,
-        before: str = Query(max_length=MOST_TEXT),
-        after: str = Query(max_length=MOST_TEXT),
-    ) -> Response:
+    def between(before_run: int, after_run: int, before: Text, after: Text) -> Response:
         pair = [(before_run, before), (after_run, after)]
         return answered(changes(*(Evaluation(run=run_of(number), number=number, label=label) for number, label in pair)))
 
     @app.get("/api/runs/{number}/rollouts")
-    def list_rollouts(
-        number: int,
-        task: str | None = Query(None, max_length=MOST_TEXT),
-        step: int | None = Query(None, ge=0, le=2**40),
-        status: str | None = Query(None, max_length=MOST_TEXT),
-        outcome: str | None = Query(None, max_length=MOST_TEXT),
-        group: str | None = Query(None, max_length=MOST_TEXT),
-        min_reward: float | None = None,
-        max_reward: float | None = None,
-        text: str | None = Query(None, max_length=MOST_TEXT),
-        sort: str = Query("newest", max_length=MOST_TEXT),
-        limit: int = Query(50, ge=1, le=rollouts.MOST_ROWS),
-        offset: int = Query(0, ge=0, le=2**40),
-    ) -> Response:
-        run = run_of(number)
-        wanted = rollouts.Wanted(
-            task=task,
-            step=step,
-            status=status,
-            outcome=outcome,
-            group=group,
-            min_reward=min_reward,
-            max_reward=max_reward,
-            text=text,
-            sort=sort,
-            limit=limit,
-            offset=offset,
-        )
-        try:
-            return answered(rollouts.listed(run, wanted) | {"choices": rollouts.choices(run)})
-        except ValueError as error:
-            raise HTTPException(422, str(error)) from None
+    def list_rollouts(run: Run, wanted: Annotated[rollouts.Wanted, Query()]) -> Response:
+        return answered(rollouts.listed(run, wanted) | {"choices": rollouts.choices(run)})
 
     @app.get("/api/runs/{number}/groups/{place}")
-    def one_group(number: int, place: int) -> Response:
-        return _found(lambda: answered(rollouts.group(run_of(number), place)))
+    def one_group(run: Run, place: int) -> Response:
+        return answered(rollouts.group(run, place))
 
     @app.get("/api/runs/{number}/rollouts/{place}-{line}")
-    def one_rollout(number: int, place: int, line: int, whole: bool = False) -> Response:
-        return _found(lambda: answered(rollouts.rollout(run_of(number), place, line, whole=whole)))
+    def one_rollout(run: Run, place: int, line: int, whole: bool = False) -> Response:
+        return answered(rollouts.rollout(run, place, line, whole=whole))
 
     @app.get("/api/runs/{number}/rollouts/{place}-{line}/raw")
-    def raw(number: int, place: int, line: int) -> Response:
-        return _found(lambda: Response(rollouts.raw(run_of(number), place, line), media_type="application/json"))
+    def raw(run: Run, place: int, line: int) -> Response:
+        return Response(run.index.record(place, line), media_type="application/json")
 
     @app.get("/api/runs/{number}/rollouts/{place}-{line}/tokens")
-    def tokens(number: int, place: int, line: int, sample: int = 0, offset: int = Query(0, ge=0, le=2**40)) -> Response:
-        run = run_of(number)
-        return _found(lambda: answered(token_streams(run, place, line, sample, offset, texts(number))))
+    def tokens(run: Run, place: int, line: int, sample: int = 0, offset: Annotated[int, Query(ge=0, le=2**40)] = 0) -> Response:
+        return answered(token_streams(run, place, line, sample, offset, texts(run)))
 
     @app.get("/api/runs/{number}/traces/{name}")
-    def trace(number: int, name: str) -> Response:
-        for path in traces(run_of(number).folder):
+    def trace(run: Run, name: str) -> Response:
+        for path in traces(run.folder):
             if path.name == name:
                 return FileResponse(path, media_type="application/json", filename=path.name)
         raise HTTPException(404, "no such trace")
@@ -191,20 +162,8 @@ def answered(value: Any) -> Response:
     return Response(text, media_type="application/json")
 
 
-def _found(answer: Callable[[], Response]) -> Response:
-    try:
-        return answer()
-    except LookupError as error:
-        raise HTTPException(404, f"no such rollout: {error}") from None
-    except (ValueError, OverflowError) as error:
-        raise HTTPException(404, f"this record can't be read: {str(error)[:MOST_TEXT]}") from None
-
-
 def _file(path: Path, kind: str) -> Callable[[], Response]:
-    def page() -> Response:
-        return Response(path.read_bytes(), media_type=kind)
-
-    return page
+    return lambda: Response(path.read_bytes(), media_type=kind)
 
 
 def _refusal(request: Request, token: str | None) -> Response | None:
@@ -224,16 +183,12 @@ def _refusal(request: Request, token: str | None) -> Response | None:
     return Response("open the address with ?token= that the command has printed", 401)
 
 
-EXPORTED_CHANGES = 10
-"""Examples won, and lost, whose rollouts are in the file."""
-
-
 def exported(runs: Sequence[ReportedRun], *, sample: int) -> str:
     """
     Args:
         sample: rollouts of each run: half of the highest and half of the lowest rewards, the newest of each.
     """
-    held = answers(runs, sample)
+    held = asyncio.run(answers(runs, sample))
     # In a script element only "<" could end it or begin a comment.
     data = json.dumps(held).replace("<", "\\u003c")
     script = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in SCRIPTS)
@@ -253,55 +208,40 @@ def exported(runs: Sequence[ReportedRun], *, sample: int) -> str:
     return page.replace("</body>", f"{scripts}</body>")
 
 
-def answers(runs: Sequence[ReportedRun], sample: int) -> dict[str, Any]:
-    """What the server would answer, by the address that the page asks for."""
-    held: dict[str, Any] = {
-        "api/runs": {
-            "runs": [{"number": n, "name": run.name, "state": run.state(), "tasks": run.tasks()} for n, run in enumerate(runs)],
-            "config": pages.config_differences(runs),
-        }
-    }
-    for number, run in enumerate(runs):
-        base = f"api/runs/{number}"
-        for name, page in PAGES.items():
-            held[f"{base}/page/{name}"] = page(run)
-        for metric in {*pages.metric_names(run), "validation/reward", "rollout/reward_mean"}:
-            held[f"{base}/metrics?name={quote(metric, safe='')}"] = {"points": pages.chart_line(run, metric)}
-        chosen: dict[str, dict[str, Any]] = {}
-        for order in ("highest", "lowest"):
-            for row in rollouts.listed(run, rollouts.Wanted(sort=order, limit=max(1, sample // 2)))["rows"]:
-                chosen[row["key"]] = row
-        listed = {"rows": list(chosen.values()), "total": len(chosen), "next": None, "choices": rollouts.choices(run)}
-        held[f"{base}/rollouts?"] = listed
-        for example in _add_changes(held, run, number):
-            chosen |= {key: dict(zip(("place", "line"), map(int, key.split("-")), strict=True)) for key in example["keys"]}
-        texts = TokenTexts(run.folder)
-        for row in chosen.values():
-            _add_rollout(held, base, run, row["place"], row["line"], texts)
+async def answers(runs: Sequence[ReportedRun], sample: int) -> dict[str, Any]:
+    """What the server answers, by the address that the page asks for."""
+    held: dict[str, Any] = {}
+    transport = httpx.ASGITransport(report_app(runs))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+
+        async def hold(*addresses: str) -> list[Any]:
+            for address in addresses:
+                held[address] = (await client.get(address)).json()
+            return [held[address] for address in addresses]
+
+        await hold("api/runs")
+        for number, run in enumerate(runs):
+            base = f"api/runs/{number}"
+            metrics = {*pages.metric_names(run), "validation/reward", "rollout/reward_mean"}
+            await hold(*(f"{base}/metrics?name={quote(metric, safe='')}" for metric in metrics))
+            await hold(*(f"{base}/page/{name}" for name in PAGES))
+            some = f"limit={min(max(1, sample // 2), rollouts.MOST_ROWS)}"
+            lists = await hold(*(f"{base}/rollouts?sort={order}&{some}" for order in ("highest", "lowest")))
+            rows = {row["key"]: row for one in lists for row in one["rows"]}
+            held[f"{base}/rollouts?"] = lists[0] | {"rows": list(rows.values()), "total": len(rows), "next": None}
+            keys = set(rows)
+            if len(labels := [one["label"] for one in recorded(run)]) > 1:  # what the page Evaluations compares at first
+                query = {"before_run": number, "before": labels[0], "after_run": number, "after": labels[-1]}
+                (found,) = await hold(f"api/changes?{urlencode(query)}")
+                for kind in ("won", "lost"):
+                    found[kind] = found[kind][:EXPORTED_CHANGES]
+                    keys |= {key for row in found[kind] for side in ("before", "after") for key in row[side]["keys"]}
+            for key in keys:
+                place = key.partition("-")[0]
+                one, *_ = await hold(f"{base}/rollouts/{key}", f"{base}/rollouts/{key}/raw", f"{base}/groups/{place}")
+                numbers = range(len(one["samples"]))
+                await hold(*(f"{base}/rollouts/{key}/tokens?sample={sample}&offset=0" for sample in numbers))
     return held
-
-
-def _add_changes(held: dict[str, Any], run: ReportedRun, number: int) -> list[dict[str, Any]]:
-    """What the page Evaluations compares at first; returns the attempts that it then links to."""
-    if len(labels := [one["label"] for one in recorded(run)]) < 2:
-        return []
-    pair = [Evaluation(run=run, number=number, label=label) for label in (labels[0], labels[-1])]
-    found = changes(*pair)
-    for kind in ("won", "lost"):
-        found[kind] = found[kind][:EXPORTED_CHANGES]
-    query = {"before_run": number, "before": labels[0], "after_run": number, "after": labels[-1]}
-    held[f"api/changes?{urlencode(query)}"] = found
-    return [row[side] for kind in ("won", "lost") for row in found[kind] for side in ("before", "after")]
-
-
-def _add_rollout(held: dict[str, Any], base: str, run: ReportedRun, place: int, line: int, texts: TokenTexts) -> None:
-    one = rollouts.rollout(run, place, line)
-    held[f"{base}/rollouts/{place}-{line}"] = one
-    held[f"{base}/rollouts/{place}-{line}/raw"] = json.loads(rollouts.raw(run, place, line))
-    held[f"{base}/groups/{place}"] = rollouts.group(run, place)
-    for number in range(len(one["samples"])):
-        part = token_streams(run, place, line, number, 0, texts)
-        held[f"{base}/rollouts/{place}-{line}/tokens?sample={number}&offset=0"] = part
 
 
 def _digest(text: str) -> str:

@@ -3,11 +3,11 @@
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
 from torchtitan.experiments.rl.checkpointing.folder import policies
@@ -16,6 +16,9 @@ from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_r
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 from torchtitan.experiments.rl.types import ROLES, STREAMS, TrainingSample
 
+MOST_TEXT = 1_000
+"""Characters of a filter."""
+Text = Annotated[str, Field(max_length=MOST_TEXT)] | None
 MOST_ROWS = 200
 """Of a list."""
 MOST_CHARACTERS = 20_000
@@ -33,23 +36,22 @@ SORTS = {
 }
 
 
-@dataclass(kw_only=True, slots=True)
-class Wanted:
+class Wanted(BaseModel):
     """Filters of the list; None: any."""
 
-    task: str | None = None
-    step: int | None = None
-    status: str | None = None
-    outcome: str | None = None
+    task: Text = None
+    step: Annotated[int, Field(ge=0, le=2**40)] | None = None
+    status: Text = None
+    outcome: Text = None
     """A column of the ledger, or the beginning of one up to a slash: "failed" means "failed/error" too."""
-    group: str | None = None
+    group: Text = None
     min_reward: float | None = None
     max_reward: float | None = None
-    text: str | None = None
+    text: Text = None
     """In any message, whatever its case."""
-    sort: str = "newest"
-    limit: int = 50
-    offset: int = 0
+    sort: Literal["newest", "oldest", "highest", "lowest", "longest"] = "newest"
+    limit: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 50
+    offset: Annotated[int, Field(ge=0, le=2**40)] = 0
     """Of the rows that the other filters leave."""
 
 
@@ -57,15 +59,10 @@ def listed(run: ReportedRun, wanted: Wanted) -> dict[str, Any]:
     """
     Returns:
         ``rows``; ``total``: rows that match without ``text``; ``next``: the offset to go on from, None at the end.
-
-    Raises:
-        ValueError: no such order.
     """
-    if wanted.sort not in SORTS:
-        raise ValueError(f"sort: {wanted.sort!r}: want one of {', '.join(SORTS)}")
     where, values = _condition(wanted)
     total = run.index.rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values)[0][0]
-    limit, offset = max(1, min(wanted.limit, MOST_ROWS)), max(0, wanted.offset)
+    limit, offset = wanted.limit, wanted.offset
     rows: list[dict[str, Any]] = []
     search = _Search(run, wanted.text) if wanted.text else None
     ends = time.monotonic() + SEARCH_S
@@ -170,24 +167,17 @@ def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> 
     }
 
 
-def raw(run: ReportedRun, place: int, line: int) -> bytes:
-    """The record as it is in the file: to copy."""
-    return run.index.record(place, line)
-
-
 def _condition(wanted: Wanted) -> tuple[str, list[Any]]:
-    parts: list[tuple[str, Any]] = []
-    for column, value in (
-        ("task = ?", wanted.task),
-        ("step = ?", wanted.step),
-        ("status = ?", wanted.status),
-        ("group_id = ?", wanted.group),
-        ("reward >= ?", wanted.min_reward),
-        ("reward <= ?", wanted.max_reward),
-    ):
-        if value is not None:
-            parts.append((column, value))
-    where, values = [part for part, _ in parts], [value for _, value in parts]
+    asked = {
+        "task = ?": wanted.task,
+        "step = ?": wanted.step,
+        "status = ?": wanted.status,
+        "group_id = ?": wanted.group,
+        "reward >= ?": wanted.min_reward,
+        "reward <= ?": wanted.max_reward,
+    }
+    asked = {condition: value for condition, value in asked.items() if value is not None}
+    where, values = list(asked), list(asked.values())
     if wanted.outcome is not None:
         where.append("(outcome = ? OR substr(outcome, 1, ?) = ?)")
         values += [wanted.outcome, len(wanted.outcome) + 1, f"{wanted.outcome}/"]
