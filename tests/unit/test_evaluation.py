@@ -10,7 +10,7 @@ from tests.unit.waiting import until
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, read_rollouts
-from torchtitan.experiments.rl.tools.evaluate import Evaluation, checked_plan, evaluated_config
+from torchtitan.experiments.rl.tools.evaluate import Candidate, Evaluation, checked_plan, evaluated_config
 
 
 class Adder:
@@ -53,7 +53,7 @@ def evaluation(adder: Adder, folder, *, examples: int = 16) -> Evaluation:
     config.validation.examples = examples
     config = evaluated_config(config, tasks=[], attempts=None)
     model = FrozenModel(name="adder", base_url=adder.url, max_retries=0)
-    return Evaluation(config, checked_plan(config, model), run_dir=str(folder), endpoint=model)
+    return Evaluation(Candidate(config, checked_plan(config, model), model, str(folder)))
 
 
 async def test_a_servers_answers_are_rewarded_and_recorded(adder, tmp_path):

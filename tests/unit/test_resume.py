@@ -213,8 +213,8 @@ def test_a_policy_in_place_of_a_checkpoint_is_named(tmp_path, option):
 def test_a_run_named_as_the_model_brings_its_config_and_its_overrides(tmp_path):
     run = make_run(tmp_path / "run", "--validation.examples", "8")
     (run / "policy/step-40").mkdir(parents=True)
-    options = parse_options(["--model", str(run / "policy/step-40"), "--attempts", "2"])
-    assert options.command.config_name == NAME and options.command.overrides == ["--validation.examples", "8"]
+    options, command = parse_options(["--model", str(run / "policy/step-40"), "--attempts", "2"])
+    assert command.config_name == NAME and command.overrides == ["--validation.examples", "8"]
     with pytest.raises(ConfigError, match="name a config, or a run as --model; .* --list prints the configs"):
         parse_options(["--model", str(tmp_path)])
 

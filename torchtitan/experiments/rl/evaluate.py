@@ -7,14 +7,13 @@ nothing was spawned; 130, 143, 129 stopped by a signal.
 import argparse
 import json
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.config.command_line import Command, load_config, parse_command
-from torchtitan.experiments.rl.config.hub import model_folder, words_of_run
+from torchtitan.experiments.rl.config.command_line import Command, find_model, load_config, parse_with_own
+from torchtitan.experiments.rl.config.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.observability.console import typed_command
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.garbage import collect_again, hold_collection, keep_imported
 from torchtitan.experiments.rl.process.setup import escape_unencodable_output, quiet_libraries, run_command, set_up_process
@@ -24,30 +23,15 @@ RESULT_FILE = "evaluation.json"
 PROGRAM = "python -m torchtitan.experiments.rl.evaluate"
 
 
-@dataclass(kw_only=True, slots=True)
-class Options:
-    """Ours; ``command`` has the others, which are a run's."""
-
-    endpoint: str | None
-    against: str | None
-    endpoint_model: str | None
-    endpoint_key_env: str | None
-    tasks: list[str] = field(default_factory=list)
-    """Empty: every task that has a validation set."""
-    attempts: int | None
-    json: bool
-    command: Command
-
-
 def main(arguments: list[str] | None = None) -> int:
     escape_unencodable_output()
     if arguments is None:
         hold_collection()
     try:
-        options = parse_options(sys.argv[1:] if arguments is None else arguments)
+        options, command = parse_options(arguments)
         set_up_process()
         with quiet_libraries():
-            prepared = _prepare(options)
+            prepared = _prepare(options, command)
     except ConfigError as error:
         print(f"error: {printable_line(str(error))}", file=sys.stderr)
         return 2
@@ -64,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         temporary.remove()
     if not results:
         return code
-    result = summarized(options.command.config_name, prepared, results)
+    result = summarized(command.config_name, prepared, results)
     (Path(prepared.models[0].run_dir) / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.json:
         print(json.dumps(result))
@@ -88,7 +72,7 @@ def _unmeasured(prepared: "Prepared", results: list[dict[str, Any]]) -> int:
     return code
 
 
-def parse_options(arguments: list[str]) -> Options:
+def parse_options(arguments: list[str] | None) -> tuple[argparse.Namespace, Command]:
     """
     Raises:
         ConfigError: an option lacks its value, or two exclude each other.
@@ -101,7 +85,6 @@ def parse_options(arguments: list[str]) -> Options:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.add_argument("--config", metavar="NAME", help="a named config; it gives tasks, sampling and engine")
     parser.add_argument(
         "--model",
         metavar="FOLDER",
@@ -109,39 +92,16 @@ def parse_options(arguments: list[str]) -> Options:
         "hub folder, such as a run's policy/step-100",
     )
     parser.add_argument("--endpoint", metavar="URL", help="the policy is served by a vLLM server, such as http://host:8000/v1")
-    parser.add_argument("--endpoint-model", metavar="NAME", help="what the server calls it (default: its only model)")
-    parser.add_argument("--endpoint-key-env", metavar="NAME", help="environment variable that holds the server's key")
     parser.add_argument("--against", metavar="FOLDER|URL", help="a second model, measured on the same examples and compared")
     parser.add_argument(
         "--tasks", nargs="+", default=[], metavar="TASK", help="only these (default: all with a validation set)"
     )
     parser.add_argument("--attempts", type=int, metavar="K", help="rollouts of each example (default: the config's)")
     parser.add_argument("--json", action="store_true", help="print the result as one line of JSON, and nothing else")
-    try:
-        known, rest = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error.argument_name), None, error.message) from None
-    if known.model is not None and known.endpoint is not None:
-        raise ConfigError("--endpoint", known.endpoint, "the policy is a folder or a server: leave this or --model out")
-    for option in ("--resume", "--init-from", "--dry-run", "--list"):
-        if option in rest:
-            raise ConfigError(option, None, "is of a run's command, and means nothing here")
-    named = ["--config", known.config] if known.config is not None else words_of_run(known.model)
-    if named is None:
-        raise ConfigError(
-            "--config", None, f"name a config, or a run as --model; {typed_command('grpo')} --list prints the configs"
-        )
-    words = [*named, *(["--model", known.model] if known.model is not None else []), *rest]
-    return Options(
-        endpoint=known.endpoint,
-        against=known.against,
-        endpoint_model=known.endpoint_model,
-        endpoint_key_env=known.endpoint_key_env,
-        tasks=known.tasks,
-        attempts=known.attempts,
-        json=known.json,
-        command=parse_command(words),
-    )
+    options, command = parse_with_own(parser, arguments)
+    if options.model is not None and options.endpoint is not None:
+        raise ConfigError("--endpoint", options.endpoint, "the policy is a folder or a server: leave this or --model out")
+    return options, command
 
 
 @dataclass(kw_only=True, slots=True)
@@ -152,20 +112,19 @@ class Prepared:
     """ValidationConfig of each task."""
 
 
-def _prepare(options: Options) -> Prepared:
+def _prepare(options: argparse.Namespace, command: Command) -> Prepared:
     """Check everything before a process is spawned, and make the folders.
 
     Raises:
         ConfigError: what can't be evaluated, by option or field.
     """
+    from torchtitan.experiments.rl.config.resume import save_config
     from torchtitan.experiments.rl.config.run_folder import make_run_folder
     from torchtitan.experiments.rl.generation.references import FrozenModel
     from torchtitan.experiments.rl.generation.served import served_model
     from torchtitan.experiments.rl.tools import evaluate as measure
 
-    command = options.command
-    if command.model is not None:
-        command.overrides += ["--model.hf-assets-path", model_folder(command.model)]
+    find_model(command)
     config = measure.evaluated_config(load_config(command), tasks=options.tasks, attempts=options.attempts)
     keep_imported()
 
@@ -188,10 +147,10 @@ def _prepare(options: Options) -> Prepared:
     plans = [measure.checked_plan(config, endpoint) for config, endpoint in zip(configs, endpoints, strict=True)]
     folder = make_run_folder(command.run_dir, config.output_dir, f"evaluate-{command.config_name}", keep=True)
     folders = [folder, str(Path(folder) / "against")]
-    models = []
-    for config, plan, endpoint, run_dir in zip(configs, plans, endpoints, folders, strict=False):
-        Path(run_dir).mkdir(exist_ok=True)
-        models.append(measure.candidate(config, plan, endpoint, run_dir))
+    models = list(map(measure.Candidate, configs, plans, endpoints, folders))
+    for measured in models:
+        Path(measured.run_dir).mkdir(exist_ok=True)
+        save_config(Path(measured.run_dir), measured.config)
     return Prepared(models=models, schedules={name: task.validation_schedule for name, task in config.tasks.items()})
 
 

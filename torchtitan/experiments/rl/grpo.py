@@ -11,7 +11,14 @@ from typing import Any
 
 from torchtitan.experiments.rl.checkpointing.folder import policies
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
-from torchtitan.experiments.rl.config.command_line import Command, config_functions, config_groups, load_config, parse_command
+from torchtitan.experiments.rl.config.command_line import (
+    Command,
+    config_functions,
+    config_groups,
+    find_model,
+    load_config,
+    parse_command,
+)
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, fault_of
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
@@ -38,11 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         set_up_process()
         if command.list_configs:
             return _list(command.module)
-        if command.model is not None:
-            from torchtitan.experiments.rl.config.hub import model_folder
-
-            path = ["--model.hf-assets-path", model_folder(command.model)]
-            command.overrides = ["--model.flavor", "None", *command.overrides, *path]  # the config's flavor is another model's
+        find_model(command)
         resumed, command = _resumed(command)
         config, name = load_config(command), str(command.config_name)
         if command.gpus is not None:

@@ -7,10 +7,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtitan.experiments.rl.config.command_line import Command, load_config, parse_command
-from torchtitan.experiments.rl.config.hub import model_folder, words_of_run
+from torchtitan.experiments.rl.config.command_line import Command, find_model, load_config, parse_with_own
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.observability.console import typed_command
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.setup import escape_unencodable_output, quiet_libraries, run_command, set_up_process
 
@@ -26,7 +24,6 @@ def main(arguments: list[str] | None = None) -> int:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.add_argument("--config", metavar="NAME", help="a named config")
     parser.add_argument(
         "--model",
         metavar="FOLDER",
@@ -40,20 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--scripted", action="append", default=[], metavar="TEXT", help="a line that is entered for you; may be repeated"
     )
     parser.add_argument("--endpoint", metavar="URL", help="/model asks a vLLM server, such as http://host:8000/v1")
-    parser.add_argument("--endpoint-model", metavar="NAME", help="what the server calls the model (default: its only one)")
-    parser.add_argument("--endpoint-key-env", metavar="NAME", help="environment variable that holds the server's key")
     try:
-        try:
-            known, rest = parser.parse_known_args(sys.argv[1:] if arguments is None else arguments)
-        except argparse.ArgumentError as error:
-            raise ConfigError(str(error.argument_name), None, error.message) from None
+        known, command = parse_with_own(parser, arguments)
         if known.rollouts < 1:
             raise ConfigError("--rollouts", known.rollouts, "must be at least 1")
-        named = ["--config", known.config] if known.config is not None else words_of_run(known.model)
-        if named is None:
-            cure = f"name a config, or a run as --model; {typed_command('grpo')} --list prints the configs"
-            raise ConfigError("--config", None, cure)
-        command = parse_command([*named, *(["--model", known.model] if known.model is not None else []), *rest])
         set_up_process(engine=True)
         return _play(known, command)
     except ConfigError as error:
@@ -70,8 +57,7 @@ def _play(known: argparse.Namespace, command: Command) -> int:
         from torchtitan.experiments.rl.generation.served import served_model
         from torchtitan.experiments.rl.tools.play import Player, answering_model, play, result_lines, save, skeleton, was_left
 
-        if command.model is not None:
-            command.overrides += ["--model.hf-assets-path", model_folder(command.model)]
+        find_model(command)
         config = load_config(command)
         task = known.task or next(iter(config.tasks))
         if task not in config.tasks:

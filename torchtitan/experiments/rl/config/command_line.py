@@ -17,7 +17,9 @@ from typing import Any
 import tyro
 
 from torchtitan.experiments.rl.compat.tyro import error_message
+from torchtitan.experiments.rl.config.hub import model_folder, words_of_run
 from torchtitan.experiments.rl.errors import ConfigError, fault_of, user_code
+from torchtitan.experiments.rl.observability.console import typed_command
 
 DEFAULT_MODULE = "torchtitan.experiments.rl.config_registry"
 
@@ -69,7 +71,7 @@ def parse_command(arguments: list[str]) -> Command:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.add_argument("--config", metavar="NAME", help="a named config; --list prints them")
+    parser.add_argument("--config", dest="config_name", metavar="NAME", help="a named config; --list prints them")
     parser.add_argument(
         "--module", default=DEFAULT_MODULE, help="module whose functions are the configs (default: %(default)s)"
     )
@@ -88,7 +90,7 @@ def parse_command(arguments: list[str]) -> Command:
     parser.add_argument(
         "--size", metavar="NAME", help="of the model, for configs that have several: 0.6b, 1.7b, 4b, 8b, 14b, 32b"
     )
-    parser.add_argument("--list", action="store_true", help="print the configs with a line each")
+    parser.add_argument("--list", dest="list_configs", action="store_true", help="print the configs with a line each")
     parser.add_argument("--dry-run", action="store_true", help="print what the config amounts to; start nothing")
     parser.add_argument("--run-dir", metavar="FOLDER", help="folder of this run (default: OUTPUT_DIR/NAME-TIME)")
     parser.add_argument(
@@ -108,27 +110,48 @@ def parse_command(arguments: list[str]) -> Command:
         raise ConfigError(
             other, getattr(known, other[2:].replace("-", "_")), "a resumed run has its own: leave this or --resume out"
         )
-    if known.config is None and not known.list and known.resume in (None, "auto"):
+    if known.config_name is None and not known.list_configs and known.resume in (None, "auto"):
         if {"-h", "--help"} & set(overrides):
             parser.print_help()
             sys.exit(0)
         raise ConfigError("--config", None, "name a config; --list prints them")
     if known.run_dir == "":
         raise ConfigError("--run-dir", "", "must not be empty; leave it out for a new folder in output_dir")
-    return Command(
-        config_name=known.config,
-        module=known.module,
-        list_configs=known.list,
-        dry_run=known.dry_run,
-        run_dir=known.run_dir,
-        resume=known.resume,
-        init_from=known.init_from,
-        model=known.model,
-        push_to_hub=known.push_to_hub,
-        gpus=known.gpus,
-        overrides=[*([] if known.size is None else ["--size", known.size]), *overrides],
-        words=arguments,
-    )
+    overrides = [*([] if known.size is None else ["--size", known.size]), *overrides]
+    del known.size
+    return Command(**vars(known), overrides=overrides, words=arguments)
+
+
+def parse_with_own(parser: argparse.ArgumentParser, arguments: list[str] | None) -> tuple[argparse.Namespace, Command]:
+    """The options of a tool, and a run's command of the others, for tools that take a run as ``--model`` in place of a config.
+
+    Args:
+        arguments: None: those of this process.
+    """
+    parser.add_argument("--config", metavar="NAME", help="a named config; it gives tasks, sampling and engine")
+    parser.add_argument("--endpoint-model", metavar="NAME", help="what the server calls the model (default: its only one)")
+    parser.add_argument("--endpoint-key-env", metavar="NAME", help="environment variable that holds the server's key")
+    try:
+        known, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error.argument_name), None, error.message) from None
+    for option in ("--resume", "--init-from", "--dry-run", "--list"):
+        if option in rest:
+            raise ConfigError(option, None, "is of a run's command, and means nothing here")
+    named = ["--config", known.config] if known.config is not None else words_of_run(known.model)
+    if named is None:
+        cure = f"name a config, or a run as --model; {typed_command('grpo')} --list prints the configs"
+        raise ConfigError("--config", None, cure)
+    command = parse_command([*named, *rest])
+    command.model = known.model
+    return known, command
+
+
+def find_model(command: Command) -> None:
+    """Add the folder that ``--model`` names to the overrides. It may be downloaded before."""
+    if command.model is not None:
+        path = ["--model.hf-assets-path", model_folder(command.model)]
+        command.overrides = ["--model.flavor", "None", *command.overrides, *path]  # the config's flavor is another model's
 
 
 def config_functions(module_name: str) -> dict[str, Callable[[], Any]]:

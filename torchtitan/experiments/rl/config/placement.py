@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Literal, NamedTuple
 
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
@@ -48,8 +47,7 @@ class Placement:
         for host in sorted({place.host for places in (*roles.values(), self.rollout_workers) for place in places}):
             here = []
             for role, places in roles.items():
-                for first, last, has in _on_gpus(host, places) if device == "cuda" else _with_threads(host, places):
-                    here.append(f"{role} {f'{first}-{last}' if last > first else first} {has}")
+                here += [f"{role} {has}" for has in _of_host(host, places, device)]
             workers = [index for index, place in enumerate(self.rollout_workers) if place.host == host]
             here += [f"rollout workers {ranges(workers)}"] if workers else []
             lines.append(f"host {host:<10}{'; '.join(here)}")
@@ -238,25 +236,15 @@ def _engine_place(free: list[list[int]], size: int, among: Sequence[int]) -> Pla
     raise ConfigError("generator.engine.tensor_parallel_degree", size, cure)
 
 
-def _with_threads(host: int, places: Sequence[Place]) -> Iterator[tuple[int, int, str]]:
-    """First and last process, and what they have, of the processes on a host that follow each other and have as much."""
-    here = [(index, len(place.devices)) for index, place in enumerate(places) if place.host == host]
-    for (count, _), group in groupby(enumerate(here), key=lambda entry: (entry[1][1], entry[1][0] - entry[0])):
-        indices = [index for _, (index, _) in group]
-        yield indices[0], indices[-1], f"with {count} thread{'s' if count > 1 else ''}{' each' if len(indices) > 1 else ''}"
-
-
-def _on_gpus(host: int, places: Sequence[Place]) -> Iterator[tuple[int, int, str]]:
-    """The same, of processes whose GPUs follow each other."""
-    first = 0
-    devices: list[int] = []
-    for index, (on, own) in enumerate([*places, Place(-1, ())]):
-        follows = on == host and devices and own[0] == devices[-1] + 1
-        if devices and not follows:
-            yield first, index - 1, f"on GPU{'s' if len(devices) > 1 else ''} {ranges(devices)}"
-            devices = []
-        if on == host:
-            first, devices = (first if follows else index), [*devices, *own]
+def _of_host(host: int, places: Sequence[Place], device: Literal["cpu", "cuda"]) -> Iterator[str]:
+    """Which processes of a role stand on a host, and what they have. Those with as many threads are named together."""
+    here = {index: place.devices for index, place in enumerate(places) if place.host == host}
+    if device == "cuda" and here:
+        gpus = [gpu for devices in here.values() for gpu in devices]
+        yield f"{ranges(here)} on GPU{'s' if len(gpus) > 1 else ''} {ranges(sorted(gpus))}"
+    for count in {len(devices): None for devices in here.values()} if device == "cpu" else ():
+        alike = [index for index, devices in here.items() if len(devices) == count]
+        yield f"{ranges(alike)} with {count} thread{'s' if count > 1 else ''}{' each' if len(alike) > 1 else ''}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -19,7 +19,6 @@ from torchtitan.experiments.rl.config import checks, trial
 from torchtitan.experiments.rl.config.machine import raise_descriptor_limit
 from torchtitan.experiments.rl.config.placement import Place, Placement
 from torchtitan.experiments.rl.config.plan import RunPlan
-from torchtitan.experiments.rl.config.resume import save_config
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner, TaskSet
 from torchtitan.experiments.rl.controller.validation import Validator, labelled, pass_at_k
@@ -37,7 +36,7 @@ from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.descendants import descendants, kill_descendants
 from torchtitan.experiments.rl.process.setup import quiet_libraries, set_up_logging
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
-from torchtitan.experiments.rl.rollouts.policy import ModelClient, ModelReference, PolicyClient, PolicySession, SamplingConfig
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
@@ -46,16 +45,20 @@ from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 logger = logging.getLogger(__name__)
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Candidate:
     """A model that is measured."""
 
-    label: str
     config: RunConfig
     plan: RunPlan
     endpoint: FrozenModel | None
-    """None: generators on the config's model."""
+    """The policy is this server's model. None: generators on the config's model."""
     run_dir: str
+
+    @property
+    def label(self) -> str:
+        endpoint = self.endpoint
+        return self.config.model.hf_assets_path if endpoint is None else f"{endpoint.name} at {endpoint.base_url}"
 
 
 def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int | None) -> RunConfig:
@@ -116,13 +119,6 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
     return replace(plan, placement=_without_trainer(plan.placement))
 
 
-def candidate(config: RunConfig, plan: RunPlan, endpoint: FrozenModel | None, run_dir: str) -> Candidate:
-    """Saves the config in the folder."""
-    save_config(Path(run_dir), config)
-    label = config.model.hf_assets_path if endpoint is None else f"{endpoint.name} at {endpoint.base_url}"
-    return Candidate(label=label, config=config, plan=plan, endpoint=endpoint, run_dir=run_dir)
-
-
 def _without_trainer(placement: Placement) -> Placement:
     """GPUs are counted from 0 again."""
     places = [*placement.generators, *(place for places in placement.hosted for place in places)]
@@ -139,41 +135,22 @@ def _without_trainer(placement: Placement) -> Placement:
     )
 
 
-class EndpointPolicy:
+class EndpointPolicy(EndpointClient):
     """Implements rollouts.policy.PolicyClient over a server. Its tokens have policy version -1, as a frozen model's."""
 
     version = 0
 
     def __init__(self, model: FrozenModel, hosted: PolicyClient):
         """``hosted``: gives the frozen models that the tasks name."""
-        self.client, self._hosted = EndpointClient(model), hosted
-
-    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> PolicySession:
-        """See ModelClient.session."""
-        return self.client.session(rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
-
-    async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """See ModelClient.score."""
-        return await self.client.score(token_ids)
-
-    def frozen(self, model: ModelReference) -> ModelClient:
-        """See PolicyClient.frozen."""
-        return self._hosted.frozen(model)
+        super().__init__(model)
+        self.frozen = hosted.frozen
 
 
-class ObservedRunner:
-    """Implements GroupRunner.measure: calls ``on_group`` with each group that was measured."""
+class ObservedRunner(LocalRunner):
+    """Calls ``on_group`` with each group that was measured: a validator asks its runner for nothing else."""
 
     def __init__(self, runner: GroupRunner, on_group: Callable[[RolloutGroup], None]):
         self._runner, self._on_group = runner, on_group
-
-    async def run(self, task: Task, sample: DataSample, *, group_id: str, credit: bool = True) -> RolloutGroup:
-        """See GroupRunner."""
-        return await self._runner.run(task, sample, group_id=group_id, credit=credit)
-
-    async def credit(self, task: Task, group: RolloutGroup) -> RolloutGroup:
-        """See GroupRunner."""
-        return await self._runner.credit(task, group)
 
     async def measure(
         self, task: Task, sample: DataSample, *, group_id: str, sampling: SamplingConfig, group_size: int
@@ -183,28 +160,16 @@ class ObservedRunner:
         self._on_group(group)
         return group
 
-    def lap_lag_s(self) -> float:
-        """See GroupRunner."""
-        return self._runner.lap_lag_s()
-
-    def lap_blocking_calls(self) -> int:
-        """See GroupRunner."""
-        return self._runner.lap_blocking_calls()
-
 
 class Evaluation:
     """``run`` evaluates every task once, as a run does of version 0, and stops everything it has started."""
 
-    def __init__(self, config: RunConfig, plan: RunPlan, *, run_dir: str, endpoint: FrozenModel | None):
-        """
-        Args:
-            endpoint: the policy is this server's model. None: generators on the config's model.
-        """
-        self._config, self._run_dir, self._endpoint = config, Path(run_dir), endpoint
-        self._context = run_context(config, plan, self._run_dir, console=Console(sys.stderr))
+    def __init__(self, model: Candidate):
+        self._config, self._run_dir, self._endpoint = model.config, Path(model.run_dir), model.endpoint
+        self._context = run_context(model.config, model.plan, self._run_dir, console=Console(sys.stderr))
         self._actors = RunActors(self._context, on_failure=self._fail)
         self._failure: Exception | None = None
-        self._examples: dict[str, list[dict[str, Any]]] = {name: [] for name in config.tasks}
+        self._examples: dict[str, list[dict[str, Any]]] = {name: [] for name in model.config.tasks}
         self._causes: dict[str, str] = {}
         self._measuring: asyncio.Task[dict[str, float]] | None = None
         self._stopped = False
@@ -276,7 +241,7 @@ class Evaluation:
             for fault in [*await tasks.close(), *await actors.close()]:
                 logger.warning("%s", fault)
             if policy is not None:
-                await policy.client.close()
+                await policy.close()
             await asyncio.to_thread(recorder.close)
 
     def _fail(self, error: Exception) -> None:
@@ -289,9 +254,8 @@ class Evaluator(Actor):
     part = ""
     """See ``reported_endpoint``."""
 
-    def __init__(self, config: RunConfig, plan: RunPlan, *, run_dir: str, endpoint: FrozenModel | None):
-        """See ``Evaluation``."""
-        self._evaluation, self._run_dir = Evaluation(config, plan, run_dir=run_dir, endpoint=endpoint), run_dir
+    def __init__(self, model: Candidate):
+        self._evaluation, self._run_dir = Evaluation(model), model.run_dir
 
     @reported_endpoint
     async def measure(self) -> dict[str, Any]:
@@ -326,9 +290,7 @@ def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[in
             write_line(sys.stderr, printable_line(f"measuring   {model.label} on {', '.join(sizes)}"))
             with printed_to(Path(model.run_dir) / MONARCH_OUTPUT):
                 here = this_proc()
-            evaluator = here.spawn(
-                f"evaluator_{number}", Evaluator, model.config, model.plan, run_dir=model.run_dir, endpoint=model.endpoint
-            )
+            evaluator = here.spawn(f"evaluator_{number}", Evaluator, model)
             running = evaluator.measure.call_one()
             while True:
                 try:
