@@ -44,10 +44,13 @@ from torchtitan.experiments.rl.process.setup import (  # noqa: E402
     set_up_process,
     set_up_spawned_process,
 )
-from torchtitan.experiments.rl.weights.digests import tensor_digests  # noqa: E402
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher  # noqa: E402
 from torchtitan.experiments.rl.weights.reader import WeightReader, local_snapshot  # noqa: E402
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer  # noqa: E402
+from torchtitan.experiments.rl.weights.snapshot import (  # noqa: E402
+    Manifest,
+    SharedBuffer,
+    tensor_digests,  # noqa: E402
+)
 from torchtitan.experiments.rl.weights.store import manifest_key, published_digests, start_store  # noqa: E402
 
 TENSORS = 300

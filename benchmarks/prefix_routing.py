@@ -25,7 +25,7 @@ from monarch.actor import shutdown_context  # noqa: E402
 from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
-from torchtitan.experiments.rl.generation import router  # noqa: E402
+from torchtitan.experiments.rl.generation import client as generator_client  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.operations.provision import spawn  # noqa: E402
@@ -33,7 +33,7 @@ from torchtitan.experiments.rl.process.setup import set_up_logging, set_up_proce
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 
 REPLICAS = 2
-BOUNDS = {"anywhere": 0, "together": router.AHEAD, "no bound": 1_000_000}
+BOUNDS = {"anywhere": 0, "together": generator_client.AHEAD, "no bound": 1_000_000}
 
 
 async def turn(client: GeneratorClient, *, groups: int, size: int, prompt: int, tokens: int, seed: int) -> float:
@@ -83,7 +83,7 @@ async def compare(args: argparse.Namespace, run_dir: str) -> None:
             seconds: dict[str, list[float]] = {name: [] for name in BOUNDS}
             for repeat in range(args.repeats + 1):
                 for name, bound in BOUNDS.items():
-                    router.AHEAD, seed = bound, seed + 1
+                    generator_client.AHEAD, seed = bound, seed + 1
                     took = await turn(client, groups=groups, size=size, prompt=args.prompt, tokens=args.tokens, seed=seed)
                     if repeat:  # the first is to warm up
                         seconds[name].append(took)

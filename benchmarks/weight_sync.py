@@ -40,7 +40,7 @@ from torchtitan.experiments.rl.config.run_config import ProvisionConfig  # noqa:
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.config import GeneratorConfig  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
-from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig  # noqa: E402
+from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig  # noqa: E402
 from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on, start_trainer  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402

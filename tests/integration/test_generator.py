@@ -26,8 +26,7 @@ from torchtitan.experiments.rl.process import shared_memory
 from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
-from torchtitan.experiments.rl.weights.digests import fingerprint
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, fingerprint
 from torchtitan.experiments.rl.weights.store import manifest_key, published_digests
 
 FLAT = 2.0

@@ -39,6 +39,8 @@ VOCABULARY = 2100
 """A host's half of the table is then more than what one read takes."""
 HALF = VOCABULARY * VOCABULARY * 2
 """Bytes of float32 that each trainer host has."""
+COLUMNS = 2 * HALF - VOCABULARY // 2 * 4
+"""Bytes that are read of a host that has the half of each row: from its first value to its last."""
 
 
 def table_of(version: int) -> torch.Tensor:
@@ -163,7 +165,7 @@ async def test_each_host_reads_a_version_once_and_its_engines_map_what_was_read(
         report = await world.deliver()
         assert report.version == world.version and report.canary_max_diff < 1e-5
         # Two generators are on host c. Host a has one half of each version itself.
-        assert report.fetched_bytes == {"host a": HALF, "host c": 2 * HALF}
+        assert report.fetched_bytes == {"host a": COLUMNS, "host c": 2 * COLUMNS}
         await assert_holds(world, "a")
         await assert_holds(world, "c")
     shared = os.stat((await copy_on("c")).path).st_ino
@@ -194,12 +196,12 @@ async def test_a_reader_that_is_made_again_reads_the_version_again_and_the_engin
         admitted.append(True)
 
     await world.sync.admit(0, world.generators.slice(procs=0), take_requests)
-    assert admitted and world.readers.take_fetched_bytes() == {"host a": 0, "host c": 2 * HALF}
+    assert admitted and world.readers.take_fetched_bytes() == {"host a": 0, "host c": 2 * COLUMNS}
     assert (await copy_on("c")).path != before.path
     world.readers.lose("host c")
     updating = asyncio.create_task(world.deliver())  # it waits for the next reader
     await world.start_reader("host c", 3)
-    assert (await updating).fetched_bytes == {"host a": HALF, "host c": 2 * HALF}
+    assert (await updating).fetched_bytes == {"host a": COLUMNS, "host c": 2 * COLUMNS}
     await assert_holds(world, "c")
 
 

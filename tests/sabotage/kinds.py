@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.generation import vllm_worker
+from torchtitan.experiments.rl.generation.vllm import worker as vllm_worker
 from torchtitan.experiments.rl.weights.snapshot import Manifest
 
 Tensors = dict[str, torch.Tensor]

@@ -17,11 +17,17 @@ from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.engine import LoadReport, check_held
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Request, Result, ScoreRequest
-from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.operations.alarms import MismatchAlarm
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.weights.digests import fingerprint, tensor_digests
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout, WeightReceipt
+from torchtitan.experiments.rl.weights.snapshot import (
+    Manifest,
+    SharedBuffer,
+    SnapshotLayout,
+    WeightReceipt,
+    fingerprint,
+    tensor_digests,
+)
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, CopiedOut, WeightSync
 
 VOCABULARY = 96

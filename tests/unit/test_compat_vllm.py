@@ -137,7 +137,7 @@ def test_a_connector_is_loaded_by_name_asked_for_each_new_request_and_copies_aro
     from vllm.v1.request import Request
     from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-    from torchtitan.experiments.rl.generation.vllm_last_block import LastBlocks
+    from torchtitan.experiments.rl.generation.vllm.last_block import LastBlocks
 
     assert not LastBlocks.__abstractmethods__, "vLLM asks for more of a connector"
     schedule = source_of(Scheduler.schedule)

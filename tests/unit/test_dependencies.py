@@ -24,9 +24,9 @@ EXTRAS = {
     "tasks/verifiers": "verifiers",
     "compat/verifiers.py": "verifiers",
     "compat/vllm.py": "cpu",
-    "generation/vllm_engine.py": "cpu",
-    "generation/vllm_last_block.py": "cpu",
-    "generation/vllm_worker.py": "cpu",
+    "generation/vllm/engine.py": "cpu",
+    "generation/vllm/last_block.py": "cpu",
+    "generation/vllm/worker.py": "cpu",
 }
 """Files that may import what an extra installs. The engine's files need vllm, from the extra cpu or gpu."""
 

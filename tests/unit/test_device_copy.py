@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchtitan.experiments.rl.weights import device_copy
+from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import SharedBuffer
 
@@ -42,7 +42,7 @@ def test_a_gpu_converts_before_it_copies_and_waits_only_for_targets_with_gaps(wh
     memory = torch.zeros(4, 6, dtype=torch.bfloat16)
     target = Target(memory if whole else memory[:, :3])
     values = torch.randn(target.memory.shape)
-    device_copy.copy_to_host(target, OnGpu(values))
+    publisher_module.copy_to_host(target, OnGpu(values))
     assert target.calls == [(torch.bfloat16, whole)]
     torch.testing.assert_close(target.memory, values.bfloat16())
 
@@ -53,10 +53,10 @@ def test_pages_of_the_targets_are_locked_and_a_refusal_is_only_logged(monkeypatc
     cudart = SimpleNamespace(cudaHostRegister=lambda *arguments: calls.append(arguments) or code)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     kept = [code]  # the runtime's last error, which a kernel launch would raise
-    monkeypatch.setattr(device_copy, "take_cuda_error", kept.clear)
+    monkeypatch.setattr(publisher_module, "take_cuda_error", kept.clear)
     buffer = SharedBuffer.create(8 * PAGE).bytes
     first = buffer.data_ptr()
-    assert device_copy.page_lock([buffer[:10], buffer[3 * PAGE : 4 * PAGE]]) is locked
+    assert publisher_module.page_lock([buffer[:10], buffer[3 * PAGE : 4 * PAGE]]) is locked
     assert calls == [(first, PAGE, 0), (first + 3 * PAGE, PAGE, 0)][: 1 if code else 2]
     assert not any(kept), "the next kernel launch finds no error"
     assert ("can't be page-locked (CUDA error 1)" in caplog.text) is not locked
@@ -75,7 +75,7 @@ def test_no_page_is_locked_twice_and_none_that_holds_nothing_of_the_targets():
         buffer[:0],
     ]
     expected = [(0, 2), (5, 2), (8, 3)]
-    assert device_copy.page_ranges(targets) == [(first + start * PAGE, pages * PAGE) for start, pages in expected]
+    assert publisher_module.page_ranges(targets) == [(first + start * PAGE, pages * PAGE) for start, pages in expected]
 
 
 def test_a_publisher_locks_what_it_writes_once_and_returns_when_the_gpu_has_written_them(monkeypatch):
@@ -84,7 +84,7 @@ def test_a_publisher_locks_what_it_writes_once_and_returns_when_the_gpu_has_writ
     module = "torchtitan.experiments.rl.weights.publisher"
     monkeypatch.setattr(f"{module}.page_lock", lambda targets: events.append(f"lock {len([*targets])}"))
     monkeypatch.setattr(f"{module}.wait_for_copies", lambda device: events.append(f"wait for {device.type}"))
-    real = device_copy.copy_to_host
+    real = publisher_module.copy_to_host
     monkeypatch.setattr(f"{module}.copy_to_host", lambda target, source: (events.append("copy"), real(target, source)))
     publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.bfloat16)
     reach = publisher._reach

@@ -7,9 +7,15 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.weights import digests as digests_module
-from torchtitan.experiments.rl.weights.digests import digest, fingerprint, of_copies, tensor_digests
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, SnapshotLayout
+from torchtitan.experiments.rl.weights import snapshot as snapshot_module
+from torchtitan.experiments.rl.weights.snapshot import (
+    SharedBuffer,
+    SnapshotLayout,
+    digest,
+    fingerprint,
+    of_copies,
+    tensor_digests,
+)
 
 
 @settings(max_examples=50)
@@ -41,7 +47,7 @@ def test_digest_changes_with_the_order_of_bytes_and_of_parts():
 def test_digest_does_not_depend_on_the_number_of_cores(cores, monkeypatch):
     content = torch.arange(5 * 2**20, dtype=torch.int64).view(torch.uint8)[3:]  # three parts, the last one short
     parts = [xxhash.xxh3_128_digest(content[i : i + 2**24].numpy()) for i in range(0, len(content), 2**24)]
-    monkeypatch.setattr(digests_module.os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(snapshot_module.os, "sched_getaffinity", lambda _: set(range(cores)))
     assert digest(content) == xxhash.xxh3_128_hexdigest(b"".join(parts))
 
 

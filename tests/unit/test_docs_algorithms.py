@@ -15,7 +15,7 @@ from torchtitan.experiments.rl.config.checks import check, checked_plan, needed_
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
-from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.losses import Correction
 from torchtitan.experiments.rl.models.policy import ModelConfig, parameter_count, policy_spec
 

@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.generation import engine as engine_module
 from torchtitan.experiments.rl.generation.engine import Engine, EngineConfig, WrongWeights
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, RequestFailed, ScoreRequest
 from torchtitan.experiments.rl.generation.references import HostedModel
-from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngine, VLLMEngineConfig
+from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngine, VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
 ENGINES = (VLLMEngine, ScriptedEngine)
@@ -47,7 +47,7 @@ def test_a_config_that_builds_no_engine_can_not_be_made():
 # ---- configs
 
 
-LOADED = "generation/vllm_last_block.py"
+LOADED = "generation/vllm/last_block.py"
 """What vLLM itself loads extends its class."""
 
 
@@ -64,7 +64,7 @@ def test_vllm_is_imported_by_its_engine_alone_and_only_when_one_is_built():
             assert not any(name.endswith("vllm_last_block") for name in imported_names(node)), (
                 f"{file}: vLLM loads it, by its name"
             )
-    assert importers == {"compat/vllm.py", "generation/vllm_engine.py", LOADED}
+    assert importers == {"compat/vllm.py", "generation/vllm/engine.py", LOADED}
 
 
 def imported_names(node: ast.AST) -> list[str]:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from torchtitan.experiments.rl.config.checks import check_cores, check_engine_fits
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.models.hub import HubConfig
 
 QWEN3_8B = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936, "intermediate_size": 12288}

@@ -28,7 +28,7 @@ from torchtitan.experiments.rl.generation.messages import (
 )
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.weights.digests import fingerprint
+from torchtitan.experiments.rl.weights.snapshot import fingerprint
 
 CANARY = np.array([1, 2, 3], np.int32)
 MODES = get_args(WeightUpdate)

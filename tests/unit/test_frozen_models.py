@@ -14,7 +14,7 @@ from torchtitan.experiments.rl.config.resume import resolved_config
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy, find_references, hosted_models
-from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 

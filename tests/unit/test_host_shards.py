@@ -10,10 +10,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.weights import host_shards, remote
-from torchtitan.experiments.rl.weights.digests import digest, digests_of_shards, tensor_digest, tensor_digests
-from torchtitan.experiments.rl.weights.host_shards import HostShards, divide, divided_tensors, transfers, volume, written_by
-from torchtitan.experiments.rl.weights.snapshot import Shard, SnapshotLayout, index_of, views
+from torchtitan.experiments.rl.weights import host_shards
+from torchtitan.experiments.rl.weights.host_shards import (
+    HostShards,
+    RemoteShards,
+    copy_held,
+    divided_tensors,
+    fetch,
+    held_tensors,
+    spans,
+    volume,
+    written_by_host,
+    written_by_rank,
+)
+from torchtitan.experiments.rl.weights.snapshot import (
+    Shard,
+    SnapshotLayout,
+    digest,
+    digests_of_shards,
+    index_of,
+    tensor_digest,
+    tensor_digests,
+    views,
+)
 
 
 @dataclass
@@ -65,16 +84,24 @@ def meshes(draw):
     return tensors, held, hosts, dtype
 
 
-def written(divided: dict[str, HostShards], tensors, held, hosts) -> dict[str, torch.Tensor]:
-    """Each host's buffer, as its ranks write it. No byte of a tensor is written twice."""
-    buffers = {host: torch.zeros(own.nbytes, dtype=torch.uint8) for host, own in divided.items()}
-    for rank, host in enumerate(hosts):
-        own = written_by(rank, held)
-        targets = divided[host].targets(buffers[host], own) if host in divided else {}
-        assert set(targets) == set(own)
-        for name, target in targets.items():
-            assert not target.any()
-            target.copy_(tensors[name][index_of(own[name])])
+def laid_out(tensors, held, hosts, dtype) -> tuple[dict[str, HostShards], SnapshotLayout]:
+    divided = written_by_host(written_by_rank(held), hosts)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return divided, SnapshotLayout.of(tensors, dtype, divided_tensors(divided, shapes))
+
+
+def written(layout, tensors, held, hosts) -> dict[str, torch.Tensor]:
+    """Each host's buffer, as its ranks write it. No byte of a tensor is written twice, by any host."""
+    writers = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    buffers = {host: torch.full((layout.nbytes,), 255, dtype=torch.uint8) for host in hosts}
+    for host, own in zip(hosts, written_by_rank(held), strict=True):
+        mine = {name: [shard] for name, shard in own.items()}
+        for ((name, shard), target), (_, seen) in zip(
+            held_tensors(buffers[host], layout, mine), held_tensors(writers, layout, mine), strict=True
+        ):
+            assert not seen.any()
+            seen.fill_(1)
+            target.copy_(tensors[name][index_of(shard)])
     return buffers
 
 
@@ -82,27 +109,24 @@ def written(divided: dict[str, HostShards], tensors, held, hosts) -> dict[str, t
 @given(meshes(), st.integers(4, 64))
 def test_what_hosts_write_and_others_fetch_is_every_tensor_once(mesh, read_bytes):
     tensors, held, hosts, dtype = mesh
-    divided = divide(held, hosts, dtype)
-    layout = SnapshotLayout.of(tensors, dtype, divided_tensors(divided, {name: t.shape for name, t in tensors.items()}))
-    buffers = written(divided, tensors, held, hosts)
+    divided, layout = laid_out(*mesh)
+    buffers = written(layout, tensors, held, hosts)
     # Fetched by a host that holds nothing, and put together by one that holds a part.
     fetched, shared = torch.zeros(layout.nbytes, dtype=torch.uint8), torch.zeros(layout.nbytes, dtype=torch.uint8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_shards, "READ_BYTES", read_bytes)
         for host, own in divided.items():
-            found = transfers(own, layout)
-            handles = [[Handle(buffers[host][start:stop]) for start, stop in each.reads()] for each in found]
-            offered = remote.RemoteShards(shards=own, handles=[[], handles])
-            nbytes = asyncio.run(remote.fetch(offered, layout, 1, fetched))
+            handles = [[Handle(buffers[host][read]) for read in span.reads()] for span in spans(own, layout)]
+            nbytes = asyncio.run(fetch(RemoteShards(shards=own, handles=[[], handles]), layout, 1, fetched))
             reads = [handle for each in handles for handle in each]
             assert all(handle.bytes_read == handle.memory.numel() <= read_bytes for handle in reads), "each byte once"
-            # Between tensors that lie alike in both there may be bytes that align them.
-            assert sum(each.nbytes for each in own.held) <= nbytes == sum(h.bytes_read for h in reads) <= own.nbytes
-            remote.place(own.held, buffers[host], 0, layout, shared)
+            held_bytes = sum(volume(shard) for shards in own.values() for shard in shards) * dtype.itemsize
+            assert held_bytes <= nbytes == sum(h.bytes_read for h in reads) <= layout.nbytes * max(map(len, own.values()))
+            copy_held(own, layout, buffers[host], shared)
     for snapshot in (fetched, shared):
         assert all(torch.equal(view, tensors[name]) for name, view in views(snapshot, layout))
     # What the hosts say of their own parts is what anyone finds in the whole.
-    parts = {(each.name, each.shard): digest(each.view(buffers[host])) for host, own in divided.items() for each in own.held}
+    parts = {key: digest(tensor) for host, own in divided.items() for key, tensor in held_tensors(buffers[host], layout, own)}
     published = digests_of_shards(parts, layout)
     assert published == tensor_digests(fetched, layout)
     assert published == {entry.name: tensor_digest(tensors[entry.name], entry.shards) for entry in layout.entries}
@@ -112,12 +136,10 @@ def test_what_hosts_write_and_others_fetch_is_every_tensor_once(mesh, read_bytes
 @given(meshes())
 def test_one_hosts_buffer_is_the_snapshot_itself(mesh):
     tensors, held, _, dtype = mesh
-    divided = divide(held, ["here"] * len(held), dtype)
-    plain = SnapshotLayout.of(tensors, dtype)
-    assert SnapshotLayout.of(tensors, dtype, divided_tensors(divided, {n: t.shape for n, t in tensors.items()})) == plain
-    assert [held.offset for held in divided["here"].held] == [entry.offset for entry in plain.entries]
-    (only,) = transfers(divided["here"], plain)
-    assert (only.start, only.target) == (0, 0) and only.stop <= plain.nbytes == divided["here"].nbytes
+    divided, layout = laid_out(tensors, held, ["here"] * len(held), dtype)
+    assert layout == SnapshotLayout.of(tensors, dtype)
+    (only,) = spans(divided["here"], layout)
+    assert (only.start, only.gaps) == (0, None) and only.stop <= layout.nbytes
 
 
 def test_shards_of_two_hosts_by_hand():
@@ -125,40 +147,43 @@ def test_shards_of_two_hosts_by_hand():
     rows = [((rank, rank + 1), (0, 6)) for rank in range(4)]
     columns = [((0, 2), (rank, rank + 1)) for rank in range(4)]
     held = [{"rows": rows[r], "columns": columns[r], "bias": ((0, 3),)} for r in range(4)]
-    a, b = divide(held, ["a", "a", "b", "b"], torch.float32).values()
-    assert [(each.name, each.shard, each.offset) for each in a.held] == [
-        ("rows", ((0, 2), (0, 6)), 0),
-        ("columns", ((0, 2), (0, 2)), 64),
-        ("bias", ((0, 3),), 128),
-    ]
-    assert [(each.name, each.shard, each.offset) for each in b.held] == [
-        ("rows", ((2, 4), (0, 6)), 0),
-        ("columns", ((0, 2), (2, 4)), 64),
-    ]
-    shapes = {"rows": (4, 6), "columns": (2, 4), "bias": (3,)}
-    shards = divided_tensors({"a": a, "b": b}, shapes)
-    assert shards == {
+    tensors = {name: torch.empty(shape) for name, shape in {"rows": (4, 6), "columns": (2, 4), "bias": (3,)}.items()}
+    divided, layout = laid_out(tensors, held, ["a", "a", "b", "b"], torch.float32)
+    assert divided == {
+        "a": {"rows": [((0, 2), (0, 6))], "columns": [((0, 2), (0, 2))], "bias": [((0, 3),)]},
+        "b": {"rows": [((2, 4), (0, 6))], "columns": [((0, 2), (2, 4))]},
+    }
+    assert {entry.name: entry.shards for entry in layout.entries} == {
         "rows": (((0, 2), (0, 6)), ((2, 4), (0, 6))),
         "columns": (((0, 2), (0, 2)), ((0, 2), (2, 4))),
+        "bias": (),
     }
-    # In the snapshot: rows at 0 (96 bytes), columns at 128 (32 bytes), bias at 192.
-    layout = SnapshotLayout.of({name: torch.empty(shape) for name, shape in shapes.items()}, torch.float32, shards)
-    assert [(each.start, each.stop, each.target) for each in transfers(a, layout)] == [
-        (0, 48, 0),
-        (64, 80, None),
-        (128, 140, 192),
+    # In the snapshot: rows at 0 (96 bytes), columns at 128 (32 bytes, 16 a row), bias at 192.
+    assert [(each.start, each.stop, each.gaps and each.gaps[0]) for each in spans(divided["a"], layout)] == [
+        (0, 48, None),
+        (128, 152, "columns"),
+        (192, 204, None),
     ]
-    assert [(each.start, each.stop, each.target) for each in transfers(b, layout)] == [(0, 48, 48), (64, 80, None)]
+    assert [(each.start, each.stop) for each in spans(divided["b"], layout)] == [(48, 96), (136, 160)]
+
+
+def test_tensors_side_by_side_are_read_at_once_and_never_what_another_host_holds_between_them():
+    # t0 ends on host b, so that host a holds its first row, and then t1 and t2 whole.
+    tensors = {"t0": torch.empty(2, 1), "t1": torch.empty(16), "t2": torch.empty(3)}
+    held = [{"t0": ((0, 1), (0, 1)), "t1": ((0, 16),), "t2": ((0, 3),)}, {"t0": ((1, 2), (0, 1))}]
+    divided, layout = laid_out(tensors, held, ["a", "b"], torch.float32)
+    assert [(each.start, each.stop) for each in spans(divided["a"], layout)] == [(0, 4), (64, 140)]
+    assert [(each.start, each.stop) for each in spans(divided["b"], layout)] == [(4, 8)]
 
 
 def test_of_copies_the_host_of_the_lowest_rank_writes_and_the_other_has_nothing():
     whole = {"t": ((0, 4), (0, 2))}
-    assert list(divide([whole, whole], ["a", "b"], torch.float32)) == ["a"]
-    assert written_by(1, [whole, whole]) == {}
+    assert written_by_rank([whole, whole]) == [whole, {}]
+    assert written_by_host([whole, {}], ["a", "b"]) == {"a": {"t": [whole["t"]]}}
 
 
 def test_ranks_that_hold_less_than_a_tensor_are_an_error():
-    divided = divide([{"t": ((0, 2),)}], ["a"], torch.float32)
+    divided = {"a": {"t": [((0, 2),)]}}
     with pytest.raises(AssertionError, match="the ranks write 2 values of t, which has 3"):
         divided_tensors(divided, {"t": (3,)})
 
@@ -185,9 +210,8 @@ async def test_a_read_that_fails_ends_the_fetch_and_the_reads_beside_it():
                 ended.append(True)
 
     tensors = {"t": torch.zeros(host_shards.READ_BYTES // 2)}  # 2 reads
-    own = divide([{"t": ((0, len(tensors["t"])),)}], ["a"], torch.float32)["a"]
     layout = SnapshotLayout.of(tensors, torch.float32)
-    offered = remote.RemoteShards(shards=own, handles=[[[Slow(tensors["t"]), Broken(tensors["t"])]]])
+    offered = RemoteShards(shards={"t": [layout.entries[0].whole]}, handles=[[[Slow(tensors["t"]), Broken(tensors["t"])]]])
     with pytest.raises(ConnectionError, match="the host is gone"):
-        await remote.fetch(offered, layout, 0, torch.zeros(layout.nbytes, dtype=torch.uint8))
+        await fetch(offered, layout, 0, torch.zeros(layout.nbytes, dtype=torch.uint8))
     assert ended == [True]

@@ -13,7 +13,7 @@ BLOCKS = 64
 
 @pytest.fixture(scope="module")
 def connector_type():
-    from torchtitan.experiments.rl.generation.vllm_last_block import LastBlocks
+    from torchtitan.experiments.rl.generation.vllm.last_block import LastBlocks
 
     return LastBlocks
 

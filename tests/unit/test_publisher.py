@@ -8,9 +8,8 @@ import torch
 
 from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.weights import publisher as publisher_module
-from torchtitan.experiments.rl.weights.digests import digest, fingerprint, tensor_digests
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digest, fingerprint, tensor_digests
 from torchtitan.experiments.rl.weights.store import published_digests
 
 

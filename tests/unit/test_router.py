@@ -8,13 +8,12 @@ import pytest
 from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting_table
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation import client as generator_client
-from torchtitan.experiments.rl.generation.client import FULL_MESSAGE, GeneratorClient
+from torchtitan.experiments.rl.generation.client import AHEAD, FULL_MESSAGE, GeneratorClient, Router
 from torchtitan.experiments.rl.generation.messages import (
     GenerateRequest,
     GeneratorFailed,
     RequestFailed,
 )
-from torchtitan.experiments.rl.generation.router import AHEAD, Router
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.yield_queue import Line, yield_queue
 
@@ -107,42 +106,48 @@ def generate(session, prompt=PROMPT, *, max_tokens: int = 10) -> asyncio.Task:
 # ---- which replica
 
 
+def router_of(replicas: int) -> Router:
+    router = Router()
+    router.open |= set(range(replicas))
+    return router
+
+
 def test_least_loaded_replica_is_chosen_and_the_first_on_a_tie():
-    router = Router(3)
+    router = router_of(3)
     assert router.choose(None) == 0
-    router.add(0, 10)
-    router.add(1, 5)
+    router.load[0] += 10
+    router.load[1] += 5
     assert router.choose(None) == 2
-    router.add(2, 7)
+    router.load[2] += 7
     assert router.choose(None) == 1
-    router.remove(0, 10)
+    router.load[0] -= 10
     assert router.choose(None) == 0
 
 
 def test_a_conversation_stays_with_its_replica_however_loaded():
-    router = Router(2)
-    router.add(1, 1000)
+    router = router_of(2)
+    router.load[1] += 1000
     assert router.choose(1) == 1
 
 
 def test_a_group_stays_where_its_prompt_is_until_that_replica_is_too_far_ahead():
-    router = Router(2)
+    router = router_of(2)
     for request in range(AHEAD + 1):  # 0 tokens ahead before the first, 10 x AHEAD before the last
         assert router.choose(None, group="a", tokens=10) == 0, request
-        router.add(0, 10)
+        router.load[0] += 10
     assert router.choose(None, group="a", tokens=10) == 1
-    router.add(1, 10)
-    router.remove(0, 10 * AHEAD)
+    router.load[1] += 10
+    router.load[0] -= 10 * AHEAD
     assert router.choose(None, group="a", tokens=10) == 1, "its prompt is there now"
     assert router.choose(None, group="b", tokens=10) == 0 and router.choose(None) == 0
 
 
 def test_a_group_moves_when_its_replica_closes_and_is_forgotten_with_its_last_session():
-    router = Router(2)
+    router = router_of(2)
     assert router.choose(None, group="a", tokens=1) == 0
-    router.close(0)
+    router.open.discard(0)
     assert router.choose(None, group="a", tokens=1) == 1
-    router.open(0)
+    router.open.add(0)
     assert router.choose(None, group="a", tokens=1) == 1
     router.forget("a")
     router.forget("a")
@@ -172,7 +177,7 @@ async def test_load_is_prompt_and_the_most_that_may_be_sampled(connect):
     client, _ = await connect()
     work = generate(open_session(client, max_tokens=50), max_tokens=20)
     await settle()
-    assert client._router.load == [23]
+    assert client._router.load == {0: 23}
     work.cancel()
 
 
@@ -186,7 +191,7 @@ async def test_requests_spread_over_replicas_and_the_next_turn_goes_where_the_fi
     for replica in mesh:
         await replica.answer()
     await asyncio.gather(*first)
-    assert client._router.load == [0, 0]
+    assert client._router.load == {0: 0, 1: 0}
     # Only the two of one replica go on: free choice would send one of them to the other.
     on_second = [session for session in sessions if second_of[session._seed] == 1]
     for session in on_second:
@@ -220,10 +225,10 @@ async def test_score_returns_log_probabilities_and_frees_its_load(connect):
     client, (replica,) = await connect()
     task = asyncio.create_task(client.score(PROMPT))
     await settle()
-    assert client._router.load == [3]
+    assert client._router.load == {0: 3}
     await replica.answer()
     np.testing.assert_allclose(await task, [0, np.log(1 / 2), np.log(1 / 30)], rtol=1e-6)
-    assert client._router.load == [0] and client.generated_tokens == 0
+    assert client._router.load == {0: 0} and client.generated_tokens == 0
 
 
 # ---- when it leaves
@@ -335,10 +340,10 @@ async def test_cancelled_request_in_flight_frees_its_load_and_is_aborted(connect
     await settle()
     task.cancel()
     await settle()
-    assert client._router.load == [0] and client._open == {}
+    assert client._router.load == {0: 0} and client._open == {}
     assert replica.aborted == [replica.requests[0].request_id]
     await replica.answer()  # a result that was on its way is dropped
-    assert client._router.load == [0] and client.generated_tokens == 0
+    assert client._router.load == {0: 0} and client.generated_tokens == 0
 
 
 async def test_request_cancelled_before_it_left_never_leaves(connect):
@@ -358,7 +363,7 @@ async def test_request_that_can_not_run_fails_alone(connect):
     await replica.send([RequestFailed(request_id=ids[2], cause="prompt of 300 tokens")])
     with pytest.raises(RunError, match="prompt of 300 tokens"):
         await bad
-    assert client._router.load == [13]
+    assert client._router.load == {0: 13}
     await replica.answer(replica.requests[0])
     assert (await good).finish_reason == "stop"
 

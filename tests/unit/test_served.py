@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.generation.served import PROBE, served_model
+from torchtitan.experiments.rl.generation.endpoint import PROBE, served_model
 
 KEY = "sk-very-secret"
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from torchtitan.experiments.rl.errors import PeerGone
-from torchtitan.experiments.rl.weights.digests import digest, tensor_digests
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, SnapshotLayout
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, SnapshotLayout, digest, tensor_digests
 
 
 def tensors_of(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:

@@ -11,9 +11,9 @@ from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.operations.supervision import PartProcess, WeightReaders, first_generators
 from torchtitan.experiments.rl.process.lifetime import Lifetime
-from torchtitan.experiments.rl.weights import host_shards, remote
+from torchtitan.experiments.rl.weights import host_shards
 from torchtitan.experiments.rl.weights import reader as reader_module
-from torchtitan.experiments.rl.weights.host_shards import divide, divided_tensors, transfers
+from torchtitan.experiments.rl.weights.host_shards import RemoteShards, divided_tensors, spans
 from torchtitan.experiments.rl.weights.reader import Fetched, HostCopy, WeightReader, local_snapshot
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout
 from torchtitan.experiments.rl.weights.store import copy_key, manifest_key, shards_key
@@ -32,10 +32,10 @@ class TrainerHosts:
         self.broken = False
         """Whether the third read of host b fails."""
         tensor = torch.zeros(self.ROWS, 4)
-        held = [{"t": ((0, self.ROWS // 2), (0, 4))}, {"t": ((self.ROWS // 2, self.ROWS), (0, 4))}]
-        self.divided = divide(held, ["a", "b"], torch.float32)
+        half = self.ROWS // 2
+        self.divided = {"a": {"t": [((0, half), (0, 4))]}, "b": {"t": [((half, self.ROWS), (0, 4))]}}
         self.layout = SnapshotLayout.of({"t": tensor}, torch.float32, divided_tensors(self.divided, {"t": tensor.shape}))
-        self.memory = {host: SharedBuffer.create(own.nbytes) for host, own in self.divided.items()}
+        self.memory = {host: SharedBuffer.create(self.layout.nbytes) for host in self.divided}
         monkeypatch.setattr(host_shards, "READ_BYTES", 100)
 
         async def put(key, value):
@@ -48,9 +48,9 @@ class TrainerHosts:
         monkeypatch.setattr(reader_module.torchstore, "get", get)
         for host, own in self.divided.items():
             buffer = self.memory[host].bytes
-            (only,) = transfers(own, self.layout)
-            handles = [[self._handle(f"{host}{n}", buffer[a:b]) for n, (a, b) in enumerate(only.reads())]]
-            self.store[shards_key(host)] = remote.RemoteShards(shards=own, handles=[handles, handles])
+            (only,) = spans(own, self.layout)
+            handles = [[self._handle(f"{host}{n}", buffer[read]) for n, read in enumerate(only.reads())]]
+            self.store[shards_key(host)] = RemoteShards(shards=own, handles=[handles, handles])
 
     def _handle(self, name: str, memory: torch.Tensor) -> SimpleNamespace:
         async def read_into(target, *, timeout):
@@ -63,8 +63,8 @@ class TrainerHosts:
         return SimpleNamespace(read_into=read_into)
 
     def publish(self, version: int, values: torch.Tensor) -> None:
-        for (host, own), half in zip(self.divided.items(), values.chunk(2), strict=True):
-            own.held[0].view(self.memory[host].bytes).copy_(half)
+        for half, buffer in zip((slice(0, self.ROWS // 2), slice(self.ROWS // 2, None)), self.memory.values(), strict=True):
+            dict(buffer.views(self.layout))["t"][half] = values[half]
         self.publications += 1
         self.store[manifest_key(version)] = Manifest(
             version=version,
@@ -140,7 +140,7 @@ async def test_a_fetch_that_nobody_waits_for_gives_way_to_the_next(hosts, monkey
     hosts.publish(1, random_values(1))
     never = SimpleNamespace(read_into=lambda target, *, timeout: asyncio.Event().wait())
     good = hosts.store[shards_key("b")]
-    hosts.store[shards_key("b")] = remote.RemoteShards(shards=good.shards, handles=[[[never] * 4]] * 2)
+    hosts.store[shards_key("b")] = RemoteShards(shards=good.shards, handles=[[[never] * 4]] * 2)
     stuck = asyncio.create_task(reader.bring(1))
     await until(lambda: hosts.reads == 4)  # those of host a
     await iterations()

@@ -120,8 +120,8 @@ def _prepare(options: argparse.Namespace, command: Command) -> Prepared:
     """
     from torchtitan.experiments.rl.config.resume import save_config
     from torchtitan.experiments.rl.config.run_folder import make_run_folder
+    from torchtitan.experiments.rl.generation.endpoint import served_model
     from torchtitan.experiments.rl.generation.references import FrozenModel
-    from torchtitan.experiments.rl.generation.served import served_model
     from torchtitan.experiments.rl.tools import evaluate as measure
 
     find_model(command)

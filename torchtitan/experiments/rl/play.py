@@ -54,7 +54,7 @@ def _play(known: argparse.Namespace, command: Command) -> int:
     with quiet_libraries():
         from torchtitan.experiments.rl.config import checks
         from torchtitan.experiments.rl.config.run_folder import make_run_folder
-        from torchtitan.experiments.rl.generation.served import served_model
+        from torchtitan.experiments.rl.generation.endpoint import served_model
         from torchtitan.experiments.rl.tools.play import Player, answering_model, play, result_lines, save, skeleton, was_left
 
         find_model(command)

@@ -28,10 +28,10 @@ from torchtitan.experiments.rl.config.plan import (
 )
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
+from torchtitan.experiments.rl.generation.endpoint import PROBE, check_served_tokenizer
 from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.judge import Judge
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, find_references, hosted_models
-from torchtitan.experiments.rl.generation.served import PROBE, check_served_tokenizer
 from torchtitan.experiments.rl.losses import check_corrections
 from torchtitan.experiments.rl.models.checkpoint import check_weights, hub_shapes
 from torchtitan.experiments.rl.models.families import FAMILIES

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.generation.engine import EngineConfig
-from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 
 WeightUpdate = Literal["keep", "recompute", "drain"]
 """Explained where it is set: ``GeneratorConfig.weight_update``."""

@@ -1,4 +1,4 @@
-"""What the library asks of an inference engine. vLLM's is ``generation/vllm_engine.py``; another one is a file like it.
+"""What the library asks of an inference engine. vLLM's is the folder ``generation/vllm``.
 
 An engine has two parts: a config, which is plain data that any process can import, and the engine that the config's ``build``
 makes in the generator's process. Import what only the engine needs inside ``build`` or later.
@@ -14,8 +14,7 @@ import torch
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.messages import Request, RequestFailed, Result
-from torchtitan.experiments.rl.weights.digests import fingerprint
-from torchtitan.experiments.rl.weights.snapshot import Manifest
+from torchtitan.experiments.rl.weights.snapshot import Manifest, fingerprint
 
 
 class WrongWeights(RunError):

@@ -16,7 +16,6 @@ from torchtitan.experiments.rl.generation.messages import (
     CLIENT_BITS,
     GeneratorFailed,
     GeneratorMessage,
-    GeneratorMessages,
     Request,
 )
 from torchtitan.experiments.rl.process.garbage import freeze_objects, keep_imported
@@ -52,7 +51,7 @@ class Generator(WatchedActor):
         self.config = config
         self._model_path = model_path
         self._device = device
-        self._ports: dict[int, Port[GeneratorMessages]] = {}
+        self._ports: dict[int, Port[list[GeneratorMessage]]] = {}
         place = current_rank().rank if index is None else index
         self.part = f"{role} {place}"
         set_up_logging(run_dir, f"{role}-{place}")
@@ -69,7 +68,7 @@ class Generator(WatchedActor):
         return host_identity()
 
     @reported_endpoint
-    async def attach(self, client_id: int, port: Port[GeneratorMessages]) -> None:
+    async def attach(self, client_id: int, port: Port[list[GeneratorMessage]]) -> None:
         """Send the results of this client's requests to ``port`` from now on."""
         self._ports[client_id] = port
 
@@ -114,13 +113,13 @@ class Generator(WatchedActor):
         return self._thread.usage.lap()
 
     def _send(self, messages: Sequence[GeneratorMessage]) -> None:
-        by_client: dict[int, GeneratorMessages] = {}
+        by_client: dict[int, list[GeneratorMessage]] = {}
         for message in messages:
             if isinstance(message, GeneratorFailed):
                 for client_id in self._ports:
-                    by_client.setdefault(client_id, GeneratorMessages()).append(message)
+                    by_client.setdefault(client_id, []).append(message)
             else:
-                by_client.setdefault(message.request_id >> CLIENT_BITS, GeneratorMessages()).append(message)
+                by_client.setdefault(message.request_id >> CLIENT_BITS, []).append(message)
         for client_id, own in by_client.items():
             if client_id in self._ports:
                 self._ports[client_id].send(own)

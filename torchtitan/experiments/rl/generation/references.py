@@ -19,7 +19,7 @@ from annotated_types import MinLen
 from torchtitan.experiments.rl.bounds import Cure, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.generation.engine import EngineConfig
-from torchtitan.experiments.rl.generation.vllm_engine import VLLMEngineConfig
+from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.policy import ModelReference
 
 SERVER_TEXT = "TORCHTITAN_RL_SERVER_TEXT"

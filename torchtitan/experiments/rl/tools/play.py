@@ -20,12 +20,12 @@ from torchtitan.experiments.rl.config.resume import save_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.trial import REPLY, checked_renderer
 from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.generation.client import GeneratorSession
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.engine import Engine
 from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, Result
 from torchtitan.experiments.rl.generation.references import FrozenModel
-from torchtitan.experiments.rl.generation.session import GeneratorSession
 from torchtitan.experiments.rl.observability.rollouts import lines_of
 from torchtitan.experiments.rl.printable import printable, printable_line
 from torchtitan.experiments.rl.process.setup import quiet_libraries
@@ -74,7 +74,7 @@ class LocalModel:
     async def send(
         self, request: GenerateRequest, *, tokens: int, last_replica: int | None, group: str
     ) -> tuple[Result | None, int]:
-        """See ``generation.session.Sender``.
+        """See ``generation.client.Sender``.
 
         Raises:
             RunError: the engine can't be started or has failed, or refuses the request. The next request may start another.

@@ -1,10 +1,15 @@
-"""The trainer's side of weight synchronisation: sharded parameters to one shared snapshot per version."""
+"""The trainer's side of weight synchronisation: sharded parameters to one shared snapshot per version.
+
+From a GPU tensors are copied without the CPU's help, into memory that is page-locked.
+"""
 
 import asyncio
+import logging
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from mmap import PAGESIZE
 from typing import Any, TypeVar
 
 import torch
@@ -12,13 +17,18 @@ import torch.distributed as dist
 import torchstore
 from torch.distributed.tensor import DTensor
 
-from torchtitan.experiments.rl.compat.torch import local_shard
+from torchtitan.experiments.rl.compat.torch import local_shard, take_cuda_error
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.weights.device_copy import copy_to_host, page_lock, wait_for_copies
-from torchtitan.experiments.rl.weights.digests import digest, fingerprint
-from torchtitan.experiments.rl.weights.host_shards import HostShards, divide, divided_tensors, written_by
-from torchtitan.experiments.rl.weights.remote import RemoteShards, offer
-from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, SharedBuffer, SnapshotLayout
+from torchtitan.experiments.rl.weights.host_shards import (
+    HostShards,
+    divided_tensors,
+    held_tensors,
+    offer,
+    spans,
+    written_by_host,
+    written_by_rank,
+)
+from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, SharedBuffer, SnapshotLayout, digest, fingerprint
 from torchtitan.experiments.rl.weights.store import (
     DIGESTS_AFTER_S,
     HostDigests,
@@ -29,6 +39,8 @@ from torchtitan.experiments.rl.weights.store import (
 )
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class SnapshotPublisher:
@@ -100,8 +112,8 @@ class SnapshotPublisher:
         if (remote_readers or len(self._shards) > 1) and self._owns_buffers and not self._offered:
             buffers = [buffer.bytes for buffer in self._buffers]
             # In a thread: it takes 0.3 ms for each 8 MB. The thread has the actor's context, which Monarch needs.
-            handles = await asyncio.to_thread(offer, self._shards[self._host], self._layout, buffers)
-            await torchstore.put(shards_key(self._host), RemoteShards(shards=self._shards[self._host], handles=handles))
+            offered = await asyncio.to_thread(offer, self._shards[self._host], self._layout, buffers)
+            await torchstore.put(shards_key(self._host), offered)
             self._offered = True
         paths, publication = self._paths[version % 2], f"{self._life}-{self._written}"
         manifest = Manifest(version=version, layout=self._layout, paths=paths, publication=publication)
@@ -133,26 +145,31 @@ class SnapshotPublisher:
         everyones = _of_every_rank((self._host, own_shards, uuid.uuid4().hex))
         hosts, held = [host for host, _, _ in everyones], [shards for _, shards, _ in everyones]
         self._life = everyones[0][2]
-        self._shards = divide(held, hosts, self._dtype)
-        self._layout = SnapshotLayout.of(tensors, self._dtype, divided_tensors(self._shards, shapes))
+        written = written_by_rank(held)
+        self._shards = written_by_host(written, hosts)
+        layout = self._layout = SnapshotLayout.of(tensors, self._dtype, divided_tensors(self._shards, shapes))
         own = self._shards.get(self._host)
         self._owns_buffers = own is not None and hosts.index(self._host) == self._rank
         if own is not None and self._owns_buffers:
-            self._buffers = [SharedBuffer.create(own.nbytes) for _ in range(2)]
+            used = [(span.start, span.stop) for span in spans(own, layout)]
+            self._buffers = [SharedBuffer.create(layout.nbytes, used) for _ in range(2)]
         offered = _of_every_rank([buffer.path for buffer in self._buffers])
         self._paths = [{host: paths[index] for host, paths in zip(hosts, offered, strict=True) if paths} for index in range(2)]
         if own is None:
             return
         if not self._owns_buffers:
             self._buffers = [SharedBuffer.attach(paths[self._host]) for paths in self._paths]
-        written = written_by(self._rank, held)
-        self._targets = [own.targets(buffer.bytes, written) for buffer in self._buffers]
+        mine = {name: [shard] for name, shard in written[self._rank].items()}
+        self._targets = [
+            {name: target for (name, _), target in held_tensors(buffer.bytes, layout, mine)} for buffer in self._buffers
+        ]
 
     def _take_digests(self, version: int) -> dict[tuple[str, Shard], str]:
         time.sleep(DIGESTS_AFTER_S)
-        buffer = self._buffers[version % 2].bytes
+        assert self._layout is not None, "written before"
+        held = held_tensors(self._buffers[version % 2].bytes, self._layout, self._shards[self._host])
         with trace.span("digests of what is published", version=version):
-            return {(each.name, each.shard): digest(each.view(buffer)) for each in self._shards[self._host].held}
+            return {key: digest(tensor) for key, tensor in held}
 
 
 def _shard_of(tensor: torch.Tensor) -> Shard:
@@ -176,3 +193,58 @@ def _of_every_rank(value: T) -> list[T]:
 def _barrier() -> None:
     if _many_ranks():
         dist.barrier()
+
+
+def page_lock(targets: Iterable[torch.Tensor]) -> bool:
+    """Keep the pages of CPU tensors where they are, so that a GPU writes them by itself, until this process ends.
+
+    Args:
+        targets: views of mapped memory, which begins and ends with whole pages.
+
+    Returns:
+        Whether it could. Without it copies wait for the CPU, and nothing else changes: CUDA keeps the refusal and the next
+        kernel launch would raise it, so it is taken here.
+    """
+    for start, nbytes in page_ranges(targets):
+        code = int(torch.cuda.cudart().cudaHostRegister(start, nbytes, 0))
+        if code:
+            take_cuda_error()
+            logger.warning("shared memory of the weights can't be page-locked (CUDA error %d): publishing takes longer", code)
+            return False
+    return True
+
+
+def page_ranges(targets: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Address and bytes of the pages that CPU tensors lie on, gaps in a tensor included. CUDA locks no page twice, so ranges
+    that meet are one."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(_pages(target) for target in targets if target.numel()):
+        if found and start <= found[-1][1]:
+            start, end = found[-1][0], max(end, found.pop()[1])
+        found.append((start, end))
+    return [(start, end - start) for start, end in found]
+
+
+def _pages(target: torch.Tensor) -> tuple[int, int]:
+    """From the first page of a tensor to the end of the last."""
+    last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+    start = target.data_ptr()
+    end = start + (last + 1) * target.element_size()
+    return start // PAGESIZE * PAGESIZE, -(-end // PAGESIZE) * PAGESIZE
+
+
+def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy into CPU memory, as the target's dtype. From a GPU it may return before the copy is done: ``wait_for_copies``."""
+    if source.device.type == "cpu":
+        target.copy_(source)
+        return
+    # torch would move the whole float32 and convert on the CPU.
+    converted = source.to(target.dtype)
+    # Into a target with gaps torch copies over a buffer of its own.
+    target.copy_(converted, non_blocking=target.is_contiguous())
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Return when every copy from ``device`` is done."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -13,7 +13,7 @@ from torchtitan.experiments.rl.process.host_identity import host_identity
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import cause_in, reported_endpoint
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
-from torchtitan.experiments.rl.weights.remote import RemoteShards, fetch, place
+from torchtitan.experiments.rl.weights.host_shards import RemoteShards, copy_held, fetch
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer
 from torchtitan.experiments.rl.weights.store import copy_key, published, shards_key
 
@@ -101,7 +101,7 @@ class WeightReader(WatchedActor):
             remote: RemoteShards = await torchstore.get(shards_key(host))
             if host == self._host:
                 own = SharedBuffer.attach(path).bytes
-                await asyncio.to_thread(place, remote.shards.held, own, 0, layout, buffer.bytes)
+                await asyncio.to_thread(copy_held, remote.shards, layout, own, buffer.bytes)
                 continue
             try:
                 nbytes += await fetch(remote, layout, manifest.version % 2, buffer.bytes)

@@ -1,30 +1,33 @@
 """One policy version's weights in shared memory: whoever fills it writes, every generator on the host maps.
 
 A snapshot is one flat buffer and a layout that says where each tensor lies in it. The buffer's pages are made once and reused:
-touching fresh shared-memory pages costs as much as the copy itself.
+touching fresh shared-memory pages costs as much as the copy itself. Digests say which weights a snapshot, or an engine, holds.
 """
 
 import mmap
 import os
-import pickle
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 
 from torchtitan.experiments.rl.errors import PeerGone
 
 _ALIGNMENT = 64
+_PART = 16 * 2**20
+"""Bytes that a thread hashes at once."""
 
 Shard = tuple[tuple[int, int], ...]
 """A part of a tensor: start and stop in each dimension."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     name: str
     """Hub name."""
     shape: tuple[int, ...]
@@ -44,19 +47,12 @@ class TensorEntry:
         return tuple((0, size) for size in self.shape)
 
 
-@dataclass(kw_only=True, frozen=True)
+@dataclass(kw_only=True, slots=True, frozen=True)
 class SnapshotLayout:
-    """A trainer has one for all its versions, so that it is pickled and unpickled once in each process."""
+    """Where each tensor lies. A trainer has one for all its versions."""
 
     entries: tuple[TensorEntry, ...]
     nbytes: int
-
-    def __reduce__(self) -> tuple[Callable[[bytes], "SnapshotLayout"], tuple[bytes]]:
-        return _unpacked_layout, (self._packed,)
-
-    @cached_property
-    def _packed(self) -> bytes:
-        return pickle.dumps((self.entries, self.nbytes))
 
     @classmethod
     def of(
@@ -119,9 +115,15 @@ class SharedBuffer:
         self.bytes = torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
 
     @classmethod
-    def create(cls, nbytes: int) -> "SharedBuffer":
+    def create(cls, nbytes: int, used: Iterable[tuple[int, int]] | None = None) -> "SharedBuffer":
+        """
+        Args:
+            used: start and stop of the bytes that take memory. None: all.
+        """
         descriptor = os.memfd_create("policy-weights")
-        os.posix_fallocate(descriptor, 0, nbytes)
+        os.ftruncate(descriptor, nbytes)
+        for start, stop in ((0, nbytes),) if used is None else used:
+            os.posix_fallocate(descriptor, start, stop - start)
         return cls(descriptor, f"/proc/{os.getpid()}/fd/{descriptor}")
 
     @classmethod
@@ -163,12 +165,6 @@ class SnapshotReader:
         return buffer
 
 
-@lru_cache(2)
-def _unpacked_layout(packed: bytes) -> SnapshotLayout:
-    entries, nbytes = pickle.loads(packed)
-    return SnapshotLayout(entries=entries, nbytes=nbytes)
-
-
 def aligned(nbytes: int) -> int:
     """Bytes that so many take in a buffer, up to where the next tensor begins."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -184,3 +180,67 @@ def views(buffer: torch.Tensor, layout: SnapshotLayout) -> Iterator[tuple[str, t
 def index_of(shard: Shard) -> tuple[slice, ...]:
     """What picks a shard out of its tensor."""
     return tuple(slice(start, stop) for start, stop in shard)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """XXH3-128 of those of the 16 MB parts of a tensor's bytes, in their order.
+
+    Parts are hashed in parallel, where there are cores: xxhash releases the GIL, and reads at memory speed.
+    """
+    content = _content(tensor).data
+    parts = [content[start : start + _PART] for start in range(0, len(content), _PART)]
+    spread = _threads().map if len(parts) > 1 else map
+    return xxhash.xxh3_128_hexdigest(b"".join(spread(xxhash.xxh3_128_digest, parts)))
+
+
+def tensor_digest(tensor: torch.Tensor, shards: tuple[Shard, ...] = ()) -> str:
+    """Of a whole tensor that is divided as ``TensorEntry.shards`` says: its ``digest``, or one of those of its shards."""
+    if not shards:
+        return digest(tensor)
+    return combined([digest(tensor[index_of(shard)]) for shard in shards])
+
+
+def tensor_digests(buffer: torch.Tensor, layout: SnapshotLayout) -> dict[str, str]:
+    """``tensor_digest`` of each tensor in a snapshot's flat uint8 buffer, by name in the layout's order."""
+    shards = [entry.shards for entry in layout.entries]
+    return {name: tensor_digest(view, own) for (name, view), own in zip(views(buffer, layout), shards, strict=True)}
+
+
+def digests_of_shards(found: Mapping[tuple[str, Shard], str], layout: SnapshotLayout) -> dict[str, str]:
+    """``tensor_digests`` of the snapshot whose shards have these digests, by name and shard. A tensor of no values has none."""
+    return {
+        entry.name: combined([found.get((entry.name, shard), _NOTHING) for shard in entry.shards or (entry.whole,)])
+        for entry in layout.entries
+    }
+
+
+def combined(found: list[str]) -> str:
+    """Digest of a tensor from those of its shards, in their order."""
+    return found[0] if len(found) == 1 else xxhash.xxh3_128_hexdigest("\n".join(found).encode())
+
+
+def of_copies(found: Iterable[str]) -> str:
+    """The digest that all copies of a tensor have; where they differ, all of theirs, which equals none."""
+    return " and ".join(sorted(set(found)))
+
+
+def fingerprint(digests: Mapping[str, str]) -> str:
+    """Of a version: of its tensors' names and digests, in their order."""
+    return xxhash.xxh3_128_hexdigest("\n".join(f"{name} {value}" for name, value in digests.items()).encode())
+
+
+def _content(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's values as flat uint8: its own memory where they lie on the CPU, one after the other."""
+    if not (tensor.is_cpu and tensor.is_contiguous()):  # asking costs less than either call, for each tensor of a model
+        tensor = tensor.cpu().contiguous()
+    # A lone value counts as contiguous with any stride, and then view(-1) keeps that.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """One for each core of this process."""
+    return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="hashing")
+
+
+_NOTHING = digest(torch.empty(0))

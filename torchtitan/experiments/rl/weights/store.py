@@ -10,8 +10,7 @@ from monarch.actor import ProcMesh
 from torchtitan.experiments.rl.compat.monarch import OneActor
 from torchtitan.experiments.rl.compat.torchstore import is_missing, use_async_controller
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.weights.digests import digests_of_shards
-from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard
+from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, digests_of_shards
 
 DIGESTS_AFTER_S = 0.01
 """The trainer begins to take digests so long after it has put the manifest, which generators fetch meanwhile. On one core,

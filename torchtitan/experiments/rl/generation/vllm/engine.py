@@ -31,8 +31,7 @@ from torchtitan.experiments.rl.process.descendants import descendants
 from torchtitan.experiments.rl.process.garbage import keep_imported
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.user_code.endpoint import cause_in
-from torchtitan.experiments.rl.weights.digests import fingerprint, of_copies
-from torchtitan.experiments.rl.weights.snapshot import Manifest
+from torchtitan.experiments.rl.weights.snapshot import Manifest, fingerprint, of_copies
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class VLLMEngineConfig(EngineConfig):
     """KV cache of each GPU, in GiB. None: what ``gpu_memory_utilization`` leaves. Needed where the trainer has the same GPUs
     (``provision.share_gpus``). CUDA only."""
     cpu_kv_cache_gib: PositiveFloat = 1.0
-    """KV cache on CPU, in GiB. Prefix caching takes an eighth more (``generation/vllm_last_block.py``). vLLM fills it with
+    """KV cache on CPU, in GiB. Prefix caching takes an eighth more (``generation/vllm/last_block.py``). vLLM fills it with
     zeros when it starts, which takes some 1.8 s a GiB."""
     cuda_graphs: bool = True
     """False sets enforce_eager. CPU is always eager."""
@@ -125,7 +124,7 @@ class VLLMEngine:
                 logprobs_mode="processed_logprobs",
                 # A step in flight while weights change would mislabel its tokens.
                 async_scheduling=False,
-                worker_extension_cls="torchtitan.experiments.rl.generation.vllm_worker.SnapshotLoader",
+                worker_extension_cls="torchtitan.experiments.rl.generation.vllm.worker.SnapshotLoader",
                 disable_log_stats=True,
                 use_tqdm_on_load=False,
                 enable_sleep_mode=config.sleep and not on_cpu,
@@ -242,7 +241,7 @@ def _sharing_of_last_blocks() -> dict[str, Any]:
 
     connector = KVTransferConfig(
         kv_connector="LastBlocks",
-        kv_connector_module_path="torchtitan.experiments.rl.generation.vllm_last_block",
+        kv_connector_module_path="torchtitan.experiments.rl.generation.vllm.last_block",
         kv_connector_extra_config={"kept_share": KEPT_SHARE},
         kv_role="kv_both",
     )
