@@ -104,7 +104,7 @@ def compare(model: Path, count: int, folder: Path) -> bool:
     from torchtitan.experiments.rl.process.setup import set_up_process
     from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
     from torchtitan.experiments.rl.training.learner import Learner
-    from torchtitan.experiments.rl.training.process_group import init_process_group
+    from torchtitan.experiments.rl.training.trainer import init_process_group
     from torchtitan.experiments.rl.types import TrainingSample
 
     set_up_process()

@@ -34,13 +34,13 @@ sys.path.insert(0, str(ROOT))
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
 from torchtitan.experiments.rl.batching.packing import Row, fill  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
-from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_members  # noqa: E402
+from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_denominators  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # noqa: E402
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig  # noqa: E402
 from torchtitan.experiments.rl.training.learner import Learner  # noqa: E402
-from torchtitan.experiments.rl.training.process_group import init_process_group  # noqa: E402
+from torchtitan.experiments.rl.training.trainer import init_process_group  # noqa: E402
 from torchtitan.experiments.rl.types import LossDenominators, TrainingSample  # noqa: E402
 
 VOCABULARY = 768
@@ -122,7 +122,7 @@ def bare_loop(load: Load) -> Callable[[], float]:
         names = tuple({sample.task_name for sample in load.samples})
         parts = [load.samples[at : at + load.padded_rows] for at in range(0, len(load.samples), load.padded_rows)]
         batches = [fill([Row(samples=[sample], shared=[0]) for sample in part], names, longest) for part in parts]
-        rl, ce, ref_kl = sum(count_members(batch) for batch in batches).clamp(min=1).tolist()
+        rl, ce, ref_kl = sum(count_denominators(batch, ["members"] * 3) for batch in batches).clamp(min=1).tolist()
         total = 0.0
         for batch in batches:
             tokens = batch.token_ids.long()

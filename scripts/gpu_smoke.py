@@ -42,10 +42,10 @@ from benchmarks.trainer_step import made_samples  # noqa: E402
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
 from torchtitan.experiments.rl.config.plan import ModelSizes, trainer_memory  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
+from torchtitan.experiments.rl.models.attention import tree_mask  # noqa: E402
+from torchtitan.experiments.rl.models.decoder import RowShapes  # noqa: E402
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, parameter_count, policy_spec  # noqa: E402
-from torchtitan.experiments.rl.models.prefix_trees import tree_mask  # noqa: E402
-from torchtitan.experiments.rl.models.row_shapes import RowShapes  # noqa: E402
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
 from torchtitan.experiments.rl.process.gpus import gpu_host_lacks  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
@@ -53,8 +53,8 @@ from torchtitan.experiments.rl.process.shared_memory import SHARED_MEMORY  # noq
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig  # noqa: E402
 from torchtitan.experiments.rl.training.learner import Learner  # noqa: E402
-from torchtitan.experiments.rl.training.process_group import init_process_group  # noqa: E402
 from torchtitan.experiments.rl.training.reference import ReferenceConfig  # noqa: E402
+from torchtitan.experiments.rl.training.trainer import init_process_group  # noqa: E402
 from torchtitan.experiments.rl.types import TrainingBatch  # noqa: E402
 from torchtitan.experiments.rl.weights.publisher import copy_to_host, page_lock, wait_for_copies  # noqa: E402
 from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digest  # noqa: E402

@@ -38,7 +38,7 @@ from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.checks import needed_gpus, plan_run
 from torchtitan.experiments.rl.config.plan import FLOPS, GIB, RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.models import logprob_decoder
+from torchtitan.experiments.rl.models import decoder
 from torchtitan.experiments.rl.models.policy import policy_spec
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training import learner as learning
@@ -220,7 +220,7 @@ def stand_in(patch: pytest.MonkeyPatch, watch: Watch, fake: FakeTensorMode, seen
     patch.setattr(learning, "TrainerCheckpoints", lambda **_: SimpleNamespace(wait_for_staging=lambda: None))
     patch.setattr(learning, "policy_spec", lambda model, *, device, **rest: policy_spec(model, device="cuda", **rest))
     patch.setattr(learning.MetricSums, "all_reduce", lambda *_: None)  # sends objects: bytes that FakeTensors lack
-    patch.setattr(logprob_decoder, "create_attention_mask", block_mask)
+    patch.setattr(decoder, "create_attention_mask", block_mask)
     patch.setattr(FlexAttention, "_compiled_flex_attn", flex)
     patch.setattr(torch.nn.functional, "rms_norm", lambda values, shape, weight, eps: KernelOfNorm.apply(values, weight))
 

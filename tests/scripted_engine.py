@@ -30,7 +30,6 @@ from torchtitan.experiments.rl.weights.snapshot import (
     SnapshotLayout,
     SnapshotReader,
     digest,
-    fingerprint,
     tensor_digest,
 )
 
@@ -153,7 +152,7 @@ class ScriptedEngine:
         digests = {TABLE: tensor_digest(torch.from_numpy(self._table).float(), manifest.layout.entries[0].shards)}
         self._version, self.asleep = manifest.version, False
         self.recomputed += [self._version] if recompute else []
-        return LoadReport(fingerprint=fingerprint(digests), digests=digests, verify_s=0.0, reload_s=0.0)
+        return LoadReport(digests=digests, verify_s=0.0, reload_s=0.0)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         for request_id in request_ids:

@@ -12,8 +12,7 @@ from typing import Any
 
 from torchtitan.experiments.rl.config.plan import ModelSizes
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
-from torchtitan.experiments.rl.models.checkpoint import hub_shapes
-from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
+from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, hub_shapes, policy_spec
 
 
 def stub_model(folder: Path, flavor: str) -> Path:

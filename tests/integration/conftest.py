@@ -14,7 +14,7 @@ from tests.integration.learners import compute_in_float64, fused_config, learner
 from tests.integration.models import MODEL, llama_folder
 from torchtitan.experiments.rl.models.policy import policy_spec
 from torchtitan.experiments.rl.training.learner import Learner
-from torchtitan.experiments.rl.training.process_group import init_process_group
+from torchtitan.experiments.rl.training.trainer import init_process_group
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,7 @@ from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
-from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs
+from torchtitan.experiments.rl.models.decoder import batch_logprobs
 from torchtitan.experiments.rl.operations.provision import shut_down, spawn
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts

@@ -25,9 +25,9 @@ from tests.integration.learners import (
 from tests.integration.models import MODEL, llama_folder
 from tests.integration.ranks import run_ranks
 from torchtitan.experiments.rl.process.setup import set_up_process
+from torchtitan.experiments.rl.training.config import Parallelism
 from torchtitan.experiments.rl.training.learner import Learner
-from torchtitan.experiments.rl.training.parallelism import Parallelism
-from torchtitan.experiments.rl.training.process_group import init_process_group
+from torchtitan.experiments.rl.training.trainer import init_process_group
 from torchtitan.experiments.rl.types import DataParallel
 
 LR = 1e-4

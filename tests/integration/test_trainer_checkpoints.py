@@ -15,11 +15,10 @@ from tests.integration.models import MODEL
 from tests.integration.ranks import run_ranks
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process.setup import set_up_process
-from torchtitan.experiments.rl.training.checkpoints import TrainerStart
-from torchtitan.experiments.rl.training.hub_export import export_checkpoint
+from torchtitan.experiments.rl.training.checkpoints import TrainerStart, export_checkpoint
 from torchtitan.experiments.rl.training.learner import Learner
-from torchtitan.experiments.rl.training.process_group import init_process_group
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
+from torchtitan.experiments.rl.training.trainer import init_process_group
 
 
 def step(learner: Learner, number: int) -> dict[str, float]:

@@ -30,10 +30,10 @@ from tests.integration.ranks import run_ranks
 from tests.unit.tree_samples import random_tree, tree_sample
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process.setup import set_up_process
+from torchtitan.experiments.rl.training.config import Parallelism
 from torchtitan.experiments.rl.training.learner import Learner
-from torchtitan.experiments.rl.training.parallelism import Parallelism
-from torchtitan.experiments.rl.training.process_group import init_process_group
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
+from torchtitan.experiments.rl.training.trainer import init_process_group
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingSample
 
 

@@ -107,7 +107,7 @@ class World:
                 report = self._load(found or published)
             return WeightReceipt(
                 version=(found or published).manifest.version,
-                fingerprint=report.fingerprint,
+                fingerprint=fingerprint(report.digests),
                 canary_logprobs=self._scored(canary) if sabotage is None else np.zeros(len(canary), np.float32),
                 verify_s=0.0,
                 reload_s=0.0,

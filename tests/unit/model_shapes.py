@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
-from torchtitan.experiments.rl.models.checkpoint import hub_shapes
 from torchtitan.experiments.rl.models.hub import HubConfig
-from torchtitan.experiments.rl.models.policy import folder_spec
+from torchtitan.experiments.rl.models.policy import folder_spec, hub_shapes
 
 SMOLLM2: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

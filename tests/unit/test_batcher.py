@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
-from torchtitan.experiments.rl.losses import DPPO, GSPO, LossConfig, compute_loss, count_members
+from torchtitan.experiments.rl.losses import DPPO, GSPO, LossConfig, compute_loss, count_denominators
 from torchtitan.experiments.rl.types import LossDenominators, TrainingBatch, TrainingSample
 
 torch.set_num_threads(1)
@@ -149,7 +149,7 @@ def test_rows_are_no_longer_than_their_microbatch_needs():
 def test_a_rank_with_nothing_to_do_gets_one_short_row_of_padding():
     plan = plan_of([sample(20)], ranks=3)
     assert [[tuple(batch.token_ids.shape) for batch in rank] for rank in plan.microbatches] == [[(1, 24)], [(1, 8)], [(1, 8)]]
-    assert count_members(plan.microbatches[2][0]).tolist() == [0, 0, 0]
+    assert count_denominators(plan.microbatches[2][0], ["members"] * 3).tolist() == [0, 0, 0]
     nothing = plan_of([], ranks=2)
     assert (nothing.efficiency, nothing.rows, nothing.tokens) == (0, 0, 0)
     assert [len(rank) for rank in nothing.microbatches] == [1, 1]
@@ -256,7 +256,7 @@ def step(samples, theta: torch.Tensor, config: LossConfig, **layout) -> tuple[fl
     """Loss and gradient of one optimizer step, all ranks and microbatches in turn. A token's log-probability depends on its id,
     its position and its temperature, through every entry of ``theta`` [50, 2]."""
     batches = [batch for rank in plan_of(samples, **layout).microbatches for batch in rank]
-    rl, ce, ref_kl = sum(count_members(batch) for batch in batches).clamp(min=1).tolist()
+    rl, ce, ref_kl = sum(count_denominators(batch, ["members"] * 3) for batch in batches).clamp(min=1).tolist()
     theta = theta.clone().requires_grad_()
     total = 0.0
     for batch in batches:

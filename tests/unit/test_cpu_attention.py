@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.models.cpu_attention import CPUVarlenAttention, PackedDocuments, packed_metadata
+from torchtitan.experiments.rl.models.attention import CPUVarlenAttention, PackedDocuments, packed_metadata
 
 torch.set_num_threads(1)
 

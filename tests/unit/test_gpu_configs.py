@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.config.checks import needed_gpus
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
 from torchtitan.experiments.rl.config_registry import HUB_FOLDER
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
-from torchtitan.experiments.rl.training.process_group import init_process_group
+from torchtitan.experiments.rl.training.trainer import init_process_group
 
 CONFIGS = {
     name: config
@@ -178,7 +178,7 @@ def test_ranks_on_gpus_meet_over_nccl_and_keep_gloo_for_what_is_in_the_hosts_mem
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # so that it is as before when the test is over
         monkeypatch.delenv(name)
-    prefix = "torchtitan.experiments.rl.training.process_group"
+    prefix = "torchtitan.experiments.rl.training.trainer"
     monkeypatch.setattr(f"{prefix}.interface_towards", lambda host: {"192.0.2.7": "eth7"}[host])
     monkeypatch.setattr(f"{prefix}.socket.if_nameindex", lambda: [(1, "lo"), (2, "eth7")])
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.update(device=device))

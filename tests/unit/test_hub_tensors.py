@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
-from torchtitan.experiments.rl.training.hub_tensors import HubTensors
+from torchtitan.experiments.rl.training.learner import HubTensors
 
 
 @pytest.mark.parametrize("flavor", ["qwen3/debugmodel", "llama3/debugmodel"])

@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.losses import (
     RefKL,
     RLLoss,
     compute_loss,
-    count_members,
+    count_denominators,
 )
 from torchtitan.experiments.rl.types import TrainingBatch
 
@@ -33,7 +33,7 @@ def test_membership_is_mask_and_weight_for_rl_and_weight_alone_for_the_others():
         ce_weights=[[0.0, 0.1, 0.0, 0.1, -0.1]],
         ref_kl_weights=[[0.0, 0.0, 0.0, 1.0, 0.0]],
     )
-    counts = count_members(batch)
+    counts = count_denominators(batch, ["members"] * 3)
     assert counts.dtype == torch.int64
     assert counts.tolist() == [2, 3, 1]
 

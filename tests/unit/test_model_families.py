@@ -13,11 +13,10 @@ from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 from tests.unit.command_line import assert_one_line
 from tests.unit.test_plan_and_config import DEBUG, TINY_MODEL
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.models import families
-from torchtitan.experiments.rl.models.families import FAMILIES, family_of_flavor
+from torchtitan.experiments.rl.models import policy as policy_module
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.llama3 import LLAMA3
-from torchtitan.experiments.rl.models.policy import ModelConfig, parameter_count, policy_spec
+from torchtitan.experiments.rl.models.policy import FAMILIES, ModelConfig, family_of_flavor, parameter_count, policy_spec
 from torchtitan.experiments.rl.models.qwen3 import QWEN3
 
 LLAMA_3_1 = {
@@ -200,7 +199,7 @@ def test_llama_flavors_that_are_left_out_still_have_the_wrong_rotary_scaling():
 
 
 def test_a_further_family_is_one_record_under_its_architecture(tmp_path, monkeypatch):
-    monkeypatch.setitem(families.FAMILIES, "OtherForCausalLM", replace(QWEN3, name="other", flavors=()))
+    monkeypatch.setitem(policy_module.FAMILIES, "OtherForCausalLM", replace(QWEN3, name="other", flavors=()))
     spec = spec_of(tmp_path, qwen3_config(), architectures=["OtherForCausalLM"])
     assert spec.name == "other" and isinstance(spec.model.layers[0].attention.rope, CosSinRoPE.Config)
 

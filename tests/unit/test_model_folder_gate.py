@@ -53,7 +53,7 @@ NORM = "model.norm.weight"
 
 FOLDERS = {
     "rubbish": (lambda f: (f / "model.safetensors").write_bytes(b"no weights at all"), "is no readable safetensors file"),
-    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "is no readable safetensors file", "the file has 0"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "is no readable safetensors file"),
     "a pointer in their place": (
         lambda f: (f / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
         "is no readable safetensors file",
@@ -62,7 +62,7 @@ FOLDERS = {
         lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors").mkdir()),
         "is no readable safetensors file",
     ),
-    "cut off": (cut, "the file is cut off", "download it again"),
+    "cut off": (cut, "is no readable safetensors file", "not fully covered", "download it again"),
     "a list for a header": (header([1, 2]), "is no readable safetensors file"),
     "a tensor without a shape": (header({NORM: {"dtype": "F32", "data_offsets": [0, 0]}}), "is no readable safetensors"),
     "quantized": (header({NORM: {"dtype": "F8_E4M3", "shape": [0], "data_offsets": [0, 0]}}), "has dtype F8_E4M3"),

@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.config.plan import BANDWIDTH, FLOPS, GIB, RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel
-from torchtitan.experiments.rl.models.row_shapes import RowShapes
+from torchtitan.experiments.rl.models.decoder import RowShapes
 
 ON_GPUS = [name for name in config_functions(DEFAULT_MODULE) if name.startswith("rl_grpo_qwen3_") and "debug" not in name]
 

@@ -7,9 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from torchtitan.experiments.rl.models import cpu_attention
-from torchtitan.experiments.rl.models.cpu_attention import CPUVarlenAttention, packed_metadata
-from torchtitan.experiments.rl.models.prefix_trees import parent_columns, subtree_ends, tree_mask
+from torchtitan.experiments.rl.models import attention
+from torchtitan.experiments.rl.models.attention import (
+    CPUVarlenAttention,
+    packed_metadata,
+    parent_columns,
+    subtree_ends,
+    tree_mask,
+)
 
 torch.set_num_threads(1)
 
@@ -102,7 +107,7 @@ def with_gradient(attend, positions):
 @given(positions=positions_of_trees())
 def test_kernel_and_its_gradients_are_those_of_the_paths_whatever_the_blocks(block, positions):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_attention, "BRANCH_TOKENS", block)
+        patch.setattr(attention, "BRANCH_TOKENS", block)
         ours = with_gradient(by_kernel, positions)
     for left, right in zip(ours, with_gradient(by_paths, positions), strict=True):
         torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-12)

@@ -10,7 +10,7 @@ RANK = """
 import os, sys
 import torch
 import torch.distributed as dist
-from torchtitan.experiments.rl.training.process_group import init_process_group
+from torchtitan.experiments.rl.training.trainer import init_process_group
 init_process_group(device="cpu", rank=int(sys.argv[1]), world_size=2, url=sys.argv[2])
 total = torch.ones(1)
 dist.all_reduce(total)

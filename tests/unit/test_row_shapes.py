@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan.experiments.rl.models.decoder import RowShapes
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
-from torchtitan.experiments.rl.models.row_shapes import RowShapes
 from torchtitan.experiments.rl.training.learner import Learner
 
 ROW_LENGTH, ROWS = 500, 3

@@ -9,8 +9,7 @@ from monarch.actor import ActorError
 
 from tests.unit.test_saved_state import run_state
 from tests.unit.waiting import iterations, until
-from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
-from torchtitan.experiments.rl.checkpointing.folder import checkpoints, newest_valid, verify
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointConfig, checkpoints, newest_valid, verify
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.checkpoints import RunCheckpoints
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost

@@ -18,11 +18,11 @@ from torchtitan.experiments.rl.losses import (
     MetricSums,
     PPOClip,
     compute_loss,
-    count_members,
+    count_denominators,
     mismatch_metrics,
 )
-from torchtitan.experiments.rl.models import cpu_attention, logprob_decoder
-from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs
+from torchtitan.experiments.rl.models import attention, decoder
+from torchtitan.experiments.rl.models.decoder import batch_logprobs
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.types import LossDenominators
 
@@ -70,7 +70,7 @@ def step(policy, samples, rl=VARIANTS[0], *, share: bool, row_length=48, rows_pe
     config = Batcher.Config(row_length=row_length, rows_per_microbatch=rows_per_microbatch, share_prefixes=share)
     plan = config.build().plan(samples, ranks)
     batches = [batch for rank in plan.microbatches for batch in rank]
-    rl_count, ce, ref_kl = sum(count_members(batch) for batch in batches).clamp(min=1).tolist()
+    rl_count, ce, ref_kl = sum(count_denominators(batch, ["members"] * 3) for batch in batches).clamp(min=1).tolist()
     sums = MetricSums()
     policy.zero_grad()
     for batch in batches:
@@ -151,26 +151,26 @@ def test_the_same_token_may_be_sampled_in_one_sample_and_an_envs_in_another(poli
 
 
 def see_siblings(patch):
-    original = cpu_attention.subtree_ends
+    original = attention.subtree_ends
 
     def ends(positions):
         wrong = original(positions).clone()
         wrong[positions > 0] += 1  # a token's next sibling sees it too
         return wrong
 
-    patch.setattr(cpu_attention, "subtree_ends", ends)
+    patch.setattr(attention, "subtree_ends", ends)
 
 
 def lose_an_ancestor(patch):
-    original = cpu_attention.subtree_ends
-    patch.setattr(cpu_attention, "subtree_ends", lambda positions: original(positions).clamp(max=40))
+    original = attention.subtree_ends
+    patch.setattr(attention, "subtree_ends", lambda positions: original(positions).clamp(max=40))
 
 
 def predict_from_the_left(patch):
     def left(positions):
         return torch.arange(-1, positions.shape[1] - 1).expand(positions.shape)
 
-    patch.setattr(logprob_decoder, "parent_columns", left)
+    patch.setattr(decoder, "parent_columns", left)
 
 
 def change_trees(change):

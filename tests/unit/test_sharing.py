@@ -8,8 +8,14 @@ from hypothesis import strategies as st
 
 from tests.unit.tree_samples import random_tree, tree_sample, trees_of_samples
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.batching.packing import ATTENTION_COST, row_cost
-from torchtitan.experiments.rl.batching.sharing import LEAST_SHARE, prefix_order, shared_in_row, tree_units
+from torchtitan.experiments.rl.batching.packing import (
+    ATTENTION_COST,
+    LEAST_SHARE,
+    prefix_order,
+    row_cost,
+    shared_in_row,
+    tree_units,
+)
 
 TREES = st.builds(random_tree, st.integers(0, 2**32), st.integers(1, 15), st.integers(1, 25))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.loss_batches import ONE, random_batch
-from torchtitan.experiments.rl.losses import CISPO, DPPO, GSPO, LossConfig, PPOClip, compute_loss, count_members
+from torchtitan.experiments.rl.losses import CISPO, DPPO, GSPO, LossConfig, PPOClip, compute_loss, count_denominators
 from torchtitan.experiments.rl.types import STREAMS, TrainingBatch, TrainingSample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +93,7 @@ def loss_of(logprobs: torch.Tensor, batch: TrainingBatch, rl) -> tuple[list[int]
     logprobs = logprobs.clone().requires_grad_()
     loss, _ = compute_loss(logprobs, batch, ONE, LossConfig(rl=rl))
     loss.backward()
-    return count_members(batch).tolist(), loss.item(), logprobs.grad.tolist()
+    return count_denominators(batch, ["members"] * 3).tolist(), loss.item(), logprobs.grad.tolist()
 
 
 @pytest.mark.parametrize("rl", VARIANTS, ids=lambda rl: type(rl).__qualname__)
@@ -108,4 +108,4 @@ def test_declared_fills_make_padding_a_member_of_nothing():
     empty = {name: torch.from_numpy(np.full((1, 4), stream.fill, stream.dtype)) for name, stream in STREAMS.items()}
     zeros = torch.zeros(1, 4, dtype=torch.int32)
     batch = TrainingBatch(**empty, positions=zeros, temperatures=torch.ones(1, 4), task_ids=zeros - 1, task_names=())
-    assert count_members(batch).tolist() == [0, 0, 0]
+    assert count_denominators(batch, ["members"] * 3).tolist() == [0, 0, 0]

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 
 from tests.unit.test_logprob_head import TOKENS, WIDTH, Largest, head_of, inputs_of
-from torchtitan.experiments.rl.models import vocabulary_shard
-from torchtitan.experiments.rl.models.logprob_head import LogprobHead
-from torchtitan.experiments.rl.models.vocabulary_shard import VocabularyShard
+from torchtitan.experiments.rl.models import logprob_head
+from torchtitan.experiments.rl.models.logprob_head import LogprobHead, VocabularyShard
 
 CHUNK = 7
 
@@ -35,9 +34,9 @@ def thread_groups(monkeypatch):
         threads, rank = group
         threads.all_reduce(rank, tensor, op == dist.ReduceOp.MAX)
 
-    monkeypatch.setattr(vocabulary_shard.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(vocabulary_shard.dist, "get_world_size", lambda group: group[0].size)
-    monkeypatch.setattr(vocabulary_shard.dist, "get_rank", lambda group: group[1])
+    monkeypatch.setattr(logprob_head.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(logprob_head.dist, "get_world_size", lambda group: group[0].size)
+    monkeypatch.setattr(logprob_head.dist, "get_rank", lambda group: group[1])
 
 
 def part_of(whole: LogprobHead, rank: int, threads: Threads) -> LogprobHead:
@@ -80,7 +79,7 @@ def test_no_tensor_of_a_rank_is_as_wide_as_the_vocabulary(monkeypatch):
     for ranks in (1, 4):
         vocabulary = 400 * ranks
         whole = head_of(torch.float32, vocabulary=vocabulary)
-        monkeypatch.setattr(vocabulary_shard.dist, "all_reduce", lambda *arguments, **options: None)
+        monkeypatch.setattr(logprob_head.dist, "all_reduce", lambda *arguments, **options: None)
         part = part_of(whole, 0, Threads(ranks))
         hidden, targets, temperatures, upstream = inputs_of(TOKENS, torch.float32, vocabulary=vocabulary)
         with Largest() as seen:

@@ -9,7 +9,7 @@ import torch
 from tests.zoo.world import HonestPolicy
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_members
+from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_denominators
 from torchtitan.experiments.rl.observability.waits import Waits
 from torchtitan.experiments.rl.operations.assembly import RunActors
 from torchtitan.experiments.rl.operations.context import RunContext
@@ -36,7 +36,7 @@ class StandInTrainer:
 
     async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
         (microbatches,) = packed.microbatches
-        counts = torch.stack([count_members(batch) for batch in microbatches]).sum(0)
+        counts = torch.stack([count_denominators(batch, ["members"] * 3) for batch in microbatches]).sum(0)
         rl, ce, ref_kl = (max(1, int(count)) for count in counts)
         total = 0.0
         for batch in microbatches:

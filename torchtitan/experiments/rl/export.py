@@ -65,7 +65,7 @@ def _export(given: str, target: Path, *, model: str | None) -> Path:
     from torchtitan.experiments.rl.config.resume import find_checkpoint
     from torchtitan.experiments.rl.config.run_folder import read_config
     from torchtitan.experiments.rl.models.policy import ModelConfig
-    from torchtitan.experiments.rl.training.hub_export import export_checkpoint
+    from torchtitan.experiments.rl.training.checkpoints import export_checkpoint
 
     run_dir, checkpoint = find_checkpoint(given)
     values = (read_config(run_dir) or read_config(checkpoint) or {}).get("model")

@@ -122,7 +122,7 @@ class TrainingSample(TokenStreams[np.ndarray, np.ndarray | None]):
 class PrefixTrees:
     """The rows of a TrainingBatch as the model computes them: what samples of a row begin with alike is there once.
 
-    Each tree is in depth-first order, so the positions tell it whole (`models/prefix_trees.py`). Two samples P A and P B, a
+    Each tree is in depth-first order, so the positions tell it whole (`models/attention.py`). Two samples P A and P B, a
     token of padding in the batch and two in the trees::
 
         batch   token_ids   p0 p1 a2 a3   p0 p1 b2    0

@@ -1,1 +1,1 @@
-"""Training samples to packed ``[B, L]`` batches. ``packing.py`` is pure arithmetic on lengths; ``batcher.py`` fills tensors."""
+"""Training samples to packed ``[B, L]`` batches. ``packing.py`` lays rows out; ``batcher.py`` chooses among layouts."""

@@ -8,9 +8,18 @@ import numpy as np
 from annotated_types import Ge
 
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.batching.packing import Row, balance_rows, fill, pack_rows, padded_length, spread_rows
+from torchtitan.experiments.rl.batching.packing import (
+    Row,
+    balance_rows,
+    fill,
+    pack_rows,
+    padded_length,
+    prefix_order,
+    shared_in_row,
+    spread_rows,
+    tree_units,
+)
 from torchtitan.experiments.rl.batching.sample_checks import check_sample
-from torchtitan.experiments.rl.batching.sharing import prefix_order, shared_in_row, tree_units
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.types import TrainingBatch, TrainingSample
 

@@ -17,29 +17,58 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.errors import RunError
 
 logger = logging.getLogger(__name__)
 
+
 CHECKPOINTS_FOLDER = "checkpoints"
+
+
 MANIFEST_FILE = "manifest.json"
+
+
 POLICY_FOLDER = "policy"
 """In the run folder: the policy as hub folders, ``policy/step-N``."""
+
+
 OLD_POLICY_FOLDER = "checkpoint"
 """What older runs call it."""
+
+
 TRAINER_FOLDER = "trainer"
 """In a checkpoint's folder: what the trainer's ranks wrote."""
+
+
 FORMAT = 1
 """Of the manifest; a reader refuses others."""
 
+
 _NAME = re.compile(r"step-(\d{6,})")
+
+
 _READERS = 4
 """Threads that read files for their checksums. SHA-256 takes a core about 1 GB/s."""
+
+
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 """What network file systems answer that can't fsync a folder."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    interval: NonNegativeInt = 20
+    """Optimizer steps between two checkpoints. 0: none but those at a signal, at an error and at the end."""
+    keep: PositiveInt = 2
+    """Checkpoints that stay; older ones are deleted. With 1, a damaged disk block costs the whole run."""
+    grace_s: PositiveFloat = 25.0
+    """After SIGTERM or SIGHUP: seconds for the step to end and be saved. Then the run ends with the last checkpoint. Schedulers
+    kill 30 s after SIGTERM unless told otherwise."""
 
 
 def policies(run_dir: Path) -> list[Path]:

@@ -33,18 +33,18 @@ from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.judge import Judge
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, find_references, hosted_models
 from torchtitan.experiments.rl.losses import check_corrections
-from torchtitan.experiments.rl.models.checkpoint import check_weights, hub_shapes
-from torchtitan.experiments.rl.models.families import FAMILIES
-from torchtitan.experiments.rl.models.hub import HubConfig, has_config
+from torchtitan.experiments.rl.models.decoder import RowShapes
+from torchtitan.experiments.rl.models.hub import HubConfig, check_weights, has_config
 from torchtitan.experiments.rl.models.policy import (
+    FAMILIES,
     ModelConfig,
     decoder_config,
     folder_spec,
+    hub_shapes,
     model_positions,
     parameter_count,
     policy_spec,
 )
-from torchtitan.experiments.rl.models.row_shapes import RowShapes
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.protocols.model_spec import ModelSpec
 

@@ -9,7 +9,7 @@ from annotated_types import Ge, Le, MinLen
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.bounds import Cure, NonEmptyStr, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from torchtitan.experiments.rl.checkpointing.config import CheckpointConfig
+from torchtitan.experiments.rl.checkpointing.folder import CheckpointConfig
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer import RendererConfig
 from torchtitan.experiments.rl.errors import ConfigError

@@ -24,8 +24,7 @@ from torchtitan.experiments.rl.tasks.reasoning_gym.task import PuzzleGenerator, 
 from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.verifiers.task import VerifiersDataset, VerifiersTask
-from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
-from torchtitan.experiments.rl.training.parallelism import Parallelism
+from torchtitan.experiments.rl.training.config import OptimizerConfig, Parallelism, TrainerConfig
 
 HUB_FOLDER = "assets/hf"
 """Folder of the real models, relative to where the command runs; torchtitan's download script writes them there."""

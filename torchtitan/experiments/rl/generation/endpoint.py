@@ -1,4 +1,7 @@
-"""A frozen model behind a vLLM server: token ids in, token ids and log-probabilities out, over /v1/completions."""
+"""A frozen model behind a vLLM server: token ids in, token ids and log-probabilities out, over /v1/completions.
+
+``served_model`` asks a server what it has, before anything depends on it.
+"""
 
 import asyncio
 import logging
@@ -21,7 +24,15 @@ from torchtitan.experiments.rl.rollouts.types import Completion
 
 logger = logging.getLogger(__name__)
 
+
 LONGEST_WAIT_S = 30.0
+
+
+ASK_TIMEOUT_S = 20.0
+
+
+PROBE = "The sum of 4, 17 and 260 is 281.\n\t{'größer': [数, 🙂]} don't\n\nI'LL  see_what  x+=1"
+"""Text that tokenizers divide differently."""
 
 
 class EndpointClient:
@@ -165,11 +176,6 @@ class EndpointSession:
 def _count(said: Any) -> int:
     """0 where the server does not say it."""
     return said if isinstance(said, int) else 0
-
-
-ASK_TIMEOUT_S = 20.0
-PROBE = "The sum of 4, 17 and 260 is 281.\n\t{'größer': [数, 🙂]} don't\n\nI'LL  see_what  x+=1"
-"""Text that tokenizers divide differently."""
 
 
 def served_model(url: str, *, field: str, name: str | None, key_env: str | None, tokenizer_path: str) -> FrozenModel:

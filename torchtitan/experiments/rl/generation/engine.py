@@ -14,7 +14,7 @@ import torch
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.messages import Request, RequestFailed, Result
-from torchtitan.experiments.rl.weights.snapshot import Manifest, fingerprint
+from torchtitan.experiments.rl.weights.snapshot import Manifest
 
 
 class WrongWeights(RunError):
@@ -25,10 +25,8 @@ class WrongWeights(RunError):
 class LoadReport:
     """What an engine says of a version that it loaded."""
 
-    fingerprint: str
-    """Of ``digests``, as ``weights.digests.fingerprint`` computes it."""
     digests: dict[str, str]
-    """What the engine holds after loading: ``weights.digests.tensor_digest`` of each tensor, by hub name in the manifest's
+    """What the engine holds after loading: ``weights.snapshot.tensor_digest`` of each tensor, by hub name in the manifest's
     order, and ``of_copies`` where it holds several copies. They are taken from the engine's own copies, the packed ones that it
     computes with included, never from the snapshot. A share that equals the snapshot's has the digest of that one's tensor."""
     verify_s: float
@@ -47,13 +45,10 @@ def check_held(report: LoadReport, version: int, published: Mapping[str, str]) -
     """
     held = report.digests
     names = [name for name in {**published, **held} if held.get(name) != published.get(name)]
-    if names:
-        first, others = names[0], f" ({len(names)} of {len(published)} tensors differ)" if len(names) > 1 else ""
-        seen, wanted = held.get(first), published.get(first)
-    elif report.fingerprint != (wanted := fingerprint(published)):
-        first, others, seen = "fingerprint", "", report.fingerprint
-    else:
+    if not names:
         return
+    first, others = names[0], f" ({len(names)} of {len(published)} tensors differ)" if len(names) > 1 else ""
+    seen, wanted = held.get(first), published.get(first)
     raise WrongWeights(f"weights of version {version}: the engine holds {first} = {seen}, {wanted} was published{others}")
 
 

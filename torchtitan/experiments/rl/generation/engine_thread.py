@@ -33,7 +33,7 @@ from torchtitan.experiments.rl.generation.messages import (
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.heartbeat import Heartbeat
 from torchtitan.experiments.rl.user_code.endpoint import cause_in, for_a_future
-from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt
+from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt, fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class EngineThread:
             logprobs = await asyncio.wrap_future(canary)
             return WeightReceipt(
                 version=manifest.version,
-                fingerprint=report.fingerprint,
+                fingerprint=fingerprint(report.digests),
                 canary_logprobs=logprobs,
                 verify_s=report.verify_s,
                 reload_s=report.reload_s,

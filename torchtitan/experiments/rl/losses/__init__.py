@@ -14,12 +14,10 @@ from torchtitan.experiments.rl.losses.loss import LossConfig, compute_loss
 from torchtitan.experiments.rl.losses.members import (
     advantage_sums,
     count_denominators,
-    count_members,
     step_denominators,
     with_normalized_advantages,
 )
-from torchtitan.experiments.rl.losses.metrics import MetricSums
-from torchtitan.experiments.rl.losses.mismatch import mismatch_metrics
+from torchtitan.experiments.rl.losses.metrics import MetricSums, mismatch_metrics
 from torchtitan.experiments.rl.losses.variants import CISPO, DPPO, GSPO, CustomRLLoss, PPOClip, RLLoss, RLTokens
 
 __all__ = [
@@ -44,7 +42,6 @@ __all__ = [
     "check_corrections",
     "compute_loss",
     "count_denominators",
-    "count_members",
     "mismatch_metrics",
     "reference_kl",
     "step_denominators",

@@ -10,8 +10,7 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.losses.components import CrossEntropy, RefKL
 from torchtitan.experiments.rl.losses.corrections import Correction, correct
 from torchtitan.experiments.rl.losses.members import Denominator, ce_members, ref_kl_members, rl_members, sequence_ids
-from torchtitan.experiments.rl.losses.metrics import MetricSums, add_own_metrics
-from torchtitan.experiments.rl.losses.mismatch import mismatch_kl
+from torchtitan.experiments.rl.losses.metrics import MetricSums, add_own_metrics, mismatch_kl
 from torchtitan.experiments.rl.losses.variants import DPPO, RLLoss, RLTokens
 from torchtitan.experiments.rl.types import ROLES, LossDenominators, TrainingBatch
 

@@ -25,15 +25,6 @@ def ref_kl_members(batch: TrainingBatch) -> torch.Tensor:
     return batch.ref_kl_weights != 0
 
 
-def count_members(batch: TrainingBatch) -> torch.Tensor:
-    """Member tokens of rl, ce and ref_kl in this batch: int64 [3], on the batch's device.
-
-    Summed over microbatches and all-reduced once a step, then clamped to at least 1, they are the LossDenominators of a step
-    whose config names no others (``count_denominators``).
-    """
-    return torch.stack([members(batch).sum() for members in (rl_members, ce_members, ref_kl_members)])
-
-
 Denominator = Literal["members", "weights"] | PositiveFloat
 """What a component's sum over the step is divided by: its member tokens, the sum of their absolute weights, or a number."""
 

@@ -1,13 +1,29 @@
-"""config.json of a hub folder."""
+"""A hub folder: its config.json, and the shapes of its weights, of which no tensor is read."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError, safe_open
+
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 
 _DTYPES = ("float32", "bfloat16", "float16")
+
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+Shape = tuple[int, ...]
+
+
+_TRAINABLE = ("F64", "F32", "F16", "BF16")
+"""Dtypes of weights, in the words of safetensors. Quantized weights have others."""
+
+
+_NOT_PARAMETERS = ("rotary_emb.inv_freq",)
+"""Ends of the names of tensors that old checkpoints hold and that no model loads."""
 
 
 def has_config(path: str) -> bool:
@@ -115,3 +131,63 @@ class HubConfig:
         if self.get("rope_theta"):
             values["rope_theta"] = self["rope_theta"]
         return HubConfig(self.path, values, field=self.field)
+
+
+def check_weights(folder: str, expected: dict[str, Shape] | None, *, field: str) -> None:
+    """Compare the tensors of the folder's safetensors files with those that the model needs.
+
+    Args:
+        expected: shape by hub name, from ``hub_shapes``. None: check only that the headers can be read.
+
+    Raises:
+        MissingError: the folder has no safetensors files.
+        ConfigError: a header can't be read, a file is cut off, a tensor is missing, unknown, or has another shape.
+    """
+    found = read_shapes(folder, field=field)
+    if expected is None:
+        return
+    for name, shape in expected.items():
+        if name not in found:
+            raise ConfigError(field, folder, f"its weights have no {name!r}, which the model of its config.json needs")
+        if found[name] != shape:
+            cure = f"{name!r} has shape {list(found[name])} in its weights, and config.json asks for {list(shape)}"
+            raise ConfigError(field, folder, f"{cure}: they are of different models")
+    for name in found.keys() - expected.keys() - {"lm_head.weight"}:  # a tied head may be saved too
+        if not name.endswith(_NOT_PARAMETERS):
+            cure = f"its weights have {name!r}, which the model of its config.json does not: they are of different models"
+            raise ConfigError(field, folder, cure)
+
+
+def read_shapes(folder: str, *, field: str) -> dict[str, Shape]:
+    """Shape of each tensor in the folder's safetensors files. Raises as ``check_weights`` does."""
+    index = Path(folder) / INDEX_FILE
+    files = sorted(path for path in Path(folder).glob("*.safetensors"))
+    if index.is_file():
+        files = [Path(folder) / name for name in _files_of(index, folder, field=field)]
+    if not files:
+        raise MissingError(field, folder, "has no weights (*.safetensors); download the whole model")
+    shapes: dict[str, Shape] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118  # it is no dict
+                    part = weights.get_slice(name)
+                    if (dtype := part.get_dtype()) not in _TRAINABLE:
+                        cure = f"its tensor {name!r} has dtype {dtype}; want one of {', '.join(_TRAINABLE)}"
+                        raise ConfigError(field, folder, f"{file.name}: {cure}")
+                    shapes[name] = tuple(part.get_shape())
+        except FileNotFoundError:
+            raise MissingError(field, folder, f"has no {file.name}, which {INDEX_FILE} names; download it") from None
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                field, folder, f"{file.name} is no readable safetensors file ({error}); download it again"
+            ) from None
+    return shapes
+
+
+def _files_of(index: Path, folder: str, *, field: str) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        cure = f"{INDEX_FILE} can't be read ({type(error).__name__}: {error}); download it again"
+        raise ConfigError(field, folder, cure) from None

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 from torchtitan.experiments.rl.compat.torchtitan.models import ShardedLlama3Adapter
-from torchtitan.experiments.rl.models.dense_decoder import dense_decoder, head_dim
-from torchtitan.experiments.rl.models.family import ModelFamily
+from torchtitan.experiments.rl.models.decoder import LogprobDecoder
+from torchtitan.experiments.rl.models.family import ModelFamily, dense_decoder, head_dim
 from torchtitan.experiments.rl.models.hub import HubConfig
-from torchtitan.experiments.rl.models.logprob_decoder import LogprobDecoder
 from torchtitan.models.common import ComplexRoPE, Decoder
 from torchtitan.models.llama3 import llama3_configs, model_registry, parallelize_llama
 from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock

@@ -1,20 +1,23 @@
-"""The policy's model: torchtitan's decoder with a log-probability head, made from a hub folder or a torchtitan flavor."""
+"""The policy's model: torchtitan's decoder with a log-probability head, made from a hub folder or a torchtitan flavor.
+
+A new family is a module like `qwen3.py` and a line in ``FAMILIES``.
+"""
 
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
-from torchtitan.experiments.rl.models.cpu_attention import CPUVarlenAttention
-from torchtitan.experiments.rl.models.families import family_of_flavor, family_of_folder
+from torchtitan.experiments.rl.models.attention import CPUVarlenAttention
 from torchtitan.experiments.rl.models.family import ModelFamily
-from torchtitan.experiments.rl.models.flavor import check_flavor
-from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.models.hub import HubConfig, Shape
+from torchtitan.experiments.rl.models.llama3 import LLAMA3
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead
+from torchtitan.experiments.rl.models.qwen3 import QWEN3
 from torchtitan.models.common import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 
@@ -66,6 +69,14 @@ def parameter_count(spec: ModelSpec) -> int:
         return sum(parameter.numel() for parameter in spec.model.build().parameters())
 
 
+def hub_shapes(spec: ModelSpec) -> dict[str, Shape]:
+    """Shape of each parameter by its hub name; a tied head is not named. Nothing is allocated."""
+    with torch.device("meta"):
+        state = spec.model.build().state_dict()
+    assert spec.state_dict_adapter is not None, "every family has one"
+    return {name: tuple(tensor.shape) for name, tensor in spec.state_dict_adapter(spec.model, None).to_hf(state).items()}
+
+
 def decoder_config(spec: ModelSpec) -> Decoder.Config:
     """The config of the spec's model, by its type: torchtitan declares that of any module."""
     assert isinstance(spec.model, Decoder.Config), "every family's model is a decoder"
@@ -102,3 +113,90 @@ def _base_spec(model: ModelConfig) -> tuple[ModelFamily, ModelSpec]:
         raise ConfigError("model.flavor", model.flavor, cure)
     check_flavor(model.flavor, family, decoder_config(spec), model.hf_assets_path)
     return family, spec
+
+
+FAMILIES: dict[str, ModelFamily] = {
+    "Qwen3ForCausalLM": QWEN3,
+    "LlamaForCausalLM": LLAMA3,
+}
+"""By the name that config.json has in ``architectures``."""
+
+
+def family_of_folder(hub: HubConfig) -> ModelFamily:
+    """
+    Raises:
+        ConfigError: no family has this architecture.
+    """
+    if hub.architecture not in FAMILIES:
+        cure = f"its architecture is {hub.architecture!r}; this library trains {', '.join(FAMILIES)}, or set model.flavor"
+        raise hub.error(cure)
+    return FAMILIES[hub.architecture]
+
+
+def family_of_flavor(flavor: str, path: str) -> tuple[ModelFamily, str]:
+    """A flavor's family, and its name there.
+
+    Args:
+        flavor: torchtitan's name of a configuration, as "8B", or with its family, as "llama3/8B".
+        path: the hub folder. It says which family is meant where several have the flavor; it may be missing.
+
+    Raises:
+        ConfigError: no family has the flavor, or several have it and the folder does not tell which is meant.
+    """
+    known = {f"{family.name}/{name}": (family, name) for family in FAMILIES.values() for name in family.flavors}
+    if flavor in known:
+        return known[flavor]
+    meant = {full: found for full, found in known.items() if found[1] == flavor}
+    if not meant:
+        raise ConfigError("model.flavor", flavor, f"choose one of {', '.join(known)}")
+    if len(meant) > 1:
+        try:
+            architecture = HubConfig.read(path).architecture
+        except ConfigError:  # a flavor can be planned with before its folder is there
+            architecture = ""
+        meant = {full: found for full, found in meant.items() if FAMILIES.get(architecture) is found[0]} or meant
+    if len(meant) > 1:
+        raise ConfigError("model.flavor", flavor, f"choose one of {', '.join(meant)}")
+    return next(iter(meant.values()))
+
+
+def check_flavor(flavor: str, family: ModelFamily, decoder: Decoder.Config, path: str) -> None:
+    """Compare a flavor with config.json of the folder. The trainer computes with the flavor, the generators with config.json.
+
+    Args:
+        decoder: the flavor's model config.
+        path: the hub folder; one without a config.json is not compared.
+
+    Raises:
+        ConfigError: they are of different models, or config.json can't be read.
+    """
+    try:
+        hub = HubConfig.read(path)
+    except MissingError:  # a flavor can be planned with before its folder is there
+        return
+    cure = "choose the flavor of this folder, or None to read config.json"
+    other = FAMILIES.get(hub.architecture)
+    if other is not None and other is not family:
+        raise ConfigError("model.flavor", flavor, f"{path} holds a {hub.architecture}; {cure}")
+    for name, size in _sizes(decoder).items():
+        value = hub.rope.get(name) if name == "rope_theta" else hub.get(name)
+        if value is not None and value != size:
+            raise ConfigError("model.flavor", flavor, f"it has {name} = {size}, and config.json of {path} has {value}; {cure}")
+
+
+def _sizes(decoder: Decoder.Config) -> dict[str, Any]:
+    """Sizes of a model by their names in config.json; left out: those that this kind of model does not have."""
+    layer: Any = decoder.layers[0]  # torchtitan declares less than every decoder has
+    attention, feed_forward = layer.attention, getattr(layer, "feed_forward", None)
+    sizes = {
+        "hidden_size": decoder.dim,
+        "vocab_size": decoder.vocab_size,
+        "num_hidden_layers": len(decoder.layers),
+        "num_attention_heads": attention.n_heads,
+        "num_key_value_heads": attention.n_kv_heads,
+        "head_dim": attention.rope.dim,
+        "intermediate_size": None if feed_forward is None else feed_forward.w1.out_features,
+        "rope_theta": attention.rope.theta,
+        "tie_word_embeddings": getattr(decoder, "enable_weight_tying", False),
+    }
+    return {name: size for name, size in sizes.items() if size is not None}

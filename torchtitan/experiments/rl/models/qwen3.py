@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from torchtitan.experiments.rl.models.dense_decoder import dense_decoder, head_dim
-from torchtitan.experiments.rl.models.family import ModelFamily
+from torchtitan.experiments.rl.models.decoder import LogprobDecoder
+from torchtitan.experiments.rl.models.family import ModelFamily, dense_decoder, head_dim
 from torchtitan.experiments.rl.models.hub import HubConfig
-from torchtitan.experiments.rl.models.logprob_decoder import LogprobDecoder
 from torchtitan.models.common import CosSinRoPE, Decoder
 from torchtitan.models.qwen3 import model_registry, parallelize_qwen3, qwen3_configs
 from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock

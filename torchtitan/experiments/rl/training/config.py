@@ -6,12 +6,87 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.config import ParallelismConfig
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.losses import LossConfig
-from torchtitan.experiments.rl.training.parallelism import Parallelism
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
+from torchtitan.models.common import Decoder
 
 DecayRate = Annotated[float, Ge(0), Lt(1)]
+
+
+@dataclass(kw_only=True, slots=True)
+class Parallelism:
+    """Degrees of a mesh. Their product is ``trainer.ranks``; torchtitan shards the model over it.
+
+    Eight ranks as 2 shards of 4 tensor-parallel ranks::
+
+        data-parallel rank   0  0  0  0   1  1  1  1      different rows
+        tensor rank          0  1  2  3   0  1  2  3      the same rows, different heads, columns and words
+    """
+
+    data_parallel_replicate_degree: PositiveInt = 1
+    """Copies of the model, each on different rows (HSDP where a copy is sharded too)."""
+    data_parallel_shard_degree: PositiveInt | None = None
+    """Ranks that share a copy's parameters, gradients and optimizer state, each on different rows (FSDP). None: as many as
+    the other degrees leave."""
+    tensor_parallel_degree: PositiveInt = 1
+    """Ranks that share each layer's matrices and the vocabulary, on the same rows. Between layers each holds a part of the
+    tokens (sequence parallelism). Within one host: they exchange activations in every layer."""
+    context_parallel_degree: PositiveInt = 1
+    """Only 1: rows hold packed samples, and a row can't be divided along its length."""
+
+    def shards(self, ranks: int) -> int:
+        """Ranks that share a copy's parameters by FSDP."""
+        others = self.data_parallel_replicate_degree * self.tensor_parallel_degree * self.context_parallel_degree
+        return self.data_parallel_shard_degree or ranks // others
+
+    def data_parallel_size(self, ranks: int) -> int:
+        """Shares that a step's rows are divided into."""
+        return self.data_parallel_replicate_degree * self.shards(ranks)
+
+    def validate(self, *, field: str, ranks: int) -> None:
+        """
+        Raises:
+            ConfigError: the product of the degrees is not ``ranks``, or a degree that is not supported.
+        """
+        if self.context_parallel_degree > 1:
+            cure = "a row of packed samples can't be divided along its length; set 1, and tensor_parallel_degree for long rows"
+            raise ConfigError(f"{field}.context_parallel_degree", self.context_parallel_degree, cure)
+        fixed = {
+            "data_parallel_replicate_degree": self.data_parallel_replicate_degree,
+            "tensor_parallel_degree": self.tensor_parallel_degree,
+        }
+        for name, degree in fixed.items():
+            if ranks % degree:
+                raise ConfigError(f"{field}.{name}", degree, f"must divide trainer.ranks = {ranks}")
+        product = self.data_parallel_size(ranks) * self.tensor_parallel_degree
+        if product != ranks:
+            name = "tensor_parallel_degree" if self.data_parallel_shard_degree is None else "data_parallel_shard_degree"
+            cure = f"the product of the degrees is {product} and trainer.ranks = {ranks}: make them equal"
+            raise ConfigError(f"{field}.{name}", getattr(self, name), cure)
+
+    def check_model(self, decoder: Decoder.Config, *, field: str) -> None:
+        """
+        Raises:
+            ConfigError: the heads of the model can't be shared out evenly.
+        """
+        degree, attention = self.tensor_parallel_degree, decoder.first_attention
+        for name in ("n_heads", "n_kv_heads"):
+            heads = getattr(attention, name, None)
+            if heads is not None and heads % degree:
+                what = "attention heads" if name == "n_heads" else "key and value heads"
+                raise ConfigError(f"{field}.tensor_parallel_degree", degree, f"must divide the model's {heads} {what}")
+
+    def for_torchtitan(self) -> ParallelismConfig:
+        return ParallelismConfig(
+            data_parallel_replicate_degree=self.data_parallel_replicate_degree,
+            data_parallel_shard_degree=self.data_parallel_shard_degree or -1,
+            tensor_parallel_degree=self.tensor_parallel_degree,
+            # The default backend fails with torch 2.13 and more than one rank.
+            spmd_backend="partial_dtensor",
+        )
 
 
 @dataclass(kw_only=True, slots=True)

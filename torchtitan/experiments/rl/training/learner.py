@@ -2,19 +2,24 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.components.optimizer import default_adamw
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.utils import clip_grad_norm_
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import (
@@ -29,17 +34,110 @@ from torchtitan.experiments.rl.losses import (
     with_normalized_advantages,
 )
 from torchtitan.experiments.rl.losses.variants import loss_name
-from torchtitan.experiments.rl.models.logprob_decoder import batch_logprobs, conditioned_logprobs
+from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
-from torchtitan.experiments.rl.models.row_shapes import Policy, RowShapes
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.training.checkpoints import TrainerCheckpoints, TrainerStart
 from torchtitan.experiments.rl.training.config import TrainerConfig
-from torchtitan.experiments.rl.training.flops import ModelFlops, peak_flops
-from torchtitan.experiments.rl.training.hub_tensors import HubTensors
 from torchtitan.experiments.rl.training.reference import Reference
-from torchtitan.experiments.rl.training.sharding import materialize, parallelize, synchronise_gradients
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
+from torchtitan.tools.utils import get_peak_flops
+
+
+class HubTensors(Mapping[str, torch.Tensor]):
+    """Sharded parameters are DTensors; a tied head is its embedding and not named again.
+
+    A part is the embedding, a layer, the last norm or the head. torchtitan gathers the fused queries, keys and values of what
+    it converts: of one layer here, where a whole state dict holds those of all layers at once. Every rank reads it in order.
+    """
+
+    def __init__(self, model: Any, to_hub: Callable[[dict[str, Any]], dict[str, Any]]):
+        layers = {f"layers.{name}.": layer for name, layer in model.layers.named_children()}
+        others = {f"{name}.": child for name, child in model.named_children() if name != "layers"}
+        self._parts = {"tok_embeddings.": others.pop("tok_embeddings."), **layers, **others}
+        self._to_hub = to_hub
+        self._part_of = {name: prefix for prefix in self._parts for name in self._convert(prefix)}
+        self._current, self._tensors = "", dict[str, torch.Tensor]()
+
+    def fresh(self) -> "HubTensors":
+        """The same, with the parameters' values as they will be when it is read."""
+        self._current, self._tensors = "", {}
+        return self
+
+    def _convert(self, prefix: str) -> dict[str, torch.Tensor]:
+        return self._to_hub(self._parts[prefix].state_dict(prefix=prefix))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if (prefix := self._part_of[name]) != self._current:
+            self._current, self._tensors = "", {}  # before the next part is there
+            self._current, self._tensors = prefix, self._convert(prefix)
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._part_of)
+
+    def __len__(self) -> int:
+        return len(self._part_of)
+
+
+A100 = 312e12
+
+
+class ModelFlops:
+    """Adds up the model FLOPs of batches, forward and backward; ``lap_utilisation`` is their share of the peak.
+
+    As torchtitan counts them: 6 for each parameter that a token is multiplied with, and attention by the number of places that
+    a token sees. Recomputation, padding and what prefix trees spare are no model FLOPs.
+    """
+
+    def __init__(self, *, per_token: float, per_place: float, peak: float | None, ranks: int = 1):
+        """
+        Args:
+            per_place: of attention, for a token and one place of a sample of uniform length, as in torchtitan's ``seq_len``.
+            peak: FLOPs a second of this rank's device in bfloat16; None where it is not known.
+            ranks: that share the work on a batch (tensor parallelism).
+        """
+        self._per_token, self._per_place, self._peak, self._ranks = per_token, per_place, peak, ranks
+        self._done, self._since = 0.0, time.monotonic()
+
+    @classmethod
+    def of(cls, config: Any, model: torch.nn.Module, *, peak: float | None, ranks: int) -> "ModelFlops":
+        """
+        Args:
+            config: torchtitan's of ``model``.
+        """
+        _, none = config.get_nparams_and_flops(model, 0)
+        _, one = config.get_nparams_and_flops(model, 1)
+        return cls(per_token=none, per_place=one - none, peak=peak, ranks=ranks)
+
+    def add(self, batch: TrainingBatch) -> None:
+        """A batch that was computed, forward and backward."""
+        self._done += self.of_batch(batch)
+
+    def of_batch(self, batch: TrainingBatch) -> float:
+        """By convention each token of a sample of n tokens counts n places. Position p counts 2p + 1: their mean is n."""
+        real = batch.task_ids >= 0
+        places = batch.positions
+        if batch.trees is not None:
+            real, places = batch.trees.any_of(real), batch.trees.positions
+        tokens, seen = int(real.sum()), int((2 * places[real].long() + 1).sum())
+        return self._per_token * tokens + self._per_place * seen
+
+    def lap_utilisation(self) -> float | None:
+        """Share of the peak since the last call, waiting included; None where the peak is not known."""
+        now, done = time.monotonic(), self._done
+        seconds, self._since, self._done = now - self._since, now, 0.0
+        return None if self._peak is None or seconds <= 0 else done / self._ranks / seconds / self._peak
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """FLOPs a second of a GPU in bfloat16, as torchtitan knows them; None of one that it does not know, and of a CPU."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = get_peak_flops(name)
+    # torchtitan gives a device that it does not know the peak of an A100.
+    return None if found == A100 and "A100" not in name else found
 
 
 class Learner:
@@ -288,3 +386,75 @@ def check_finite(what: str, value: float, loss: LossConfig) -> None:
     """
     if not math.isfinite(value):
         raise RunError(f"{what} is {value}: the step was not taken; look at {loss_name(loss.rl)} and the learning rate")
+
+
+def parallelize(
+    model: Any,
+    parallelize_fn: Callable[..., Any],
+    *,
+    dims: ParallelDims,
+    parallelism: ParallelismConfig,
+    config: TrainerConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    run_dir: str,
+) -> None:
+    """Divide the model over the ranks, by torchtitan's function for its family.
+
+    A rank that is alone and computes in the dtype of its parameters gets no FSDP, which would copy all of them in each forward
+    pass for nothing.
+
+    Args:
+        dtype: of the parameters.
+    """
+    activation_checkpoint = FullAC.Config() if config.activation_checkpoint else None
+    compile_config = CompileConfig(enable=config.compile)
+    computes_as_held = getattr(torch, config.mixed_precision_param) == dtype
+    if dims.world_size == 1 and computes_as_held and not config.enable_cpu_offload:
+        if activation_checkpoint is not None:
+            activation_checkpoint.build(dump_folder=run_dir).apply(model)
+        if config.compile:
+            apply_compile(model, compile_config=compile_config, parallel_dims=dims)
+        return
+    parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(
+            mixed_precision_param=config.mixed_precision_param, enable_cpu_offload=config.enable_cpu_offload
+        ),
+        parallelism=parallelism,
+        compile_config=compile_config,
+        ac_config=activation_checkpoint,
+        dump_folder=run_dir,
+    )
+    if device.type == "cpu":
+        for module in model.modules():
+            if hasattr(module, "set_force_sum_reduction_for_comms"):
+                # gloo has no averaging reduce-scatter.
+                module.set_force_sum_reduction_for_comms(True)
+
+
+def materialize(model: Any, device: torch.device, *, parameters_on_cpu: bool) -> None:
+    """Give a model that was built on the meta device its memory, and fill its buffers.
+
+    Args:
+        parameters_on_cpu: FSDP keeps them there and copies a layer at a time to ``device``. Buffers are used where they are.
+    """
+    model.to_empty(device=torch.device("cpu") if parameters_on_cpu else device)
+    with torch.no_grad():
+        model.init_states(buffer_device=device)
+
+
+def synchronise_gradients(model: Any, *, shards: int, last: bool) -> None:
+    """Say what the next backward pass does with gradients.
+
+    Shards reduce them in each microbatch: a rank that kept them until the last would hold the whole model's gradient, in
+    float32. Copies of the model add theirs up once a step.
+
+    Args:
+        shards: ranks that share a copy of the model.
+        last: it is the step's last microbatch.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last or shards > 1)
+        model.set_requires_all_reduce(last)

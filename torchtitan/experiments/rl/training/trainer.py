@@ -3,16 +3,20 @@
 import asyncio
 import logging
 import math
+import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import portpicker
 import torch
+import torch.distributed as dist
 from monarch.actor import current_rank, current_size
 
 from torchtitan.experiments.rl.errors import RunError
@@ -20,12 +24,11 @@ from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.garbage import collect_again, keep_imported
 from torchtitan.experiments.rl.process.host_identity import host_identity
-from torchtitan.experiments.rl.process.network import network_address
+from torchtitan.experiments.rl.process.network import LOOPBACK, interface_towards, network_address
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart, write_error
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite
-from torchtitan.experiments.rl.training.process_group import init_process_group
 from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
 from torchtitan.experiments.rl.user_code.endpoint import for_a_future, reported_endpoint
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
@@ -33,8 +36,13 @@ from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 
 logger = logging.getLogger(__name__)
 
+
 FIRST_STEPS = 3
 """They may compile, and so take long."""
+
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""Ranks may compile, and write checkpoints, at different speeds. A rank that hangs is noticed and killed long before."""
 
 
 class PolicyTrainer(WatchedActor):
@@ -273,3 +281,24 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def init_process_group(*, device: Literal["cpu", "cuda"], rank: int, world_size: int, url: str) -> None:
+    """Join the trainer's process group.
+
+    Args:
+        url: where the ranks meet: ``tcp://host:port`` of rank 0, or on one host ``file:///path`` of a new file.
+            The store behind a port listens on all interfaces and asks nobody who they are; ranks that meet in a file use the
+            loopback interface alone. Others use the interface that leads to rank 0, unless GLOO_SOCKET_IFNAME names another.
+    """
+    if device == "cuda":
+        torch.cuda.set_device(0)  # the only one this process sees: operations/provision.py
+    # gloo beside NCCL: parameters that are kept in the host's memory, and objects that ranks compare.
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    interface = LOOPBACK if url.startswith("file:") else interface_towards(url.removeprefix("tcp://").rpartition(":")[0])
+    if interface in (name for _, name in socket.if_nameindex()):
+        # gloo takes the interface that the host's own name leads to, which may be the loopback one.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if interface == LOOPBACK:  # NCCL knows itself which interfaces lead to other hosts
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+    dist.init_process_group(backend, init_method=url, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)

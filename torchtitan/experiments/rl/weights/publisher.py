@@ -5,7 +5,6 @@ From a GPU tensors are copied without the CPU's help, into memory that is page-l
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +29,6 @@ from torchtitan.experiments.rl.weights.host_shards import (
 )
 from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, SharedBuffer, SnapshotLayout, digest, fingerprint
 from torchtitan.experiments.rl.weights.store import (
-    DIGESTS_AFTER_S,
     HostDigests,
     digests_key,
     manifest_key,
@@ -165,7 +163,6 @@ class SnapshotPublisher:
         ]
 
     def _take_digests(self, version: int) -> dict[tuple[str, Shard], str]:
-        time.sleep(DIGESTS_AFTER_S)
         assert self._layout is not None, "written before"
         held = held_tensors(self._buffers[version % 2].bytes, self._layout, self._shards[self._host])
         with trace.span("digests of what is published", version=version):

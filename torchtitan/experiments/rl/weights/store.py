@@ -12,9 +12,6 @@ from torchtitan.experiments.rl.compat.torchstore import is_missing, use_async_co
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, digests_of_shards
 
-DIGESTS_AFTER_S = 0.01
-"""The trainer begins to take digests so long after it has put the manifest, which generators fetch meanwhile. On one core,
-hashing 500 MB at once held that up by 7 ms."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
 """Between looks for digests that are still being taken. Each pause is twice the one before."""
 
@@ -67,13 +64,8 @@ def digests_key(version: int, host: str) -> str:
     return f"policy/digests/{version % 2}/{host}"
 
 
-async def published_digests(manifest: Manifest, *, after_s: float = 0.0) -> dict[str, str]:
-    """``weights.digests.tensor_digests`` of a published version, as the trainer has taken them. Waits until it has.
-
-    Args:
-        after_s: seconds before the first look.
-    """
-    await asyncio.sleep(after_s)
+async def published_digests(manifest: Manifest) -> dict[str, str]:
+    """``weights.snapshot.tensor_digests`` of a published version, as the trainer has taken them. Waits until it has."""
     hosts = await asyncio.gather(*(_digests_on(host, manifest) for host in manifest.paths))
     return digests_of_shards({key: value for own in hosts for key, value in own.items()}, manifest.layout)
 

@@ -31,7 +31,7 @@ from torchtitan.experiments.rl.process.descendants import descendants
 from torchtitan.experiments.rl.process.garbage import keep_imported
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.user_code.endpoint import cause_in
-from torchtitan.experiments.rl.weights.snapshot import Manifest, fingerprint, of_copies
+from torchtitan.experiments.rl.weights.snapshot import Manifest, of_copies
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,6 @@ class VLLMEngine:
             compat.recompute_open_requests(self._engine, cache_salt=str(manifest.version))
         held = {name: of_copies(report.digests[name] for report in reports) for name in reports[0].digests}
         return LoadReport(
-            fingerprint=fingerprint(held),
             digests=held,
             verify_s=max(report.verify_s for report in reports),
             reload_s=max(report.reload_s for report in reports),

@@ -11,7 +11,7 @@ from torchtitan.experiments.rl.compat.vllm import reload_weights
 from torchtitan.experiments.rl.errors import PeerGone
 from torchtitan.experiments.rl.generation.engine import LoadReport
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SnapshotReader, digest, fingerprint, of_copies, tensor_digest
+from torchtitan.experiments.rl.weights.snapshot import Manifest, SnapshotReader, digest, of_copies, tensor_digest
 
 UNKNOWN = "packed before this version"
 """In place of a digest: nobody has seen what the copy was made of."""
@@ -134,7 +134,6 @@ class SnapshotLoader:
             digests = held.digests()
         read_back = time.perf_counter()
         return LoadReport(
-            fingerprint=fingerprint(digests),
             digests=digests,
             verify_s=(mapped - started) + packed_s + (read_back - reloaded),
             reload_s=reloaded - mapped - packed_s,
