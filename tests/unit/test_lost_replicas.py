@@ -37,7 +37,7 @@ async def test_open_requests_of_a_lost_replica_start_again_with_another_at_once(
     await replicas[1].answer()
     for task in tasks:
         assert (await task).finish_reason == "stop"
-    assert client._open == {} and client._router.load == [0, 0]
+    assert client._open == {} and client._router.load == {0: 0, 1: 0}
 
 
 async def test_with_no_replica_left_requests_wait_for_the_one_that_is_back(connect):  # noqa: F811

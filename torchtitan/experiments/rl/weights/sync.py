@@ -95,17 +95,6 @@ class HostCopies(Protocol):
         """By host, since the last call."""
 
 
-class NoHostCopies:
-    """Every generator shares the trainer's memory."""
-
-    lost = 0
-
-    async def fetch(self, version: int) -> None: ...
-
-    def take_fetched_bytes(self) -> dict[str, int]:
-        return {}
-
-
 class WeightSync:
     """Publishes versions and has the generators load them, those that were there before and those that come later.
 
@@ -124,8 +113,7 @@ class WeightSync:
         """
         self._trainer, self._generators, self._bound = trainer, generators, bound
         self._ranks = ranks_of(trainer)
-        self._copies = copies or NoHostCopies()
-        self._remote_readers = copies is not None
+        self._copies = copies
         self.canary_token_ids = text[:CANARY_TOKENS]
         self._version = 0
         """The last that the generators were told to load."""
@@ -189,8 +177,7 @@ class WeightSync:
     async def copy_out(self, version: int) -> CopiedOut:
         """Copy the trainer's weights out and publish them as ``version``; training may go on when this returns."""
         started = time.perf_counter()
-        arguments = version, self.canary_token_ids, self._remote_readers
-        await ask_each(self._ranks, "publish_weights", *arguments)
+        await ask_each(self._ranks, "publish_weights", version, self.canary_token_ids, self._copies is not None)
         return CopiedOut(version=version, seconds=time.perf_counter() - started)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
@@ -223,7 +210,7 @@ class WeightSync:
             load_s=loaded - started,
             verify_s=max((receipt.verify_s for receipt in receipts.values()), default=0.0),
             reload_s=max((receipt.reload_s for receipt in receipts.values()), default=0.0),
-            fetched_bytes=self._copies.take_fetched_bytes(),
+            fetched_bytes=self._copies.take_fetched_bytes() if self._copies else {},
             fetch_s=fetched - started,
         )
 
@@ -259,6 +246,8 @@ class WeightSync:
 
     async def _with_copies(self, version: int, load: Callable[[], Awaitable[T]]) -> T:
         """What ``load`` returns, once every host has the version; again where a host lost it before its engines mapped it."""
+        if self._copies is None:
+            return await load()
         await self._copies.fetch(version)
         while True:
             lost = self._copies.lost
