@@ -379,7 +379,7 @@ def test_the_v2_runner_is_reloaded_and_put_to_sleep_by_the_calls_that_the_v1_run
     assert "initialize_layerwise_reload(model)" in source_of(inplace.reload_weights), "storage stays, and CUDA graphs with it"
     assert "self.model_runner.reload_weights" in source_of(Worker.reload_weights)
     assert "return self.model_runner.get_model()" in source_of(Worker.get_model), "compat's worker.get_model()"
-    # vllm_engine.py sleeps at level 2: buffers come back, parameters with the next version, and no prefix stays cached.
+    # vllm/engine.py sleeps at level 2: buffers come back, parameters with the next version, and no prefix stays cached.
     assert "model.named_buffers()" in source_of(Worker.sleep) and "_sleep_saved_buffers" in source_of(Worker.wake_up)
     assert "clear_prefix_cache = level >= 1" in source_of(EngineCore.sleep)
     # A request comes back from preemption as a new one, with its tokens; its noise depends on seed and position alone.

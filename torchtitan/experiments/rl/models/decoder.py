@@ -32,7 +32,7 @@ class LogprobDecoder(HiddenStateDecoder):
         """Log-probability of each needed token given those before it in its sample.
 
         Args:
-            tokens, positions: int [B, L]; rows of samples or prefix trees (`prefix_trees.py`).
+            tokens, positions: int [B, L]; rows of samples or prefix trees (`attention.py`).
             temperatures: float [B, L].
             needed: bool [B, L]; the other tokens cost no logits. Never a sample's first token: nothing predicts it.
 

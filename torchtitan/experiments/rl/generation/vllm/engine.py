@@ -35,7 +35,7 @@ from torchtitan.experiments.rl.weights.snapshot import Manifest, of_copies
 
 logger = logging.getLogger(__name__)
 
-PINS = Path(__file__).parents[4] / "requirements"
+PINS = Path(__file__).parents[5] / "requirements"
 """The full sets of pins, in a checkout and where the library is installed."""
 
 GPU_OVERHEAD_GIB = 2.0
