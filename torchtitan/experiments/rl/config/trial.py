@@ -9,9 +9,9 @@ import contextlib
 import copy
 import subprocess
 import threading
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import IO, Any, cast
 
 import numpy as np
 from renderers import Renderer
@@ -191,19 +191,7 @@ GRACE_S = 3.0
 """Beyond the limit, after which code that blocks without awaiting is left alone."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Tried:
-    """What was seen of a task."""
-
-    prompt: str = ""
-    """The first prompt, with its special tokens; empty where there was none."""
-    prompt_token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """int32 [P]."""
-    warning: str | None = None
-    """What could not be tried, in one line, and what to do about it."""
-
-
-def try_tasks(config: RunConfig, tasks: Mapping[str, Task]) -> dict[str, Tried]:
+def try_tasks(config: RunConfig, tasks: Mapping[str, Task]) -> dict[str, "Trial"]:
     """Try each of ``tasks``, which were built for nothing else.
 
     Returns:
@@ -215,91 +203,76 @@ def try_tasks(config: RunConfig, tasks: Mapping[str, Task]) -> dict[str, Tried]:
     limit_s = config.user_code.preflight_timeout_s
     if limit_s == 0:
         return {}
-    found = {}
-    with _last_words() as words:
-        for name, task in tasks.items():
-            trial = _Trial(config, task, f"tasks.{name}", words)
-            found[name] = _in_a_thread(trial, limit_s)
+    # Where this process ends before it has taken them back, the shell prints its last words.
+    script = 'while IFS= read -r line; do last=$line; done; [ -z "$last" ] || printf "%s\\n" "$last" >&2'
+    with subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE, text=True) as shell:
+        assert shell.stdin is not None
+        found = {name: Trial(config, task, f"tasks.{name}", shell.stdin) for name, task in tasks.items()}
+        try:
+            for trial in found.values():
+                trial.run_in_a_thread(limit_s)
+        finally:
+            _write_line(shell.stdin, "")
     return found
 
 
-class _LastWords:
-    """What a shell prints on stderr where this process ends before it has taken them back."""
-
-    def __init__(self, shell: subprocess.Popen):
-        assert shell.stdin is not None
-        self._pipe = shell.stdin
-
-    def are(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # a shell that has ended repeats nothing
-            self._pipe.write(printable_line(line).encode() + b"\n")
-            self._pipe.flush()
+def _write_line(pipe: IO[str], line: str) -> None:
+    with contextlib.suppress(OSError):  # a shell that has ended repeats nothing
+        pipe.write(printable_line(line) + "\n")
+        pipe.flush()
 
 
-@contextlib.contextmanager
-def _last_words() -> Iterator[_LastWords]:
-    script = 'while IFS= read -r line; do last=$line; done; [ -z "$last" ] || printf "%s\\n" "$last" >&2'
-    with subprocess.Popen(["/bin/sh", "-c", script], stdin=subprocess.PIPE) as shell:
-        words = _LastWords(shell)
-        try:
-            yield words
-        finally:
-            words.are("")
-
-
-def _in_a_thread(trial: "_Trial", limit_s: float) -> Tried:
-    """In an event loop of its own, in a thread that is abandoned where it hangs."""
-    ended = threading.Event()
-    failures: list[BaseException] = []
-
-    async def run() -> None:
-        try:
-            await call_bounded(trial.run, timeout_s=limit_s)
-        except BaseException as error:
-            failures.append(error)
-        ended.set()  # here: closing the loop waits for threads that the code may have left
-
-    threading.Thread(target=lambda: asyncio.run(run()), name="preflight", daemon=True).start()
-    if not ended.wait(limit_s + GRACE_S):
-        failures.append(UserCodeTimeout(f"no answer within {limit_s:g} s: it blocks the event loop without awaiting"))
-    for failure in failures:
-        if isinstance(failure.__cause__, ConfigError):
-            raise failure.__cause__
-        if not isinstance(failure, UserCodeTimeout):
-            raise ConfigError(trial.field, trial.name, f"{trial.doing}: {sentence(failure)}; {trial.cure}") from failure
-        trial.found.warning = (
-            f"{trial.field} was not tried to its end ({trial.doing}: {sentence(failure)}): the run begins all the same; "
-            "user_code.preflight_timeout_s sets this limit"
-        )
-    return trial.found
-
-
-class _Trial:
-    """One task's."""
+class Trial:
+    """Of one task."""
 
     cure = "user_code.preflight_timeout_s = 0 leaves this check out"
 
-    def __init__(self, config: RunConfig, task: Task, field: str, words: _LastWords):
+    def __init__(self, config: RunConfig, task: Task, field: str, words: IO[str]):
         self._config, self._task, self.field, self._words = config, task, field, words
         self.name = type(task).__name__
-        self.found = Tried()
-        self.doing = "its setup"
+        self.prompt = ""
+        """The first prompt, with its special tokens; empty where there was none."""
+        self.prompt_token_ids = np.zeros(0, np.int32)
+        """int32 [P]."""
+        self.warning: str | None = None
+        """What could not be tried, in one line, and what to do about it."""
         env = replace(task.config.env, max_turns=min(task.config.env.max_turns, MOST_TURNS))
         task.config = replace(task.config, env=env)
 
-    @property
-    def doing(self) -> str:
-        """What is being tried."""
-        return self._doing
+    def run_in_a_thread(self, limit_s: float) -> None:
+        """In an event loop of its own, in a thread that is abandoned where it hangs."""
+        ended = threading.Event()
+        failures: list[BaseException] = []
 
-    @doing.setter
-    def doing(self, doing: str) -> None:
-        self._doing = doing
+        async def run() -> None:
+            try:
+                await call_bounded(self.run, timeout_s=limit_s)
+            except BaseException as error:
+                failures.append(error)
+            ended.set()  # here: closing the loop waits for threads that the code may have left
+
+        threading.Thread(target=lambda: asyncio.run(run()), name="preflight", daemon=True).start()
+        if not ended.wait(limit_s + GRACE_S):
+            failures.append(UserCodeTimeout(f"no answer within {limit_s:g} s: it blocks the event loop without awaiting"))
+        for failure in failures:
+            if isinstance(failure.__cause__, ConfigError):
+                raise failure.__cause__
+            if not isinstance(failure, UserCodeTimeout):
+                raise ConfigError(self.field, self.name, f"{self.doing}: {sentence(failure)}; {self.cure}") from failure
+            self.warning = (
+                f"{self.field} was not tried to its end ({self.doing}: {sentence(failure)}): the run begins all the same; "
+                "user_code.preflight_timeout_s sets this limit"
+            )
+
+    def _try(self, doing: str) -> None:
+        """``doing``: what is tried from now on."""
+        self.doing = doing
         ended = "the command was killed, or this code called os._exit or crashed"
-        self._words.are(f"error: {self.field} = {self.name!r}: {doing}: {ended}; {self.cure}")
+        _write_line(self._words, f"error: {self.field} = {self.name!r}: {doing}: {ended}; {self.cure}")
 
     async def run(self) -> None:
         task = self._task
+        self._try("its setup")
         policy = ScriptedPolicy(self._config.model.hf_assets_path, lambda rollout, turn: REPLY)
         await call_user(task.setup, policy, timeout_s=None)
         try:
@@ -311,7 +284,7 @@ class _Trial:
             with contextlib.suppress(UserCodeError):  # the first failure is the cause
                 await call_user(task.close, timeout_s=None)
             raise
-        self.doing = "its close"
+        self._try("its close")
         await call_user(task.close, timeout_s=None)
 
     async def _rollout(self, policy: ScriptedPolicy) -> RolloutGroup | None:
@@ -319,7 +292,7 @@ class _Trial:
         task = self._task
         own = type(task).run_group is not Task.run_group  # it may not take a size
         size: dict[str, Any] = {} if own else {"group_size": 1}
-        self.doing = "the rollout of the first example"
+        self._try("the rollout of the first example")
         group = await task.run_group(task.dataset[0], policy, group_id="preflight", seed=self._config.seed, **size)
         rollout = group.rollouts[0]
         if rollout.status is RolloutStatus.TIMEOUT:
@@ -334,12 +307,12 @@ class _Trial:
             return group
         if not rollout.turns:
             limit = f"{self.field}.env.max_rollout_tokens = {task.config.env.max_rollout_tokens}"
-            self.found.warning = f"{limit}: the prompt of the first example leaves no room for a completion; raise it"
+            self.warning = f"{limit}: the prompt of the first example leaves no room for a completion; raise it"
             return None
         for prompt, turn in zip(policy.prompts, rollout.turns, strict=False):
             check_prompt(prompt, turn, task.renderer, field=self.field)
-        self.found.prompt = policy.prompts[0]
-        self.found.prompt_token_ids = rollout.turns[0].prompt_token_ids
+        self.prompt = policy.prompts[0]
+        self.prompt_token_ids = rollout.turns[0].prompt_token_ids
         if not own:
             group.rollouts = [_copy(rollout, index) for index in range(task.config.group_size)]
         return group
@@ -348,25 +321,25 @@ class _Trial:
         """Rewards, then credit."""
         task = self._task
         if type(task).score_group is not Task.score_group:
-            self.doing = "score_group of a group of scripted replies"
+            self._try("score_group of a group of scripted replies")
             failure = await task.score_group(group)
             if failure is not None:
                 raise ConfigError(self.field, self.name, f"{self.doing} failed: {failure}; {self.cure}")
             return
-        self.doing = f"the rewards of the reply {REPLY!r} by {', '.join(task.rubric.names) or type(task.rubric).__name__}"
+        self._try(f"the rewards of the reply {REPLY!r} by {', '.join(task.rubric.names) or type(task.rubric).__name__}")
         await task.score_rewards(group)
         for rollout in group.rollouts:
             if rollout.status is RolloutStatus.ERROR:
                 self._refuse("rubric", task.rubric, str(rollout.error))
         for rollout in group.scored[1::2]:
             rollout.reward = 0.0 if rollout.reward else 1.0
-        self.doing = "the credit of a group of scripted replies"
+        self._try("the credit of a group of scripted replies")
         failure = give_credit(task.algorithm, group, timeout_s=task.config.env.rollout_timeout_s)
         if failure is not None:
             self._refuse("algorithm", task.algorithm, failure.removeprefix(f"task {task.name}: "))
 
     def _filter(self, group: RolloutGroup, *, vocab_size: int) -> None:
-        self.doing = "the filters"
+        self._try("the filters")
         for slot in ("pre_batch_filters", "post_batch_filters"):
             for index, entry in enumerate(getattr(self._config, slot)):
                 with user_code(f"{slot}[{index}]", built_class(entry).__name__, "it failed on a group of scripted replies"):
@@ -438,7 +411,7 @@ def learning_rate_warning(config: RunConfig, parameters: int) -> str | None:
     )
 
 
-def shown_tasks(config: RunConfig, tried: Mapping[str, Tried], *, renderer: str | None) -> list[str]:
+def shown_tasks(config: RunConfig, tried: Mapping[str, Trial], *, renderer: str | None) -> list[str]:
     """Lines for people, safe to print.
 
     Args:
