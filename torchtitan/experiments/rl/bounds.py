@@ -23,6 +23,8 @@ from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt, MinLen
 
 from torchtitan.experiments.rl.errors import ConfigError
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Cure:
@@ -31,6 +33,14 @@ class Cure:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class _MayChange:
+    """Metadata of a field: a run that is resumed may have another value."""
+
+
+Changeable = Annotated[T, _MayChange()]
+"""What a resumed run may change: how far, how fast and where it runs, with all that is inside. Other fields decide which data a
+run sees and what it learns from it."""
 PositiveInt = Annotated[int, Ge(1)]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
@@ -76,6 +86,8 @@ class Declared(NamedTuple):
     bounds: tuple[Any, ...]
     cure: str
     """Empty: none is declared."""
+    may_change: bool = False
+    """When a run is resumed."""
 
 
 def declared(annotation: Any) -> Declared:
@@ -85,7 +97,8 @@ def declared(annotation: Any) -> Declared:
     plain, *metadata = get_args(annotation)
     flat = [part for entry in metadata for part in (entry if isinstance(entry, GroupedMetadata) else (entry,))]
     bounds = tuple(entry for entry in flat if type(entry) in _BOUNDS)
-    return Declared(plain, bounds, "; ".join(entry.text for entry in flat if isinstance(entry, Cure)))
+    cure = "; ".join(entry.text for entry in flat if isinstance(entry, Cure))
+    return Declared(plain, bounds, cure, any(isinstance(entry, _MayChange) for entry in flat))
 
 
 def field_annotations(config_class: type, field_types: FieldTypes) -> dict[str, Any]:
@@ -114,7 +127,7 @@ def _own_annotations(config_class: type) -> Mapping[str, Any]:
 
 
 def _check(value: Any, annotation: Any, field: str, field_types: FieldTypes) -> None:
-    wanted, bounds, cure = declared(annotation)
+    wanted, bounds, cure, _ = declared(annotation)
     if value is None and bounds:  # None where a bound stands beside it: Annotated[float | None, Gt(0)]
         bounds = ()
     if is_union(wanted):

@@ -9,7 +9,7 @@ from renderers import Message
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.reference import set_ref_kl_streams
-from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, NonEmptyStr, PositiveInt
 from torchtitan.experiments.rl.envs.messages import check_unicode
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
@@ -54,7 +54,7 @@ class OPSD(Algorithm):
         reference: Literal["policy", "trainer"] = "policy"
         """Who scores behind the demonstration. policy: the generators, with the weights that they hold. trainer:
         ``trainer.reference``, a copy that follows the policy, when the sample is trained on."""
-        max_concurrency: PositiveInt = 256
+        max_concurrency: Changeable[PositiveInt] = 256
         """Scores in flight at once; more wait."""
 
         def validate(self, *, field: str, **context) -> None:

@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.batching.packing import (
     tree_units,
 )
 from torchtitan.experiments.rl.batching.sample_checks import check_sample
-from torchtitan.experiments.rl.bounds import PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, PositiveInt
 from torchtitan.experiments.rl.types import TrainingBatch, TrainingSample
 
 _LEAST_SHARED = 0.01
@@ -68,11 +68,11 @@ class Batcher(Configurable):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
-        row_length: Annotated[int, Ge(2)] = 2048
+        row_length: Changeable[Annotated[int, Ge(2)]] = 2048
         """L, in tokens: the longest sample that can be trained on."""
-        rows_per_microbatch: PositiveInt = 8
+        rows_per_microbatch: Changeable[PositiveInt] = 8
         """B at most. What fits in memory: B * L tokens are in flight at once."""
-        share_prefixes: bool = True
+        share_prefixes: Changeable[bool] = True
         """Compute what samples of a row begin with alike once. Changes nothing but time, memory, and rounding."""
 
     def __init__(self, config: Config):

@@ -353,7 +353,7 @@ def _read_from_words(annotation: Any) -> PrimitiveConstructorSpec | None:
 
 def _named_by_bounds(annotation: Any) -> Any:
     """The annotation with each bounded number in it named by its bounds."""
-    plain, bounds, _ = declared(annotation)
+    plain, bounds, *_ = declared(annotation)
     if plain is not annotation:
         name = (_named_number(plain, bounds),) if plain in (int, float) and bounds else ()
         annotated: Any = Annotated  # a type made at run time, which no type checker can follow

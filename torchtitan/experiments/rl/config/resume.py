@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from torchtitan.experiments.rl.bounds import declared, field_annotations
 from torchtitan.experiments.rl.checkpointing.folder import (
     CHECKPOINTS_FOLDER,
     MANIFEST_FILE,
@@ -39,102 +39,6 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.observability.console import near
 
-_ENGINE = {
-    "class": False,
-    "dtype": False,
-    "max_model_len": True,
-    "tensor_parallel_degree": True,
-    "max_num_seqs": True,
-    "gpu_memory_utilization": True,
-    "kv_cache_gib": True,
-    "sleep": True,
-    "cpu_kv_cache_gib": True,
-    "cuda_graphs": True,
-    "enable_prefix_caching": True,
-}
-
-_HOSTED_MODEL = {
-    "class": False,
-    "path": False,
-    "replicas": True,
-    "max_concurrency": True,
-    **{f"engine.{name}": may for name, may in _ENGINE.items()},
-}
-
-MAY_CHANGE: Mapping[str, bool] = {
-    "class": False,
-    "steps": True,
-    "seed": False,
-    "groups_per_step": False,
-    "rollouts_per_step": False,
-    "max_offpolicy_steps": False,
-    "max_drops_in_a_row": True,
-    "replay": False,
-    "output_dir": True,
-    "rollout_workers": True,
-    "model": False,
-    "renderer": False,
-    "task_mix": False,
-    "pre_batch_filters": False,
-    "post_batch_filters": False,
-    "batcher": True,
-    "batcher.class": False,
-    "validation": True,
-    "metrics": True,
-    "recorder": True,
-    "checkpoint": True,
-    "user_code": True,
-    "supervision": True,
-    "provision": True,
-    "profile_steps": True,
-    "trainer.class": False,
-    "trainer.ranks": True,
-    "trainer.optimizer": True,
-    "trainer.lr_scheduler": True,
-    "trainer.loss": False,
-    "trainer.reference": False,
-    "trainer.dtype": False,
-    "trainer.mixed_precision_param": False,
-    "trainer.parallelism": True,
-    "trainer.enable_cpu_offload": True,
-    "trainer.activation_checkpoint": True,
-    "trainer.compile": True,
-    "trainer.logprob_chunk_tokens": True,
-    "trainer.save_final_model": True,
-    "generator.class": False,
-    "generator.replicas": True,
-    "generator.weight_update": False,
-    **{f"generator.engine.{name}": may for name, may in _ENGINE.items()},
-    "tasks.*.class": False,
-    "tasks.*.dataset": False,
-    "tasks.*.validation": True,
-    "tasks.*.validation_schedule": True,
-    "tasks.*.sampler": False,
-    "tasks.*.sampling": False,
-    "tasks.*.group_size": False,
-    "tasks.*.min_group_size": False,
-    "tasks.*.max_retries": False,
-    "tasks.*.weight": False,
-    "tasks.*.template": False,
-    "tasks.*.instruction": False,
-    "tasks.*.exact": False,
-    "tasks.*.messages_column": False,
-    "tasks.*.tools_column": False,
-    "tasks.*.system_prompt": False,
-    "tasks.*.env": False,
-    "tasks.*.env.step_timeout_s": True,
-    "tasks.*.env.rollout_timeout_s": True,
-    "tasks.*.rubric": False,
-    "tasks.*.rubric.timeout_s": True,
-    "tasks.*.rubric.isolated_workers": True,
-    "tasks.*.rubric.reward_fns.*.timeout_s": True,
-    "tasks.*.algorithm": False,
-    "tasks.*.algorithm.max_concurrency": True,
-    **{f"tasks.*.algorithm.teacher.{name}": may for name, may in _HOSTED_MODEL.items()},
-}
-"""By the path of a field, or of a part for all fields in it; the longest that fits decides. ``*`` is any task, index or key. A
-field that none fits, of a user's own class, may not change."""
-
 ABSENT = "(absent)"
 
 
@@ -144,25 +48,16 @@ class Change:
     saved: Any
     """The value the run was started with; ABSENT where it had no such field."""
     new: Any
-
-    @property
-    def allowed(self) -> bool:
-        return bool(rule(self.field))
+    allowed: bool = False
 
     def __str__(self) -> str:
         return f"{self.field} = {self.new!r} (was {self.saved!r})"
 
 
-def rule(field: str) -> bool | None:
-    """Whether a field may change; None where no entry of MAY_CHANGE fits."""
-    parts = _parts(field)
-    fitting = [entry for entry in MAY_CHANGE if _fits(entry.split("."), parts)]
-    return MAY_CHANGE[max(fitting, key=lambda entry: entry.count("."))] if fitting else None
-
-
-def compare(saved: Any, new: Any) -> list[Change]:
-    """What differs between two resolved configs, field by field, in the order of the new one."""
-    return list(_differences(saved, new, ""))
+def compare(saved: Any, config: Any) -> list[Change]:
+    """What differs between a resolved config and a config, field by field, in the order of the latter. Its fields say which
+    may."""
+    return list(_differences(saved, config, "", False))
 
 
 def check_changes(changes: list[Change]) -> None:
@@ -176,22 +71,29 @@ def check_changes(changes: list[Change]) -> None:
             raise ConfigError(change.field, change.new, cure)
 
 
-def _differences(saved: Any, new: Any, path: str) -> Iterator[Change]:
-    saved, new = _entries(saved), _entries(new)
-    if not isinstance(saved, dict) or not isinstance(new, dict):
-        if saved != new:
-            yield Change(path, _plain(saved), _plain(new))
+def _differences(saved: Any, now: Any, path: str, allowed: bool) -> Iterator[Change]:
+    before, entries = _entries(saved), _entries(now)
+    if before is None or entries is None:
+        if saved != (new := resolved_config(now)):
+            yield Change(path, _plain(saved), _plain(new), allowed)
         return
-    if saved.get("class") != new.get("class"):  # of other fields, which say nothing about each other
-        yield Change(_inside(path, "class"), saved.get("class", ABSENT), new.get("class", ABSENT))
+    if before.get("class") != entries.get("class"):  # of other fields, which say nothing about each other
+        yield Change(_inside(path, "class"), before.get("class", ABSENT), entries.get("class", ABSENT), allowed)
         return
-    for key in [*new, *(key for key in saved if key not in new)]:
-        yield from _differences(saved.get(key, ABSENT), new.get(key, ABSENT), _inside(path, key))
+    annotations = field_annotations(type(now), {}) if dataclasses.is_dataclass(now) else {}
+    for key in [*entries, *(key for key in before if key not in entries)]:
+        may = allowed or declared(annotations.get(key)).may_change
+        yield from _differences(before.get(key, ABSENT), entries.get(key, ABSENT), _inside(path, key), may)
 
 
-def _entries(value: Any) -> Any:
-    """A list's entries by index, as fields are."""
-    return {f"[{index}]": entry for index, entry in enumerate(value)} if isinstance(value, list) and value else value
+def _entries(value: Any) -> dict[str, Any] | None:
+    """Fields of a config, and entries of a dict or a list; None: it has none."""
+    if dataclasses.is_dataclass(value):
+        fields = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
+        return {"class": _qualified_name(built_class(value)), **fields}
+    if isinstance(value, list | tuple) and value:
+        return {f"[{index}]": entry for index, entry in enumerate(value)}
+    return value if isinstance(value, dict) else None
 
 
 def _inside(path: str, key: str) -> str:
@@ -200,14 +102,6 @@ def _inside(path: str, key: str) -> str:
 
 def _plain(value: Any) -> Any:
     return value["class"] if isinstance(value, dict) and "class" in value else value
-
-
-def _parts(field: str) -> list[str]:
-    return re.sub(r"\[(\d+)\]", r".\1", field).split(".")
-
-
-def _fits(entry: list[str], parts: list[str]) -> bool:
-    return len(entry) <= len(parts) and all(want in ("*", part) for want, part in zip(entry, parts, strict=False))
 
 
 def save_config(run_dir: Path, config: Any) -> Any:
@@ -301,7 +195,7 @@ class ResumedRun:
             if before is not None and (other := [name for name in {**before, **now} if before.get(name) != now.get(name)]):
                 cure = f"its {sorted(other)[0]} is not the one the run began with: put that back, or start a new run"
                 raise ConfigError("model.hf_assets_path" if path == config.model.hf_assets_path else "path", path, cure)
-        changes = compare(self.saved_config, resolved_config(config))
+        changes = compare(self.saved_config, config)
         check_changes([change for change in changes if not self._moved(change, files)])
         self.lines += [f"changed     {change}" for change in changes]
 

@@ -8,7 +8,15 @@ import torch
 from annotated_types import Ge, Le, MinLen
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.bounds import Cure, NonEmptyStr, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import (
+    Changeable,
+    Cure,
+    NonEmptyStr,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointConfig
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer import RendererConfig
@@ -148,7 +156,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     batcher: Batcher.Config = field(default_factory=Batcher.Config)
-    steps: PositiveInt = 100
+    steps: Changeable[PositiveInt] = 100
     """Optimizer steps."""
     groups_per_step: Annotated[int, Ge(1), Le(MOST_GROUPS)] = 8
     """Groups trained on in one optimizer step."""
@@ -156,7 +164,7 @@ class RunConfig:
     """The same number in rollouts, if all tasks have one group_size that divides it; overrides groups_per_step."""
     max_offpolicy_steps: NonNegativeInt = 1
     """Versions a group may be behind when it is trained on. 0 is synchronous, and on CPU deterministic by seed."""
-    max_drops_in_a_row: PositiveInt = 100
+    max_drops_in_a_row: Changeable[PositiveInt] = 100
     """The run ends after so many groups in a row that gave nothing to train on (failed, filtered, oversized). It also ends
     if in each of its first groups, this many, all rewards are equal."""
     seed: NonNegativeInt = 0
@@ -167,20 +175,20 @@ class RunConfig:
     """Applied before a rollout takes a place in a batch. Other groups replace those that they drop."""
     post_batch_filters: list[Filter.Config] = field(default_factory=list)
     """Applied when a batch was taken. It becomes smaller by the rollouts that they drop."""
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    validation: Changeable[ValidationConfig] = field(default_factory=ValidationConfig)
     """Schedule of tasks that set none of their own."""
-    metrics: MetricsLogger.Config = field(default_factory=MetricsLogger.Config)
-    recorder: RolloutRecorder.Config = field(default_factory=RolloutRecorder.Config)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    rollout_workers: NonNegativeInt = 0
+    metrics: Changeable[MetricsLogger.Config] = field(default_factory=MetricsLogger.Config)
+    recorder: Changeable[RolloutRecorder.Config] = field(default_factory=RolloutRecorder.Config)
+    checkpoint: Changeable[CheckpointConfig] = field(default_factory=CheckpointConfig)
+    rollout_workers: Changeable[NonNegativeInt] = 0
     """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's process, in one Python
     thread; perf/event_loop_lag_max_s shows when that is too slow."""
-    user_code: UserCodeLimits = field(default_factory=UserCodeLimits)
+    user_code: Changeable[UserCodeLimits] = field(default_factory=UserCodeLimits)
     """How long tasks, samplers, datasets, the task mix and filters may take."""
-    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
+    supervision: Changeable[SupervisionConfig] = field(default_factory=SupervisionConfig)
     """When processes that have died are made again."""
-    provision: ProvisionConfig = field(default_factory=ProvisionConfig)
-    profile_steps: str = ""
+    provision: Changeable[ProvisionConfig] = field(default_factory=ProvisionConfig)
+    profile_steps: Changeable[str] = ""
     """First and last optimizer step, such as "3:5", of which one file shows what every process did and for how long."""
-    output_dir: NonEmptyStr = "outputs"
+    output_dir: Changeable[NonEmptyStr] = "outputs"
     """Folder in which the command makes the run folders."""

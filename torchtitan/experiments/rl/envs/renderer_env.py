@@ -11,7 +11,7 @@ import numpy as np
 from annotated_types import Ge
 from renderers import Message, Renderer
 
-from torchtitan.experiments.rl.bounds import PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.envs.group_prompts import GroupPrompts
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.messages import (
@@ -46,9 +46,9 @@ class RendererEnvConfig:
     """Completions a rollout may have."""
     max_rollout_tokens: Annotated[int, Ge(2)] = 1024
     """Tokens the conversation may have: a prompt and its completion together never exceed it, so no training sample does."""
-    step_timeout_s: PositiveFloat = 60.0
+    step_timeout_s: Changeable[PositiveFloat] = 60.0
     """For each reset, step_message and close."""
-    rollout_timeout_s: PositiveFloat = 600.0
+    rollout_timeout_s: Changeable[PositiveFloat] = 600.0
     """From reset to the terminal status, sampling included. Enforced by the task that runs the rollout."""
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchtitan.experiments.rl.bounds import PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, PositiveInt
 from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 
@@ -15,7 +15,7 @@ WeightUpdate = Literal["keep", "recompute", "drain"]
 class GeneratorConfig:
     engine: EngineConfig = field(default_factory=VLLMEngineConfig)
     """Which engine, and its settings."""
-    replicas: PositiveInt = 1
+    replicas: Changeable[PositiveInt] = 1
     """Independent engines. Requests go to the least loaded; a conversation stays where its prefix is cached."""
     weight_update: WeightUpdate = "keep"
     """What a new version does to running requests, those that have tokens. In every mode a request without a token starts

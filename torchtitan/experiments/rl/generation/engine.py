@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from torchtitan.experiments.rl.bounds import PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, PositiveInt
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.messages import Request, RequestFailed, Result
 from torchtitan.experiments.rl.weights.snapshot import Manifest
@@ -145,11 +145,11 @@ class EngineConfig(ABC):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of weights and activations. The trainer publishes its weights in it."""
-    max_model_len: PositiveInt = 2048
+    max_model_len: Changeable[PositiveInt] = 2048
     """Longest prompt + completion, in tokens."""
-    tensor_parallel_degree: PositiveInt = 1
+    tensor_parallel_degree: Changeable[PositiveInt] = 1
     """GPUs that share one engine's model."""
-    sleep: bool = False
+    sleep: Changeable[bool] = False
     """Free the GPU's memory while the trainer steps, for a synchronous run on the trainer's own GPUs
     (``provision.share_gpus``). On CPU an engine keeps its memory, and answers no request while it sleeps."""
 

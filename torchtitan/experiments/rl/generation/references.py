@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from annotated_types import MinLen
 
-from torchtitan.experiments.rl.bounds import Cure, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, Cure, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
@@ -102,10 +102,10 @@ class HostedModel(ModelReference):
 
     path: Annotated[str, MinLen(1), Cure("name the checkpoint's folder")]
     """Hub-format folder. Its tokenizer must be the policy's."""
-    replicas: PositiveInt = 1
+    replicas: Changeable[PositiveInt] = 1
     """Independent engines."""
     engine: EngineConfig = field(default_factory=VLLMEngineConfig)
-    max_concurrency: PositiveInt = 256
+    max_concurrency: Changeable[PositiveInt] = 256
     """Scores in flight at once; more wait. How much is sampled at once is the engine's to say."""
 
     def validate(self, *, field: str) -> None:

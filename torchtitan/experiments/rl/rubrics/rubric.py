@@ -21,7 +21,7 @@ import numpy as np
 from annotated_types import Ge
 
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.bounds import Cure, PositiveFloat, PositiveInt, check_fields
+from torchtitan.experiments.rl.bounds import Changeable, Cure, PositiveFloat, PositiveInt, check_fields
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.printable import text_of
@@ -61,7 +61,7 @@ class RewardFn:
     group_level: bool = False
     """Called once per group with a list of the rollouts that are to be scored; returns a list, a tuple or an array [G] of
     numbers, in their order."""
-    timeout_s: PositiveFloat | None = None
+    timeout_s: Changeable[PositiveFloat | None] = None
     """Per call; None: the rubric's."""
     isolate: bool = False
     """Call it in a child process that is killed when late: for code that may hang or crash. A late sync function that is not
@@ -87,9 +87,9 @@ class Rubric(UserConfigurable):
         overflows is excluded."""
         error_reward: float | None = None
         """Reward of rollouts that failed; None excludes them. Never given for a failed reward function."""
-        timeout_s: PositiveFloat = 30.0
+        timeout_s: Changeable[PositiveFloat] = 30.0
         """For each call of a reward function that names no limit of its own."""
-        isolated_workers: PositiveInt = 2
+        isolated_workers: Changeable[PositiveInt] = 2
         """Child processes for functions with isolate=True."""
 
     def __init__(self, config: Config):

@@ -21,7 +21,7 @@ from renderers import Renderer
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.bounds import Cure, NonNegativeInt, PositiveFloat, PositiveInt, check_fields
+from torchtitan.experiments.rl.bounds import Changeable, Cure, NonNegativeInt, PositiveFloat, PositiveInt, check_fields
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
@@ -52,9 +52,9 @@ class Task(UserConfigurable):
     class Config(Configurable.Config):
         algorithm: Algorithm.Config
         dataset: Annotated[Dataset.Config, Cure("for rows in memory: RowDataset.Config(rows=MemoryRows([...]))")]
-        validation: Dataset.Config | None = None
+        validation: Changeable[Dataset.Config | None] = None
         """Examples the policy is measured on and never trained on."""
-        validation_schedule: ValidationConfig | None = None
+        validation_schedule: Changeable[ValidationConfig | None] = None
         """When and how; None: the run's `validation`."""
         rubric: Annotated[Rubric.Config, Cure("write Rubric.Config(reward_fns=[...])")] = field(default_factory=Rubric.Config)
         sampler: SampleStrategy.Config = field(default_factory=ShuffledCursor.Config)

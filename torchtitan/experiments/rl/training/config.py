@@ -7,7 +7,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config import ParallelismConfig
-from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, NonNegativeFloat, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.losses import LossConfig
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
@@ -103,11 +103,11 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    ranks: PositiveInt = 1
+    ranks: Changeable[PositiveInt] = 1
     """Processes of the mesh: the product of the degrees in ``parallelism``. By default each gets rows of its own (FSDP)."""
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    lr_scheduler: LRSchedulersContainer.Config = field(
+    parallelism: Changeable[Parallelism] = field(default_factory=Parallelism)
+    optimizer: Changeable[OptimizerConfig] = field(default_factory=OptimizerConfig)
+    lr_scheduler: Changeable[LRSchedulersContainer.Config] = field(
         default_factory=lambda: LRSchedulersContainer.Config(warmup_steps=10, decay_ratio=0.0)
     )
     """Counted in optimizer steps of this run."""
@@ -118,13 +118,13 @@ class TrainerConfig:
     """Of parameters, gradients and optimizer state."""
     mixed_precision_param: Literal["float32", "bfloat16"] = "float32"
     """Of the forward and backward pass (FSDP mixed precision)."""
-    enable_cpu_offload: bool = False
+    enable_cpu_offload: Changeable[bool] = False
     """Keep parameters, gradients and optimizer state in the host's memory. CUDA only."""
-    activation_checkpoint: bool = False
+    activation_checkpoint: Changeable[bool] = False
     """Keep only each transformer block's input, and compute the rest again in the backward pass."""
-    compile: bool = False
+    compile: Changeable[bool] = False
     """torch.compile of each transformer block."""
-    logprob_chunk_tokens: PositiveInt = 1024
+    logprob_chunk_tokens: Changeable[PositiveInt] = 1024
     """Tokens whose full-vocabulary logits exist at once."""
-    save_final_model: bool = True
+    save_final_model: Changeable[bool] = True
     """Write the final policy as a hub folder, tokenizer included: <run folder>/policy/step-N."""

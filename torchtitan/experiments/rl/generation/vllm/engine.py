@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from annotated_types import Gt, Le
 
-from torchtitan.experiments.rl.bounds import PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.errors import MissingError, PeerGone
 from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport, Occupancy, WrongWeights
@@ -48,19 +48,19 @@ KEPT_SHARE = 1 / 8
 class VLLMEngineConfig(EngineConfig):
     """vLLM's settings; what vLLM calls them is said where the names differ."""
 
-    max_num_seqs: PositiveInt = 256
+    max_num_seqs: Changeable[PositiveInt] = 256
     """Sequences in one engine step."""
-    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.9
+    gpu_memory_utilization: Changeable[Annotated[float, Gt(0), Le(1)]] = 0.9
     """Share of the GPU's memory for weights and KV cache. CUDA only."""
-    kv_cache_gib: PositiveFloat | None = None
+    kv_cache_gib: Changeable[PositiveFloat | None] = None
     """KV cache of each GPU, in GiB. None: what ``gpu_memory_utilization`` leaves. Needed where the trainer has the same GPUs
     (``provision.share_gpus``). CUDA only."""
-    cpu_kv_cache_gib: PositiveFloat = 1.0
+    cpu_kv_cache_gib: Changeable[PositiveFloat] = 1.0
     """KV cache on CPU, in GiB. Prefix caching takes an eighth more (``generation/vllm/last_block.py``). vLLM fills it with
     zeros when it starts, which takes some 1.8 s a GiB."""
-    cuda_graphs: bool = True
+    cuda_graphs: Changeable[bool] = True
     """False sets enforce_eager. CPU is always eager."""
-    enable_prefix_caching: bool = True
+    enable_prefix_caching: Changeable[bool] = True
 
     def build(self, *, model_path: str, device: Literal["cpu", "cuda"]) -> "VLLMEngine":
         return VLLMEngine(self, model_path=model_path, device=device)
