@@ -38,7 +38,7 @@ from monarch.actor import (  # noqa: E402
 )
 
 from torchtitan.experiments.rl.errors import RunError  # noqa: E402
-from torchtitan.experiments.rl.process.host_identity import VARIABLE, host_identity  # noqa: E402
+from torchtitan.experiments.rl.process.host import HOST_VARIABLE, host_identity  # noqa: E402
 from torchtitan.experiments.rl.process.setup import (  # noqa: E402
     launch_environment,
     set_up_process,
@@ -97,7 +97,7 @@ class MeasuredReader(WeightReader):
 
 def spawn(host: str, cores: Sequence[int]) -> ProcMesh:
     def launch(point: Any) -> Any:
-        return default_bootstrap_cmd().with_env(launch_environment(tuple(cores), "cpu") | {VARIABLE: host})
+        return default_bootstrap_cmd().with_env(launch_environment(tuple(cores), "cpu") | {HOST_VARIABLE: host})
 
     return this_host().spawn_procs(
         per_host={"procs": 1},

@@ -35,7 +35,7 @@ from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E4
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult  # noqa: E402
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig  # noqa: E402
 from torchtitan.experiments.rl.operations.provision import spawn_on  # noqa: E402
-from torchtitan.experiments.rl.process.host_identity import host_identity  # noqa: E402
+from torchtitan.experiments.rl.process.host import host_identity  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher  # noqa: E402

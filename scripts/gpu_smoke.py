@@ -47,9 +47,9 @@ from torchtitan.experiments.rl.models.decoder import RowShapes  # noqa: E402
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, parameter_count, policy_spec  # noqa: E402
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
-from torchtitan.experiments.rl.process.gpus import gpu_host_lacks  # noqa: E402
+from torchtitan.experiments.rl.process.host import gpu_host_lacks  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
-from torchtitan.experiments.rl.process.shared_memory import SHARED_MEMORY  # noqa: E402
+from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig  # noqa: E402
 from torchtitan.experiments.rl.training.learner import Learner  # noqa: E402

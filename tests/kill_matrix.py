@@ -34,7 +34,7 @@ from tests.kills.after import left_behind  # noqa: E402
 from tests.kills.command import Command, has_checkpoint, steps_recorded  # noqa: E402
 from tests.kills.judge import final_reward, torn_files, unbalanced  # noqa: E402
 from tests.kills.moments import MOMENTS, Kill, draw, in_update, wait_for_moment  # noqa: E402
-from torchtitan.experiments.rl.process.shared_memory import mapped_by  # noqa: E402
+from torchtitan.experiments.rl.process.temporary import mapped_by  # noqa: E402
 
 STEPS, ROLLOUTS, INTERVAL, EVERY, MAX_AGE = 24, 32, 4, 6, 1
 SMALL = f"""--rollouts-per-step {ROLLOUTS} --validation.examples 256 --validation.every {EVERY} --steps {STEPS}

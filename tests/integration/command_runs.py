@@ -18,7 +18,7 @@ from typing import IO
 
 from tests.integration.processes import open_files, process_stat
 from torchtitan.experiments.rl.observability.metrics import read_metrics
-from torchtitan.experiments.rl.process.shared_memory import SHARED_MEMORY, mapped_by
+from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY, mapped_by
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "torchtitan.experiments.rl.grpo"

@@ -22,8 +22,8 @@ from torchtitan.experiments.rl.generation.messages import GeneratorFailed, Reque
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.operations import provision
 from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on, start_trainer
-from torchtitan.experiments.rl.process import shared_memory
-from torchtitan.experiments.rl.process.host_identity import host_identity
+from torchtitan.experiments.rl.process import temporary
+from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
 from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, fingerprint
@@ -381,8 +381,8 @@ async def test_an_engine_that_was_given_a_corrupted_snapshot_answers_nothing_any
 async def test_shutdown_leaves_no_process_and_no_shared_memory(pairs, generator_of_two, meshes, others):
     before = descendants(os.getpid()) - others
     assert len(before) >= 4
-    shared = shared_memory.mapped_by(before)
+    shared = temporary.shared_memory_of(before)
     assert shared, "the engine of two processes has some"
     await close_all(meshes)
     assert not before & descendants(os.getpid())
-    assert not shared & set(os.listdir(shared_memory.SHARED_MEMORY))
+    assert not shared & set(os.listdir(temporary.SHARED_MEMORY))

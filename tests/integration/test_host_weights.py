@@ -26,7 +26,7 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.operations.supervision import PartProcess, WeightReaders
-from torchtitan.experiments.rl.process.host_identity import VARIABLE, host_identity
+from torchtitan.experiments.rl.process.host import HOST_VARIABLE, host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.process.setup import launch_environment, set_up_spawned_process
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
@@ -77,7 +77,7 @@ def spawn(name: str, *hosts: str) -> ProcMesh:
     shares = (cores,) * len(hosts)
 
     def launch(point: Point) -> Any:
-        return default_bootstrap_cmd().with_env(launch_environment(cores, "cpu") | {VARIABLE: hosts[point.rank]})
+        return default_bootstrap_cmd().with_env(launch_environment(cores, "cpu") | {HOST_VARIABLE: hosts[point.rank]})
 
     return this_host().spawn_procs(
         per_host={"procs": len(hosts)},

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.integration.command_runs import ENDLESS, private, wait_for
 from tests.integration.processes import listening_sockets, open_files
-from torchtitan.experiments.rl.process.host_identity import VARIABLE
+from torchtitan.experiments.rl.process.host import HOST_VARIABLE
 
 
 def environment_of(pid: int) -> dict[str, str]:
@@ -36,7 +36,7 @@ def test_three_hosts_have_the_roles_of_the_config_and_a_killed_one_ends_the_run_
     host_of = {}
     for pid, launched in processes_of(run.temporary).items():
         logs = [path.stem for path in map(Path, open_files(pid)) if "logs" in path.parts]
-        host_of |= dict.fromkeys(logs, launched.get(VARIABLE, "").rpartition("/")[2])
+        host_of |= dict.fromkeys(logs, launched.get(HOST_VARIABLE, "").rpartition("/")[2])
     roles = {name: host for name, host in host_of.items() if name.startswith(("trainer", "generator", "rollout"))}
     assert roles == {
         "trainer-0": "process host 0",

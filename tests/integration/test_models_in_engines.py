@@ -23,7 +23,7 @@ from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GenerateRequest
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.operations.provision import shut_down, spawn
-from torchtitan.experiments.rl.process.host_identity import host_identity
+from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher

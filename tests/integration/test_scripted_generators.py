@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.operations.provision import shut_down, spawn
-from torchtitan.experiments.rl.process.host_identity import host_identity
+from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from torchtitan.experiments.rl.process.shared_memory import SHARED_MEMORY
+from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY
 
 
 def left_behind(temporary: Path, mapped: set[str]) -> list[str]:

@@ -65,5 +65,5 @@ async def test_rollout_whose_env_blocks_beyond_its_limit_is_a_timeout_by_name_an
     assert blocked.error.startswith(f"BlockingEnv.{where}: no answer within 0.2 s: it blocked")
     assert blocked_s(blocked.error) >= 0.3
     assert other.status is RolloutStatus.COMPLETED
-    assert runner.lap_blocking_calls() == 1 and runner.lap_blocking_calls() == 0
+    assert runner.lap() == (0.0, 1) and runner.lap() == (0.0, 0)
     assert [env.closed for env in task.made] == [1, 1]

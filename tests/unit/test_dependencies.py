@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = packages_distributions()
 EXTRAS = {
     "report/": "report",
-    "observability/trackers/trackio_tracker.py": "trackio",
+    "observability/trackers.py": "trackio",
     "tasks/math": "math",
     "tasks/reasoning_gym": "gym",
     "tasks/verifiers": "verifiers",

@@ -81,7 +81,7 @@ async def test_a_group_goes_to_the_worker_with_the_fewest_open_rollouts():
     for group in await asyncio.gather(*work):
         assert group.failure is None and len(group.rollouts) == 1
     assert policy.generated_tokens == 18 and open_rollouts(runner) == [0, 0]
-    assert runner.lap_lag_s() == 0.1 and runner.lap_lag_s() == 0.0
+    assert runner.lap() == (0.1, 0) and runner.lap() == (0.0, 0)
 
 
 async def test_cancelled_group_frees_its_place():
@@ -99,9 +99,9 @@ async def test_measured_group_carries_its_sampling_and_size():
     mesh.released.set()
     runner = runner_of(mesh, SimpleNamespace(version=0, generated_tokens=0))
     sampling = SamplingConfig(temperature=0.0)
-    group = await runner.measure(task(4), SAMPLE, group_id="v", sampling=sampling, group_size=2)
+    group = await runner.run(task(4), SAMPLE, group_id="v", measured=Measurement(sampling=sampling, group_size=2))
     (request,) = mesh.asked[0]
-    assert group.group_id == "v" and request.measurement == Measurement(sampling=sampling, group_size=2)
+    assert group.group_id == "v" and request.measured == Measurement(sampling=sampling, group_size=2)
 
 
 async def test_groups_of_a_worker_that_dies_are_run_again_under_their_ids_elsewhere_or_when_it_is_back():

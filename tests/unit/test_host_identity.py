@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan.experiments.rl.process import host_identity as module
-from torchtitan.experiments.rl.process.host_identity import VARIABLE, host_identity
+from torchtitan.experiments.rl.process import host as module
+from torchtitan.experiments.rl.process.host import HOST_VARIABLE, host_identity
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
 def not_injected(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(HOST_VARIABLE, raising=False)
 
 
 def test_two_processes_of_one_host_have_one_identity():
-    code = "from torchtitan.experiments.rl.process.host_identity import host_identity; print(host_identity())"
+    code = "from torchtitan.experiments.rl.process.host import host_identity; print(host_identity())"
     other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert other.stdout.strip() == host_identity()
 
@@ -49,5 +49,5 @@ def test_a_container_without_the_files_of_linux_has_an_identity(monkeypatch):
 
 
 def test_the_environment_may_say_which_host_a_process_counts_for(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "process host 1")
+    monkeypatch.setenv(HOST_VARIABLE, "process host 1")
     assert host_identity() == "process host 1"

@@ -17,16 +17,16 @@ from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts import pool
-from torchtitan.experiments.rl.hosts.keeper import TOKEN_BYTES, _begins_with
+from torchtitan.experiments.rl.hosts.pool import TOKEN_BYTES, _begins_with
 from torchtitan.experiments.rl.operations.provision import MARK_FILE, check_shared_files
-from torchtitan.experiments.rl.process.descendants import descendants
-from torchtitan.experiments.rl.process.network import LOOPBACK, interface_towards, network_address, source_address
+from torchtitan.experiments.rl.process.host import LOOPBACK, interface_towards, network_address, source_address
+from torchtitan.experiments.rl.process.lifetime import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 
 AGENT = """
 import os, socket, subprocess, sys, threading
-from torchtitan.experiments.rl.hosts.keeper import _end_with_command
+from torchtitan.experiments.rl.hosts.pool import _end_with_command
 child = subprocess.Popen(["bash", "-c", "sleep 600 & wait"])
 listener = socket.create_server(("127.0.0.1", 0))
 if os.fork() == 0:

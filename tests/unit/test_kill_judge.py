@@ -14,7 +14,7 @@ import pytest
 from tests import kill_matrix, soak
 from tests.kills import after, judge
 from tests.kills.moments import MOMENTS
-from torchtitan.experiments.rl.process.shared_memory import mapped_by
+from torchtitan.experiments.rl.process.temporary import mapped_by
 
 STEPS, ROLLOUTS = 2, 2
 

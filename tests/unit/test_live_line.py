@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.screen import Screen
-from torchtitan.experiments.rl.observability.console import Console, StepReport
-from torchtitan.experiments.rl.observability.progress import BASIS, Progress
+from torchtitan.experiments.rl.observability.console import BASIS, Console, Progress, StepReport
 from torchtitan.experiments.rl.process.terminal import ERASE, LiveLine, SharedTerminal, can_redraw, end_live_line, has_colours
 
 ROOT = Path(__file__).parents[2]

@@ -125,7 +125,7 @@ ours.warning("another thing")
         "WARNING trainer-0: another thing",
     ]
     assert len(records) >= 4, "the file has all"
-    spawned = f"from torchtitan.experiments.rl.process.output import print_to; print_to(Path({str(tmp_path / 'x.txt')!r}))"
+    spawned = f"from torchtitan.experiments.rl.process.terminal import print_to; print_to(Path({str(tmp_path / 'x.txt')!r}))"
     assert run(spawned + meet)[1] == "WARNING trainer-0: another thing\n"
 
 
@@ -138,8 +138,8 @@ def test_a_traceback_from_another_process_is_one_sentence_on_the_terminal(run):
 
 def test_a_log_grows_to_its_limit_and_keeps_the_file_before(run, tmp_path):
     records, terminal = run("""
-from torchtitan.experiments.rl.process import logs
-logs.LOG_BYTES = 2000
+from torchtitan.experiments.rl.process import setup
+setup.LOG_BYTES = 2000
 set_up_logging(path.parents[1], "trainer-0")
 for number in range(100):
     ours.info("record %d", number)

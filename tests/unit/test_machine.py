@@ -17,7 +17,7 @@ from torchtitan.experiments.rl.config.machine import checkpoint_seconds, fit_row
 from torchtitan.experiments.rl.config.plan import GIB, checkpoint_gib
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug, rl_opd_qwen3_debug
 from torchtitan.experiments.rl.grpo import main
-from torchtitan.experiments.rl.process import gpus
+from torchtitan.experiments.rl.process import host
 
 PINS = Path(__file__).resolve().parents[2] / "requirements"
 
@@ -139,20 +139,20 @@ def test_a_run_whose_checkpoint_outlasts_sigterm_is_warned_of(monkeypatch, capsy
 
 
 def test_a_gpu_host_needs_a_compiler_headers_and_lockable_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpus.shutil, "which", lambda name: None)
+    monkeypatch.setattr(host.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(gpus.sysconfig, "get_path", lambda name: str(tmp_path))
-    monkeypatch.setattr(gpus.resource, "getrlimit", lambda which: (65536, 65536))
-    monkeypatch.setattr(gpus.Path, "glob", lambda path, pattern: iter(["mlx5_0"]))
-    compiler, headers, locked = gpus.gpu_host_lacks(several_hosts=True)
+    monkeypatch.setattr(host.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (65536, 65536))
+    monkeypatch.setattr(host.Path, "glob", lambda path, pattern: iter(["mlx5_0"]))
+    compiler, headers, locked = host.gpu_host_lacks(several_hosts=True)
     assert "no C compiler" in compiler and "install gcc" in compiler
     assert f"{tmp_path}/Python.h" in headers and "python3.11-dev" in headers
     assert "64 KiB" in locked and "ulimit -l unlimited" in locked
-    assert len(gpus.gpu_host_lacks(several_hosts=False)) == 2, "one host uses no RDMA"
+    assert len(host.gpu_host_lacks(several_hosts=False)) == 2, "one host uses no RDMA"
     (tmp_path / "Python.h").touch()
     monkeypatch.setenv("CC", "clang")
-    monkeypatch.setattr(gpus.resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert gpus.gpu_host_lacks(several_hosts=True) == []
+    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert host.gpu_host_lacks(several_hosts=True) == []
 
 
 def test_the_command_says_before_a_run_on_gpus_what_kernels_lack_here(monkeypatch, capsys, tmp_path):

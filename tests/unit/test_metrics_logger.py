@@ -16,8 +16,7 @@ from torchtitan.experiments.rl.observability.metrics import (
     read_metrics,
     without_timing,
 )
-from torchtitan.experiments.rl.observability.trackers import TrackedRun
-from torchtitan.experiments.rl.observability.trackers.weights_and_biases import WandbTracker
+from torchtitan.experiments.rl.observability.trackers import TrackedRun, WandbTracker
 
 
 def jsonl_only(run_dir, **kwargs) -> MetricsLogger:

@@ -9,9 +9,8 @@ import torch
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.checks import plan_run
 from torchtitan.experiments.rl.config.machine import numa_lines
-from torchtitan.experiments.rl.process import numa, setup
-from torchtitan.experiments.rl.process.gpus import pci_addresses
-from torchtitan.experiments.rl.process.numa import cores_by_node, cores_near, cores_on_nodes_of, own_cores
+from torchtitan.experiments.rl.process import host, setup
+from torchtitan.experiments.rl.process.host import cores_by_node, cores_near, cores_on_nodes_of, own_cores, pci_addresses
 
 GPUS = {"0000:1b:00.0": 0, "0000:43:00.0": 0, "0001:9a:00.0": 1, "0000:c3:00.0": -1}
 """The node of each, as /sys has it; -1: Linux does not know."""
@@ -30,7 +29,7 @@ def system(tmp_path, monkeypatch) -> Path:
         folder.mkdir(parents=True)
         (folder / "numa_node").write_text(f"{node}\n")
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)) - {1, 12})
-    monkeypatch.setattr(numa, "SYS", tmp_path)
+    monkeypatch.setattr(host, "SYS", tmp_path)
     return tmp_path
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 SETUP = """
 import logging, os, subprocess, sys
 from pathlib import Path
-from torchtitan.experiments.rl.process.output import print_to
+from torchtitan.experiments.rl.process.terminal import print_to
 from torchtitan.experiments.rl.process.setup import set_up_logging
 folder = Path(sys.argv[1])
 print("before")

@@ -13,14 +13,14 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchtitan.experiments.rl.operations.provision import spawn
-from torchtitan.experiments.rl.process.garbage import (
+from torchtitan.experiments.rl.process.host import cores_on_nodes_of
+from torchtitan.experiments.rl.process.memory import (
     collect_again,
     freeze_objects,
     hold_collection,
     keep_imported,
     unfreeze_objects,
 )
-from torchtitan.experiments.rl.process.numa import cores_on_nodes_of
 from torchtitan.experiments.rl.process.setup import SWITCH_INTERVAL_S, launch_environment, set_up_process
 
 ROOT = Path(__file__).resolve().parents[2]

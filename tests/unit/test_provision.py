@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torchtitan.experiments.rl.config.placement import Place, Placement, plan_placement
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.process.gpus import mask_of, visible_gpus
+from torchtitan.experiments.rl.process.host import mask_of, visible_gpus
 from torchtitan.experiments.rl.process.setup import launch_environment
 
 

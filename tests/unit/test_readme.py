@@ -11,8 +11,14 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.grpo import starting_line
-from torchtitan.experiments.rl.observability.console import RunHeader, RunSummary, header_lines, summary_lines, title_line
-from torchtitan.experiments.rl.observability.progress import Progress
+from torchtitan.experiments.rl.observability.console import (
+    Progress,
+    RunHeader,
+    RunSummary,
+    header_lines,
+    summary_lines,
+    title_line,
+)
 
 FILES = ("metrics", "records", "ledger", "logs", "policy", "checkpoint")
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,6 @@ from torchtitan.experiments.rl.config.resume import Start
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.operations import session
-from torchtitan.experiments.rl.process import shared_memory
 from torchtitan.experiments.rl.process import temporary as temporary_module
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, remove_left_over
 
@@ -211,7 +210,7 @@ def test_every_descendant_is_killed_also_one_with_a_session_of_its_own():
     )
     main = (
         "import subprocess, sys\n"
-        "from torchtitan.experiments.rl.process.descendants import descendants, kill_descendants\n"
+        "from torchtitan.experiments.rl.process.lifetime import descendants, kill_descendants\n"
         f"child = subprocess.Popen([sys.executable, '-c', {code!r}], stdout=subprocess.PIPE, text=True)\n"
         "grandchild = int(child.stdout.readline())\n"
         "assert descendants() == [child.pid, grandchild], descendants()\n"
@@ -238,7 +237,7 @@ def parent(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(temporary_module.tempfile, "tempdir", None)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "kept")
-    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(temporary_module, "SHARED_MEMORY", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     return tmp_path
 

@@ -12,9 +12,9 @@ import pytest
 from tests.unit.command_line import assert_one_line
 from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.hosts import slurm, slurm_queue
+from torchtitan.experiments.rl.hosts import slurm
 from torchtitan.experiments.rl.hosts.jobs import JobConfig, SlurmJob
-from torchtitan.experiments.rl.process.descendants import descendants
+from torchtitan.experiments.rl.process.lifetime import descendants
 
 SLURM = ("--provision.job", "slurm", "--provision.job.gpus-per-host", "0", "--provision.job.cores-per-host", "4")
 
@@ -133,7 +133,7 @@ sed -n "$(wc -l < {folder}/asked)p" {folder}/answers
 
 @pytest.fixture
 def answers(programs, tmp_path, monkeypatch):
-    monkeypatch.setattr(slurm_queue, "POLL_S", 0.0)
+    monkeypatch.setattr(slurm, "POLL_S", 0.0)
     programs("sbatch", "echo 4242")
     programs("squeue", QUEUE.format(folder=tmp_path))
 
@@ -174,7 +174,7 @@ def test_ctrl_c_while_waiting_leaves_the_job_in_the_queue(command, answers, monk
         raise KeyboardInterrupt
 
     answers("PENDING Priority")
-    monkeypatch.setattr(slurm_queue, "time", SimpleNamespace(sleep=interrupted))  # other threads sleep too
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(sleep=interrupted))  # other threads sleep too
     words = ("--config", "rl_grpo_qwen3_debug", *SLURM, "--provision.job.wait", "--run-dir", str(tmp_path / "run"))
     code, out, err = command(*words)
     assert (code, err, states(out)) == (130, "", ["PENDING (Priority)"])

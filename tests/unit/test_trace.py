@@ -9,7 +9,7 @@ import pytest
 
 from torchtitan.experiments.rl.config.checks import profiled_steps
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.observability.trace_file import trace_events, write_trace
+from torchtitan.experiments.rl.operations.profile import trace_events, write_trace
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.trace import Event
 

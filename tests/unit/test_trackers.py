@@ -13,9 +13,15 @@ import wandb
 
 from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl.errors import MissingError
-from torchtitan.experiments.rl.observability.metrics import MetricsLogger, read_metrics
-from torchtitan.experiments.rl.observability.trackers import Tracker, background
-from torchtitan.experiments.rl.observability.trackers.samples import MOST_CHARACTERS, conversation, samples_table
+from torchtitan.experiments.rl.observability import metrics as metrics_module
+from torchtitan.experiments.rl.observability.metrics import (
+    MOST_CHARACTERS,
+    MetricsLogger,
+    conversation,
+    read_metrics,
+    samples_table,
+)
+from torchtitan.experiments.rl.observability.trackers import Tracker
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutTurn
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -117,8 +123,8 @@ def test_a_tracker_that_fails_is_one_warning_without_keys_and_the_others_go_on(t
 
 
 def test_a_tracker_that_hangs_stalls_neither_the_steps_nor_the_end(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(background, "QUEUED", 5)
-    monkeypatch.setattr(background, "CLOSE_LIMIT_S", 0.01)
+    monkeypatch.setattr(metrics_module, "QUEUED", 5)
+    monkeypatch.setattr(metrics_module, "CLOSE_LIMIT_S", 0.01)
     full, ending = Hangs.Config(), Hangs.Config()
     with caplog.at_level(logging.WARNING):
         metrics = logger_of(tmp_path, full)

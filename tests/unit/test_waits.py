@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from torchtitan.experiments.rl.observability.waits import Waits
+from torchtitan.experiments.rl.observability.console import Waits
 
 
 class Hours:

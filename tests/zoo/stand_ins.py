@@ -10,7 +10,7 @@ from tests.zoo.world import HonestPolicy
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_denominators
-from torchtitan.experiments.rl.observability.waits import Waits
+from torchtitan.experiments.rl.observability.console import Waits
 from torchtitan.experiments.rl.operations.assembly import RunActors
 from torchtitan.experiments.rl.operations.context import RunContext
 from torchtitan.experiments.rl.operations.supervision import Supervisor

@@ -22,7 +22,7 @@ from torchtitan.experiments.rl.config.command_line import (
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, fault_of
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.garbage import collect_again, hold_collection, keep_imported
+from torchtitan.experiments.rl.process.memory import collect_again, hold_collection, keep_imported
 from torchtitan.experiments.rl.process.setup import (
     escape_unencodable_output,
     quiet_libraries,
@@ -112,7 +112,7 @@ def _resumed(command: Command) -> tuple[Any, Command]:
 def _divided(command: Command, config: Any) -> Any:
     """The config with ``--gpus`` divided between trainer and generators."""
     from torchtitan.experiments.rl.config import checks
-    from torchtitan.experiments.rl.process.gpus import gpu_memory_gib
+    from torchtitan.experiments.rl.process.host import gpu_memory_gib
 
     checks.check(config)
     command.overrides += checks.split_of(config, int(command.gpus or 0), gpu_gib=gpu_memory_gib() or checks.USUAL_GPU_GIB)

@@ -14,9 +14,15 @@ from torchtitan.experiments.rl.config.placement import ranges
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import MissingError
-from torchtitan.experiments.rl.process.gpus import gpu_host_lacks, gpu_memory_gib, pci_addresses, visible_gpus
-from torchtitan.experiments.rl.process.numa import cores_by_node, cores_near
-from torchtitan.experiments.rl.process.shared_memory import SHARED_MEMORY
+from torchtitan.experiments.rl.process.host import (
+    cores_by_node,
+    cores_near,
+    gpu_host_lacks,
+    gpu_memory_gib,
+    pci_addresses,
+    visible_gpus,
+)
+from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY
 
 DESCRIPTORS = 128
 DESCRIPTORS_PER_PROCESS = 64

@@ -9,8 +9,7 @@ from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConf
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel, hosted_models
 from torchtitan.experiments.rl.hosts.job import contiguous_shares
-from torchtitan.experiments.rl.process.gpus import sliced, visible_gpus
-from torchtitan.experiments.rl.process.numa import own_cores
+from torchtitan.experiments.rl.process.host import own_cores, sliced, visible_gpus
 
 LARGE_ON_CPU = 10_000_000
 """Parameters from which trainer and generators have threads for all cores each. Seconds of a step on two busy cores, with a

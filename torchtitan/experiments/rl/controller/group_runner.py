@@ -17,10 +17,10 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.models.hub import HubConfig
-from torchtitan.experiments.rl.observability.loop_lag import LoopLag
+from torchtitan.experiments.rl.observability.timing import LoopLag
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.process.garbage import freeze_objects, unfreeze_objects
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
+from torchtitan.experiments.rl.process.memory import freeze_objects, unfreeze_objects
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -90,29 +90,38 @@ class TaskSet:
         return None
 
 
+@dataclass(kw_only=True, slots=True)
+class Measurement:
+    """How the rollouts of a group that is only measured are sampled: by the policy itself, and without credit."""
+
+    sampling: SamplingConfig
+    group_size: int
+
+
 class GroupRunner(Protocol):
-    async def run(self, task: Task, sample: DataSample, *, group_id: str, credit: bool = True) -> RolloutGroup:
-        """Run and score a training group of ``sample``. A group that can't be trained on has a ``failure``.
+    async def run(
+        self,
+        task: Task,
+        sample: DataSample,
+        *,
+        group_id: str,
+        credit: bool = True,
+        measured: Measurement | None = None,
+        uncredited: RolloutGroup | None = None,
+    ) -> RolloutGroup:
+        """Run and score a group of ``sample``. A training group that can't be trained on has a ``failure``.
 
         User code that fails ends in a rollout's status; an exception raised here is a fault of the library.
 
         Args:
-            credit: False: rewards alone; call ``credit`` next.
+            credit: False: rewards alone.
+            measured: for validation. None: a training group, sampled with the task's own config.
+            uncredited: a group that was run without credit, and gets it now. What is returned may be another object.
         """
 
-    async def credit(self, task: Task, group: RolloutGroup) -> RolloutGroup:
-        """Give a group credit that ``run`` gave none. Returns the group, which may be another object."""
-
-    async def measure(
-        self, task: Task, sample: DataSample, *, group_id: str, sampling: SamplingConfig, group_size: int
-    ) -> RolloutGroup:
-        """Run and reward rollouts of the policy itself, without credit: for validation."""
-
-    def lap_lag_s(self) -> float:
-        """Longest event-loop lag in seconds of other processes since the last call; 0 where there are none."""
-
-    def lap_blocking_calls(self) -> int:
-        """Calls of user code that held up an event loop beyond their limit, since the last call."""
+    def lap(self) -> tuple[float, int]:
+        """Since the last call: the longest lag in seconds of other processes' event loops, and how many calls of user code have
+        held up an event loop beyond their limit."""
 
 
 class LocalRunner:
@@ -121,72 +130,49 @@ class LocalRunner:
     def __init__(self, policy: PolicyClient, *, seed: int):
         self._policy, self._seed = policy, seed
 
-    async def run(self, task: Task, sample: DataSample, *, group_id: str, credit: bool = True) -> RolloutGroup:
-        """See GroupRunner."""
-        # A task's own run_group may not take them, and needs its group.
-        own: dict[str, Any] = {} if task.needs_group else {"group_size": 1, "credit": credit}
-        with trace.lane("group", group=group_id):
-            group = await task.run_group(sample, self._policy, group_id=group_id, seed=self._seed, **own)
-            with trace.span("score"):
-                await (task.score_group(group) if credit else task.score_rewards(group))
-        return group
-
-    async def credit(self, task: Task, group: RolloutGroup) -> RolloutGroup:
-        """See GroupRunner."""
-        with trace.lane("group", group=group.group_id), trace.span("score"):
-            await task.credit_group(group)
-        return group
-
-    async def measure(
-        self, task: Task, sample: DataSample, *, group_id: str, sampling: SamplingConfig, group_size: int
+    async def run(
+        self,
+        task: Task,
+        sample: DataSample,
+        *,
+        group_id: str,
+        credit: bool = True,
+        measured: Measurement | None = None,
+        uncredited: RolloutGroup | None = None,
     ) -> RolloutGroup:
         """See GroupRunner."""
+        own: dict[str, Any] = {}  # a task's own run_group may not take them, and needs its group
+        if measured is not None:
+            own = {"sampling": measured.sampling, "group_size": measured.group_size, "credit": False}
+        elif not task.needs_group:
+            own = {"group_size": 1, "credit": credit}
         with trace.lane("group", group=group_id):
-            group = await task.run_group(
-                sample,
-                self._policy,
-                group_id=group_id,
-                seed=self._seed,
-                sampling=sampling,
-                group_size=group_size,
-                credit=False,
-            )
+            if uncredited is not None:
+                with trace.span("score"):
+                    await task.credit_group(uncredited)
+                return uncredited
+            group = await task.run_group(sample, self._policy, group_id=group_id, seed=self._seed, **own)
             with trace.span("score"):
-                await task.score_rewards(group)
+                await (task.score_group(group) if credit and measured is None else task.score_rewards(group))
         return group
 
-    def lap_lag_s(self) -> float:
+    def lap(self) -> tuple[float, int]:
         """See GroupRunner."""
-        return 0.0
-
-    def lap_blocking_calls(self) -> int:
-        """See GroupRunner."""
-        return BLOCKING.lap()
-
-
-@dataclass(kw_only=True, slots=True)
-class Measurement:
-    """How the rollouts of a group that is only measured are sampled."""
-
-    sampling: SamplingConfig
-    group_size: int
+        return 0.0, BLOCKING.lap()
 
 
 @dataclass(kw_only=True, slots=True)
 class GroupRequest:
-    """A group for a rollout worker to run."""
+    """A group for a rollout worker to run: the arguments of ``GroupRunner.run``."""
 
     task: str
     data_sample: DataSample
     group_id: str
     policy_version: int
     """Policy version that the generators hold now."""
-    measurement: Measurement | None = None
-    """None: a training group, sampled with the task's own config."""
-    credit: bool = True
-    """Of a training group: False has it rewarded alone."""
-    group: RolloutGroup | None = None
-    """A group that was run without credit, and gets it now."""
+    credit: bool
+    measured: Measurement | None
+    uncredited: RolloutGroup | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -215,8 +201,7 @@ class WorkerRunner:
         self._workers: dict[int, _Worker] = {}
         self._admitted = asyncio.Event()
         self._policy = policy
-        self._lag_s = 0.0
-        self._blocking_calls = 0
+        self._lag_s, self._blocking_calls = 0.0, 0
 
     def admit(self, index: int, actor: Any, life: Lifetime) -> None:
         """Give groups to worker ``index`` from now on. It is set up."""
@@ -227,41 +212,19 @@ class WorkerRunner:
         """Give it no more."""
         self._workers.pop(index, None)
 
-    async def run(self, task: Task, sample: DataSample, *, group_id: str, credit: bool = True) -> RolloutGroup:
-        """See GroupRunner."""
-        rollouts = task.config.group_size if task.needs_group else 1
-        group = await self._send(task, sample, group_id, rollouts=rollouts, credit=credit)
-        self._count(group)
-        return group
-
-    async def credit(self, task: Task, group: RolloutGroup) -> RolloutGroup:
-        """See GroupRunner."""
-        return await self._send(task, group.data_sample, group.group_id, rollouts=len(group.rollouts), group=group)
-
-    async def measure(
-        self, task: Task, sample: DataSample, *, group_id: str, sampling: SamplingConfig, group_size: int
+    async def run(
+        self,
+        task: Task,
+        sample: DataSample,
+        *,
+        group_id: str,
+        credit: bool = True,
+        measured: Measurement | None = None,
+        uncredited: RolloutGroup | None = None,
     ) -> RolloutGroup:
         """See GroupRunner."""
-        measurement = Measurement(sampling=sampling, group_size=group_size)
-        group = await self._send(task, sample, group_id, rollouts=group_size, measurement=measurement)
-        self._count(group)
-        return group
-
-    def lap_lag_s(self) -> float:
-        """See GroupRunner."""
-        lag_s, self._lag_s = self._lag_s, 0.0
-        return lag_s
-
-    def lap_blocking_calls(self) -> int:
-        """See GroupRunner."""
-        calls, self._blocking_calls = self._blocking_calls, 0
-        return calls
-
-    def _count(self, group: RolloutGroup) -> None:
-        self._policy.generated_tokens += sum(rollout.completion_tokens for rollout in group.rollouts)
-
-    async def _send(self, task: Task, sample: DataSample, group_id: str, *, rollouts: int, **what: Any) -> RolloutGroup:
-        """``what`` is of the request."""
+        group_size = task.config.group_size if measured is None else measured.group_size
+        rollouts = group_size if task.needs_group or measured is not None else 1
         while True:
             worker = await self._least_busy()
             request = GroupRequest(
@@ -269,7 +232,9 @@ class WorkerRunner:
                 data_sample=sample,
                 group_id=group_id,
                 policy_version=self._policy.version,
-                **what,
+                credit=credit,
+                measured=measured,
+                uncredited=uncredited,
             )
             worker.open_rollouts += rollouts
             try:
@@ -281,7 +246,15 @@ class WorkerRunner:
                 worker.open_rollouts -= rollouts
         self._lag_s = max(self._lag_s, result.event_loop_lag_s)
         self._blocking_calls += result.blocking_calls
+        if uncredited is None:
+            self._policy.generated_tokens += sum(rollout.completion_tokens for rollout in result.group.rollouts)
         return result.group
+
+    def lap(self) -> tuple[float, int]:
+        """See GroupRunner."""
+        lap = self._lag_s, self._blocking_calls
+        self._lag_s, self._blocking_calls = 0.0, 0
+        return lap
 
     async def _least_busy(self) -> _Worker:
         """Waits while every worker is gone."""
@@ -385,18 +358,13 @@ class RolloutWorker(WatchedActor):
         return faults
 
     async def _run(self, request: GroupRequest) -> GroupResult:
-        task, measurement = self._task_set.tasks[request.task], request.measurement
         self._policy.version = max(self._policy.version, request.policy_version)
-        if request.group is not None:
-            group = await self._runner.credit(task, request.group)
-        elif measurement is None:
-            group = await self._runner.run(task, request.data_sample, group_id=request.group_id, credit=request.credit)
-        else:
-            group = await self._runner.measure(
-                task,
-                request.data_sample,
-                group_id=request.group_id,
-                sampling=measurement.sampling,
-                group_size=measurement.group_size,
-            )
+        group = await self._runner.run(
+            self._task_set.tasks[request.task],
+            request.data_sample,
+            group_id=request.group_id,
+            credit=request.credit,
+            measured=request.measured,
+            uncredited=request.uncredited,
+        )
         return GroupResult(group=group, event_loop_lag_s=self._lag.lap(), blocking_calls=BLOCKING.lap())

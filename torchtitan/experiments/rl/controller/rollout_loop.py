@@ -311,7 +311,9 @@ class RolloutLoop:
             refuse_future_versions(group, self._policy.version)
             filtered = await self._parts.filter("pre", group) if late and group.scored else None
             if late and (filtered is None or (filtered.kept and not any(map(self._is_oversized, filtered.kept)))):
-                group = await self._runner.credit(task, group)  # which says why a group fails that has no reward
+                group = await self._runner.run(
+                    task, entry.example, group_id=group_id, uncredited=group
+                )  # which says why a group fails that has no reward
             if self._rollouts_failing:  # what their envs and rewards did not cause says nothing about them
                 return
             async with self._stillness.change():

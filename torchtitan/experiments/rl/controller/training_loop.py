@@ -15,10 +15,9 @@ from torchtitan.experiments.rl.controller.group_runner import GroupRunner
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
-from torchtitan.experiments.rl.observability.loop_lag import LoopLag
-from torchtitan.experiments.rl.observability.timing import Stopwatch
+from torchtitan.experiments.rl.observability.timing import LoopLag, Stopwatch
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.process.garbage import freeze_objects, unfreeze_objects
+from torchtitan.experiments.rl.process.memory import freeze_objects, unfreeze_objects
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
 
@@ -156,6 +155,7 @@ class TrainingLoop:
                 await watcher.step_published(step, trained)
         finally:  # the step was taken, also where its weights can't be published
             self.steps_done = step
+            lag_s, blocking_calls = self._runner.lap()
             record.finish(
                 taken=taken,
                 packed=packed,
@@ -164,8 +164,8 @@ class TrainingLoop:
                 spans=self._watch.lap(),
                 last_sync=self._last_sync,
                 generated_tokens=self._generated_tokens(),
-                event_loop_lag_s=max(self._lag.lap(), self._runner.lap_lag_s()),
-                blocking_calls=self._runner.lap_blocking_calls(),
+                event_loop_lag_s=max(self._lag.lap(), lag_s),
+                blocking_calls=blocking_calls,
                 ledger=self._rollouts.ledger.counts(),
             )
             for watcher in self._watchers:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from torchtitan.experiments.rl.controller.group_runner import GroupRunner
+from torchtitan.experiments.rl.controller.group_runner import GroupRunner, Measurement
 from torchtitan.experiments.rl.controller.saved_state import ReportState, ValidatorState
 from torchtitan.experiments.rl.data.dataset import count_examples, read_example
 from torchtitan.experiments.rl.errors import RunError
@@ -46,6 +46,7 @@ class Validator:
         on_failure: Callable[[Exception], None] = lambda error: None,
         gate: Gate | None = None,
         recorder: RolloutRecorder | None = None,
+        on_group: Callable[[RolloutGroup], None] = lambda group: None,
     ):
         """
         Args:
@@ -53,8 +54,9 @@ class Validator:
             on_failure: called with what a dataset or the library's own code raised.
             gate: reads the validation sets.
             recorder: gets the groups of each evaluation that has ended.
+            on_group: called with each group as soon as it was measured.
         """
-        self._gate, self._recorder = gate or Gate(), recorder
+        self._gate, self._recorder, self._on_group = gate or Gate(), recorder, on_group
         self._tasks, self._runner, self._on_failure = tasks, runner, on_failure
         self._configs = {
             name: task.config.validation_schedule or default for name, task in tasks.items() if task.validation is not None
@@ -160,6 +162,7 @@ class Validator:
     async def _measure(self, name: str, *, alone: bool, label: str) -> dict[str, float]:
         task, config = self._tasks[name], self._configs[name]
         sampling = replace(task.config.sampling, temperature=config.temperature)
+        measured = Measurement(sampling=sampling, group_size=config.attempts)
         assert task.validation is not None
         dataset = task.validation
         owner = f"validation of task {name!r}"
@@ -168,13 +171,14 @@ class Validator:
 
         async def one(index: int) -> RolloutGroup:
             async with places:
-                return await self._runner.measure(
+                group = await self._runner.run(
                     task,
                     await self._gate.call(read_example, dataset, index, owner=owner),
                     group_id=f"validation-{name}-{index}",
-                    sampling=sampling,
-                    group_size=config.attempts,
+                    measured=measured,
                 )
+                self._on_group(group)
+                return group
 
         groups = await asyncio.gather(*(one(index) for index in range(examples)))
         metrics = evaluation_metrics(name, groups, config)

@@ -18,8 +18,8 @@ from torchtitan.experiments.rl.generation.messages import (
     GeneratorMessage,
     Request,
 )
-from torchtitan.experiments.rl.process.garbage import freeze_objects, keep_imported
-from torchtitan.experiments.rl.process.host_identity import host_identity
+from torchtitan.experiments.rl.process.host import host_identity
+from torchtitan.experiments.rl.process.memory import freeze_objects, keep_imported
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 from torchtitan.experiments.rl.user_code.watched import WatchedActor

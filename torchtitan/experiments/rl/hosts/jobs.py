@@ -1,8 +1,93 @@
-"""The kinds of jobs that a config can choose by name."""
+"""The kinds of jobs that a config can choose by name, with the job whose hosts are processes of this machine."""
 
-from torchtitan.experiments.rl.hosts.job import JobConfig, ThisHostJob
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torchtitan.experiments.rl.bounds import PositiveInt
+from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.hosts.job import Device, JobConfig, ThisHostJob, contiguous_shares
 from torchtitan.experiments.rl.hosts.kubernetes import KubernetesJob
-from torchtitan.experiments.rl.hosts.process_job import ProcessJob
+from torchtitan.experiments.rl.hosts.pool import HostPool, attach
 from torchtitan.experiments.rl.hosts.slurm import SlurmJob
+from torchtitan.experiments.rl.process.host import HOST_VARIABLE, host_identity, mask_of, own_cores, visible_gpus
+from torchtitan.experiments.rl.process.lifetime import descendants
+from torchtitan.experiments.rl.process.temporary import HOSTS_PREFIX
 
 __all__ = ["JobConfig", "KubernetesJob", "ProcessJob", "SlurmJob", "ThisHostJob"]
+
+
+START_TIMEOUT_S = 120.0
+
+
+@dataclass(kw_only=True, slots=True)
+class ProcessJob(JobConfig):
+    """Each host has a share of this machine's cores or GPUs, and an identity of its own: nothing is shared between two hosts
+    that real hosts don't share."""
+
+    name: ClassVar[str] = "process"
+    hosts: PositiveInt = 2
+
+    @property
+    def host_count(self) -> int:
+        return self.hosts
+
+    def devices(self, device: Device, hosts: int) -> list[list[int]]:
+        if device == "cuda" and len(visible_gpus()) < hosts:
+            raise ConfigError("provision.job.hosts", hosts, f"each needs a GPU, and there are {len(visible_gpus())} here")
+        return contiguous_shares(visible_gpus() if device == "cuda" else own_cores(), hosts)
+
+    def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool:
+        devices: list[list[Any]] = self.devices(device, hosts)
+        if device == "cuda":
+            devices = [[mask_of([gpu]) for gpu in own] for own in devices]
+        sockets = tempfile.mkdtemp(prefix=HOSTS_PREFIX)
+        names = [f"hosts_{index}" for index in range(hosts)]
+        agents = [
+            subprocess.Popen(
+                [sys.executable, "-m", "torchtitan.experiments.rl.hosts.agent", "--socket", f"{sockets}/{name}"],
+                env=os.environ | {"HYPERACTOR_PROCESS_NAME": name},
+                start_new_session=True,  # Ctrl-C is for the command
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for name in names
+        ]
+
+        def end() -> None:
+            for pid in [pid for agent in agents for pid in [*descendants(agent.pid), agent.pid]]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for agent in agents:
+                agent.wait()
+            shutil.rmtree(sockets, ignore_errors=True)
+
+        try:
+            paths = [f"{sockets}/{name}" for name in names]
+            printed = run_dir / MONARCH_OUTPUT
+            mesh = attach(
+                [f"ipc://{path}" for path in paths], paths, timeout_s=START_TIMEOUT_S, stopped=stopped, printed=printed
+            )
+        except BaseException:
+            end()
+            raise
+        return HostPool(
+            mesh,
+            on_gpus=device == "cuda",
+            one_machine=True,
+            environments=[{HOST_VARIABLE: f"{host_identity()}/process host {index}"} for index in range(hosts)],
+            devices=devices,
+            stopped=stopped,
+            timeout_s=START_TIMEOUT_S,
+            end_job=end,
+        )

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 from annotated_types import Ge, Le
 
@@ -23,16 +23,67 @@ from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.hosts.job import ClusterJob, Device
 from torchtitan.experiments.rl.hosts.pool import HostPool, attach
-from torchtitan.experiments.rl.hosts.slurm_queue import job_states
-from torchtitan.experiments.rl.process.network import network_address
+from torchtitan.experiments.rl.process.host import network_address
 
 HOSTS_VARIABLE = "TORCHTITAN_RL_SLURM_HOSTS"
 """Set by the batch script: names of the allocation's hosts."""
+
+
 SCRIPT_FILE = "job.sh"
+
+
 LOG_FILE = "slurm-{job}.log"
+
+
 ENDING_S = 15.0
 """Of the time that Slurm leaves: for the end of the command and its agents after the checkpoint."""
+
+
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}")
+
+
+POLL_S = 10.0
+
+
+WAITING = ("PENDING", "CONFIGURING")
+"""States of a job that has not started."""
+
+
+class JobState(NamedTuple):
+    """In Slurm's words, such as "PENDING" and "Resources"."""
+
+    state: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.state} ({self.reason})" if self.reason not in ("", "None") else self.state
+
+
+def job_states(job: str, *, wait: bool) -> Iterator[JobState]:
+    """The state of a job; with ``wait`` each time it changes, until the job has started or is gone.
+
+    Ends where squeue is not there, fails, or does not know the job any more.
+    """
+    last = None
+    while (current := _job_state(job)) is not None:
+        if current != last:
+            yield current
+        if not wait or current.state not in WAITING:
+            return
+        last = current
+        time.sleep(POLL_S)
+    if last is not None:
+        yield JobState("UNKNOWN", "squeue does not know the job any more")
+
+
+def _job_state(job: str) -> JobState | None:
+    words = ["squeue", "--job", job, "--noheader", "--format=%T %r"]
+    try:
+        answer = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    state, _, reason = answer.stdout.strip().partition("\n")[0].partition(" ")
+    return JobState(state, reason.strip()) if state and not answer.returncode else None
 
 
 @dataclass(kw_only=True, slots=True)

@@ -4,29 +4,120 @@ The `*_lines` functions turn records into text and print nothing; `Console` prin
 encoding is not ours to choose. Colours, and a line that is drawn again in place, only on a terminal.
 """
 
+import asyncio
+import itertools
 import logging
 import os
 import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import TextIO
 
-from torchtitan.experiments.rl.observability.progress import Progress
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.terminal import LiveLine, can_redraw, columns, has_colours
 
+BOLD, GREEN, RESET = "\033[1m", "\033[32m", "\033[0m"
+
+
 logger = logging.getLogger(__name__)
 
+
 WIDTH = 80
+
+
 LABEL_WIDTH = 12
+
+
 TITLE_EVERY = 40
 """Steps between two rows of column titles, so that titles are always on the screen."""
 
-BOLD, GREEN, RESET = "\033[1m", "\033[32m", "\033[0m"
+
+_COLUMNS = {
+    "step": 11,
+    "reward": 7,
+    "val": 10,
+    "tokens/s": 8,
+    "age": 8,
+    "wait s": 6,
+    "train s": 7,
+    "sync s": 6,
+    "dropped": 7,
+}  # title: width
+
+
+RECENT = 20
+"""Steps that the estimate is made of: answers grow longer as a policy learns, so older ones say little."""
+
+
+BASIS = 3
+"""Steps before there is an estimate."""
+
+
+BAR = 20
+"""Columns of the bar."""
+
+
+LABEL = "waiting for "
+
+
+FIRST_AT_S = (5.0, 15.0, 30.0)
+"""Seconds after which a line is printed; after these it is every ``THEN_EVERY_S``."""
+
+
+THEN_EVERY_S = 60.0
+
+
+class Progress:
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        """``clock`` gives seconds."""
+        self._clock = clock
+        self._durations: deque[float] = deque(maxlen=RECENT)
+        self._steps = self._total = 0
+        self._last_at: float | None = None
+
+    def begin(self, steps_done: int, total_steps: int) -> None:
+        """Training begins, or begins again after ``steps_done`` steps. Its first step compiles and warms up: it is left out."""
+        self._steps, self._total, self._last_at = steps_done, total_steps, None
+
+    def step(self, step: int) -> None:
+        """This step has ended."""
+        now = self._clock()
+        if self._last_at is not None:
+            self._durations.append(now - self._last_at)
+        self._steps, self._last_at = step, now
+
+    def step_s(self) -> float | None:
+        """Median of the recent steps, in which evaluations and checkpoints do not count; None before there is a basis."""
+        return median(self._durations) if len(self._durations) >= BASIS else None
+
+    def seconds_left(self) -> float | None:
+        """None before there is a basis."""
+        step_s = self.step_s()
+        if step_s is None or self._last_at is None:
+            return None
+        # The step that is under way may take longer than the median: the others are still to come.
+        under_way = max(0.0, step_s - (self._clock() - self._last_at))
+        left = self._total - self._steps
+        return under_way + step_s * (left - 1) if left > 0 else 0.0
+
+    def line(self) -> str:
+        """At most 79 columns; "" before training begins."""
+        if not self._total:
+            return ""
+        done = BAR * min(self._steps, self._total) // self._total
+        line = f"{f'{self._steps}/{self._total}':>11} [{'#' * done}{'-' * (BAR - done)}]"
+        step_s, left_s = self.step_s(), self.seconds_left()
+        if step_s is not None and left_s is not None and self._steps < self._total:
+            line += f"  {step_s:.{'2g' if step_s < 10 else '0f'}} s a step, about {_rounded(left_s)} left"
+        return line
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,19 +174,6 @@ class RunSummary:
     run_dir: Path | None = None
     steps_before: int = 0
     """Of ``steps``, those that the run had when this command resumed it."""
-
-
-_COLUMNS = {
-    "step": 11,
-    "reward": 7,
-    "val": 10,
-    "tokens/s": 8,
-    "age": 8,
-    "wait s": 6,
-    "train s": 7,
-    "sync s": 6,
-    "dropped": 7,
-}  # title: width
 
 
 def header_lines(header: RunHeader) -> list[str]:
@@ -317,3 +395,75 @@ def _duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, hours = whole // 60, whole // 3600
     return f"{minutes} min {whole % 60} s" if hours == 0 else f"{hours} h {minutes % 60} min"
+
+
+def _rounded(seconds: float) -> str:
+    if seconds < 60:
+        return f"{round(seconds)} s"
+    minutes = round(seconds / 60)
+    hours = minutes // 60
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"
+
+
+class Waits:
+    """``begin`` and ``end`` each wait on the event loop; ``close`` at the end."""
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ):
+        """``say`` prints a line. ``clock`` gives seconds."""
+        self._say, self._clock, self._sleep = say, clock, sleep
+        self._began: dict[str, float] = {}
+        self._saying: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def wait(self, what: str) -> Iterator[None]:
+        """The block waits for ``what``."""
+        self.begin(what)
+        try:
+            yield
+        finally:
+            self.end(what)
+
+    def begin(self, what: str) -> None:
+        """``what`` completes the words "waiting for"."""
+        self._began[what] = self._clock()
+        if self._saying is None:
+            self._saying = asyncio.create_task(self._say_again(self._began[what]))
+
+    def end(self, what: str) -> None:
+        """It is there, or nobody waits for it any more. What was never begun may end."""
+        self._began.pop(what, None)
+        if not self._began:
+            self.close()
+
+    def close(self) -> None:
+        """Nothing is waited for."""
+        self._began.clear()
+        if self._saying is not None:
+            self._saying.cancel()
+            self._saying = None
+
+    def line(self) -> str:
+        """What is waited for, the longest wait first, in one line of at most 80 columns where one name is not longer. "" where
+        that is nothing.
+        """
+        now, line = self._clock(), ""
+        items = [f"{what} ({now - began:.0f} s)" for what, began in self._began.items()]
+        for shown in range(len(items), 0, -1):
+            more = len(items) - shown
+            line = LABEL + ", ".join(items[:shown]) + (f" and {more} more" if more else "")
+            if len(line) <= WIDTH:
+                break
+        return line
+
+    async def _say_again(self, began: float) -> None:
+        for at_s in itertools.chain(FIRST_AT_S, itertools.count(2 * FIRST_AT_S[-1], THEN_EVERY_S)):
+            await self._sleep(max(0.0, began + at_s - self._clock()))
+            self._say(self.line())

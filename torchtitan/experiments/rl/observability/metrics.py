@@ -1,4 +1,4 @@
-"""A step's metrics, to every place the config names: a JSON-lines file, TensorBoard, and trackers (`trackers/`).
+"""A step's metrics, to every place the config names: a JSON-lines file, TensorBoard, and trackers (`trackers.py`).
 
 The JSON-lines file is the record of the run: one line per step, ``step`` first, the other keys sorted, so that two runs with
 the same seed give the same file once `without_timing` has taken out what depends on the clock.
@@ -7,7 +7,12 @@ the same seed give the same file once `without_timing` has taken out what depend
 import json
 import logging
 import math
+import os
+import queue
+import re
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +21,37 @@ from typing import Any
 from torchtitan.config.configurable import Configurable
 from torchtitan.experiments.rl.bounds import NonEmptyStr, NonNegativeInt, PositiveInt, check_config
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.observability.trackers.background import BackgroundTracker
-from torchtitan.experiments.rl.observability.trackers.samples import samples_table
-from torchtitan.experiments.rl.observability.trackers.tracker import Table, TrackedRun, Tracker
-from torchtitan.experiments.rl.observability.trackers.trackio_tracker import TrackioTracker
-from torchtitan.experiments.rl.observability.trackers.weights_and_biases import WandbMode, WandbTracker
+from torchtitan.experiments.rl.observability.trackers import Table, TrackedRun, Tracker, TrackioTracker, WandbMode, WandbTracker
+from torchtitan.experiments.rl.printable import one_sentence, printable
 from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE, RecordFile
-from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
+
 TENSORBOARD_FOLDER = "tensorboard"
+
+
 TIMING_PREFIXES = ("time/", "perf/")
 """Whatever depends on the clock (seconds, tokens per second) has its key under one of these; nothing else does."""
+
+
+QUEUED = 1000
+"""Calls that may wait: some hundred steps. A network that is gone for minutes costs nothing."""
+
+
+CLOSE_LIMIT_S = 60.0
+"""How long the end of a run waits for what is queued."""
+
+
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
+
+
+MOST_CHARACTERS = 8000
+"""Of a conversation: of a longer one the beginning and the end are shown."""
+
+
+COLUMNS = ("rollout", "task", "reward", "status", "conversation")
 
 
 def without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,3 +228,100 @@ def _plain_number(value: Any) -> int | float | None:
     if isinstance(number, int):
         return int(number)  # a bool is an int, and would be `true` in the file
     return float(number) if math.isfinite(number) else None
+
+
+class BackgroundTracker:
+    def __init__(self, config: Tracker.Config, run: TrackedRun, *, name: str):
+        """``name``: what warnings call it."""
+        self._config, self._run, self._name = config, run, name
+        self._queue: queue.Queue[Callable[[Tracker], object] | None] = queue.Queue(QUEUED)
+        self._off, self._turning_off = False, threading.Lock()
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, call: Callable[[Tracker], object]) -> None:
+        """Have ``call`` called with the tracker. Returns at once, whatever the tracker does."""
+        if not self._off:
+            try:
+                self._queue.put_nowait(call)
+            except queue.Full:
+                self._turn_off(f"it has taken nothing of the last {QUEUED} entries")
+
+    def close(self) -> None:
+        """Wait until what is queued is logged. Blocks for at most CLOSE_LIMIT_S; a second call does nothing."""
+        if not self._off:
+            deadline = time.monotonic() + CLOSE_LIMIT_S
+            try:
+                self._queue.put(None, timeout=CLOSE_LIMIT_S)
+                self._thread.join(max(0.0, deadline - time.monotonic()))
+            except queue.Full:
+                pass
+            if self._thread.is_alive():
+                self._turn_off(f"it took more than {CLOSE_LIMIT_S:g} s to end")
+        self._off = True
+
+    def _work(self) -> None:
+        try:
+            tracker = self._config.build(run=self._run)
+            while (call := self._queue.get()) is not None:
+                if self._off:
+                    return
+                call(tracker)
+            tracker.close()
+        except BaseException as error:  # a user's class may exit, too
+            self._turn_off(f"{type(error).__name__}: {error}")
+
+    def _turn_off(self, why: str) -> None:
+        with self._turning_off:  # a close in between waits for the warning
+            if self._off:
+                return
+            logger.warning("nothing more is sent to %s: %s", self._name, one_sentence(without_secrets(why)))
+            self._off = True
+
+
+def without_secrets(text: str) -> str:
+    """``text`` without the values of environment variables that hold keys: a server may repeat them."""
+    for name, value in os.environ.items():
+        if _SECRET.search(name) and len(value) >= 8:
+            text = text.replace(value, f"({name})")
+    return text
+
+
+def samples_table(groups: Sequence[RolloutGroup], most: int) -> Table:
+    """One rollout each of at most ``most`` groups; of each further group another place in the group."""
+    chosen = [group.rollouts[number % len(group.rollouts)] for number, group in enumerate(groups[:most]) if group.rollouts]
+    rows = [
+        (
+            printable(rollout.rollout_id),
+            printable(rollout.task_name),
+            rollout.reward,
+            str(rollout.status),
+            conversation(rollout),
+        )
+        for rollout in chosen
+    ]
+    return Table(name="samples", columns=COLUMNS, rows=rows)
+
+
+def conversation(rollout: Rollout) -> str:
+    """Its messages as text, safe to print, of at most MOST_CHARACTERS."""
+    if not rollout.turns:
+        return printable(rollout.error or "")[:MOST_CHARACTERS]
+    last = rollout.turns[-1]
+    messages = [*last.prompt_messages, last.assistant_message, *last.env_messages]
+    text = printable("\n\n".join(map(_shown, messages)))
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    left_out = f"\n... cut from {len(text):,} characters ...\n"
+    half = (MOST_CHARACTERS - len(left_out)) // 2
+    return text[:half] + left_out + text[-half:]
+
+
+def _shown(message: object) -> str:
+    if not isinstance(message, dict):
+        return str(message)
+    content = message.get("content")
+    lines = [content if isinstance(content, str) else json.dumps(content, default=str, ensure_ascii=False)] if content else []
+    if calls := message.get("tool_calls"):
+        lines.append(json.dumps(calls, default=str, ensure_ascii=False))
+    return f"{message.get('role', '?')}: " + "\n".join(lines)

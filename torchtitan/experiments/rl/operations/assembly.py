@@ -37,8 +37,7 @@ from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.models.hub import HubConfig
-from torchtitan.experiments.rl.observability.console import RunSummary
-from torchtitan.experiments.rl.observability.waits import Waits
+from torchtitan.experiments.rl.observability.console import RunSummary, Waits
 from torchtitan.experiments.rl.operations.alarms import StallDetectors, mismatch_alarm
 from torchtitan.experiments.rl.operations.checkpoints import Resumed, RunCheckpoints, trainer_start
 from torchtitan.experiments.rl.operations.context import RunContext

@@ -1,20 +1,21 @@
-"""``--profile-steps A:B``: one file of what every process does from the start of step A to the end of step B.
+"""What every process of the run does: how busy each is, and all of it in one file for some steps (``--profile-steps A:B``).
 
-It is written in the run's folder as ``trace-steps-A-B.json``; docs/operations.md says how to read it.
+The file is written in the run's folder as ``trace-steps-A-B.json``; docs/operations.md says how to read it.
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.config.checks import profiled_steps
 from torchtitan.experiments.rl.controller.events import RunEvents
-from torchtitan.experiments.rl.observability.trace_file import write_trace
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.lifetime import Lifetime
+from torchtitan.experiments.rl.process.trace import Event
 
 logger = logging.getLogger(__name__)
 
@@ -94,3 +95,45 @@ async def lap_usage(processes: Iterable[tuple[Lifetime, Any]]) -> dict[str, floa
 
     answers = await asyncio.gather(*(usage_of(*process) for process in processes))
     return {name: value for answer in answers for name, value in answer.items()}
+
+
+def write_trace(path: Path, processes: Mapping[str, Sequence[Event]]) -> None:
+    """
+    Args:
+        processes: events by the name of the process, in the order in which the processes are shown.
+    """
+    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(processes)}, default=str)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def trace_events(processes: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]:
+    """The events of the file. Process ids and thread ids are places in the order shown."""
+    zero = min((event.start_ns for events in processes.values() for event in events), default=0)
+    written: list[dict[str, Any]] = []
+    for pid, (process, events) in enumerate(processes.items(), start=1):
+        written.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}})
+        written.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
+        rows = {row: tid for tid, row in enumerate(sorted({event.row for event in events}, key=_place), start=1)}
+        for row, tid in rows.items():
+            written.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row}})
+            written.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}})
+        # Of two events that begin together, the longer one is outside.
+        for event in sorted(events, key=lambda event: (event.start_ns, -event.duration_ns)):
+            written.append(
+                {
+                    "ph": "X",
+                    "name": event.name,
+                    "pid": pid,
+                    "tid": rows[event.row],
+                    "ts": (event.start_ns - zero) / 1e3,
+                    "dur": event.duration_ns / 1e3,
+                    "args": event.details,
+                }
+            )
+    return written
+
+
+def _place(row: str) -> tuple[str, int]:
+    """Lanes of a kind by their number."""
+    kind, _, number = row.rpartition(" ")
+    return (kind, int(number)) if number.isdigit() else (row, 0)

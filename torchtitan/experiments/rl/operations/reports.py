@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.controller.validation import ValidationReport
+from torchtitan.experiments.rl.observability.console import Waits
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
-from torchtitan.experiments.rl.observability.waits import Waits
 from torchtitan.experiments.rl.operations.context import RunContext
 
 FIRST_VALIDATION, FIRST_STEP = "validation before the first step", "the first step"

@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.observability.console import near, typed_command,
 from torchtitan.experiments.rl.operations.actor import Controller
 from torchtitan.experiments.rl.operations.provision import take_hosts
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
-from torchtitan.experiments.rl.process.descendants import descendants, kill_descendants
+from torchtitan.experiments.rl.process.lifetime import descendants, kill_descendants
 from torchtitan.experiments.rl.process.setup import quiet_libraries
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 from torchtitan.experiments.rl.process.terminal import end_live_line

@@ -20,9 +20,9 @@ from torchtitan.experiments.rl.compat.monarch import ProcessDeath, ask, original
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
-from torchtitan.experiments.rl.observability.waits import Waits
+from torchtitan.experiments.rl.observability.console import Waits
 from torchtitan.experiments.rl.operations.hang_watch import HUNG, HangWatch, is_stopped
-from torchtitan.experiments.rl.process.host_identity import host_identity
+from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.user_code.watched import ProcessIdentity
 from torchtitan.experiments.rl.weights.reader import Fetched

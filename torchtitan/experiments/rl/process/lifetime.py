@@ -1,4 +1,4 @@
-"""How long a spawned process can be called: calls to it end when it does, and whoever owns it learns the cause."""
+"""The ends of processes: calls to one end when it does, and whoever owns it learns the cause."""
 
 import asyncio
 import contextlib
@@ -15,6 +15,7 @@ from torchtitan.experiments.rl.errors import RunError
 
 WATCH_S = 5.0
 """How long the watch of a process has to say why it ended after Monarch has; of an end it hears within milliseconds."""
+
 
 _PF_EXITING = 0x4
 """Linux's flag of a process that is being taken down (proc(5), "flags" of /proc/PID/stat)."""
@@ -170,3 +171,42 @@ def _last_words(output: str) -> str:
 async def _awaited(answer: Awaitable[Any]) -> Any:
     """Monarch's futures can be awaited, and asyncio wants coroutines."""
     return await answer
+
+
+def descendants(of: int | None = None) -> list[int]:
+    """Process ids of those that live, parents before their children.
+
+    Args:
+        of: their ancestor; None: this process.
+    """
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                # The name, in parentheses, may hold anything.
+                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    children.setdefault(int(parent), []).append(int(entry))
+    found = list(children.get(os.getpid() if of is None else of, []))
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def kill_descendants() -> None:
+    """End them with SIGKILL; those too that one of them starts meanwhile."""
+    while alive := descendants():
+        _kill(alive)
+
+
+def kill_family(ancestor: int) -> None:
+    """End the descendants of ``ancestor`` with SIGKILL, then itself, and this process last, which may be one of them."""
+    while others := [pid for pid in descendants(ancestor) if pid != os.getpid()]:
+        _kill(others)
+    _kill([ancestor, os.getpid()])
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)

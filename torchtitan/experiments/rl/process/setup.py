@@ -10,7 +10,9 @@ import asyncio
 import atexit
 import contextlib
 import ctypes
+import errno
 import io
+import json
 import locale
 import logging
 import os
@@ -19,25 +21,18 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Literal, NoReturn
 
 import uvloop
 
 from torchtitan.experiments.rl.compat import monarch
-from torchtitan.experiments.rl.process.garbage import hold_collection
-from torchtitan.experiments.rl.process.gpus import mask_of, pci_addresses
-from torchtitan.experiments.rl.process.logs import (
-    OURS,
-    JsonLine,
-    RunFileHandler,
-    TerminalHandler,
-    TerminalLine,
-    worth_the_terminal,
-)
-from torchtitan.experiments.rl.process.numa import cores_near, cores_on_nodes_of
-from torchtitan.experiments.rl.process.output import print_to
-from torchtitan.experiments.rl.process.terminal import share_terminal
+from torchtitan.experiments.rl.printable import one_sentence, printable_json, printable_line
+from torchtitan.experiments.rl.process.host import cores_near, cores_on_nodes_of, mask_of, pci_addresses
+from torchtitan.experiments.rl.process.memory import hold_collection
+from torchtitan.experiments.rl.process.terminal import print_to, printed_file, share_terminal, terminal
 
 ENVIRONMENT = {
     **monarch.ENVIRONMENT,
@@ -45,6 +40,8 @@ ENVIRONMENT = {
     "LOCAL_RANK": "0",
 }
 """Of every process."""
+
+
 SPAWNED_ENVIRONMENT = {
     # torch's C++ side warns of its memory binding at every start.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -56,9 +53,11 @@ SPAWNED_ENVIRONMENT = {
 }
 """Of the processes the command launches, where the command's own environment does not say otherwise."""
 
+
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread keeps Python's lock when another wants it; 5 ms by default. Monarch's threads want it several times a
 message: beside a busy event loop an answer of the trainer took 10 to 40 ms. So a step of the demo takes a tenth less."""
+
 
 LEVELS = {
     # Logs every request: thousands of lines a step.
@@ -69,6 +68,111 @@ LEVELS = {
 
 _exit_code: int | None = None
 """Of this process, which ends with it and without Python's finalization; None: Python finalizes it."""
+
+
+OURS = "torchtitan.experiments.rl"
+
+
+LOG_BYTES = 64 * 2**20
+"""Of one file. What the run needs itself it reads from no log: a resumed run does not cut logs back."""
+
+
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+
+
+_said_full = False
+
+
+class RunFileHandler(RotatingFileHandler):
+    """A file that grows to LOG_BYTES, and the one before it, which is named ``<name>.jsonl.1``.
+
+    A class of its own: a second ``set_up_logging`` removes the handler that the first one made, and no other.
+    """
+
+    _failed = False
+
+    def __init__(self, path: Path):
+        # A lone surrogate (half a character, in a model's output) can't be UTF-8; escaped, it stays valid JSON.
+        super().__init__(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """One line on the terminal; Python's own handler would print a traceback for each record."""
+        if not self._failed:
+            self._failed = True
+            line = f"WARNING the log {self.baseFilename} can't be written: {_text(sys.exc_info()[1])}"
+            if worth_a_line(line):
+                with contextlib.suppress(OSError, ValueError):
+                    print(printable_line(one_sentence(line)), file=terminal(), flush=True)
+
+
+class TerminalHandler(logging.StreamHandler):
+    """Writes to ``terminal`` as it is at each record: process launchers and tests replace it."""
+
+    def __init__(self) -> None:
+        super().__init__(terminal())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if worth_a_line(self.format(record)):
+            self.stream = terminal()
+            super().emit(record)
+
+
+def worth_a_line(line: str) -> bool:
+    """Not where it says once more that the disk is full: every part of each process meets that. The command says it."""
+    global _said_full
+    if not any(full in line for full in _FULL):
+        return True
+    first, _said_full = not _said_full, True
+    return first and not printed_file()
+
+
+class JsonLine(logging.Formatter):
+    def __init__(self, process_name: str):
+        super().__init__()
+        self._process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": self._process_name,
+            "message": _message(record),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return printable_json(json.dumps(line, ensure_ascii=False))
+
+
+class TerminalLine(logging.Formatter):
+    def __init__(self, process_name: str, path: Path):
+        super().__init__()
+        self._process_name, self._path = process_name, path
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{record.levelname} {self._process_name}: {one_sentence(_message(record))}"
+        if record.exc_info and record.exc_info[0] is not None:
+            line += f" ({record.exc_info[0].__name__}: {one_sentence(_text(record.exc_info[1]))}; traceback in {self._path})"
+        return printable_line(" ".join(line.split()))
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except Exception:  # arguments that don't fit the format: logging would print a traceback to the terminal
+        return f"{record.msg} {record.args}"
+
+
+def _text(error: BaseException | None) -> str:
+    try:
+        return str(error)
+    except BaseException:  # the exception's class may be anyone's
+        return "its message can't be read"
+
+
+def worth_the_terminal(record: logging.LogRecord) -> bool:
+    ours = record.name == "__main__" or record.name == OURS or record.name.startswith(OURS + ".")
+    return record.levelno >= (logging.WARNING if ours else logging.ERROR)
 
 
 def restart_with_utf8() -> None:

@@ -1,4 +1,8 @@
-"""One temporary folder for a run: what its processes put into TMPDIR. It goes when the run ends, or when a later run starts."""
+"""What a run leaves on its host and has to remove: one temporary folder, and POSIX shared memory.
+
+The folder has what the run's processes put into TMPDIR. It goes when the run ends, or when a later run starts. Files of shared
+memory stay when the process that made them is killed before it removes them.
+"""
 
 import contextlib
 import fcntl
@@ -7,22 +11,31 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 from torchtitan.experiments.rl.compat.monarch import SOCKET_NAME, bind_privately
-from torchtitan.experiments.rl.process import shared_memory
 
 PREFIX = "torchtitan-rl-"
+
+
 LOCK_FILE = ".lock"
+
+
 SHARED_MEMORY_FILE = ".shared-memory"
 """Names of the shared memory of the run's processes, a line each."""
+
 
 HOSTS_PREFIX = "hosts_"
 """Of the folder with the sockets of hosts that are processes."""
 
+
 _LONGEST = 107 - len(f"/{PREFIX}12345678/{HOSTS_PREFIX}12345678/") - SOCKET_NAME
 """Characters of a folder that sockets fit below: a socket's path has at most 107."""
+
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class TemporaryFolder:
@@ -44,7 +57,7 @@ class TemporaryFolder:
     def note_shared_memory(self, pids: list[int]) -> None:
         """Remember the POSIX shared memory that processes have open: nobody else removes that of a process that was killed."""
         with contextlib.suppress(OSError):
-            (self.path / SHARED_MEMORY_FILE).write_text("".join(f"{name}\n" for name in sorted(shared_memory.mapped_by(pids))))
+            (self.path / SHARED_MEMORY_FILE).write_text("".join(f"{name}\n" for name in sorted(shared_memory_of(pids))))
 
     def remove(self) -> None:
         """Call it when the run's processes have ended."""
@@ -102,5 +115,26 @@ def _parent() -> Path:
 
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
-        shared_memory.remove((path / SHARED_MEMORY_FILE).read_text().split())
+        remove_shared_memory((path / SHARED_MEMORY_FILE).read_text().split())
     shutil.rmtree(path, ignore_errors=True)
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """Names of the files that these processes have mapped and that are there."""
+    return {name for pid in pids for name in _mapped_by(pid)}
+
+
+def remove_shared_memory(names: Iterable[str]) -> None:
+    """Remove files by name, as far as they are there."""
+    for name in names:
+        with contextlib.suppress(OSError):
+            (SHARED_MEMORY / Path(name).name).unlink()
+
+
+def _mapped_by(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    paths = (line.split(maxsplit=5)[5] for line in lines if line.count(" ") >= 5 and f" {SHARED_MEMORY}/" in line)
+    return {Path(path).name for path in paths if not path.endswith(" (deleted)")}

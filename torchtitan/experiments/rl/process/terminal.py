@@ -1,17 +1,28 @@
-"""The live line of a run: one line at the bottom of a terminal that is drawn again in place, while other lines go above it.
+"""The terminal that all processes of a run share, with its live line: the last line, which is drawn again in place.
 
 The command draws it (``LiveLine``). Whatever else a process of the run prints has to erase it first, else the two would be
-mixed on one line: ``share_terminal`` sees to that, in each process.
+mixed on one line: ``share_terminal`` sees to that, in each process. What libraries print in a spawned process, and the last
+words of one that crashes, go to a file (``print_to``); its log goes on to the terminal, one line each for warnings and errors.
 """
 
+import atexit
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 ERASE = "\r\033[K"
 """To the first column, and what is on the line goes."""
+
+
 USUAL_COLUMNS = 80
+
+
+_terminal: TextIO | None = None
+
+
+_file = ""
 
 
 def can_redraw(stream: Any) -> bool:
@@ -110,3 +121,38 @@ def end_live_line() -> None:
     """Erase this process's live line, if it has one: it is about to end."""
     if LiveLine._newest is not None:
         LiveLine._newest.end()
+
+
+def terminal() -> TextIO:
+    """Where this process prints lines for people: its stderr, also after ``print_to``."""
+    return _terminal or sys.stderr
+
+
+def printed_file() -> str:
+    """Path of the file that ``print_to`` was given; "" where it was not called."""
+    return _file
+
+
+def print_to(path: Path) -> None:
+    """Send stdout and stderr of this process, and of those that it starts, to ``path``, whatever language writes to them.
+
+    The file is removed when the process ends by itself and has printed nothing.
+    """
+    global _terminal, _file
+    _file = str(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atexit.register(_remove_if_empty, path)
+    _terminal = shared(os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace"))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+
+
+def _remove_if_empty(path: Path) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if path.exists() and path.stat().st_size == 0:
+        path.unlink()

@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.config.machine import raise_descriptor_limit
 from torchtitan.experiments.rl.config.placement import Place, Placement
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
-from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner, TaskSet
+from torchtitan.experiments.rl.controller.group_runner import LocalRunner, TaskSet
 from torchtitan.experiments.rl.controller.validation import Validator, labelled, pass_at_k
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
@@ -33,12 +33,11 @@ from torchtitan.experiments.rl.operations.assembly import RunActors
 from torchtitan.experiments.rl.operations.context import run_context
 from torchtitan.experiments.rl.operations.session import SIGNAL_POLL_S, Signals, cause
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.descendants import descendants, kill_descendants
+from torchtitan.experiments.rl.process.lifetime import descendants, kill_descendants
 from torchtitan.experiments.rl.process.setup import quiet_libraries, set_up_logging
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
-from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
-from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
@@ -146,21 +145,6 @@ class EndpointPolicy(EndpointClient):
         self.frozen = hosted.frozen
 
 
-class ObservedRunner(LocalRunner):
-    """Calls ``on_group`` with each group that was measured: a validator asks its runner for nothing else."""
-
-    def __init__(self, runner: GroupRunner, on_group: Callable[[RolloutGroup], None]):
-        self._runner, self._on_group = runner, on_group
-
-    async def measure(
-        self, task: Task, sample: DataSample, *, group_id: str, sampling: SamplingConfig, group_size: int
-    ) -> RolloutGroup:
-        """See GroupRunner."""
-        group = await self._runner.measure(task, sample, group_id=group_id, sampling=sampling, group_size=group_size)
-        self._on_group(group)
-        return group
-
-
 class Evaluation:
     """``run`` evaluates every task once, as a run does of version 0, and stops everything it has started."""
 
@@ -227,8 +211,7 @@ class Evaluation:
             else:
                 await tasks.setup(policy)
                 runner = LocalRunner(policy, seed=config.seed)
-            observed = ObservedRunner(runner, measured)
-            validator = Validator(tasks.tasks, observed, config.validation, on_failure=self._fail, gate=gate)
+            validator = Validator(tasks.tasks, runner, config.validation, on_failure=self._fail, gate=gate, on_group=measured)
             validator.start(0)
             await actors.supervisor.unless_failed(validator.wait())
             reports = validator.take()

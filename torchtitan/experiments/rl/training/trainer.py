@@ -22,9 +22,8 @@ from monarch.actor import current_rank, current_size
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.process.garbage import collect_again, keep_imported
-from torchtitan.experiments.rl.process.host_identity import host_identity
-from torchtitan.experiments.rl.process.network import LOOPBACK, interface_towards, network_address
+from torchtitan.experiments.rl.process.host import LOOPBACK, host_identity, interface_towards, network_address
+from torchtitan.experiments.rl.process.memory import collect_again, keep_imported
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart, write_error
 from torchtitan.experiments.rl.training.config import TrainerConfig

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from monarch.actor import Actor
 
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.process.free_memory import FreeMemory
 from torchtitan.experiments.rl.process.heartbeat import Heartbeat, Pulse
-from torchtitan.experiments.rl.process.host_identity import host_identity
-from torchtitan.experiments.rl.process.output import printed_file
+from torchtitan.experiments.rl.process.host import host_identity
+from torchtitan.experiments.rl.process.memory import FreeMemory
 from torchtitan.experiments.rl.process.setup import end_without_finalizing, ignore_signals_of_the_command
+from torchtitan.experiments.rl.process.terminal import printed_file
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
 STACK_SIGNAL = signal.SIGUSR2

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torchstore
 
 from torchtitan.experiments.rl.errors import PeerGone, RunError
-from torchtitan.experiments.rl.process.garbage import collect_again
-from torchtitan.experiments.rl.process.host_identity import host_identity
+from torchtitan.experiments.rl.process.host import host_identity
+from torchtitan.experiments.rl.process.memory import collect_again
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import cause_in, reported_endpoint
 from torchtitan.experiments.rl.user_code.watched import WatchedActor

@@ -26,9 +26,9 @@ from torchtitan.experiments.rl.generation.messages import (
     ScoreRequest,
     ScoreResult,
 )
-from torchtitan.experiments.rl.process import shared_memory
-from torchtitan.experiments.rl.process.descendants import descendants
-from torchtitan.experiments.rl.process.garbage import keep_imported
+from torchtitan.experiments.rl.process.lifetime import descendants
+from torchtitan.experiments.rl.process.memory import keep_imported
+from torchtitan.experiments.rl.process.temporary import remove_shared_memory, shared_memory_of
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.user_code.endpoint import cause_in
 from torchtitan.experiments.rl.weights.snapshot import Manifest, of_copies
@@ -229,9 +229,9 @@ class VLLMEngine:
             ensure_kv_transfer_shutdown()  # vLLM keeps one connector per process: a next engine would get this one's
             return
         # vLLM's workers share memory with this process, and are killed before they remove their part of it.
-        shared = shared_memory.mapped_by(descendants())
+        shared = shared_memory_of(descendants())
         compat.shut_down(self._engine)
-        shared_memory.remove(shared)
+        remove_shared_memory(shared)
 
 
 def _sharing_of_last_blocks() -> dict[str, Any]:
