@@ -1,0 +1,156 @@
+"""What a run passes before a process of it is spawned. The first check that fails refuses the config.
+
+A dry run passes the same checks, keeps no folder, and notes what this machine lacks in place of refusing it: GPUs, keys, files
+and, where the config names the architecture, the model.
+"""
+
+import sys
+from pathlib import Path
+
+from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
+from torchtitan.experiments.rl.config import checks, machine, trial
+from torchtitan.experiments.rl.config.command_line import Command
+from torchtitan.experiments.rl.config.plan import RunPlan
+from torchtitan.experiments.rl.config.resume import ResumedRun, Start, files_of_models, find_initial
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.config.run_folder import (
+    SavedCommand,
+    check_run_folder,
+    lock_run_folder,
+    make_run_folder,
+    save_command,
+)
+from torchtitan.experiments.rl.envs.renderer import AUTO, DEFAULT, renderer_name
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, fault_of
+from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.printable import printable_line
+
+
+def pass_gate(config: RunConfig, command: Command, resumed: ResumedRun | None) -> Start | None:
+    """
+    Returns:
+        What the run starts from; None: the resumed run has nothing left to do.
+
+    Raises:
+        ConfigError: the first check that fails.
+    """
+    try:
+        return _pass(config, command, resumed)
+    except ConfigError:
+        raise
+    except Exception as error:  # of the user's classes, where nothing expects one
+        raise ConfigError("--config", str(command.config_name), f"the check failed: {fault_of(error)}") from error
+
+
+def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> Start | None:
+    start, job, dry_run, hub = Start(), config.provision.job, command.dry_run, command.push_to_hub
+    here = job.host_count == 1 and job.has_gpus is None
+    lines: list[str] = []
+    notes: list[MissingError] = []
+
+    def lacks(*errors: MissingError) -> None:
+        if errors and not dry_run:
+            raise errors[0]
+        notes.extend(errors)
+
+    # The config by itself: only a checked one surely has a model to look for.
+    checks.check(config)
+    trial.build_parts(config)
+    # Model and plan.
+    try:
+        checks.check_model_folder(config.model)
+    except MissingError as error:
+        if config.model.flavor is None:
+            raise
+        lacks(error)
+    without_model = bool(notes)
+    if dry_run and config.provision.device == "cuda" and here:
+        gpus = list(range(checks.needed_gpus(config)))
+        plan = checks.plan_run(config, device="cuda", available=gpus)
+        lacks(*machine.missing_gpus(len(gpus)))
+    else:
+        plan = checks.plan_run(config)
+    if plan.device == "cpu" and here:
+        try:
+            plan, fitted = machine.fit_rows(config, plan, lambda: checks.plan_run(config))
+            lines += [fitted] if fitted is not None else []
+        except MissingError as error:
+            lacks(error)
+    # The tasks.
+    lacking = checks.missing(config)
+    lacks(*lacking.values())
+    tasks = {} if without_model else trial.build_tasks(config, left_out=lacking)
+    if not without_model:
+        checks.check_teachers(config, ask_servers=not dry_run)
+    # This machine.
+    machine.raise_descriptor_limit()
+    field, folder = ("output_dir", config.output_dir) if command.run_dir is None else ("--run-dir", command.run_dir)
+    if resumed is not None:
+        field, folder = "--resume", str(resumed.run_dir)
+    if hub is not None and not config.trainer.save_final_model:
+        raise ConfigError("--push-to-hub", hub, "there is nothing to push: trainer.save_final_model is False")
+    lacks(*checks.missing_engine(config))
+    lacks(*machine.machine_lacks(plan, folder, field=field, checkpoints=0 if resumed is None else resumed.checkpoints))
+    lacks(*(machine.missing_gpu_memory(plan) if here else ()))
+    lacks(*(machine.missing_on_gpu_host() if plan.device == "cuda" and here else ()))
+    if hub is not None and (fault := push_fault(hub)) is not None:
+        lacks(MissingError("--push-to-hub", hub, fault))
+    checkpoint_s = machine.checkpoint_seconds(plan, folder)
+    tried = trial.try_tasks(config, tasks)
+    # The run's folder: the resumed one's, or a new one.
+    if resumed is not None:
+        resumed.check_config(config)
+        check_run_folder(resumed.run_dir, field="--resume")
+        start.run_dir, start.resume_from, start.lock = str(resumed.run_dir), resumed.checkpoint, resumed.lock
+        if resumed.has_ended(config):
+            for line in [*resumed.lines, f"the run has taken its {config.steps} steps; a higher --steps goes on"]:
+                write_line(sys.stdout, printable_line(line))
+            return None
+        lines = resumed.lines + lines
+    elif command.init_from is not None:
+        start.init_from, refused = find_initial(command.init_from, config)
+        lines = [*(f"refused     {reason}" for reason in refused), f"weights     of {start.init_from}", *lines]
+    if resumed is None:
+        name = str(command.config_name)
+        start.run_dir = make_run_folder(command.run_dir, config.output_dir, name, keep=not dry_run, may_hold=job.files)
+    start.plan, start.script = plan, job.script(command.words_in(start.run_dir), start.run_dir, plan.hosts)
+    renderer = next((renderer_name(task.renderer) for task in tasks.values()), None)
+    if config.renderer.name == AUTO and renderer == DEFAULT and not dry_run:
+        lines.append("renderer    default: no family's makes the prompts that the tokenizer's own template does")
+    for line in lines:
+        write_line(sys.stdout, printable_line(line))
+    if dry_run:
+        shown = [*_plan_lines(config, plan, start, checkpoint_s), *trial.shown_tasks(config, tried, renderer=renderer)]
+        print("\n".join([*shown, *(f"before a run   {printable_line(str(note))}" for note in notes)]))
+    elif start.script is None:
+        start.lock = start.lock or lock_run_folder(Path(start.run_dir), field="--run-dir")
+        files = {**({} if resumed is None else resumed.saved.model_files), **files_of_models(config)}
+        saved = SavedCommand(
+            config_name=str(command.config_name), module=command.module, overrides=command.overrides, model_files=files
+        )
+        save_command(Path(start.run_dir), saved)
+    warnings = [_checkpoint_warning(config, checkpoint_s), trial.learning_rate_warning(config, plan.parameters)]
+    warnings += [*(task.examples_warning for task in tasks.values()), *(seen.warning for seen in tried.values())]
+    for warning in warnings:
+        if warning is not None:
+            write_line(sys.stderr, f"warning: {printable_line(warning)}")
+    return start
+
+
+def _plan_lines(config: RunConfig, plan: RunPlan, start: Start, checkpoint_s: float | None) -> list[str]:
+    job = config.provision.job
+    lines = plan.lines() + plan.placement.lines(plan.device, submitted=start.script is not None)
+    if checkpoint_s is not None:
+        lines.append(f"checkpoint     about {checkpoint_s:,.0f} s, at the speed of this folder's disk")
+    scheduled = start.script or job.plan(start.run_dir, plan.hosts)
+    return lines + machine.numa_lines(plan.device, elsewhere=job.has_gpus is not None) + ([scheduled] if scheduled else [])
+
+
+def _checkpoint_warning(config: RunConfig, takes_s: float | None) -> str | None:
+    job = config.provision.job
+    grace_s = max(config.checkpoint.grace_s, job.seconds_left())
+    if takes_s is None or takes_s <= grace_s:
+        return None
+    field = "provision.job.stop_before_s" if job.name == "slurm" else "checkpoint.grace_s"
+    told = f"a checkpoint takes about {takes_s:,.0f} s here, and SIGTERM leaves the run {grace_s:,.0f} s: raise {field}"
+    return f"{told}, or what follows the last checkpoint is lost then"
