@@ -22,13 +22,15 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from monarch.actor import shutdown_context  # noqa: E402
 
-from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
+from torchtitan.experiments.rl.config.placement import (
+    plan_placement,  # noqa: E402
+)
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.generation import client as generator_client  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
-from torchtitan.experiments.rl.operations.provision import spawn  # noqa: E402
+from torchtitan.experiments.rl.operations.provision import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_logging, set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 
@@ -62,7 +64,7 @@ async def compare(args: argparse.Namespace, run_dir: str) -> None:
     client, meshes = GeneratorClient(), []
     try:
         for index, place in enumerate(placement.generators):
-            procs = spawn(None, f"generator_{index}", (place.devices,), "cpu")
+            procs = spawn_on(None, f"generator_{index}", [place], "cpu")[0]
             meshes.append(procs)
             actor = procs.spawn(
                 f"generator_{index}",

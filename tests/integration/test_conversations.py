@@ -17,13 +17,14 @@ from tests.integration.learners import learner_of
 from tests.integration.models import MODEL
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.models.decoder import batch_logprobs
-from torchtitan.experiments.rl.operations.provision import shut_down, spawn
+from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
@@ -37,7 +38,7 @@ ROUNDS, GROUPS, GROUP_SIZE = 3, 8, 8
 def generator(tmp_path_factory) -> Iterator:
     config = GeneratorConfig()
     config.engine.max_model_len = 512
-    procs = spawn(None, "generator", ((max(os.sched_getaffinity(0)),),), "cpu")
+    procs = spawn_on(None, "generator", [Place(0, (max(os.sched_getaffinity(0)),))], "cpu")[0]
 
     async def build():
         run_dir = str(tmp_path_factory.mktemp("generator"))

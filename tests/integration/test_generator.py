@@ -15,7 +15,7 @@ from monarch.actor import ProcMesh
 
 from tests.integration.pairs import CANARY, Pair
 from tests.integration.processes import descendants
-from torchtitan.experiments.rl.config.placement import plan_placement
+from torchtitan.experiments.rl.config.placement import Place, plan_placement
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GeneratorFailed, RequestFailed, ScoreRequest
@@ -110,7 +110,7 @@ def generator_of_two(pairs, meshes, tmp_path_factory) -> Any:
     """The tied model once more, in an engine whose two processes share each layer and the vocabulary. Closed with the pairs."""
     config = GeneratorConfig()
     config.engine.max_model_len, config.engine.max_num_seqs, config.engine.tensor_parallel_degree = MAX_LEN, AT_ONCE, 2
-    procs = provision.spawn(None, "generator_of_two", (tuple(sorted(os.sched_getaffinity(0))),), "cpu")
+    procs = provision.spawn_on(None, "generator_of_two", [Place(0, tuple(sorted(os.sched_getaffinity(0))))], "cpu")[0]
     run_dir = str(tmp_path_factory.mktemp("generator_of_two"))
     path = pairs["tied"].path
     generator = procs.spawn("generator_of_two", Generator, config, model_path=path, device="cpu", run_dir=run_dir)

@@ -18,11 +18,12 @@ from monarch.actor import Channel
 
 from tests.integration.learners import full, fused_config, learner_of, samples_of
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GenerateRequest
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
-from torchtitan.experiments.rl.operations.provision import shut_down, spawn
+from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.training.learner import Learner
@@ -47,7 +48,7 @@ def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
     config = GeneratorConfig()
     config.engine.max_model_len = 512
     cores = sorted(os.sched_getaffinity(0))
-    procs = spawn(None, "generator", ((cores[0],), (cores[-1],)), "cpu")
+    procs = spawn_on(None, "generator", [Place(0, share) for share in ((cores[0],), (cores[-1],))], "cpu")[0]
 
     async def build() -> dict[str, Any]:
         made = {}

@@ -16,11 +16,12 @@ import torch
 import torchstore
 
 from tests.scripted_engine import TABLE, ScriptedEngineConfig, save_table
+from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.generator import Generator
-from torchtitan.experiments.rl.operations.provision import shut_down, spawn
+from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
@@ -56,7 +57,7 @@ def meshes(tmp_path_factory) -> Iterator[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("generators")
     path = save_table(table_of(0), folder)
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    procs = spawn(None, "generator", (cores,) * REPLICAS, "cpu")
+    procs = spawn_on(None, "generator", [Place(0, share) for share in (cores,) * REPLICAS], "cpu")[0]
 
     def generators(name: str, how: WeightUpdate) -> Any:
         # 50 tokens take 50 ms, longer than the client takes to ask for more: every update finds completions running.

@@ -23,6 +23,7 @@ from tests.integration.fleets import (
     running,
 )
 from tests.v2_engine import ENVIRONMENT, V2EngineConfig
+from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, ScoreRequest
 from torchtitan.experiments.rl.operations import provision
@@ -42,7 +43,7 @@ def fleet(untied_model, tmp_path_factory) -> Iterator[Fleet]:
     engine = V2EngineConfig(max_model_len=MAX_LEN, max_num_seqs=SEATS, cpu_kv_cache_gib=0.01)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(provision, "launch_environment", lambda *given: launch_environment(*given) | ENVIRONMENT)
-        procs = provision.spawn(None, "generator", ((min(os.sched_getaffinity(0)),),), "cpu")
+        procs = provision.spawn_on(None, "generator", [Place(0, (min(os.sched_getaffinity(0)),))], "cpu")[0]
         asyncio.run(launched(procs))
     yield from running(procs, GeneratorConfig(engine=engine), untied_model, str(tmp_path_factory.mktemp("v2")))
 

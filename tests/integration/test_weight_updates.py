@@ -25,10 +25,11 @@ from tests.integration.fleets import (
     prompt_of,
     running,
 )
+from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
 from torchtitan.experiments.rl.generation.messages import ScoreRequest
-from torchtitan.experiments.rl.operations.provision import spawn
+from torchtitan.experiments.rl.operations.provision import spawn_on
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 
@@ -41,7 +42,7 @@ def fleet(untied_model, tmp_path_factory) -> Iterator[Fleet]:
     config = GeneratorConfig(replicas=2)
     config.engine.max_model_len, config.engine.max_num_seqs = MAX_LEN, SEATS
     cores = sorted(os.sched_getaffinity(0))
-    procs = spawn(None, "generator", ((cores[0],), (cores[-1],)), "cpu")
+    procs = spawn_on(None, "generator", [Place(0, share) for share in ((cores[0],), (cores[-1],))], "cpu")[0]
     yield from running(procs, config, untied_model, str(tmp_path_factory.mktemp("fleet")))
 
 

@@ -9,7 +9,6 @@ from torchtitan.experiments.rl.observability.console import (
     Console,
     RunHeader,
     RunSummary,
-    StepReport,
     header_lines,
     step_line,
     summary_lines,
@@ -23,9 +22,16 @@ class Terminal(io.StringIO):
         return True
 
 
-def report(**changes) -> StepReport:
-    values = dict(step=12, total_steps=110, reward=0.4832, tokens_per_second=11_960.0, age_mean=0.75, age_max=2)
-    return StepReport(**values | dict(wait_s=0.1, train_s=61.25, sync_s=0.02) | changes)
+def report(step=12, val=None, **changes):
+    """The arguments of ``step_line``."""
+    metrics = {"rollout/reward_mean": 0.4832, "perf/trained_tokens_per_s": 11_960.0, "policy/age_mean": 0.75}
+    metrics |= {"policy/age_max": 2, "time/wait_s": 0.1, "time/train_s": 61.25, "time/sync_s": 0.02, "batch/dropped_groups": 0}
+    return step, 110, metrics | {name.replace("__", "/"): value for name, value in changes.items()}, val
+
+
+def printed_step(console, **changes):
+    step, _, metrics, val = report(**changes)
+    console.step(step, metrics, val)
 
 
 def summary(**changes) -> RunSummary:
@@ -36,19 +42,21 @@ def summary(**changes) -> RunSummary:
 
 
 def test_a_step_line_shows_every_field_in_short():
-    line = step_line(report(val_reward=0.5, val_step=10))
+    line = step_line(*report(val=(0.5, 10)))
     assert line.split() == "12/110 0.483 0.500@10 12.0k 0.75/2 0.10 61.2 0.02 0".split()
 
 
 def test_a_step_without_validation_or_reward_says_so_without_moving_its_columns():
-    line = step_line(report(reward=None))
+    line = step_line(*report(rollout__reward_mean=None))
     assert line.split() == "12/110 - 12.0k 0.75/2 0.10 61.2 0.02 0".split()
-    assert len(line) == len(step_line(report(val_reward=0.5, val_step=10)))
+    assert len(line) == len(step_line(*report(val=(0.5, 10))))
 
 
 @pytest.mark.parametrize("scale", [1, 1_000])
 def test_columns_end_where_their_titles_end(scale):
-    line = step_line(report(step=9 * scale, tokens_per_second=900.0 * scale, wait_s=1.0 * scale, groups_dropped=scale))
+    line = step_line(
+        *report(9 * scale, perf__trained_tokens_per_s=900.0 * scale, time__wait_s=1.0 * scale, batch__dropped_groups=scale)
+    )
     assert len(line) == len(title_line()) <= WIDTH == 80
 
 
@@ -56,7 +64,7 @@ def test_titles_return_before_they_scroll_away():
     stream = io.StringIO()
     console = Console(stream)
     for step in range(1, TITLE_EVERY + 2):
-        console.step(report(step=step))
+        printed_step(console, step=step)
     printed = stream.getvalue().splitlines()
     assert [i for i, line in enumerate(printed) if line == title_line()] == [0, TITLE_EVERY + 1]
 
@@ -165,7 +173,7 @@ def test_what_a_run_has_not_saved_or_measured_is_not_suggested(environment, tmp_
 
 def test_colours_only_on_a_terminal_that_wants_them(monkeypatch):
     def printed(stream: io.StringIO) -> str:
-        Console(stream).step(report(val_reward=0.5))
+        printed_step(Console(stream), val=(0.5, 10))
         return stream.getvalue()
 
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -179,7 +187,7 @@ def test_colours_only_on_a_terminal_that_wants_them(monkeypatch):
 def test_everything_printed_is_ascii():
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     console = Console(stream)
-    console.step(report())
+    printed_step(console)
     console.summary(summary())
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.screen import Screen
-from torchtitan.experiments.rl.observability.console import BASIS, Console, Progress, StepReport
+from torchtitan.experiments.rl.observability.console import BASIS, Console, Progress
 from torchtitan.experiments.rl.process.terminal import ERASE, LiveLine, SharedTerminal, can_redraw, end_live_line, has_colours
 
 ROOT = Path(__file__).parents[2]
@@ -30,9 +30,8 @@ def terminal(monkeypatch) -> Terminal:
     return Terminal()
 
 
-def report(step: int, total: int = 9) -> StepReport:
-    values = dict(tokens_per_second=1e4, age_mean=0.5, age_max=1, wait_s=0.1, train_s=0.2, sync_s=0.01)
-    return StepReport(step=step, total_steps=total, reward=0.5, **values)
+METRICS = {"rollout/reward_mean": 0.5, "perf/trained_tokens_per_s": 1e4, "policy/age_mean": 0.5, "policy/age_max": 1}
+METRICS |= {"time/wait_s": 0.1, "time/train_s": 0.2, "time/sync_s": 0.01, "batch/dropped_groups": 0}
 
 
 def what_happens() -> st.SearchStrategy[list[tuple[str, str]]]:
@@ -62,7 +61,7 @@ def test_what_stays_on_a_terminal_is_what_a_pipe_gets(events):
                     console.draw(text)
                 elif kind == "step":
                     step += 1
-                    console.step(report(step))
+                    console.step(step, METRICS)
                 elif kind == "note":
                     console.note(text)
                 elif kind in ("print", "begin a line"):
@@ -162,7 +161,7 @@ print("of an env")
 console.draw("")
 for step in (1, 2, 3):
     print(f"warning {step}", file=sys.stderr)
-    console.step(report(step, 3))
+    console.step(step, METRICS)
     os.system("true")
     console.draw("")
 console.close()

@@ -9,6 +9,7 @@ import torch
 import wandb
 
 from torchtitan.experiments.rl.bounds import check_fields
+from torchtitan.experiments.rl.checkpointing.run_files import cut_back, sizes
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.metrics import (
     METRICS_FILE,
@@ -63,13 +64,16 @@ def test_a_metric_cannot_hide_the_step(tmp_path):
         jsonl_only(tmp_path).log(1, {"step": 7})
 
 
-def test_resuming_drops_later_steps_and_a_torn_line(tmp_path):
+def test_a_resumed_run_goes_on_with_the_record_that_its_checkpoint_has(tmp_path):
     before = jsonl_only(tmp_path)
-    for step in (1, 2, 3):
+    for step in (1, 2):
         before.log(step, {"loss": float(step)})
+    offsets = sizes(tmp_path)
+    before.log(3, {"loss": 3.0})
     before.close()
     with (tmp_path / METRICS_FILE).open("a") as file:
         file.write('{"step": 4, "lo')
+    cut_back(tmp_path, offsets)
     after = jsonl_only(tmp_path, resume_step=2)
     after.log(3, {"loss": 30.0})
     assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path / METRICS_FILE)] == [(1, 1.0), (2, 2.0), (3, 30.0)]

@@ -12,7 +12,8 @@ import pytest
 import torch
 from monarch.actor import Actor, concurrent_endpoint
 
-from torchtitan.experiments.rl.operations.provision import spawn
+from torchtitan.experiments.rl.config.placement import Place
+from torchtitan.experiments.rl.operations.provision import spawn_on
 from torchtitan.experiments.rl.process.host import cores_on_nodes_of
 from torchtitan.experiments.rl.process.memory import (
     collect_again,
@@ -44,7 +45,7 @@ class Probe(Actor):
 
 
 def looks(name: str, shares: tuple[tuple[int, ...], ...], device: str) -> list[dict]:
-    procs = spawn(None, name, shares, device)
+    procs, _ = spawn_on(None, name, [Place(0, share) for share in shares], device)
     try:
         found = procs.spawn(f"probe_{name}", Probe).look.call().get()
         return [look for _, look in sorted(found.items(), key=lambda entry: entry[0].rank)]

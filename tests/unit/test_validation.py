@@ -12,7 +12,8 @@ from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
-from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator, evaluation_metrics, pass_at_k
+from torchtitan.experiments.rl.controller.saved_state import ValidationReport
+from torchtitan.experiments.rl.controller.validation import Validator, evaluation_metrics, pass_at_k
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
@@ -93,7 +94,7 @@ async def run(policy, *tasks, **config):
     validator = validator_of(policy, *tasks, **config)
     validator.start(0)
     await validator.wait()
-    return next(iter(validator.take()), ValidationReport(step=0, reward=None))
+    return next(iter(validator.take()), ValidationReport(step=0, reward=None, metrics={}))
 
 
 async def test_reward_is_the_mean_over_the_examples(build, tokenizer):

@@ -5,8 +5,8 @@ A watcher extends ``RunEvents`` and says what it wants to hear. One that raises 
 
 from collections.abc import Sequence
 
+from torchtitan.experiments.rl.controller.saved_state import ValidationReport
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
-from torchtitan.experiments.rl.controller.validation import ValidationReport
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 

@@ -3,27 +3,13 @@
 import json
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, fields
 from pathlib import Path
+
+import msgspec
 
 from torchtitan.experiments.rl.controller.saved_state import LedgerEntry, LedgerState
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.record_file import RecordFile
-
-
-@dataclass(kw_only=True, slots=True)
-class LedgerRecord:
-    rollout_id: str
-    task: str
-    dispatched_version: int
-    """Policy version the generators held when it was dispatched."""
-    column: str | None = None
-    """Where it ended; None while it is open: in flight or buffered."""
-    ended_version: int | None = None
-    """Version the generators held then."""
-
-
-_FIELDS = tuple(field.name for field in fields(LedgerRecord))
 
 
 class Ledger:
@@ -38,7 +24,7 @@ class Ledger:
         self._dispatched: Counter[str] = Counter()
         self._ended: dict[str, Counter[str]] = {}
         self._replayed: Counter[str] = Counter()
-        self._open: dict[str, LedgerRecord] = {}
+        self._open: dict[str, LedgerEntry] = {}
         self._file = RecordFile(path) if path is not None else None
         self._unwritten: list[str] = []
 
@@ -47,7 +33,7 @@ class Ledger:
         for rollout_id in rollout_ids:
             if rollout_id in self._open:
                 raise RunError(f"rollout {rollout_id} was dispatched twice")
-            self._open[rollout_id] = LedgerRecord(rollout_id=rollout_id, task=task, dispatched_version=version)
+            self._open[rollout_id] = LedgerEntry(rollout_id=rollout_id, task=task, dispatched_version=version)
         self._dispatched[task] += len(rollout_ids)
 
     def end(self, rollout_id: str, column: str, *, version: int) -> None:
@@ -58,10 +44,10 @@ class Ledger:
         record = self._open.pop(rollout_id, None)
         if record is None:
             raise RunError(f"rollout {rollout_id} ends as {column}, but it is not open: it was counted before")
-        record.column, record.ended_version = column, version
         self._ended.setdefault(record.task, Counter())[column] += 1
         if self._file is not None:
-            self._unwritten.append(json.dumps({name: getattr(record, name) for name in _FIELDS}) + "\n")
+            line = msgspec.to_builtins(record) | {"column": column, "ended_version": version}
+            self._unwritten.append(json.dumps(line) + "\n")
 
     def replay(self, task: str, rollouts: int) -> None:
         """Rollouts that were trained on are trained on again: they stay in their column, and are counted beside it."""
@@ -120,10 +106,7 @@ class Ledger:
             dispatched=dict(self._dispatched),
             ended={task: dict(columns) for task, columns in self._ended.items()},
             replayed=dict(self._replayed),
-            open=[
-                LedgerEntry(rollout_id=entry.rollout_id, task=entry.task, dispatched_version=entry.dispatched_version)
-                for entry in self._open.values()
-            ],
+            open=list(self._open.values()),
         )
 
     def restore(self, state: LedgerState) -> None:
@@ -131,12 +114,7 @@ class Ledger:
         self._dispatched = Counter(state.dispatched)
         self._ended = {task: Counter(columns) for task, columns in state.ended.items()}
         self._replayed = Counter(state.replayed)
-        self._open = {
-            entry.rollout_id: LedgerRecord(
-                rollout_id=entry.rollout_id, task=entry.task, dispatched_version=entry.dispatched_version
-            )
-            for entry in state.open
-        }
+        self._open = {entry.rollout_id: entry for entry in state.open}
 
     def close(self) -> None:
         if self._file is None:

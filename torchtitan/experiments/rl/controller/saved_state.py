@@ -33,11 +33,12 @@ class SlotState(Record):
 
 
 class LedgerEntry(Record):
-    """A rollout without a column."""
+    """A rollout without a column: in flight or buffered."""
 
     rollout_id: str
     task: str
     dispatched_version: int
+    """Policy version the generators held when it was dispatched."""
 
 
 class LedgerState(Record):
@@ -123,11 +124,13 @@ class RolloutLoopState(Record):
     """Stored groups, oldest first: id, oldest version, replays. They are in the file of finished groups."""
 
 
-class ReportState(Record):
-    """An evaluation that has ended and is in no step's metrics."""
+class ValidationReport(Record):
+    """An evaluation that has ended."""
 
     step: int
+    """Version of the policy it began with."""
     reward: float | None
+    """Mean over tasks of their avg@k; None when nothing was scored."""
     metrics: dict[str, int | float]
 
 
@@ -137,7 +140,8 @@ class ValidatorState(Record):
     running: list[str]
     """Tasks whose evaluation had not ended."""
     left_out: dict[str, int]
-    reports: list[ReportState]
+    reports: list[ValidationReport]
+    """That are in no step's metrics."""
 
 
 class MismatchState(Record):

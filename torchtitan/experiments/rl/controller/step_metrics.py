@@ -1,127 +1,105 @@
-"""What is known about one step: the record that goes to the metrics files, and the line that goes to the console."""
+"""What is known about a step that was taken: the metrics of its rollouts, its batch, and what each part of it took."""
 
-import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.controller.groups import StepGroups
-from torchtitan.experiments.rl.controller.validation import ValidationReport
-from torchtitan.experiments.rl.observability.console import StepReport
+from torchtitan.experiments.rl.controller.saved_state import ValidationReport
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.types import TrainingSample
 from torchtitan.experiments.rl.weights.sync import SyncReport
 
 
+@dataclass(kw_only=True, slots=True)
 class StepRecord:
-    """Made when a step begins, finished when it has ended; ``metrics`` is complete then."""
+    """What is known about a step that was taken."""
 
-    def __init__(self, *, step: int, total_steps: int, generated_tokens: int):
-        self._step, self._total_steps = step, total_steps
-        self._generated_tokens = generated_tokens
-        self._started = time.perf_counter()
-        self.metrics: dict[str, float] = {}
-        self.groups: Sequence[RolloutGroup] = ()
-        """That the step took."""
-        self.validation: ValidationReport | None = None
-        """The newest that ended since the last step."""
+    step: int
+    metrics: dict[str, float]
+    groups: Sequence[RolloutGroup]
+    """That the step took."""
+    validation: ValidationReport | None
+    """The newest that ended since the last step and has a reward."""
 
-    def finish(
-        self,
-        *,
-        taken: StepGroups,
-        packed: BatchPlan,
-        trained: dict[str, float],
-        validations: Sequence[ValidationReport],
-        spans: dict[str, float],
-        last_sync: SyncReport | None,
-        generated_tokens: int,
-        event_loop_lag_s: float,
-        blocking_calls: int,
-        ledger: dict[str, int],
-    ) -> None:
-        """
-        Args:
-            trained: what the trainer reported.
-            validations: evaluations that ended since the last step, oldest first.
-            spans: seconds by what the controller waited for.
-            last_sync: of the newest version every generator holds.
-            generated_tokens: sampled since the run began, training and validation.
-            event_loop_lag_s: longest time since the last step that an event loop with rollouts was held up.
-            blocking_calls: calls of user code since the last step that held up an event loop beyond their limit.
-            ledger: rollouts so far by task and column.
-        """
-        self._taken, self._spans, self.groups = taken, spans, taken.groups
-        self.validation = next((report for report in reversed(validations) if report.reward is not None), None)
-        self._seconds = time.perf_counter() - self._started
-        self._ages = _ages(taken.groups, self._step - 1)
-        self._sampled = len(self._ages)
-        self.metrics = {
-            **trained,
-            **_rollout_metrics(taken),
-            **_demonstration_metrics(taken),
-            **_replay_metrics(taken, self._step - 1),
-            "batch/groups": len(taken.groups),
-            "batch/rows": packed.rows,
-            "batch/tokens": packed.tokens,
-            "batch/sampled_tokens": self._sampled,
-            "batch/packing_efficiency": packed.efficiency,
-            "batch/shared_fraction": packed.shared_fraction,
-            "batch/dropped_groups": taken.dropped_groups,
-            "policy/version": self._step,
-            "policy/age_mean": float(self._ages.mean()) if self._sampled else 0.0,
-            "policy/age_max": int(self._ages.max()) if self._sampled else 0,
-            **{f"policy/age/{age}": float(np.mean(self._ages == age)) for age in np.unique(self._ages).tolist()},
-            "policy/mixed_version_completions": _mixed_version_share(taken),
-            **{f"filter/{name}": count for name, count in taken.filter_matches.items()},
-            **{f"filter/{name}/tokens": count for name, count in taken.filter_tokens.items()},
-            **{f"time/{name}_s": seconds for name, seconds in spans.items()},
-            **credit_seconds(taken.sampled),
-            **costs(taken.sampled),
-            "time/step_s": self._seconds,
-            "perf/trained_tokens_per_s": packed.tokens / self._seconds,
-            "perf/generated_tokens_per_s": (generated_tokens - self._generated_tokens) / self._seconds,
-            "perf/event_loop_lag_max_s": event_loop_lag_s,
-            "perf/blocking_calls": blocking_calls,
-            **{f"ledger/{column}": count for column, count in ledger.items()},
+
+def step_record(
+    *,
+    step: int,
+    taken: StepGroups,
+    packed: BatchPlan,
+    trained: dict[str, float],
+    validations: Sequence[ValidationReport],
+    seconds: float,
+    spans: dict[str, float],
+    last_sync: SyncReport | None,
+    generated_tokens: int,
+    event_loop_lag_s: float,
+    blocking_calls: int,
+    ledger: dict[str, int],
+) -> StepRecord:
+    """
+    Args:
+        trained: what the trainer reported.
+        validations: evaluations that ended since the last step, oldest first.
+        seconds: of the whole step.
+        spans: seconds by what the controller waited for.
+        last_sync: of the newest version every generator holds.
+        generated_tokens: sampled in the step, training and validation.
+        event_loop_lag_s: longest time since the last step that an event loop with rollouts was held up.
+        blocking_calls: calls of user code since the last step that held up an event loop beyond their limit.
+        ledger: rollouts so far by task and column.
+    """
+    ages = _ages(taken.groups, step - 1)
+    sampled = len(ages)
+    metrics: dict[str, float] = {
+        **trained,
+        **_rollout_metrics(taken),
+        **_demonstration_metrics(taken),
+        **_replay_metrics(taken, step - 1),
+        "batch/groups": len(taken.groups),
+        "batch/rows": packed.rows,
+        "batch/tokens": packed.tokens,
+        "batch/sampled_tokens": sampled,
+        "batch/packing_efficiency": packed.efficiency,
+        "batch/shared_fraction": packed.shared_fraction,
+        "batch/dropped_groups": taken.dropped_groups,
+        "policy/version": step,
+        "policy/age_mean": float(ages.mean()) if sampled else 0.0,
+        "policy/age_max": int(ages.max()) if sampled else 0,
+        **{f"policy/age/{age}": float(np.mean(ages == age)) for age in np.unique(ages).tolist()},
+        "policy/mixed_version_completions": _mixed_version_share(taken),
+        **{f"filter/{name}": count for name, count in taken.filter_matches.items()},
+        **{f"filter/{name}/tokens": count for name, count in taken.filter_tokens.items()},
+        **{f"time/{name}_s": seconds for name, seconds in spans.items()},
+        **credit_seconds(taken.sampled),
+        **costs(taken.sampled),
+        "time/step_s": seconds,
+        "perf/trained_tokens_per_s": packed.tokens / seconds,
+        "perf/generated_tokens_per_s": generated_tokens / seconds,
+        "perf/event_loop_lag_max_s": event_loop_lag_s,
+        "perf/blocking_calls": blocking_calls,
+        **{f"ledger/{column}": count for column, count in ledger.items()},
+    }
+    for report in validations:
+        metrics |= report.metrics
+    if last_sync is not None:
+        # Which version's sync has answered by now depends on the clock.
+        metrics |= {
+            "perf/sync_version": last_sync.version,
+            "perf/sync_canary_max_diff": last_sync.canary_max_diff,
+            "time/sync_copy_out_s": last_sync.copy_out_s,
+            "time/sync_load_s": last_sync.load_s,
+            "time/sync_verify_s": last_sync.verify_s,
+            "time/sync_reload_s": last_sync.reload_s,
+            **{f"weights/bytes_fetched/{host}": count for host, count in last_sync.fetched_bytes.items()},
+            **({"time/sync_fetch_s": last_sync.fetch_s} if last_sync.fetched_bytes else {}),
         }
-        for report in validations:
-            self.metrics |= report.metrics
-        if last_sync is not None:
-            # Which version's sync has answered by now depends on the clock.
-            self.metrics |= {
-                "perf/sync_version": last_sync.version,
-                "perf/sync_canary_max_diff": last_sync.canary_max_diff,
-                "time/sync_copy_out_s": last_sync.copy_out_s,
-                "time/sync_load_s": last_sync.load_s,
-                "time/sync_verify_s": last_sync.verify_s,
-                "time/sync_reload_s": last_sync.reload_s,
-                **{f"weights/bytes_fetched/{host}": count for host, count in last_sync.fetched_bytes.items()},
-                **({"time/sync_fetch_s": last_sync.fetch_s} if last_sync.fetched_bytes else {}),
-            }
-
-    @property
-    def step(self) -> int:
-        return self._step
-
-    def report(self) -> StepReport:
-        """The console's line."""
-        return StepReport(
-            step=self._step,
-            total_steps=self._total_steps,
-            reward=self.metrics.get("rollout/reward_mean"),
-            val_reward=self.validation.reward if self.validation else None,
-            val_step=self.validation.step if self.validation else None,
-            tokens_per_second=self.metrics["perf/trained_tokens_per_s"],
-            age_mean=self.metrics["policy/age_mean"],
-            age_max=int(self.metrics["policy/age_max"]),
-            wait_s=self._spans.get("wait", 0.0),
-            train_s=self._spans.get("train", 0.0),
-            sync_s=self._spans.get("sync", 0.0),
-            groups_dropped=self._taken.dropped_groups,
-        )
+    validation = next((report for report in reversed(validations) if report.reward is not None), None)
+    return StepRecord(step=step, metrics=metrics, groups=taken.groups, validation=validation)
 
 
 def _ages(groups: Sequence[RolloutGroup], version: int) -> np.ndarray:

@@ -6,6 +6,7 @@ before. Rollouts, scoring, weight updates and evaluations run at the same time.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -13,8 +14,9 @@ from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
-from torchtitan.experiments.rl.controller.step_metrics import StepRecord
-from torchtitan.experiments.rl.controller.validation import ValidationReport, Validator
+from torchtitan.experiments.rl.controller.saved_state import ValidationReport
+from torchtitan.experiments.rl.controller.step_metrics import step_record
+from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.observability.timing import LoopLag, Stopwatch
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.memory import freeze_objects, unfreeze_objects
@@ -110,7 +112,7 @@ class TrainingLoop:
         if not self._synchronous:
             self._rollouts.fill()
         await self._validator.wait()
-        report = next(iter(self._validator.take()), ValidationReport(step=0, reward=None))
+        report = next(iter(self._validator.take()), ValidationReport(step=0, reward=None, metrics={}))
         for watcher in self._watchers:
             watcher.started(report)
 
@@ -127,7 +129,7 @@ class TrainingLoop:
 
     async def _step(self, step: int) -> None:
         """Take groups, train on them, start publishing the new version, and report the step."""
-        record = StepRecord(step=step, total_steps=self._steps, generated_tokens=self._generated_tokens())
+        began, generated_before = time.perf_counter(), self._generated_tokens()
         with self._watch.span("wait"):
             taken = await self._rollouts.next_groups(version=step - 1)
         with self._watch.span("train"):
@@ -156,14 +158,16 @@ class TrainingLoop:
         finally:  # the step was taken, also where its weights can't be published
             self.steps_done = step
             lag_s, blocking_calls = self._runner.lap()
-            record.finish(
+            record = step_record(
+                step=step,
                 taken=taken,
                 packed=packed,
                 trained=trained,
                 validations=self._validator.take(),
+                seconds=time.perf_counter() - began,
                 spans=self._watch.lap(),
                 last_sync=self._last_sync,
-                generated_tokens=self._generated_tokens(),
+                generated_tokens=self._generated_tokens() - generated_before,
                 event_loop_lag_s=max(self._lag.lap(), lag_s),
                 blocking_calls=blocking_calls,
                 ledger=self._rollouts.ledger.counts(),

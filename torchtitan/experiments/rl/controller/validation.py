@@ -9,12 +9,12 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, Measurement
-from torchtitan.experiments.rl.controller.saved_state import ReportState, ValidatorState
+from torchtitan.experiments.rl.controller.saved_state import ValidationReport, ValidatorState
 from torchtitan.experiments.rl.data.dataset import count_examples, read_example
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
@@ -23,15 +23,6 @@ from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
 from torchtitan.experiments.rl.user_code.calls import cause_of
 from torchtitan.experiments.rl.user_code.gate import Gate
-
-
-@dataclass(kw_only=True, slots=True)
-class ValidationReport:
-    step: int
-    """Version of the policy it began with."""
-    reward: float | None
-    """Mean over tasks of their avg@k; None when nothing was scored."""
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Validator:
@@ -113,7 +104,7 @@ class Validator:
             begun=self._begun,
             running=list(self._running),
             left_out=dict(self._left_out),
-            reports=[ReportState(step=r.step, reward=r.reward, metrics=dict(r.metrics)) for r in self._reports],
+            reports=list(self._reports),
         )
 
     def restore(self, state: ValidatorState, step: int) -> None:
@@ -122,7 +113,7 @@ class Validator:
         The latter measures version ``step`` now, and says so.
         """
         self._begun, self._left_out = step, dict(state.left_out)
-        self._reports = [ValidationReport(step=r.step, reward=r.reward, metrics=dict(r.metrics)) for r in state.reports]
+        self._reports = list(state.reports)
         due = self.due(step) if state.begun < step else []
         names = [name for name in self._configs if name in due or name in state.running]
         self._start(names, step, alone=False, label=str(step))

@@ -80,12 +80,12 @@ class Progress:
         """``clock`` gives seconds."""
         self._clock = clock
         self._durations: deque[float] = deque(maxlen=RECENT)
-        self._steps = self._total = 0
+        self._steps = self.total = 0
         self._last_at: float | None = None
 
     def begin(self, steps_done: int, total_steps: int) -> None:
         """Training begins, or begins again after ``steps_done`` steps. Its first step compiles and warms up: it is left out."""
-        self._steps, self._total, self._last_at = steps_done, total_steps, None
+        self._steps, self.total, self._last_at = steps_done, total_steps, None
 
     def step(self, step: int) -> None:
         """This step has ended."""
@@ -105,17 +105,17 @@ class Progress:
             return None
         # The step that is under way may take longer than the median: the others are still to come.
         under_way = max(0.0, step_s - (self._clock() - self._last_at))
-        left = self._total - self._steps
+        left = self.total - self._steps
         return under_way + step_s * (left - 1) if left > 0 else 0.0
 
     def line(self) -> str:
         """At most 79 columns; "" before training begins."""
-        if not self._total:
+        if not self.total:
             return ""
-        done = BAR * min(self._steps, self._total) // self._total
-        line = f"{f'{self._steps}/{self._total}':>11} [{'#' * done}{'-' * (BAR - done)}]"
+        done = BAR * min(self._steps, self.total) // self.total
+        line = f"{f'{self._steps}/{self.total}':>11} [{'#' * done}{'-' * (BAR - done)}]"
         step_s, left_s = self.step_s(), self.seconds_left()
-        if step_s is not None and left_s is not None and self._steps < self._total:
+        if step_s is not None and left_s is not None and self._steps < self.total:
             line += f"  {step_s:.{'2g' if step_s < 10 else '0f'}} s a step, about {_rounded(left_s)} left"
         return line
 
@@ -129,30 +129,6 @@ class RunHeader:
     sizes: Mapping[str, object] = field(default_factory=dict)
     """Sizes of the run by name, in the order they are printed: steps, rollouts a step, trainer ranks, generators."""
     run_dir: Path
-
-
-@dataclass(kw_only=True, slots=True)
-class StepReport:
-    step: int
-    total_steps: int
-    reward: float | None
-    """Mean over the rollouts of the step's groups; None where no reward is given (distillation, supervised)."""
-    val_reward: float | None = None
-    """None on steps in which no evaluation ended."""
-    val_step: int | None = None
-    """Version of the policy that evaluation began with."""
-    tokens_per_second: float
-    """Tokens of the batch, prompts included, per second of the step."""
-    age_mean: float
-    """Policy versions between sampling and training, over the step's sampled tokens."""
-    age_max: int
-    wait_s: float
-    """Seconds the trainer waited for groups."""
-    train_s: float
-    sync_s: float
-    """Seconds of weight synchronisation that did not overlap with other work."""
-    groups_dropped: int = 0
-    """Groups that left since the last step without being trained on: filtered, failed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -186,17 +162,20 @@ def title_line() -> str:
     return " ".join(title.rjust(width) for title, width in _COLUMNS.items())
 
 
-def step_line(report: StepReport) -> str:
+def step_line(step: int, total: int, metrics: Mapping[str, float], val: tuple[float, int] | None = None) -> str:
+    """
+    Args:
+        metrics: of the step. No reward: none is given (distillation, supervised).
+        val: reward of an evaluation that ended in the step, and the version of the policy that it began with.
+    """
     cells = (
-        f"{report.step}/{report.total_steps}",
-        _reward(report.reward),
-        "" if report.val_reward is None else f"{_reward(report.val_reward)}@{report.val_step}",
-        _count(report.tokens_per_second),
-        f"{report.age_mean:.2f}/{report.age_max}",
-        _seconds(report.wait_s),
-        _seconds(report.train_s),
-        _seconds(report.sync_s),
-        str(report.groups_dropped),
+        f"{step}/{total}",
+        _reward(metrics.get("rollout/reward_mean")),
+        "" if val is None else f"{_reward(val[0])}@{val[1]}",
+        _count(metrics["perf/trained_tokens_per_s"]),
+        f"{metrics['policy/age_mean']:.2f}/{metrics['policy/age_max']}",
+        *(_seconds(metrics.get(f"time/{name}_s", 0.0)) for name in ("wait", "train", "sync")),
+        str(metrics["batch/dropped_groups"]),
     )
     return " ".join(cell.rjust(width) for cell, width in zip(cells, _COLUMNS.values(), strict=True)).rstrip()
 
@@ -281,14 +260,15 @@ class Console:
     def header(self, header: RunHeader) -> None:
         self._print(*map(printable_line, header_lines(header)))
 
-    def step(self, report: StepReport) -> None:
+    def step(self, step: int, metrics: Mapping[str, float], val: tuple[float, int] | None = None) -> None:
+        """See ``step_line``."""
         if self._steps_printed % TITLE_EVERY == 0:
             self._print(self._coloured(title_line(), BOLD))
         self._steps_printed += 1
-        self._progress.step(report.step)
+        self._progress.step(step)
         self._waiting = ""
-        line = step_line(report)
-        self._print(line if report.val_reward is None else self._coloured(line, GREEN))
+        line = step_line(step, self._progress.total, metrics, val)
+        self._print(line if val is None else self._coloured(line, GREEN))
 
     def note(self, text: str) -> None:
         """A line outside the table: resumed from a checkpoint, validating, saving."""

@@ -119,8 +119,7 @@ class MetricsLogger(Configurable):
         """
         Args:
             run_dir: Folder of this run; its name is the name of the run.
-            resume_step: Step of the checkpoint this run goes on from. Records of later steps, which an interrupted run left
-                and which will be taken again, are dropped. None starts a new record.
+            resume_step: Step of the checkpoint this run goes on from; its files were cut back to it. None starts a new record.
             run_config: Shown beside the metrics where the backend has a place for it.
         """
         check_config(config, field="metrics")
@@ -128,7 +127,10 @@ class MetricsLogger(Configurable):
         self.config, self._last_step = config, resume_step
         self._file = self._tensorboard = None
         if config.jsonl:
-            self._file = _open_record(run_dir / METRICS_FILE, resume_step)
+            path = run_dir / METRICS_FILE
+            if resume_step is None:
+                path.unlink(missing_ok=True)
+            self._file = RecordFile(path)
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes over a second to import
 
@@ -209,17 +211,6 @@ def _markdown(table: Table) -> str:
     """Rows one after the other, as blocks of code: nothing in them is formatted."""
     rows = ["\n".join(f"{name}: {value}" for name, value in zip(table.columns, row, strict=True)) for row in table.rows]
     return "\n\n---\n\n".join(textwrap.indent(row, "    ", lambda line: True) for row in rows)
-
-
-def _open_record(path: Path, resume_step: int | None) -> RecordFile:
-    kept = []
-    if resume_step is not None and path.exists():
-        kept = [record for record in read_metrics(path) if record["step"] <= resume_step]
-    # Written beside and moved over: being killed here must not cost the record of the steps before.
-    scratch = path.with_suffix(".jsonl.tmp")
-    scratch.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-    scratch.replace(path)
-    return RecordFile(path)
 
 
 def _plain_number(value: Any) -> int | float | None:

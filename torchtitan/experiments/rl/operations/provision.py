@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from monarch.actor import HostMesh, Point, ProcMesh, default_bootstrap_cmd, this_host
+from monarch.actor import Point, ProcMesh, default_bootstrap_cmd, this_host
 
 from torchtitan.experiments.rl.config.placement import Place, Placement, place
 from torchtitan.experiments.rl.config.plan import RunPlan
@@ -105,51 +105,29 @@ def spawn_on(
     """
     shares = tuple(place.devices for place in places)
     output = None if run_dir is None else str(run_dir.resolve() / "logs" / _INCARNATION.sub(r"-\1", name))
-    if hosts is None:
-        procs = spawn(None, name, shares, device, output=output)
-        return procs, procs
     first, last = places[0].host, places[-1].host
-    per_host = len(places) // (last - first + 1)
 
     def launch_command(point: Point) -> Any:
         place = places[point.rank]
+        if hosts is None:
+            return default_bootstrap_cmd().with_env(launch_environment(place.devices, device))
         host = hosts.hosts[place.host]
         environment = launch_environment(place.devices, device, host.gpus) | host.environment
         # Of the user's modules, which the command may have added.
         environment |= {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
         return default_bootstrap_cmd().with_env(environment)
 
-    own = hosts.mesh.slice(hosts=first) if first == last else hosts.mesh.slice(hosts=slice(first, last + 1))
+    if hosts is None:
+        own = this_host()
+    else:
+        own = hosts.mesh.slice(hosts=first) if first == last else hosts.mesh.slice(hosts=slice(first, last + 1))
     procs = own.spawn_procs(
-        per_host={"procs": per_host},
+        per_host={"procs": len(places) // (last - first + 1)},
         bootstrap=partial(set_up_spawned_process, shares, device, output),
         name=name,
         bootstrap_command=launch_command,
     )
     return procs if first == last else procs.flatten("procs"), procs
-
-
-def spawn(
-    host: HostMesh | None,
-    name: str,
-    shares: tuple[tuple[int, ...], ...],
-    device: Literal["cpu", "cuda"],
-    output: str | None = None,
-) -> ProcMesh:
-    """One process per share, each with threads for its own cores, or seeing only its own GPUs.
-
-    ``output``: see ``set_up_spawned_process``.
-    """
-
-    def launch_command(point: Point) -> Any:
-        return default_bootstrap_cmd().with_env(launch_environment(shares[point.rank], device))
-
-    return (host or this_host()).spawn_procs(
-        per_host={"procs": len(shares)},
-        bootstrap=partial(set_up_spawned_process, shares, device, output),
-        name=name,
-        bootstrap_command=launch_command,
-    )
 
 
 def take_hosts(config: RunConfig, start: Start, *, stopped: Callable[[], bool]) -> HostPool | None:

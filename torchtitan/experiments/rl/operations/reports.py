@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from torchtitan.experiments.rl.controller.events import RunEvents
+from torchtitan.experiments.rl.controller.saved_state import ValidationReport
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
-from torchtitan.experiments.rl.controller.validation import ValidationReport
 from torchtitan.experiments.rl.observability.console import Waits
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.operations.context import RunContext
@@ -73,10 +73,12 @@ class RunReports(RunEvents):
         restarts = {f"restarts/{part}": count for part, count in self._restarts.counts.items()}
         self._metrics.log(record.step, record.metrics | restarts)
         self._metrics.log_samples(record.step, record.groups)
-        if record.validation is not None and record.validation.reward is not None:
-            self._validations.append(record.validation.reward)
+        validation, val = record.validation, None
+        if validation is not None and validation.reward is not None:
+            self._validations.append(validation.reward)
+            val = validation.reward, validation.step
         self._waits.end(FIRST_STEP)
-        self._console.step(record.report())
+        self._console.step(record.step, record.metrics, val)
         self._warnings.step(record.metrics)
 
     def ended_early(self, why: str, reports: Sequence[ValidationReport]) -> None:
