@@ -188,7 +188,7 @@ def compare(model: Path, count: int, folder: Path) -> bool:
     optimizer.step()
     print(f"gradient norm: trainer {norm:.6f}, transformers {their_norm:.6f}")
     after, apart, change = theirs.state_dict(), 0.0, 0.0
-    for name, tensor in learner.hub_tensors().items():
+    for name, tensor in learner.hub_tensors.items():
         value = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         apart += float((value.detach() - after[name]).double().square().sum())
         change += float((after[name] - before[name]).double().square().sum())

@@ -57,7 +57,7 @@ _PUBLISHED: list[SharedBuffer] = []
 
 def snapshot_of(version: int, table: torch.Tensor) -> Manifest:
     """The table in shared memory of this process, as a trainer publishes it."""
-    layout = SnapshotLayout.of({TABLE: table}, torch.float32)
+    layout = SnapshotLayout.of({TABLE: tuple(table.shape)}, torch.float32)
     buffer = SharedBuffer.create(layout.nbytes)
     _PUBLISHED.append(buffer)
     dict(buffer.views(layout))[TABLE].copy_(table)

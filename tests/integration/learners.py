@@ -95,7 +95,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parameters(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: full(tensor) for name, tensor in learner.hub_tensors().items()}
+    return {name: full(tensor) for name, tensor in learner.hub_tensors.items()}
 
 
 def accumulate(learner: Learner, layout: dict, samples: list[TrainingSample]) -> dict[str, float]:
@@ -149,7 +149,7 @@ def one_step(learner: Learner) -> dict:
 def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
     """What this rank wrote into shared memory; on the first rank, what the ranks wrote together."""
     publisher = SnapshotPublisher(rank=learner.rank, host="here", dtype=torch.float32)
-    publisher.write(1, learner.hub_tensors())
+    publisher.write(1, learner.hub_tensors)
     if learner.rank:
         return {name: view.clone() for name, view in publisher._targets[1].items()}
     return {name: view.clone() for name, view in publisher._buffers[1].views(publisher._layout)}
@@ -161,7 +161,7 @@ def snapshot_of_two_hosts(learner: Learner) -> dict:
     publisher = SnapshotPublisher(rank=learner.rank, host=host, dtype=torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", None)  # a rank that gathers a tensor fails
-        publisher.write(1, learner.hub_tensors())
+        publisher.write(1, learner.hub_tensors)
     digests: list[dict] = [{}] * dist.get_world_size()
     dist.all_gather_object(digests, publisher._take_digests(1) if publisher._owns_buffers else {})
     found = {}

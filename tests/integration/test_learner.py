@@ -124,7 +124,7 @@ def published(learner: Learner, monkeypatch) -> dict[str, torch.Tensor]:
 
     monkeypatch.setattr(publisher_module.torchstore, "put", put)
     publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.float32)
-    publisher.write(1, learner.hub_tensors())
+    publisher.write(1, learner.hub_tensors)
     asyncio.run(publisher.publish(1, remote_readers=False))
     manifest = store[manifest_key(1)]
     return {name: view.clone() for name, view in SharedBuffer.attach(manifest.paths["here"]).views(manifest.layout)}

@@ -73,7 +73,7 @@ class World:
         self._alarm, self._bound = MismatchAlarm(dtype, exact=True), CanaryBound(dtype)
         self._random = torch.Generator().manual_seed(seed)
         self._master = {name: value.float().clone() for name, value in tensors.items()}
-        self._layout = SnapshotLayout.of(tensors, config.torch_dtype)
+        self._layout = SnapshotLayout.of({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config.torch_dtype)
         self._buffers = [SharedBuffer.create(self._layout.nbytes) for _ in range(2)]
         self._published: list[Published] = []
         self.version = 0

@@ -61,7 +61,7 @@ def test_vllm_is_imported_by_its_engine_alone_and_only_when_one_is_built():
             if any(name.partition(".")[0] == "vllm" for name in imported_names(node)):
                 importers.add(name := str(file.relative_to(library)))
                 assert node in inside or name == LOADED, f"{file}, line {node.lineno}: import it inside a function"
-            assert not any(name.endswith("vllm_last_block") for name in imported_names(node)), (
+            assert not any(name.endswith("vllm.last_block") for name in imported_names(node)), (
                 f"{file}: vLLM loads it, by its name"
             )
     assert importers == {"compat/vllm.py", "generation/vllm/engine.py", LOADED}

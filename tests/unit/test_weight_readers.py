@@ -31,10 +31,10 @@ class TrainerHosts:
         self.store, self.reads, self.publications = {}, 0, 0
         self.broken = False
         """Whether the third read of host b fails."""
-        tensor = torch.zeros(self.ROWS, 4)
+        shapes = {"t": (self.ROWS, 4)}
         half = self.ROWS // 2
         self.divided = {"a": {"t": [((0, half), (0, 4))]}, "b": {"t": [((half, self.ROWS), (0, 4))]}}
-        self.layout = SnapshotLayout.of({"t": tensor}, torch.float32, divided_tensors(self.divided, {"t": tensor.shape}))
+        self.layout = SnapshotLayout.of(shapes, torch.float32, divided_tensors(self.divided, shapes))
         self.memory = {host: SharedBuffer.create(self.layout.nbytes) for host in self.divided}
         monkeypatch.setattr(host_shards, "READ_BYTES", 100)
 

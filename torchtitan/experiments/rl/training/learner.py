@@ -3,7 +3,7 @@
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,11 +44,11 @@ from torchtitan.experiments.rl.types import DataParallel, LossDenominators, Trai
 from torchtitan.tools.utils import get_peak_flops
 
 
-class HubTensors(Mapping[str, torch.Tensor]):
-    """Sharded parameters are DTensors; a tied head is its embedding and not named again.
+class HubTensors:
+    """A model's parameters by hub name. Sharded ones are DTensors; a tied head is its embedding and not named again.
 
-    A part is the embedding, a layer, the last norm or the head. torchtitan gathers the fused queries, keys and values of what
-    it converts: of one layer here, where a whole state dict holds those of all layers at once. Every rank reads it in order.
+    They are made a part at a time: the embedding, a layer, the last norm or the head. torchtitan gathers the fused queries,
+    keys and values of what it converts: of one layer here, where a whole state dict holds those of all layers at once.
     """
 
     def __init__(self, model: Any, to_hub: Callable[[dict[str, Any]], dict[str, Any]]):
@@ -56,28 +56,11 @@ class HubTensors(Mapping[str, torch.Tensor]):
         others = {f"{name}.": child for name, child in model.named_children() if name != "layers"}
         self._parts = {"tok_embeddings.": others.pop("tok_embeddings."), **layers, **others}
         self._to_hub = to_hub
-        self._part_of = {name: prefix for prefix in self._parts for name in self._convert(prefix)}
-        self._current, self._tensors = "", dict[str, torch.Tensor]()
 
-    def fresh(self) -> "HubTensors":
-        """The same, with the parameters' values as they will be when it is read."""
-        self._current, self._tensors = "", {}
-        return self
-
-    def _convert(self, prefix: str) -> dict[str, torch.Tensor]:
-        return self._to_hub(self._parts[prefix].state_dict(prefix=prefix))
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if (prefix := self._part_of[name]) != self._current:
-            self._current, self._tensors = "", {}  # before the next part is there
-            self._current, self._tensors = prefix, self._convert(prefix)
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._part_of)
-
-    def __len__(self) -> int:
-        return len(self._part_of)
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As they are when each is read. Collective: every rank reads all of them."""
+        for prefix, part in self._parts.items():
+            yield from self._to_hub(part.state_dict(prefix=prefix)).items()
 
 
 A100 = 312e12
@@ -202,7 +185,7 @@ class Learner:
             self._uncompiled.update(self._row_shapes.shapes)
         assert spec.state_dict_adapter is not None, "every family has one"
         adapter = spec.state_dict_adapter(spec.model, model.hf_assets_path)
-        self._hub_tensors = HubTensors(self.model, adapter.to_hf)
+        self.hub_tensors = HubTensors(self.model, adapter.to_hf)
         options = config.optimizer
         self.optimizers = default_adamw(
             lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
@@ -328,10 +311,6 @@ class Learner:
             metrics["reference/version"] = self.reference.version
             self.reference.follow((taken or 0) + 1)
         return metrics
-
-    def hub_tensors(self) -> HubTensors:
-        """The parameters by hub name, as they are now. Collective: every rank reads all of them, in order."""
-        return self._hub_tensors.fresh()
 
     @torch.no_grad()
     def score(self, token_ids: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -86,19 +87,17 @@ class PolicyTrainer(WatchedActor):
         self._generator_dtype = generator_dtype
         self._yields_memory = yields_memory and device == "cuda"
 
-        def build() -> Learner:
-            return Learner(
-                config,
-                model=model,
-                device=device,
-                max_seq_len=max_seq_len,
-                rows=rows,
-                total_steps=total_steps,
-                run_dir=run_dir,
-                start=start,
-            )
-
-        self._build = build
+        self._build = partial(
+            Learner,
+            config,
+            model=model,
+            device=device,
+            max_seq_len=max_seq_len,
+            rows=rows,
+            total_steps=total_steps,
+            run_dir=run_dir,
+            start=start,
+        )
 
     @reported_endpoint
     async def meeting_points(self) -> tuple[str, str, str]:
@@ -207,7 +206,7 @@ class PolicyTrainer(WatchedActor):
 
         def copy_out() -> None:
             with trace.span("copy weights out", version=version):
-                self._publisher.write(version, self._learner.hub_tensors())
+                self._publisher.write(version, self._learner.hub_tensors)
                 if self._yields_memory:
                     torch.cuda.empty_cache()
 

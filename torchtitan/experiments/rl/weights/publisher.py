@@ -6,10 +6,10 @@ From a GPU tensors are copied without the CPU's help, into memory that is page-l
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from mmap import PAGESIZE
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,12 @@ from torchtitan.experiments.rl.weights.store import (
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
+
+
+class Tensors(Protocol):
+    """Tensors by hub name, DTensors or plain, the same on every rank and in one order."""
+
+    def items(self) -> Iterable[tuple[str, torch.Tensor]]: ...
 
 
 class SnapshotPublisher:
@@ -77,8 +83,8 @@ class SnapshotPublisher:
         """Whether readers of other hosts can read this host's buffers."""
 
     @torch.no_grad()
-    def write(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy ``tensors`` (hub names; DTensor or plain) into this version's buffer. Collective: every rank calls it."""
+    def write(self, version: int, tensors: Tensors) -> None:
+        """Copy ``tensors`` into this version's buffer. Collective: every rank calls it."""
         if self._layout is None:
             self._lay_out(tensors)
         if (digests := self._digests[version % 2]) is not None:
@@ -136,16 +142,17 @@ class SnapshotPublisher:
             page_lock(target for targets in self._targets for target in targets.values())
         return device
 
-    def _lay_out(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _lay_out(self, tensors: Tensors) -> None:
         """Decide who writes what, and make or map this host's buffers."""
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        own_shards = {name: _shard_of(tensor) for name, tensor in tensors.items()}
+        described = {name: (tuple(tensor.shape), _shard_of(tensor)) for name, tensor in tensors.items()}
+        shapes = {name: shape for name, (shape, _) in described.items()}
+        own_shards = {name: shard for name, (_, shard) in described.items()}
         everyones = _of_every_rank((self._host, own_shards, uuid.uuid4().hex))
         hosts, held = [host for host, _, _ in everyones], [shards for _, shards, _ in everyones]
         self._life = everyones[0][2]
         written = written_by_rank(held)
         self._shards = written_by_host(written, hosts)
-        layout = self._layout = SnapshotLayout.of(tensors, self._dtype, divided_tensors(self._shards, shapes))
+        layout = self._layout = SnapshotLayout.of(shapes, self._dtype, divided_tensors(self._shards, shapes))
         own = self._shards.get(self._host)
         self._owns_buffers = own is not None and hosts.index(self._host) == self._rank
         if own is not None and self._owns_buffers:

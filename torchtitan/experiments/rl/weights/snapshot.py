@@ -56,18 +56,16 @@ class SnapshotLayout:
 
     @classmethod
     def of(
-        cls, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, shards: Mapping[str, tuple[Shard, ...]] | None = None
+        cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shards: Mapping[str, tuple[Shard, ...]] | None = None
     ) -> "SnapshotLayout":
-        """Lay the tensors out one after the other, each as ``dtype``. A DTensor counts with its global shape.
+        """Lay the tensors out one after the other, each as ``dtype``.
 
         Args:
             shards: of those tensors that several hosts divide, by name.
         """
         entries, offset = [], 0
-        for name, tensor in tensors.items():
-            entry = TensorEntry(
-                name=name, shape=tuple(tensor.shape), dtype=dtype, offset=offset, shards=(shards or {}).get(name, ())
-            )
+        for name, shape in shapes.items():
+            entry = TensorEntry(name=name, shape=shape, dtype=dtype, offset=offset, shards=(shards or {}).get(name, ()))
             entries.append(entry)
             offset += aligned(entry.nbytes)
         return cls(entries=tuple(entries), nbytes=offset)
