@@ -1,16 +1,10 @@
 """What makes a training sample one that can be trained on, but for its numbers being finite (`rollouts/streams.py`)."""
 
-import operator
-
 import numpy as np
 
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
 
 NO_REFERENCE = "has tokens with a ref_kl weight and no ref_logprobs: its algorithm must set them"
-
-STREAM_NAMES = tuple(STREAMS)
-_streams_of = operator.attrgetter(*STREAM_NAMES)
-"""All at once: a step has tens of thousands of samples."""
 
 
 def check_sample(sample: TrainingSample) -> None:
@@ -22,7 +16,8 @@ def check_sample(sample: TrainingSample) -> None:
     length = len(sample.token_ids)
     if not length:
         raise ValueError(f"{_named(sample)} has no tokens")
-    for stream, values in zip(STREAM_NAMES, _streams_of(sample), strict=True):
+    for stream in STREAMS:
+        values = getattr(sample, stream)
         if values is not None and len(values) != length:
             raise ValueError(f"{_named(sample)} has {length} token_ids and {len(values)} {stream}: they must be aligned")
     if missing := missing_credit(sample):

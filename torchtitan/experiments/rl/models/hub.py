@@ -78,16 +78,16 @@ class HubConfig:
         Raises:
             ConfigError: the field holds something else, or is missing and there is no default.
         """
-        value = self.get(name, default) if default is not None else self[name]
-        if type(value) is not int or value < 1:
-            raise self.error(f"its config.json has {name} = {value!r}, want a whole number above 0")
-        return value
+        return self._number(name, default, int, "a whole number")
 
     def positive(self, name: str, default: float | None = None) -> float:
         """A finite number above 0. Raises as ``size`` does."""
+        return self._number(name, default, int | float, "a number")
+
+    def _number(self, name: str, default: float | None, kind: Any, wanted: str) -> Any:
         value = self.get(name, default) if default is not None else self[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise self.error(f"its config.json has {name} = {value!r}, want a number above 0")
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
+            raise self.error(f"its config.json has {name} = {value!r}, want {wanted} above 0")
         return value
 
     def require(self, name: str, supported: Any) -> None:
