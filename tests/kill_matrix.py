@@ -34,7 +34,7 @@ from tests.kills.after import left_behind  # noqa: E402
 from tests.kills.command import Command, has_checkpoint, steps_recorded  # noqa: E402
 from tests.kills.judge import final_reward, torn_files, unbalanced  # noqa: E402
 from tests.kills.moments import MOMENTS, Kill, draw, in_update, wait_for_moment  # noqa: E402
-from torchtitan.experiments.rl.process.temporary import mapped_by  # noqa: E402
+from torchtitan.experiments.rl.process.temporary import shared_memory_of  # noqa: E402
 
 STEPS, ROLLOUTS, INTERVAL, EVERY, MAX_AGE = 24, 32, 4, 6, 1
 SMALL = f"""--rollouts-per-step {ROLLOUTS} --validation.examples 256 --validation.every {EVERY} --steps {STEPS}
@@ -135,7 +135,7 @@ class Trial:
         """The exit code; None if it does not end in time. Notes what does not end with it."""
         code = None
         while code is None and time.monotonic() < command.began + self.limit_s:
-            self.mapped |= mapped_by(command.alive())
+            self.mapped |= shared_memory_of(command.alive())
             code = command.wait(LOOK_S)
         if code is None:
             command.kill_session()
@@ -160,7 +160,7 @@ class Trial:
                 outcome.faults = [] if self.end(command) == 0 else [self.last_line()]
                 return outcome
             if kill.moment not in ("weight update", "checkpoint"):  # which last less than the look
-                self.mapped |= mapped_by(command.alive())
+                self.mapped |= shared_memory_of(command.alive())
             os.kill(pid, kill.number)
             step = steps_recorded(self.run)
             outcome.said = f"at step {step}{' in a load' if in_update(command, kill.part) else ''}, "

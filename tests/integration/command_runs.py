@@ -18,7 +18,7 @@ from typing import IO
 
 from tests.integration.processes import open_files, process_stat
 from torchtitan.experiments.rl.observability.metrics import read_metrics
-from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY, mapped_by
+from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY, shared_memory_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULE = "torchtitan.experiments.rl.grpo"
@@ -81,7 +81,7 @@ class Run:
     def _note_shared_memory(self) -> None:
         """Until the command ends: other programs of this machine have shared memory too, other tests among them."""
         while self._process.poll() is None:
-            self._mapped |= mapped_by(self.alive())
+            self._mapped |= shared_memory_of(self.alive())
             time.sleep(NOTED_EVERY_S)
 
     @property

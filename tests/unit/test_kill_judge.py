@@ -14,7 +14,7 @@ import pytest
 from tests import kill_matrix, soak
 from tests.kills import after, judge
 from tests.kills.moments import MOMENTS
-from torchtitan.experiments.rl.process.temporary import mapped_by
+from torchtitan.experiments.rl.process.temporary import shared_memory_of
 
 STEPS, ROLLOUTS = 2, 2
 
@@ -174,7 +174,7 @@ def test_what_monarch_keeps_of_its_polls_grows_with_the_time_and_in_the_controll
 def test_only_shared_memory_of_the_run_counts_as_left(tmp_path):
     memory = SharedMemory(create=True, size=1)
     try:
-        assert memory.name in mapped_by([os.getpid()])
+        assert memory.name in shared_memory_of([os.getpid()])
         (tmp_path / "torchtitan-rl-x").mkdir()
         left = after.left_behind(tmp_path, {memory.name, "gone"})
         assert left == [f"shared memory left: {memory.name}", "temporary file left: torchtitan-rl-x"]
