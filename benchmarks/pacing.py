@@ -33,8 +33,8 @@ from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
 from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
+from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop  # noqa: E402
-from torchtitan.experiments.rl.controller.user_parts import UserParts
 from torchtitan.experiments.rl.controller.validation import Validator  # noqa: E402
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
@@ -193,7 +193,7 @@ async def run_ours(
     batcher = Batcher.Config(row_length=4096, rows_per_microbatch=64).build()
     runner = LocalRunner(engine, seed=0)
     rollouts = RolloutLoop(
-        parts=UserParts(Gate(), tasks={"sum": task}, mix=WeightedRoundRobin.Config().build(weights={"sum": 1.0})),
+        selection=Selection(Gate(), tasks={"sum": task}, mix=WeightedRoundRobin.Config().build(weights={"sum": 1.0})),
         runner=runner,
         policy=engine,
         pacer=pacer,

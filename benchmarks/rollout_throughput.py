@@ -36,7 +36,7 @@ from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noq
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
 from torchtitan.experiments.rl.controller.pacing import Pacer  # noqa: E402
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
-from torchtitan.experiments.rl.controller.user_parts import UserParts
+from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
@@ -62,7 +62,7 @@ class RolloutPath:
         config = self._config
         self._client.version = 0
         loop = RolloutLoop(
-            parts=UserParts(
+            selection=Selection(
                 Gate(), tasks={self._task.name: self._task}, mix=config.task_mix.build(weights={self._task.name: 1.0})
             ),
             runner=LocalRunner(self._client, seed=seed),

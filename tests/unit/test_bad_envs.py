@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
-from torchtitan.experiments.rl.controller.user_parts import UserParts
+from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput
@@ -147,7 +147,7 @@ def loop(renderer, tokenizer, tmp_path):
     policy.version = 0
     recorder = RolloutRecorder.Config().build(run_dir=tmp_path)
     loop = RolloutLoop(
-        parts=UserParts(
+        selection=Selection(
             Gate(),
             tasks={"bad": task},
             mix=WeightedRoundRobin.Config().build(weights={"bad": 1.0}),

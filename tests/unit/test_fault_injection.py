@@ -12,7 +12,7 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
-from torchtitan.experiments.rl.controller.user_parts import UserParts
+from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
@@ -104,7 +104,7 @@ def build(renderer, tokenizer, *, total_groups):
     policy.version = 0
     pacer = Pacer(groups_per_step=1, max_offpolicy_steps=1)
     loop = RolloutLoop(
-        parts=UserParts(
+        selection=Selection(
             Gate(),
             tasks={"fated": task},
             mix=WeightedRoundRobin.Config().build(weights={"fated": 1.0}),

@@ -15,7 +15,7 @@ from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.groups import groups_in_slot
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
-from torchtitan.experiments.rl.controller.user_parts import UserParts
+from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.alarms import StallDetectors
@@ -99,7 +99,7 @@ class Loop(RolloutLoop):
         self.pacer = Pacer(groups_per_step=groups_per_step, max_offpolicy_steps=max_offpolicy_steps)
         self.policy = policy or SimpleNamespace(version=0)
         super().__init__(
-            parts=UserParts(
+            selection=Selection(
                 Gate(),
                 tasks={task.name: task for task in tasks},
                 mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0 for task in tasks}),

@@ -95,7 +95,7 @@ def lost(tmp_path, monkeypatch, capsys):
     def read(checkpoint, *, run_dir, config):
         return SimpleNamespace(checkpoint=checkpoint, state=SimpleNamespace(step=step_of(checkpoint)))
 
-    monkeypatch.setattr(actor, "RunParts", Parts)
+    monkeypatch.setattr(actor, "Run", Parts)
     monkeypatch.setattr(actor, "resume", read)
     monkeypatch.setattr(actor, "set_up_logging", lambda *arguments: None)
     return lambda **options: Lost(tmp_path, capsys, **options)

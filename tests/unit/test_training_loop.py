@@ -13,8 +13,8 @@ from torchtitan.experiments.rl.controller.group_runner import LocalRunner
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport
+from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
-from torchtitan.experiments.rl.controller.user_parts import UserParts
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.alarms import StallDetectors
@@ -86,7 +86,7 @@ def build(*, steps=3, bound=1, task=None, sleep=False):
     runner = LocalRunner(policy, seed=0)
     parts, batcher = Parts(policy), Batcher.Config(row_length=ROW_LENGTH).build()
     rollouts = RolloutLoop(
-        parts=UserParts(Gate(), tasks={task.name: task}, mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0})),
+        selection=Selection(Gate(), tasks={task.name: task}, mix=WeightedRoundRobin.Config().build(weights={task.name: 1.0})),
         runner=runner,
         policy=policy,
         pacer=Pacer(groups_per_step=2, max_offpolicy_steps=bound),

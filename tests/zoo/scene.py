@@ -189,7 +189,7 @@ def _look(sight: Sight, folder: Path, controller: actor.Controller | None) -> No
         for sample in trainer.stepped:
             sight.trained.setdefault(_key_of(sample), []).append(sample)
         sight.losses, sight.steps, sight.actors_closed = trainer.losses, len(trainer.losses), actors.closed
-    if controller is not None and (parts := controller._parts)._rollouts is not None:
+    if controller is not None and (parts := controller._built)._rollouts is not None:
         sight.ledger = parts._rollouts.ledger.counts()
         if parts._recorder is not None and parts._recorder._thread is not None:
             sight.left_open.append("the recorder")

@@ -38,7 +38,7 @@ from torchtitan.experiments.rl.controller.groups import OpenGroup, OpenGroups, S
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
-from torchtitan.experiments.rl.controller.user_parts import UserParts, check_whole, refuse_future_versions
+from torchtitan.experiments.rl.controller.selection import Selection, check_whole, refuse_future_versions
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import FilterResult
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
@@ -120,7 +120,7 @@ class RolloutLoop:
     def __init__(
         self,
         *,
-        parts: UserParts,
+        selection: Selection,
         runner: GroupRunner,
         policy: PolicyClient,
         pacer: Pacer,
@@ -133,11 +133,11 @@ class RolloutLoop:
     ):
         """
         Args:
-            parts: tasks, task mix and filters.
+            selection: tasks, task mix and filters.
             total_groups: slots of groups the run will train on; the loop starts no more than may still be needed.
             replay: the groups that steps train on again.
         """
-        self._tasks, self._parts, self._runner, self._policy = parts.tasks, parts, runner, policy
+        self._tasks, self._selection, self._runner, self._policy = selection.tasks, selection, runner, policy
         self._pacer, self._batcher, self._replay, self._watchers = pacer, batcher, replay, watchers
         self._groups_left = total_groups
         self._open = OpenGroups(ledger or Ledger(), recorder, lambda: policy.version)
@@ -168,14 +168,14 @@ class RolloutLoop:
         """Start groups in every free slot."""
         self._replace()
         while self._may_start and self._pacer.has_slot:
-            pick = self._parts.pick_task()
+            pick = self._selection.pick_task()
             if not pick.answered:
                 self._picking = True
                 self._stillness.begin()
                 self._run_beside(self._fill_later(pick), "task mix")
                 return
             try:
-                self._start_slot(self._parts.picked(pick.value_now()))
+                self._start_slot(self._selection.picked(pick.value_now()))
             except RunError as error:
                 self._end(error)
 
@@ -201,7 +201,7 @@ class RolloutLoop:
             groups = []
             for group_id in taken:
                 entry = self._open[group_id]
-                self._end_filtered(await self._parts.filter("post", entry.kept()), entry)
+                self._end_filtered(await self._selection.filter("post", entry.kept()), entry)
                 groups.append(entry.kept())
             if any(group.rollouts for group in groups):
                 break
@@ -300,16 +300,16 @@ class RolloutLoop:
             task = entry.task
             if entry.example is None:
                 async with self._stillness.change():
-                    entry.example = await self._parts.next_example(task)
+                    entry.example = await self._selection.next_example(task)
                     for other in others:
                         self._open[other].example = entry.example
             for other in others:
                 self._run_beside(self._run_group(other), other)
-            late = self._parts.credit_is_late(task)
+            late = self._selection.credit_is_late(task)
             group = await self._runner.run(task, entry.example, group_id=group_id, credit=not late)
             check_whole(group, entry.rollout_ids, task)
             refuse_future_versions(group, self._policy.version)
-            filtered = await self._parts.filter("pre", group) if late and group.scored else None
+            filtered = await self._selection.filter("pre", group) if late and group.scored else None
             if late and (filtered is None or (filtered.kept and not any(map(self._is_oversized, filtered.kept)))):
                 group = await self._runner.run(
                     task, entry.example, group_id=group_id, uncredited=group
@@ -318,7 +318,7 @@ class RolloutLoop:
                 return
             async with self._stillness.change():
                 entry.settling = True
-                await self._parts.observe(group, task)
+                await self._selection.observe(group, task)
                 await self._settle(group, entry, filtered)
                 entry.settling = False
         except asyncio.CancelledError:
@@ -352,7 +352,7 @@ class RolloutLoop:
             entry.signal = has_signal(group)
             for watcher in self._watchers:
                 watcher.group_scored(group, signal=entry.signal)
-            self._end_filtered(filtered or await self._parts.filter("pre", group), entry)
+            self._end_filtered(filtered or await self._selection.filter("pre", group), entry)
             for rollout in entry.kept().rollouts:
                 if self._is_oversized(rollout):
                     self._open.end(entry, rollout.rollout_id, "oversized", "longer than batcher.row_length")
@@ -415,7 +415,7 @@ class RolloutLoop:
 
     async def _fill_later(self, pick: Call) -> None:
         try:
-            name = self._parts.picked(await pick.value())
+            name = self._selection.picked(await pick.value())
             if self._wants_groups and self._pacer.has_slot:
                 self._start_slot(name)
         except RunError as error:
@@ -446,7 +446,7 @@ class RolloutLoop:
             RunError: a sampler, the mix or a filter failed, now or before.
         """
         async with self._stillness.still():
-            samplers, mix = await self._parts.states()
+            samplers, mix = await self._selection.states()
             self.ledger.flush()
             state = RolloutLoopState(
                 started=self._started,
@@ -470,8 +470,8 @@ class RolloutLoop:
         Raises:
             RunError: a sampler, the mix or a dataset failed, or the checkpoint is of other ones.
         """
-        await self._parts.restore(state.samplers, state.mix)
-        examples = await self._parts.examples_of(state.groups)
+        await self._selection.restore(state.samplers, state.mix)
+        examples = await self._selection.examples_of(state.groups)
         self._started = state.started
         matches, tokens = Counter(state.filter_matches), Counter(state.filter_tokens)
         self._next_step = StepGroups(dropped_groups=state.dropped_groups, filter_matches=matches, filter_tokens=tokens)

@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import RunHeader, RunSummary, near
-from torchtitan.experiments.rl.operations.assembly import RunParts
+from torchtitan.experiments.rl.operations.assembly import Run
 from torchtitan.experiments.rl.operations.checkpoints import Resumed, begin_again, resume
 from torchtitan.experiments.rl.operations.context import run_context
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
@@ -54,7 +54,7 @@ class Controller(Actor):
         self._context = run_context(config, checked_plan(config), Path(run_dir), hosts=hosts)
         self._console, self._config_name = self._context.console, config_name
         self._stopped_by: str | None = None
-        self._parts = self._new_parts(None)
+        self._built = self._new_run(None)
 
     @reported_endpoint
     async def run(self) -> RunSummary:
@@ -72,13 +72,13 @@ class Controller(Actor):
             set_up_logging(self._context.run_dir, "controller")
             drawing = asyncio.create_task(self._draw())
             if self._checkpoint is not None:
-                self._parts = self._new_parts(self._read(self._checkpoint))
+                self._built = self._new_run(self._read(self._checkpoint))
             self._print_header()
-            failure = await self._run_parts()
+            failure = await self._run_to_its_end()
             while isinstance(failure, ProcessLost) and self._stopped_by is None:
-                await self._parts.close()
-                self._parts = self._new_parts(await self._state_after(failure))
-                failure = await self._run_parts() if self._stopped_by is None else None
+                await self._built.close()
+                self._built = self._new_run(await self._state_after(failure))
+                failure = await self._run_to_its_end() if self._stopped_by is None else None
         except Exception as error:
             logger.exception("the run failed")
             failure = error
@@ -87,14 +87,14 @@ class Controller(Actor):
             failure = None
         if drawing is not None:
             drawing.cancel()
-        stopped_by = self._stopped_by or self._parts.ended_early
+        stopped_by = self._stopped_by or self._built.ended_early
         if failure is not None:
             stopped_by = stopped_by or f"an error ({type(failure).__name__})"
         seconds = time.perf_counter() - started
-        summary = self._parts.summary(wall_time_s=seconds, stopped_by=stopped_by, checkpoint=self._checkpoint)
+        summary = self._built.summary(wall_time_s=seconds, stopped_by=stopped_by, checkpoint=self._checkpoint)
         summary = replace(summary, steps_before=self._steps_before)
         self._console.summary(summary)
-        faults = await self._parts.close()
+        faults = await self._built.close()
         failure = failure or next(iter(faults), None)
         if failure is not None:
             raise failure
@@ -104,27 +104,27 @@ class Controller(Actor):
     async def request_stop(self, reason: str) -> None:
         """End the run after the step it is in, or at once while it is being built."""
         self._stopped_by = reason
-        self._parts.stop()
+        self._built.stop()
 
     def __supervise__(self, failure: Any) -> bool:
         """Monarch calls this for each actor of a process that died. True: the controller runs on."""
-        self._loop.call_soon_threadsafe(lambda death: self._parts.supervisor.died(death), process_death(failure))
+        self._loop.call_soon_threadsafe(lambda death: self._built.supervisor.died(death), process_death(failure))
         return True
 
-    def _new_parts(self, resumed: Resumed | None) -> RunParts:
-        return RunParts(self._context, resumed=resumed, init_from=self._init_from)
+    def _new_run(self, resumed: Resumed | None) -> Run:
+        return Run(self._context, resumed=resumed, init_from=self._init_from)
 
-    async def _run_parts(self) -> BaseException | None:
-        """Run the parts, and have their files whole. Returns what ended them early, unless someone asked for that."""
+    async def _run_to_its_end(self) -> BaseException | None:
+        """Run it, and have its files whole. Returns what ended them early, unless someone asked for that."""
         failure: BaseException | None = None
         try:
-            await self._parts.run()
+            await self._built.run()
         except asyncio.CancelledError as cancelled:
             failure = cancelled if self._stopped_by is None else None
         except Exception as error:
             failure = error
-        faults = await self._parts.settle()
-        if isinstance(failure, ProcessLost) and self._parts.writes_checkpoint:
+        faults = await self._built.settle()
+        if isinstance(failure, ProcessLost) and self._built.writes_checkpoint:
             return RunError(f"{failure}, and the run can't go on: a checkpoint is still being written")
         return failure or next(iter(faults), None)
 
@@ -141,7 +141,7 @@ class Controller(Actor):
             raise RunError(f"{lost}, and the run can't go on: {error}") from error
         step = 0 if resumed is None else resumed.state.step
         how = "begins again, for it has no checkpoint" if resumed is None else f"goes on from step {step}"
-        steps = self._parts.steps_done - step
+        steps = self._built.steps_done - step
         self._console.note(f"{lost}; the run {how}; {steps} step{'s' * (steps != 1)} lost ({which})")
         return resumed
 
@@ -162,7 +162,7 @@ class Controller(Actor):
     async def _draw(self) -> None:
         """Keep the live line of the terminal as it should be."""
         while self._console.live:
-            self._console.draw(self._parts.waits.line())
+            self._console.draw(self._built.waits.line())
             await asyncio.sleep(REDRAW_S)
 
     def _print_header(self) -> None:

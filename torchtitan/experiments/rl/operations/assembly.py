@@ -1,6 +1,6 @@
 """Every part of a run, built from its start or from a checkpoint: trains, saves and closes what was built.
 
-A run whose trainer died is built again, as other RunParts (`actor.py`).
+A run whose trainer died is built again, as other Run (`actor.py`).
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from torchtitan.experiments.rl.controller.groups import groups_in_slot
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
-from torchtitan.experiments.rl.controller.user_parts import UserParts
 from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import RunError
@@ -38,6 +38,7 @@ from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.console import RunSummary, Waits
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.operations.alarms import StallDetectors, mismatch_alarm
 from torchtitan.experiments.rl.operations.checkpoints import Resumed, RunCheckpoints, trainer_start
 from torchtitan.experiments.rl.operations.context import RunContext
@@ -386,7 +387,7 @@ class RunActors:
         process.life.kill(f"its engine stopped: {cause}")
 
 
-class RunParts:
+class Run:
     """``run``, then ``settle``, after which ``summary`` says how it ended, then ``close``."""
 
     def __init__(self, context: RunContext, *, resumed: Resumed | None, init_from: Path | None):
@@ -407,7 +408,8 @@ class RunParts:
         self._reports: RunReports | None = None
         self._building: asyncio.Task[TrainingLoop] | None = None
         self._closing, self._closed = Closing(), False
-        self._close_metrics: Callable[[], None] = lambda: None
+        self._metrics: MetricsLogger | None = None
+        self._recorder: RolloutRecorder | None = None
         self._to_settle: list[tuple[str, Callable[[], Awaitable[object]]]] = []
         """What writes the run's files and counts its rollouts, in the order it was built."""
         self._files = {
@@ -480,17 +482,16 @@ class RunParts:
     async def _build(self) -> TrainingLoop:
         context, config, resumed = self._context, self._context.config, self._resumed
         step = 0 if resumed is None else resumed.state.step
-        metrics = config.metrics.build(
+        metrics = self._metrics = config.metrics.build(
             run_dir=context.run_dir,
             run_config=save_config(context.run_dir, config),
             resume_step=None if resumed is None else step,
         )
-        self._close_metrics = metrics.close
         renderer = build_renderer(config.renderer, config.model.hf_assets_path)
         vocab_size = HubConfig.read(config.model.hf_assets_path).size("vocab_size")
         await self._tasks.build(renderer, vocab_size=vocab_size)
         tasks, batcher = self._tasks.tasks, config.batcher.build()
-        parts = UserParts(
+        selection = Selection(
             context.gate,
             mix=await self._built(
                 config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()}
@@ -501,9 +502,9 @@ class RunParts:
                 for slot in ("pre_batch_filters", "post_batch_filters")
             },
         )
-        for line in parts.without_state():
+        for line in selection.without_state():
             context.console.note(line)
-        for entry, _ in itertools.chain(*parts.filters.values()):
+        for entry, _ in itertools.chain(*selection.filters.values()):
             entry.vocab_size = vocab_size
         text = np.array(renderer.render_ids(CANARY_MESSAGES), np.int32)
         await self._actors.start(text, trainer_start(resumed, self._init_from))
@@ -512,7 +513,7 @@ class RunParts:
         replay = GroupReplay(
             config.replay, groups_per_step=context.plan.groups_per_step, seed=config.seed, load=resumed is None
         )
-        recorder = config.recorder.build(run_dir=context.run_dir)
+        recorder = self._recorder = config.recorder.build(run_dir=context.run_dir)
         self._to_settle.append(("the recorder", partial(self._close_recorder, recorder)))
         reports = self._reports = RunReports(
             context,
@@ -526,7 +527,7 @@ class RunParts:
         self._profile = StepProfile(config.profile_steps, run_dir=context.run_dir, processes=self.supervisor.processes)
         watchers: list[RunEvents] = [stall, alarm, self._profile, reports]
         rollouts = self._rollouts = RolloutLoop(
-            parts=parts,
+            selection=selection,
             runner=runner,
             policy=self._actors.policy,
             pacer=Pacer(groups_per_step=replay.fresh_groups, max_offpolicy_steps=config.max_offpolicy_steps),
@@ -629,9 +630,10 @@ class RunParts:
                 closing.add(fault)
 
         await closing.close("the tasks", lambda: close_user_code(self._tasks.close))
+        metrics = self._metrics
         await asyncio.gather(
             closing.close("the actors", lambda: close_user_code(self._actors.close)),
-            closing.close("the metrics", lambda: asyncio.to_thread(self._close_metrics)),
+            *([closing.close("the metrics", lambda: asyncio.to_thread(metrics.close))] if metrics is not None else []),
         )
         return closing.faults
 

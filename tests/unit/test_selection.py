@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.test_rollout_loop import Loop, StubTask, ids
 from tests.unit.waiting import LIMIT_S
-from torchtitan.experiments.rl.controller.user_parts import UserParts
+from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
@@ -94,8 +94,8 @@ def loop_with(place, what):
     """A loop whose user code does ``what`` in ``place``."""
     task = StubTask(lambda number: [0.0, 1.0])
     loop = Loop(task, max_offpolicy_steps=0)
-    gate = loop._parts._gate = Gate(timeout_s=0.2)
-    assert gate is loop._parts._gate
+    gate = loop._selection._gate = Gate(timeout_s=0.2)
+    assert gate is loop._selection._gate
     data = Rows.Config().build()
     if place is BadRows:
         data = BadRows.Config().build()
@@ -105,11 +105,11 @@ def loop_with(place, what):
         task.sampler = place.Config().build(dataset=data, seed=0)
         task.sampler.what = what
     elif issubclass(place, TaskMix):
-        mix = loop._parts._mix = place.Config().build(weights={"stub": 1.0})
+        mix = loop._selection._mix = place.Config().build(weights={"stub": 1.0})
         mix.what = what
     else:
-        loop._parts.filters["pre"] = [(place.Config().build(), "pre/bad_filter")]
-        loop._parts.filters["pre"][0][0].what = what
+        loop._selection.filters["pre"] = [(place.Config().build(), "pre/bad_filter")]
+        loop._selection.filters["pre"][0][0].what = what
     return loop
 
 
@@ -227,7 +227,7 @@ def test_a_sampler_or_mix_that_a_resumed_run_can_not_go_on_with_is_named_with_wh
         return SimpleNamespace(sampler=object.__new__(sampler))
 
     tasks = {"kept": task(ShuffledCursor), "new": task(BadSampler), "half": task(Forgetful)}
-    assert UserParts(Gate(), mix=object.__new__(BadMix), tasks=tasks).without_state() == [
+    assert Selection(Gate(), mix=object.__new__(BadMix), tasks=tasks).without_state() == [
         f"{part} has no {methods}: a resumed run has it begin again; write {methods} if it should not"
         for part, methods in (
             ("task 'new': sampler BadSampler", "state_dict and load_state_dict"),
@@ -235,4 +235,4 @@ def test_a_sampler_or_mix_that_a_resumed_run_can_not_go_on_with_is_named_with_wh
             ("task mix BadMix", "state_dict and load_state_dict"),
         )
     ]
-    assert UserParts(Gate(), mix=object.__new__(WeightedRoundRobin), tasks={"kept": task(DifficultyPool)}).without_state() == []
+    assert Selection(Gate(), mix=object.__new__(WeightedRoundRobin), tasks={"kept": task(DifficultyPool)}).without_state() == []

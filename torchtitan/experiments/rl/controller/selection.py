@@ -1,7 +1,7 @@
-"""What the rollout loop asks of code that users may have written: samplers, the task mix and filters.
+"""Which task and which example is next, and which rollouts stay: the task mix, samplers and filters, behind the gate.
 
-Each call of users' code goes through the gate (`user_code/gate.py`). Each answer is checked here, so that a fault is named
-where it arises.
+Users may have written any of them. Each call goes through the gate (`user_code/gate.py`), and each answer is checked here, so
+that a fault is named where it arises.
 """
 
 import functools
@@ -31,8 +31,8 @@ SMALL_GROUP = 16_384
 the gate's thread takes to be asked and to answer."""
 
 
-class UserParts:
-    """Samplers, task mix and filters of a run, behind the gate."""
+class Selection:
+    """Samplers, task mix and filters of a run."""
 
     def __init__(
         self,
