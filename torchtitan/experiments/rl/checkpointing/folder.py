@@ -26,36 +26,20 @@ from torchtitan.experiments.rl.errors import RunError
 
 logger = logging.getLogger(__name__)
 
-
 CHECKPOINTS_FOLDER = "checkpoints"
-
-
 MANIFEST_FILE = "manifest.json"
-
-
 POLICY_FOLDER = "policy"
 """In the run folder: the policy as hub folders, ``policy/step-N``."""
-
-
 OLD_POLICY_FOLDER = "checkpoint"
 """What older runs call it."""
-
-
 TRAINER_FOLDER = "trainer"
 """In a checkpoint's folder: what the trainer's ranks wrote."""
-
-
 FORMAT = 1
 """Of the manifest; a reader refuses others."""
 
-
 _NAME = re.compile(r"step-(\d{6,})")
-
-
 _READERS = 4
 """Threads that read files for their checksums. SHA-256 takes a core about 1 GB/s."""
-
-
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 """What network file systems answer that can't fsync a folder."""
 

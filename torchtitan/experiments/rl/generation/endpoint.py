@@ -24,12 +24,9 @@ from torchtitan.experiments.rl.rollouts.types import Completion
 
 logger = logging.getLogger(__name__)
 
-
 LONGEST_WAIT_S = 30.0
 
-
 ASK_TIMEOUT_S = 20.0
-
 
 PROBE = "The sum of 4, 17 and 260 is 281.\n\t{'größer': [数, 🙂]} don't\n\nI'LL  see_what  x+=1"
 """Text that tokenizers divide differently."""

@@ -18,7 +18,6 @@ from torchtitan.models.common.attention import AttentionMasksType, FlexAttention
 BLOCK = 128
 """Tokens of a block of torch's flex attention."""
 
-
 Policy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """The forward pass of a LogprobDecoder."""
 

@@ -11,16 +11,12 @@ from torchtitan.experiments.rl.errors import ConfigError, MissingError
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
-
 INDEX_FILE = "model.safetensors.index.json"
-
 
 Shape = tuple[int, ...]
 
-
 _TRAINABLE = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights, in the words of safetensors. Quantized weights have others."""
-
 
 _NOT_PARAMETERS = ("rotary_emb.inv_freq",)
 """Ends of the names of tensors that old checkpoints hold and that no model loads."""

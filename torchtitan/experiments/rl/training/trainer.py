@@ -36,10 +36,8 @@ from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 
 logger = logging.getLogger(__name__)
 
-
 FIRST_STEPS = 3
 """They may compile, and so take long."""
-
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Ranks may compile, and write checkpoints, at different speeds. A rank that hangs is noticed and killed long before."""
