@@ -7,6 +7,7 @@ from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
 from torchtitan.experiments.rl.observability.console import Waits
+from torchtitan.experiments.rl.observability.limits import IDLE, LAG_S, WAITING
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.operations.context import RunContext
 
@@ -15,17 +16,6 @@ FIRST_VALIDATION, FIRST_STEP = "validation before the first step", "the first st
 
 STEPS = 3
 """In a row, before a warning: one step may be odd."""
-
-
-LAG_S = 1.0
-
-
-IDLE = 0.2
-"""Share of its time that a generator works."""
-
-
-WAITING = 0.5
-"""Share of the step that the trainer waits."""
 
 
 BROKEN = 0.05

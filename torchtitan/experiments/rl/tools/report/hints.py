@@ -1,6 +1,6 @@
 """What is wrong with a run, the worst first: each hint with the figure behind it and the field to turn.
 
-The limits are those of docs/running.md.
+Limits that the terminal warns by too are in ``observability/limits.py``.
 """
 
 import itertools
@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from torchtitan.experiments.rl.observability.limits import IDLE, LAG_S, WAITING
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 """By metric: (step, value), in the order of steps."""
@@ -22,7 +24,7 @@ SOLVED = 0.95
 """Mean reward from which on a task has no more to teach."""
 
 
-@dataclass(kw_only=True, slots=True, frozen=True)
+@dataclass(slots=True, frozen=True)
 class Hint:
     severity: Literal["error", "warning", "note"]
     text: str
@@ -137,17 +139,17 @@ def noticeable(reward: float) -> float:
 def _stalled(state: Mapping[str, Any]) -> Iterable[Hint]:
     if state.get("state") == "stalled":
         yield Hint(
-            severity="error",
-            text=f"Stalled: nothing was written for {state['silent_s']:,.0f} s, after step {state['step']}",
-            field="logs/controller.jsonl says what it waits for",
-            metric="step",
+            "error",
+            f"Stalled: nothing was written for {state['silent_s']:,.0f} s, after step {state['step']}",
+            "logs/controller.jsonl says what it waits for",
+            "step",
         )
     if state.get("state") == "stopped" and state.get("steps") is not None:
         yield Hint(
-            severity="warning",
-            text=f"Stopped after step {state['step'] or 0} of {state['steps']}",
-            field="--resume with this folder goes on, if it has a checkpoint",
-            metric="step",
+            "warning",
+            f"Stopped after step {state['step'] or 0} of {state['steps']}",
+            "--resume with this folder goes on, if it has a checkpoint",
+            "step",
         )
 
 
@@ -157,17 +159,17 @@ def _failed(ledger: Mapping[str, Mapping[str, int]]) -> Iterable[Hint]:
         failed = sum(count for column, count in columns.items() if column.startswith("failed"))
         if ended and failed / ended > 0.05:
             yield Hint(
-                severity="error" if failed / ended > 0.5 else "warning",
-                text=f"{failed / ended:.0%} of the rollouts of {task} failed ({failed:,} of {ended:,})",
-                field="the Ledger's box opens them, each with its cause",
-                metric=f"ledger/{task}/failed",
+                "error" if failed / ended > 0.5 else "warning",
+                f"{failed / ended:.0%} of the rollouts of {task} failed ({failed:,} of {ended:,})",
+                "the Ledger's box opens them, each with its cause",
+                f"ledger/{task}/failed",
             )
         if ended and (oversized := columns.get("oversized", 0)) / ended > 0.05:
             yield Hint(
-                severity="warning",
-                text=f"{oversized / ended:.0%} of the rollouts of {task} were longer than a row ({oversized:,} of {ended:,})",
-                field="batcher.row_length",
-                metric=f"ledger/{task}/oversized",
+                "warning",
+                f"{oversized / ended:.0%} of the rollouts of {task} were longer than a row ({oversized:,} of {ended:,})",
+                "batcher.row_length",
+                f"ledger/{task}/oversized",
             )
 
 
@@ -176,10 +178,10 @@ def _restarts(series: Series) -> Iterable[Hint]:
         if name.startswith("restarts/") and values and values[-1][1] > 0:
             part = name.partition("/")[2]
             yield Hint(
-                severity="warning",
-                text=f"{part} died and was made again {'once' if values[-1][1] == 1 else f'{values[-1][1]:.0f} times'}",
-                field=f"logs/ of {part}; supervision.max_restarts",
-                metric=name,
+                "warning",
+                f"{part} died and was made again {'once' if values[-1][1] == 1 else f'{values[-1][1]:.0f} times'}",
+                f"logs/ of {part}; supervision.max_restarts",
+                name,
             )
 
 
@@ -188,10 +190,10 @@ def _reward(series: Series, state: Mapping[str, Any]) -> Iterable[Hint]:
     for name, curve in curves.items():
         if (loss := curve.fall()) is not None:
             yield Hint(
-                severity="warning",
-                text=f"The reward falls: {loss[0]:.3g} at its best, {loss[1]:.3g} now",
-                field="trainer.optimizer.lr (lower it)",
-                metric=name,
+                "warning",
+                f"The reward falls: {loss[0]:.3g} at its best, {loss[1]:.3g} now",
+                "trainer.optimizer.lr (lower it)",
+                name,
             )
             return
     validation = [value for _, value in series.get(REWARDS[0], ())]
@@ -202,10 +204,10 @@ def _reward(series: Series, state: Mapping[str, Any]) -> Iterable[Hint]:
     for name, curve in curves.items():
         if curve.stays_flat(state.get("steps")):
             yield Hint(
-                severity="warning",
-                text=f"The reward is flat: {curve.start:.3g} at first, {curve.end:.3g} now",
-                field="the rollouts: what does the model answer? then trainer.optimizer.lr",
-                metric=name,
+                "warning",
+                f"The reward is flat: {curve.start:.3g} at first, {curve.end:.3g} now",
+                "the rollouts: what does the model answer? then trainer.optimizer.lr",
+                name,
             )
             return
 
@@ -215,10 +217,10 @@ def _no_signal(series: Series) -> Iterable[Hint]:
     if equal is not None and equal > 0.8 and not _was_learned(series):
         reward = recent(series, "rollout/reward_mean") or 0.0
         yield Hint(
-            severity="warning",
-            text=f"{equal:.0%} of the groups have equal rewards: they teach nothing",
-            field="tasks.NAME.dataset: " + ("harder examples" if reward > 0.5 else "easier examples, or a reward with steps"),
-            metric="rollout/groups_all_equal",
+            "warning",
+            f"{equal:.0%} of the groups have equal rewards: they teach nothing",
+            "tasks.NAME.dataset: " + ("harder examples" if reward > 0.5 else "easier examples, or a reward with steps"),
+            "rollout/groups_all_equal",
         )
 
 
@@ -228,48 +230,50 @@ def _was_learned(series: Series) -> bool:
     return bool(rewards) and _mean(rewards[-RECENT:]) >= SOLVED > rewards[0]
 
 
+def _early_and_late(series: Series, name: str) -> tuple[float, float]:
+    """Means over the first steps and over the last ones; nan before there are enough."""
+    values = [value for _, value in series.get(name, ())]
+    return (_mean(values[:RECENT]), _mean(values[-RECENT:])) if len(values) >= LEAST_STEPS else (math.nan, math.nan)
+
+
 def _mismatch(series: Series) -> Iterable[Hint]:
     share = recent(series, "mismatch/share_of_bound_max")
     if share is not None and share > 0.5:
         yield Hint(
-            severity="warning",
-            text=f"Trainer and generators disagree: {share:.0%} of the bound at which the run ends",
-            field="generator.weight_update = recompute, a lower trainer.optimizer.lr or max_offpolicy_steps",
-            metric="mismatch/share_of_bound_max",
+            "warning",
+            f"Trainer and generators disagree: {share:.0%} of the bound at which the run ends",
+            "generator.weight_update = recompute, a lower trainer.optimizer.lr or max_offpolicy_steps",
+            "mismatch/share_of_bound_max",
         )
-    kl = [value for _, value in series.get("mismatch_kl/all", ())]
-    if len(kl) >= LEAST_STEPS:
-        early, late = sum(kl[:RECENT]) / RECENT, sum(kl[-RECENT:]) / RECENT
-        if late > 0.1 and late > 3 * early:
-            yield Hint(
-                severity="warning",
-                text=f"The mismatch rises: {early:.2g} nats a token at first, {late:.2g} now",
-                field="trainer.optimizer.lr, max_offpolicy_steps (lower one)",
-                metric="mismatch_kl/all",
-            )
+    early, late = _early_and_late(series, "mismatch_kl/all")
+    if late > 0.1 and late > 3 * early:
+        yield Hint(
+            "warning",
+            f"The mismatch rises: {early:.2g} nats a token at first, {late:.2g} now",
+            "trainer.optimizer.lr, max_offpolicy_steps (lower one)",
+            "mismatch_kl/all",
+        )
 
 
 def _entropy(series: Series) -> Iterable[Hint]:
-    values = [value for _, value in series.get("policy/entropy", ())]
-    if len(values) >= LEAST_STEPS:
-        early, late = sum(values[:RECENT]) / RECENT, sum(values[-RECENT:]) / RECENT
-        if late < 0.02 and late < early / 10 and not _was_learned(series):
-            yield Hint(
-                severity="warning",
-                text=f"The entropy has collapsed: {early:.2g} nats at first, {late:.2g} now",
-                field="trainer.optimizer.lr (lower it), or more rollouts a step",
-                metric="policy/entropy",
-            )
+    early, late = _early_and_late(series, "policy/entropy")
+    if late < 0.02 and late < early / 10 and not _was_learned(series):
+        yield Hint(
+            "warning",
+            f"The entropy has collapsed: {early:.2g} nats at first, {late:.2g} now",
+            "trainer.optimizer.lr (lower it), or more rollouts a step",
+            "policy/entropy",
+        )
 
 
 def _cut_off(series: Series) -> Iterable[Hint]:
     cut = recent(series, "rollout/status/truncated_length")
     if cut is not None and cut > 0.2:
         yield Hint(
-            severity="warning",
-            text=f"{cut:.0%} of the rollouts were cut off at their token limit",
-            field="tasks.NAME.sampling.max_tokens, tasks.NAME.env.max_rollout_tokens",
-            metric="rollout/status/truncated_length",
+            "warning",
+            f"{cut:.0%} of the rollouts were cut off at their token limit",
+            "tasks.NAME.sampling.max_tokens, tasks.NAME.env.max_rollout_tokens",
+            "rollout/status/truncated_length",
         )
 
 
@@ -280,35 +284,35 @@ def _idle(series: Series) -> Iterable[Hint]:
     if not busy or wait is None or not step:
         return
     mean, waiting = sum(busy) / len(busy), wait / step
-    if mean < 0.5 and waiting > 0.5:
+    if mean < IDLE and waiting > WAITING:
         yield Hint(
-            severity="warning",
-            text=f"Generators idle {1 - mean:.0%} of the time, and the trainer waits {waiting:.0%} of a step: slow envs",
-            field="rollout_workers, if perf/event_loop_lag_max_s is above 0.2; else the envs wait for something",
-            metric=generators[0],
+            "warning",
+            f"Generators idle {1 - mean:.0%} of the time, and the trainer waits {waiting:.0%} of a step: slow envs",
+            f"rollout_workers, if perf/event_loop_lag_max_s is above {LAG_S:g}; else the envs wait for something",
+            generators[0],
         )
-    elif mean < 0.5:
+    elif mean < IDLE:
         yield Hint(
-            severity="note",
-            text=f"Generators idle {1 - mean:.0%} of the time: the trainer is the slower side",
-            field="trainer.ranks (more), generator.replicas (fewer), max_offpolicy_steps (1 or 2)",
-            metric=generators[0],
+            "note",
+            f"Generators idle {1 - mean:.0%} of the time: the trainer is the slower side",
+            "trainer.ranks (more), generator.replicas (fewer), max_offpolicy_steps (1 or 2)",
+            generators[0],
         )
     elif waiting > 0.7 and (recent(series, "rollout/groups_all_equal") or 0.0) < 0.5:  # else there is little to train on
         yield Hint(
-            severity="note",
-            text=f"The trainer waits {waiting:.0%} of a step for rollouts, and the generators are busy",
-            field="generator.replicas (more), sampling.max_tokens (fewer)",
-            metric="time/wait_s",
+            "note",
+            f"The trainer waits {waiting:.0%} of a step for rollouts, and the generators are busy",
+            "generator.replicas (more), sampling.max_tokens (fewer)",
+            "time/wait_s",
         )
 
 
 def _blocked(series: Series) -> Iterable[Hint]:
     lag = recent(series, "perf/event_loop_lag_max_s")
-    if lag is not None and lag > 1:
+    if lag is not None and lag > LAG_S:
         yield Hint(
-            severity="warning",
-            text=f"Something blocks the event loop for {lag:.1f} s a step",
-            field="rollout_workers (more); envs and rewards that compute: plain functions",
-            metric="perf/event_loop_lag_max_s",
+            "warning",
+            f"Something blocks the event loop for {lag:.1f} s a step",
+            "rollout_workers (more); envs and rewards that compute: plain functions",
+            "perf/event_loop_lag_max_s",
         )
