@@ -1,4 +1,4 @@
-"""Figures from which on something is wrong with a run: the terminal warns by them, and the report hints; docs/running.md names them."""
+"""Figures from which on something is wrong with a run. Terminal warnings, the report's hints and docs/running.md share them."""
 
 LAG_S = 1.0
 """Something blocks the event loop of the rollouts for so long in a step."""
