@@ -1,4 +1,8 @@
-"""Runs groups: on this process's event loop, or on the least busy of a mesh of workers (`rollout_worker.py`)."""
+"""Runs groups: on this process's event loop, or on the least busy of some worker processes, so that envs scale past this one.
+
+A worker has its own tasks, renderer and generator clients. Tokens travel between generators and worker; only whole groups
+travel between worker and controller, which keeps the samplers, the pacing and the ledger.
+"""
 
 import asyncio
 import functools
@@ -31,7 +35,6 @@ from torchtitan.experiments.rl.user_code.gate import Gate, sentence
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
 
 logger = logging.getLogger(__name__)
-
 
 CANCEL_GROUPS_S = 8.0
 """How long cancelled groups may take; with the tasks' own limit it must stay below the controller's for a shutdown."""

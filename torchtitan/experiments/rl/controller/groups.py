@@ -1,4 +1,8 @@
-"""The groups that were dispatched and have not left, and where their rollouts end."""
+"""The groups that were dispatched and have not left, where their rollouts end, and what a checkpoint has of them.
+
+``groups.jsonl.gz`` of a checkpoint holds the finished ones, in the format of the recorded rollouts: a member for each group and
+in it a line for each rollout. Those that still ran are kept by their example and their id; a resumed run runs them again.
+"""
 
 import dataclasses
 import logging
@@ -19,10 +23,7 @@ from torchtitan.experiments.rl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
-
 GROUPS_FILE = "groups.jsonl.gz"
-
-
 WHOLE = 2**62
 """No rollout's line is longer: each is kept with its samples."""
 

@@ -1,4 +1,4 @@
-"""What is known about a step that was taken: the metrics of its rollouts, its batch, and what each part of it took."""
+"""What is known about a step that was taken: of its rollouts and their credit, its batch, and what each part of it took."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -24,8 +24,6 @@ from torchtitan.experiments.rl.process.lifetime import descendants
 from torchtitan.experiments.rl.process.temporary import HOSTS_PREFIX
 
 __all__ = ["JobConfig", "KubernetesJob", "ProcessJob", "SlurmJob", "ThisHostJob"]
-
-
 START_TIMEOUT_S = 120.0
 
 

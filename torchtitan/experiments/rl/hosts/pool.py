@@ -38,21 +38,11 @@ from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_comman
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
 _started: dict[int, "HostPool"] = {}
-
-
 _keys = itertools.count()
-
-
 POLL_S = 0.2
-
-
 TOKEN_BYTES = 32
-
-
 GREETING_S = 10.0
 """A connection that has not said the token by then is not the command's."""
-
-
 SILENCE_S = 30
 """A host whose kernel does not answer for so long is taken for dead."""
 

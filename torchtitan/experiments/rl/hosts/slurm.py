@@ -27,24 +27,12 @@ from torchtitan.experiments.rl.process.host import network_address
 
 HOSTS_VARIABLE = "TORCHTITAN_RL_SLURM_HOSTS"
 """Set by the batch script: names of the allocation's hosts."""
-
-
 SCRIPT_FILE = "job.sh"
-
-
 LOG_FILE = "slurm-{job}.log"
-
-
 ENDING_S = 15.0
 """Of the time that Slurm leaves: for the end of the command and its agents after the checkpoint."""
-
-
 _TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}")
-
-
 POLL_S = 10.0
-
-
 WAITING = ("PENDING", "CONFIGURING")
 """States of a job that has not started."""
 

@@ -1,4 +1,4 @@
-"""What a run prints: a header, one line a step, a summary. Everything but the paths that users choose fits 80 columns.
+"""What a run prints: a header, one line a step, what it waits for, a summary. All but the paths of users fits 80 columns.
 
 The `*_lines` functions turn records into text and print nothing; `Console` prints them. ASCII only, because a terminal's
 encoding is not ours to choose. Colours, and a line that is drawn again in place, only on a terminal.
@@ -25,21 +25,12 @@ from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.terminal import LiveLine, can_redraw, columns, has_colours
 
 BOLD, GREEN, RESET = "\033[1m", "\033[32m", "\033[0m"
-
-
 logger = logging.getLogger(__name__)
 
-
 WIDTH = 80
-
-
 LABEL_WIDTH = 12
-
-
 TITLE_EVERY = 40
 """Steps between two rows of column titles, so that titles are always on the screen."""
-
-
 _COLUMNS = {
     "step": 11,
     "reward": 7,
@@ -51,27 +42,15 @@ _COLUMNS = {
     "sync s": 6,
     "dropped": 7,
 }  # title: width
-
-
 RECENT = 20
 """Steps that the estimate is made of: answers grow longer as a policy learns, so older ones say little."""
-
-
 BASIS = 3
 """Steps before there is an estimate."""
-
-
 BAR = 20
 """Columns of the bar."""
-
-
 LABEL = "waiting for "
-
-
 FIRST_AT_S = (5.0, 15.0, 30.0)
 """Seconds after which a line is printed; after these it is every ``THEN_EVERY_S``."""
-
-
 THEN_EVERY_S = 60.0
 
 

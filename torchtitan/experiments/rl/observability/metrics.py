@@ -28,29 +28,16 @@ from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-
 TENSORBOARD_FOLDER = "tensorboard"
-
-
 TIMING_PREFIXES = ("time/", "perf/")
 """Whatever depends on the clock (seconds, tokens per second) has its key under one of these; nothing else does."""
-
-
 QUEUED = 1000
 """Calls that may wait: some hundred steps. A network that is gone for minutes costs nothing."""
-
-
 CLOSE_LIMIT_S = 60.0
 """How long the end of a run waits for what is queued."""
-
-
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
-
-
 MOST_CHARACTERS = 8000
 """Of a conversation: of a longer one the beginning and the end are shown."""
-
-
 COLUMNS = ("rollout", "task", "reward", "status", "conversation")
 
 

@@ -21,15 +21,10 @@ from torchtitan.experiments.rl.errors import ConfigError, MissingError
 
 logger = logging.getLogger(__name__)
 
-
 LAST_STEP_FILE = "trackio-last-step"
 """In the run folder. trackio can't cut a run back, and shows a step that is logged twice as two points."""
-
-
 WANDB_ID_FILE = "wandb-run-id"
 """In the run folder: a resumed run goes on with the same W&B run."""
-
-
 WandbMode = Literal["offline", "online", "disabled"]
 
 

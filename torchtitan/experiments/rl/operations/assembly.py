@@ -1,6 +1,6 @@
-"""Every part of a run, built from its start or from a checkpoint: trains, saves and closes what was built.
+"""A run, from a checked config to its end: its actors are spawned and connected, its loops built, and everything closed again.
 
-A run whose trainer died is built again, as other Run (`actor.py`).
+A run whose trainer died is built again, as another ``Run`` (`actor.py`).
 """
 
 import asyncio
@@ -67,10 +67,7 @@ from torchtitan.experiments.rl.weights.sync import CanaryBound, WeightSync
 
 logger = logging.getLogger(__name__)
 
-
 CANARY_MESSAGES = [{"role": "user", "content": "What is 17 + 25? Think first, then give the number."}]
-
-
 PART_TIMEOUT_S = 120.0
 """Limit of a part. What parts wait for has limits of its own, all below this."""
 

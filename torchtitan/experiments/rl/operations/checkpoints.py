@@ -6,7 +6,7 @@
 
 The state of a synchronous run is captured after each step: nothing runs then, so a run that goes on from it repeats the
 uninterrupted one bit for bit. Where the run stops or fails in the middle of the next step, this state is the one that is saved.
-An asynchronous run is captured when it is saved.
+An asynchronous run is captured when it is saved. ``resume`` reads what a run goes on with.
 """
 
 import asyncio
@@ -47,7 +47,6 @@ from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
 logger = logging.getLogger(__name__)
-
 
 RECORDER_LIMIT_S = 120.0
 """How long a checkpoint waits for the rollouts that were recorded before it."""

@@ -19,10 +19,7 @@ from torchtitan.experiments.rl.process.trace import Event
 
 logger = logging.getLogger(__name__)
 
-
 COLLECT_TIMEOUT_S = 30.0
-
-
 ANSWER_S = 1.0
 """A process that takes longer has no metrics in that step: the next step must not wait for it."""
 

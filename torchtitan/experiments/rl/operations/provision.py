@@ -1,4 +1,7 @@
-"""From a host or a Monarch job to processes: who runs where, on which cores and GPUs, and how they are shut down."""
+"""From hosts to processes: takes a run's hosts, says who runs where, on which cores and GPUs, spawns them and shuts them down.
+
+Hosts are taken before the first actor is made, and it is checked that each sees the files that all share.
+"""
 
 import asyncio
 import logging
@@ -24,17 +27,10 @@ from torchtitan.experiments.rl.weights.store import start_store
 
 logger = logging.getLogger(__name__)
 
-
 SHUTDOWN_TIMEOUT_S = 20.0
 """For each part: a run that ends must end."""
-
-
 _INCARNATION = re.compile(r"_(\d+)_\d+$")
-
-
 MARK_FILE = ".shared"
-
-
 HEAD = 64
 """Characters of a model's config.json that hosts compare."""
 

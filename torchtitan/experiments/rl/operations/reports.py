@@ -1,4 +1,7 @@
-"""Says how a run goes, by steps and evaluations: to the metrics, to the console and, at its end, to the summary."""
+"""Says how a run goes, by the events of its loops: to the metrics, to the console and, at its end, to the summary.
+
+It warns of a run that goes on and learns nothing, or waits for no good reason.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +15,8 @@ from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.operations.context import RunContext
 
 FIRST_VALIDATION, FIRST_STEP = "validation before the first step", "the first step"
-
-
 STEPS = 3
 """In a row, before a warning: one step may be odd."""
-
-
 BROKEN = 0.05
 """Share of a step's rollouts that a filter of broken text matches. Of a healthy model it is below 0.005."""
 

@@ -1,7 +1,9 @@
-"""Makes the parts of a run again when their processes end, as often as the config allows.
+"""Makes the supervised processes of a run again when they end, as often as the config allows.
 
-A part is spawned where it was, set up, connected, and then watched. When its process ends, whatever the moment, its work goes
-elsewhere at once, and the part is made again. A part of which more processes end than the config allows ends the run.
+Such a process is a part: a generator, a hosted model's replica, a weight reader or a rollout worker. A part is spawned where it
+was, set up, connected, and then watched. When its process ends, whatever the moment, its work goes elsewhere at once, and the
+part is made again. A part of which more processes end than the config allows ends the run. Who depends on parts learns of each
+that comes or goes: clients of generators (``Replicas``) and the weight update (``WeightReaders``).
 """
 
 import asyncio
@@ -29,14 +31,9 @@ from torchtitan.experiments.rl.weights.reader import Fetched
 
 logger = logging.getLogger(__name__)
 
-
 T = TypeVar("T")
-
-
 STOP_TIMEOUT_S = 60.0
 """For Monarch to clear away what is left of a process that has ended."""
-
-
 DEATH_REPORTS_S = 15.0
 """Monarch reports a death on another host after some ten seconds, and its own actors of that process first, in any order."""
 

@@ -18,26 +18,14 @@ from typing import Any
 
 HOST_VARIABLE = "TORCHTITAN_RL_HOST"
 """Environment variable that replaces the identity: processes of one machine then count as several hosts."""
-
-
 LOOPBACK = "lo"
 """Linux's name of the interface that no other host reaches."""
-
-
 LOOPBACK_ADDRESS = "127.0.0.1"
-
-
 _SIOCGIFADDR = 0x8915
 """Linux's request for the IPv4 address of an interface."""
-
-
 _SOMEWHERE = "192.0.2.1"
 """Reserved for documentation: nothing answers there, and nothing is sent."""
-
-
 SYS = Path("/sys")
-
-
 MASK = "CUDA_VISIBLE_DEVICES"
 
 

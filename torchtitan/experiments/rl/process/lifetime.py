@@ -15,8 +15,6 @@ from torchtitan.experiments.rl.errors import RunError
 
 WATCH_S = 5.0
 """How long the watch of a process has to say why it ended after Monarch has; of an end it hears within milliseconds."""
-
-
 _PF_EXITING = 0x4
 """Linux's flag of a process that is being taken down (proc(5), "flags" of /proc/PID/stat)."""
 

@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable
 
 PYTHONS_THRESHOLDS = (700, 10, 10)
-
-
 EVERY_S = 60.0
 """It takes some 2 ms, in a thread; the pages that are needed again cost about as much."""
 

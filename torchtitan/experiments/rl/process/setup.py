@@ -40,8 +40,6 @@ ENVIRONMENT = {
     "LOCAL_RANK": "0",
 }
 """Of every process."""
-
-
 SPAWNED_ENVIRONMENT = {
     # torch's C++ side warns of its memory binding at every start.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -52,34 +50,20 @@ SPAWNED_ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
 """Of the processes the command launches, where the command's own environment does not say otherwise."""
-
-
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread keeps Python's lock when another wants it; 5 ms by default. Monarch's threads want it several times a
 message: beside a busy event loop an answer of the trainer took 10 to 40 ms. So a step of the demo takes a tenth less."""
-
-
 LEVELS = {
     # Logs every request: thousands of lines a step.
     "httpx": logging.WARNING,
 }
 """Of libraries whose log is too much for the file."""
-
-
 _exit_code: int | None = None
 """Of this process, which ends with it and without Python's finalization; None: Python finalizes it."""
-
-
 OURS = "torchtitan.experiments.rl"
-
-
 LOG_BYTES = 64 * 2**20
 """Of one file. What the run needs itself it reads from no log: a resumed run does not cut logs back."""
-
-
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
-
-
 _said_full = False
 
 

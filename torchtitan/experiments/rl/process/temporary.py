@@ -18,23 +18,13 @@ from typing import BinaryIO
 from torchtitan.experiments.rl.compat.monarch import SOCKET_NAME, bind_privately
 
 PREFIX = "torchtitan-rl-"
-
-
 LOCK_FILE = ".lock"
-
-
 SHARED_MEMORY_FILE = ".shared-memory"
 """Names of the shared memory of the run's processes, a line each."""
-
-
 HOSTS_PREFIX = "hosts_"
 """Of the folder with the sockets of hosts that are processes."""
-
-
 _LONGEST = 107 - len(f"/{PREFIX}12345678/{HOSTS_PREFIX}12345678/") - SOCKET_NAME
 """Characters of a folder that sockets fit below: a socket's path has at most 107."""
-
-
 SHARED_MEMORY = Path("/dev/shm")
 
 

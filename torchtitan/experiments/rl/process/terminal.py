@@ -14,14 +14,8 @@ from typing import Any, TextIO, cast
 
 ERASE = "\r\033[K"
 """To the first column, and what is on the line goes."""
-
-
 USUAL_COLUMNS = 80
-
-
 _terminal: TextIO | None = None
-
-
 _file = ""
 
 

@@ -14,10 +14,10 @@ import contextlib
 import heapq
 import threading
 import time
+from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,6 @@ class Event:
     """Since the epoch, so that processes, and hosts as far as their clocks agree, can be compared."""
     duration_ns: int
     details: dict[str, Any]
-
-
-class Span(Protocol):
-    """A context manager."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
 @dataclass(slots=True)
@@ -66,10 +58,10 @@ class _Recording:
 
 _recording: _Recording | None = None
 _lane: ContextVar[str | None] = ContextVar("lane", default=None)
-_NOTHING: Span = contextlib.nullcontext()
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-class _Span:
+class _Span(AbstractContextManager[None]):
     def __init__(self, recording: _Recording, name: str, details: dict[str, Any]):
         self._recording, self.name, self.details = recording, name, details
         self.row = ""
@@ -80,7 +72,7 @@ class _Span:
         if self.row:
             self._begin()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._recording.open.pop(id(self), None) is not None:
             self._recording.add(self, time.perf_counter_ns())
 
@@ -98,18 +90,18 @@ class _Lane(_Span):
         self._token = _lane.set(self.row)
         self._begin()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
         _lane.reset(self._token)
         self._recording.free_lane(self.name, self._number)
 
 
-def span(name: str, **details: Any) -> Span:
+def span(name: str, **details: Any) -> AbstractContextManager[None]:
     """What happens in the block, as a part of what the lane or the thread does."""
     return _NOTHING if _recording is None else _Span(_recording, name, details)
 
 
-def lane(kind: str, **details: Any) -> Span:
+def lane(kind: str, **details: Any) -> AbstractContextManager[None]:
     """What happens in the block runs beside others of its kind, and has a row of its own for that time."""
     return _NOTHING if _recording is None else _Lane(_recording, kind, details)
 
