@@ -1,7 +1,8 @@
-"""A rollout that has ended is changed by nobody: a change is undone, and an error that names whoever made it."""
+"""A rollout that has ended is changed by nobody: who tries fails by name, or changes a copy."""
 
-import asyncio
-import time
+import copy
+import pickle
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -11,51 +12,52 @@ from tests.unit.test_reference_algorithms import TEACHER, Scorer
 from tests.unit.test_samples import turn_of
 from tests.unit.test_task import ListTask, build, run  # noqa: F401 - build is a fixture
 from torchtitan.experiments.rl.algorithms import GRPO, SFT
-from torchtitan.experiments.rl.rollouts.finished import FinishedRollout
 from torchtitan.experiments.rl.rollouts.records import encode_rollout
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
+from torchtitan.experiments.rl.rollouts.sealed import sealed_group, sealed_rollout
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric
 
-CHANGES = {
-    "a status": (lambda rollout: setattr(rollout, "status", RolloutStatus.TRUNCATED_LENGTH), "status"),
-    "an error": (lambda rollout: setattr(rollout, "error", "because"), "error"),
-    "no turns": (lambda rollout: rollout.turns.clear(), "turns"),
-    "another list of turns": (lambda rollout: setattr(rollout, "turns", rollout.turns[:1]), "turns"),
-    "turns in another order": (lambda rollout: rollout.turns.reverse(), "turns"),
+REFUSED = {
+    "a status": (lambda rollout: setattr(rollout, "status", RolloutStatus.TRUNCATED_LENGTH), "can't change status"),
+    "an error": (lambda rollout: setattr(rollout, "error", "because"), "can't change error"),
+    "a reward": (lambda rollout: setattr(rollout, "reward", 9.0), "can't change reward"),
+    "no turns": (lambda rollout: rollout.turns.clear(), "'clear'"),
+    "another list of turns": (lambda rollout: setattr(rollout, "turns", rollout.turns[:1]), "can't change turns"),
+    "turns in another order": (lambda rollout: rollout.turns.reverse(), "'reverse'"),
     "a completion": (
         lambda rollout: setattr(rollout.turns[1], "completion", rollout.turns[0].completion),
-        "turns[1].completion",
+        "can't change completion",
     ),
-    "token ids": (
+    "other token ids": (
         lambda rollout: setattr(rollout.turns[0].completion, "token_ids", np.zeros(3, np.int32)),
-        "turns[0].completion.token_ids",
+        "can't change token_ids",
     ),
     "token ids made writable": (
         lambda rollout: rollout.turns[0].completion.token_ids.setflags(write=True),
-        "a read-only array",
+        "WRITEABLE",
     ),
-    "a message": (lambda rollout: rollout.turns[0].assistant_message.update(content="better"), "a message"),
-    "an opening message": (lambda rollout: rollout.turns[0].prompt_messages[0].clear(), "a message"),
-    "one message less": (lambda rollout: rollout.turns[1].prompt_messages.pop(), "the messages or tools of a turn"),
-    "what the env rewarded": (lambda rollout: rollout.turns[0].reward_components.update(steps=9.0), "a message or a reward"),
-    "no samples": (lambda rollout: rollout.samples.clear(), "samples"),
-    "a loss mask": (
-        lambda rollout: setattr(rollout.samples[0], "loss_mask", ~rollout.samples[0].loss_mask),
-        "samples[0].loss_mask",
-    ),
+    "no samples": (lambda rollout: rollout.samples.clear(), "'clear'"),
+    "nothing left": (lambda rollout: delattr(rollout, "turns"), "can't change turns"),
+    "token ids": (lambda rollout: rollout.turns[0].completion.token_ids.fill(0), "read-only"),
+    "log-probabilities": (lambda rollout: rollout.turns[0].completion.logprobs.fill(0), "read-only"),
+    "a prompt": (lambda rollout: rollout.turns[0].prompt_token_ids.fill(0), "read-only"),
+    "a sample's own tokens": (lambda rollout: rollout.samples[0].token_ids.fill(0), "read-only"),
+    "a sample's own loss mask": (lambda rollout: rollout.samples[0].loss_mask.fill(True), "read-only"),
+}
+OF_SAMPLES = {
+    "a loss mask": (lambda rollout: setattr(rollout.samples[0], "loss_mask", ~rollout.samples[0].loss_mask), "loss_mask"),
     "a sample's tokens": (
         lambda rollout: setattr(rollout.samples[0], "token_ids", rollout.samples[0].token_ids + 1),
-        "samples[0].token_ids",
+        "token_ids",
     ),
-    "a temperature": (lambda rollout: setattr(rollout.samples[0], "temperature", 2.0), "samples[0].temperature"),
-    "nothing left": (lambda rollout: delattr(rollout, "turns"), "its fields"),
+    "a temperature": (lambda rollout: setattr(rollout.samples[0], "temperature", 2.0), "temperature"),
 }
-WRITES = {
-    "token ids": lambda rollout: rollout.turns[0].completion.token_ids.fill(0),
-    "log-probabilities": lambda rollout: rollout.turns[0].completion.logprobs.fill(0),
-    "a prompt": lambda rollout: rollout.turns[0].prompt_token_ids.fill(0),
-    "a sample's tokens": lambda rollout: rollout.samples[0].token_ids.fill(0),
-    "a loss mask": lambda rollout: rollout.samples[0].loss_mask.fill(True),
+OF_COPIES = {
+    "a message": lambda rollout: rollout.turns[0].assistant_message.update(content="better"),
+    "an opening message": lambda rollout: rollout.turns[0].prompt_messages[0].clear(),
+    "one message less": lambda rollout: rollout.turns[1].prompt_messages.pop(),
+    "what the env rewarded": lambda rollout: rollout.turns[0].reward_components.update(steps=9.0),
+    "the example": lambda rollout: rollout.data_sample.info.update(seen=True),
 }
 
 
@@ -65,19 +67,15 @@ async def finished_group(build, tokenizer, **changes):  # noqa: F811
 
 
 def line(rollout: Rollout) -> bytes:
-    """All there is of a rollout but how it ended and its rewards."""
-    shown = FinishedRollout(rollout)
-    status, error, reward, components = rollout.status, rollout.error, rollout.reward, rollout.reward_components
-    rollout.status, rollout.error, rollout.reward, rollout.reward_components = RolloutStatus.COMPLETED, None, None, {}
-    encoded = encode_rollout(rollout, outcome=None, admitted_version=0, max_bytes=2**20)
-    shown.restore()
-    assert (rollout.status, rollout.error, rollout.reward, rollout.reward_components) == (status, error, reward, components)
-    return encoded
+    """All there is of a rollout but how it ended, its rewards and its credit."""
+    samples = [replace(sample, advantages=None) for sample in rollout.samples]
+    shown = replace(rollout, status=RolloutStatus.COMPLETED, error=None, reward=None, reward_components={}, samples=samples)
+    return encode_rollout(shown, outcome=None, admitted_version=0, max_bytes=2**20)
 
 
-@pytest.mark.parametrize("kind", CHANGES)
-async def test_reward_function_that_changes_a_rollout_fails_it_by_name_and_the_change_is_undone(build, tokenizer, kind):  # noqa: F811
-    change, what = CHANGES[kind]
+@pytest.mark.parametrize("kind", REFUSED | OF_SAMPLES)
+async def test_reward_function_that_changes_a_rollout_fails_it_by_name_and_in_place(build, tokenizer, kind):  # noqa: F811
+    change, what = (REFUSED | OF_SAMPLES)[kind]
 
     def vandal(rollout, env_input):
         if rollout.index_in_group == 1:
@@ -94,50 +92,24 @@ async def test_reward_function_that_changes_a_rollout_fails_it_by_name_and_the_c
     assert [rollout.status for rollout in group.rollouts] == ["completed", "error", "completed"]
     assert [rollout.reward for rollout in group.rollouts] == [1.5, None, 1.5]
     error = group.rollouts[1].error
-    assert "'vandal'" in error and f"changed {what}" in error and "of a rollout that has ended" in error
-    assert line(group.rollouts[1]) == before[1]
-
-
-@pytest.mark.parametrize("kind", WRITES)
-async def test_reward_function_that_writes_to_an_array_fails_by_name(build, tokenizer, kind):  # noqa: F811
-    def vandal(rollout, env_input):
-        WRITES[kind](rollout)
-        return 1.0
-
-    task, group = await finished_group(build, tokenizer, rubric=Rubric.Config(reward_fns=[RewardFn(vandal)]))
-    before = [line(rollout) for rollout in group.rollouts]
-    failure = await task.score_group(group)
-    assert "reward function 'vandal': ValueError: assignment destination is read-only" in failure or "read-only" in failure
+    assert "reward function 'vandal'" in error and what in error
     assert [line(rollout) for rollout in group.rollouts] == before
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-async def test_the_function_that_made_the_change_is_named_alone_unless_another_ran_meanwhile(build, tokenizer, asynchronous):  # noqa: F811
+@pytest.mark.parametrize("kind", OF_COPIES)
+async def test_what_is_done_to_messages_and_the_example_reaches_nobody_else(build, tokenizer, kind):  # noqa: F811
     async def vandal(rollout, env_input):
-        rollout.turns.clear()
+        OF_COPIES[kind](rollout)
         return 1.0
 
-    class Vandal:
-        """Not an async function, but one that returns an awaitable."""
+    async def untouched(rollout, env_input):
+        return float(line(rollout) == before[rollout.index_in_group])
 
-        def __call__(self, rollout, env_input):
-            return vandal(rollout, env_input)
-
-    async def quick(rollout, env_input):
-        return 0.0
-
-    reward_fns = [RewardFn(quick), RewardFn(vandal if asynchronous else Vandal(), name="vandal")]
-    task, group = await finished_group(build, tokenizer, rubric=Rubric.Config(reward_fns=reward_fns))
-    failure = await task.score_group(group)
-    assert "reward function 'vandal' changed turns of a rollout" in failure and "quick" not in failure
-
-    async def slow(rollout, env_input):
-        await asyncio.sleep(0.1)
-        return 0.0
-
-    rubric = Rubric.Config(reward_fns=[RewardFn(slow), RewardFn(vandal)])
+    rubric = Rubric.Config(reward_fns=[RewardFn(vandal), RewardFn(untouched)])
     task, group = await finished_group(build, tokenizer, rubric=rubric)
-    assert "one of the reward functions 'slow' or 'vandal' changed turns" in await task.score_group(group)
+    before = [line(rollout) for rollout in group.rollouts]
+    assert await task.score_group(group) is None and [rollout.reward for rollout in group.rollouts] == [1.0] * 3
+    assert [line(rollout) for rollout in group.rollouts] == before
 
 
 async def test_group_level_function_that_changes_one_rollout_fails_all_that_it_saw(build, tokenizer):  # noqa: F811
@@ -146,20 +118,26 @@ async def test_group_level_function_that_changes_one_rollout_fails_all_that_it_s
         return [1.0] * len(rollouts)
 
     task, group = await finished_group(build, tokenizer, rubric=Rubric.Config(reward_fns=[RewardFn(vandal, group_level=True)]))
-    assert "reward function 'vandal' changed status" in await task.score_group(group)
+    assert "reward function 'vandal'" in await task.score_group(group)
     assert [rollout.reward for rollout in group.rollouts] == [None] * 3
-    assert all("reward function 'vandal' changed status of a rollout that has ended" in r.error for r in group.rollouts)
+    assert all("reward function 'vandal': AttributeError: can't change status" in r.error for r in group.rollouts)
     assert group.rollouts[2].status is not RolloutStatus.ABORTED
 
 
-async def test_threads_of_reward_functions_do_not_disturb_each_others_look(build, tokenizer):  # noqa: F811
-    def honest(rollout, env_input):
-        time.sleep(0.001)
-        return float(len(rollout.turns))
+async def test_an_example_is_every_functions_own(build, tokenizer):  # noqa: F811
+    def clears(rollout, row):
+        row["names"].clear()
+        return 1.0
 
-    rubric = Rubric.Config(reward_fns=[RewardFn(honest, name=f"f{index}") for index in range(8)])
-    task, group = await finished_group(build, tokenizer, rubric=rubric)
-    assert await task.score_group(group) is None and [rollout.reward for rollout in group.rollouts] == [2.0] * 3
+    def counts(rollout, row):
+        return float(len(row["names"]))
+
+    example, open_file = {"names": ["a", "b"], "file": object()}, None
+    task, group = await finished_group(build, tokenizer, rubric=Rubric.Config(reward_fns=[RewardFn(clears), RewardFn(counts)]))
+    open_file = example["file"]
+    group.data_sample.env_input = example
+    assert await task.score_group(group) is None and [rollout.reward for rollout in group.rollouts] == [1.5] * 3
+    assert example == {"names": ["a", "b"], "file": open_file}
 
 
 # ------------------------------------------------------------------ rubrics that score in their own way
@@ -199,7 +177,7 @@ async def test_rubric_of_ones_own_that_changes_turns_fails_the_group_by_name(bui
             return [Reward(1.0) for _ in rollouts]
 
     task, group = await finished_group(build, tokenizer, rubric=Own.Config())
-    assert "Own.score_group: changed turns of rollout g/1, which has ended" in await task.score_group(group)
+    assert "Own.score_group: AttributeError" in await task.score_group(group)
     assert [len(rollout.turns) for rollout in group.rollouts] == [2, 2, 2] and group.scored == []
 
 
@@ -207,24 +185,21 @@ async def test_rubric_of_ones_own_that_changes_turns_fails_the_group_by_name(bui
 
 
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("kind", CHANGES)
-async def test_algorithm_that_changes_a_rollout_fails_by_name_and_the_change_is_undone(build, tokenizer, kind, early):  # noqa: F811
-    change, what = CHANGES[kind]
-    before: list[bytes] = []
+@pytest.mark.parametrize("kind", REFUSED | OF_SAMPLES)
+async def test_algorithm_that_changes_a_rollout_fails_by_name_and_changes_nothing(build, tokenizer, kind, early):  # noqa: F811
+    change, what = (REFUSED | OF_SAMPLES)[kind]
+    before = []
 
     class Vandal(GRPO):
         async def score_rollout(self, rollout):
-            if early and rollout.index_in_group == 1:
+            if rollout.index_in_group == 1:
                 before.append(line(rollout))
-                change(rollout)
+                if early:
+                    change(rollout)
 
         def score_group(self, group):
             super().score_group(group)
             if not early:
-                for rollout in group.rollouts:
-                    rollout.samples[0].advantages = None
-                before.append(line(group.rollouts[1]))
-                GRPO.score_group(self, group)
                 change(group.rollouts[1])
 
     task, group = await finished_group(build, tokenizer, algorithm=Vandal.Config())
@@ -232,34 +207,39 @@ async def test_algorithm_that_changes_a_rollout_fails_by_name_and_the_change_is_
     if early:
         assert failure is None and [rollout.status for rollout in group.rollouts] == ["completed", "error", "completed"]
         cause = group.rollouts[1].error
-        assert cause.startswith(f"task talk: Vandal.score_rollout: changed {what}")
+        assert cause.startswith("task talk: Vandal.score_rollout: ") and what in cause
     else:
-        assert failure.startswith(f"task talk: Vandal.score_group: changed {what}") and "rollout g/1" in failure
+        assert failure.startswith("task talk: Vandal.score_group: ") and what in failure
         assert group.scored == []
-    group.rollouts[1].samples[0].advantages = None
     assert line(group.rollouts[1]) == before[0]
 
 
+@pytest.mark.parametrize("kind", OF_COPIES)
+async def test_what_an_algorithm_does_to_a_message_has_no_effect(build, tokenizer, kind):  # noqa: F811
+    class Vandal(GRPO):
+        def score_group(self, group):
+            super().score_group(group)
+            OF_COPIES[kind](group.rollouts[1])
+
+    task, group = await finished_group(build, tokenizer, algorithm=Vandal.Config())
+    before = [line(rollout) for rollout in group.rollouts]
+    assert await task.score_group(group) is None and [line(rollout) for rollout in group.rollouts] == before
+    assert all(rollout.samples[0].advantages is not None for rollout in group.rollouts)
+
+
 @pytest.mark.parametrize("spoil", [lambda group: group.rollouts.pop(), lambda group: setattr(group, "rollouts", [])])
-async def test_algorithm_that_takes_rollouts_out_of_their_group_fails_it_and_they_stay(build, tokenizer, spoil):  # noqa: F811
+async def test_algorithm_that_takes_rollouts_out_of_their_group_has_no_effect_or_fails(build, tokenizer, spoil):  # noqa: F811
     class Vandal(GRPO):
         def score_group(self, group):
             super().score_group(group)
             spoil(group)
 
     task, group = await finished_group(build, tokenizer, algorithm=Vandal.Config())
-    assert "Vandal.score_group: changed " in await task.score_group(group)
-    assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0", "g/1", "g/2"] and group.scored == []
-
-
-async def test_reward_that_an_algorithm_sets_is_refused_by_name(build, tokenizer):  # noqa: F811
-    class Vandal(GRPO):
-        def score_group(self, group):
-            super().score_group(group)
-            group.rollouts[1].reward = 7.0
-
-    task, group = await finished_group(build, tokenizer, algorithm=Vandal.Config())
-    assert "Vandal.score_group: changed reward of rollout g/1" in await task.score_group(group)
+    failure = await task.score_group(group)
+    assert failure is None or "Vandal.score_group: AttributeError: can't change rollouts" in failure
+    assert [rollout.rollout_id for rollout in group.rollouts] == ["g/0", "g/1", "g/2"] and len(group.scored) == 3 * (
+        not failure
+    )
 
 
 async def test_algorithm_may_replace_the_fields_it_declares_and_no_others(build, tokenizer):  # noqa: F811
@@ -284,15 +264,20 @@ async def test_credit_is_read_only_once_it_was_given(build, tokenizer):  # noqa:
         group.rollouts[0].samples[0].advantages[0] = 1.0
 
 
-# ------------------------------------------------------------------ what is remembered
+# ------------------------------------------------------------------ sealed records
 
 
-def test_messages_that_hold_more_than_json_does_are_compared_too():
-    note = object()
-    turn = turn_of([1], [2])
-    turn.env_messages = [{"role": "user", "content": "x", "notes": [note, {"a": 1}]}]
-    rollout = Rollout(group_id="g", index_in_group=0, task_name="t", turns=[turn])
-    finished = FinishedRollout(rollout)
-    assert finished.change() is None
-    turn.env_messages[0]["notes"][1]["a"] = 2
-    assert finished.change() == "a message or a reward component of the env"
+def test_a_copy_of_a_sealed_record_is_a_plain_record_with_the_same_fields():
+    turn, example = turn_of([1], [2]), DataSample(sample_id="0", env_input={"a": [1]})
+    rollout = Rollout(group_id="g", index_in_group=0, task_name="t", turns=[turn], data_sample=example)
+    group = RolloutGroup(group_id="g", task_name="t", data_sample=example, rollouts=[rollout])
+    sealed = sealed_group(group)
+    assert isinstance(sealed.rollouts[0].turns[0], type(turn)) and sealed.scored == []
+    for made in (copy.copy(sealed), copy.deepcopy(sealed), pickle.loads(pickle.dumps(sealed)), replace(sealed)):
+        assert type(made) is RolloutGroup
+        made.group_id = "other"
+    assert sealed.group_id == "g" and type(copy.deepcopy(sealed).rollouts[0].turns[0]) is type(turn)
+    seen = sealed_rollout(rollout)
+    assert all(
+        repr(getattr(seen.turns[0], f.name)) == repr(getattr(turn, f.name)) for f in fields(turn) if f.name != "completion"
+    )

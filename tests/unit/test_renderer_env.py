@@ -13,7 +13,6 @@ from tests.unit.model_shapes import CHATML, SMOLLM2, write_model
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, TalkingEnv, answer_with, completion_of, hang
 from tests.unit.waiting import until
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
-from torchtitan.experiments.rl.envs.messages import copied
 from torchtitan.experiments.rl.envs.renderer import (
     RendererConfig,
     attributes_roles,
@@ -23,6 +22,7 @@ from torchtitan.experiments.rl.envs.renderer import (
 )
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.sealed import copied
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.types import ROLES
 

@@ -61,7 +61,8 @@ async def test_reward_is_the_weighted_mean_and_components_are_raw():
 async def test_functions_get_the_rollout_and_the_env_input():
     rollout, seen = rollout_of("a"), []
     await rewards_of([rollout], RewardFn(lambda *args: seen.append(args) or 1, name="f"), env_input={"answer": 7})
-    assert seen == [(rollout, {"answer": 7})]
+    ((given, example),) = seen
+    assert given.rollout_id == rollout.rollout_id and example == {"answer": 7}
 
 
 async def test_sync_functions_run_off_the_event_loop_and_async_ones_on_it():

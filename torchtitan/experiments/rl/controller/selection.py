@@ -4,11 +4,9 @@ Users may have written any of them. Each call goes through the gate (`user_code/
 that a fault is named where it arises.
 """
 
-import functools
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +16,12 @@ from torchtitan.experiments.rl.data.dataset import fault_of_example, find_exampl
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult, combine, is_own, matches_of
-from torchtitan.experiments.rl.rollouts.finished import leaving_unchanged
+from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult, combine, matches_of
+from torchtitan.experiments.rl.rollouts.sealed import is_own, sealed_group
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.gate import Call, Gate, name_of
 
-LIBRARY = f"{SampleStrategy.__module__.rpartition('.')[0]}."
-"""Package of the library's own samplers and mixes."""
 SMALL_GROUP = 16_384
 """Sampled tokens up to which the library's own filters run on the event loop: a millisecond at most, and most often less than
 the gate's thread takes to be asked and to answer."""
@@ -50,7 +46,7 @@ class Selection:
 
     def pick_task(self) -> Call:
         """Ask the mix for the next task."""
-        start = self._gate.start_own if _is_own(self._mix) else self._gate.start
+        start = self._gate.start_own if is_own(self._mix) else self._gate.start
         return start(self._mix.next, owner=_owner("task mix", self._mix, "next"))
 
     def picked(self, name: Any) -> str:
@@ -132,9 +128,8 @@ class Selection:
         for what, part in ((f"task {task.name!r}: sampler", task.sampler), ("task mix", self._mix)):
             if getattr(type(part), "observe", None) in (SampleStrategy.observe, TaskMix.observe):
                 continue
-            show = functools.partial(part.observe, replace(group, rollouts=list(group.rollouts)))
             owner = f"{_owner(what, part, 'observe')} of group {group.group_id}"
-            await self._gate.call(show if _is_own(part) else functools.partial(leaving_unchanged, group, show), owner=owner)
+            await self._gate.call(part.observe, group if is_own(part) else sealed_group(group), owner=owner)
 
     async def filter(self, slot: str, group: RolloutGroup) -> FilterResult:
         """Run every filter of a slot on every scored rollout, so that no filter hides another's matches.
@@ -225,8 +220,3 @@ def _owner(what: str, part: SampleStrategy | TaskMix, method: str) -> str:
 
 def _plain(state_dict: Callable[[], Any]) -> Any:
     return json.loads(json.dumps(state_dict()))
-
-
-def _is_own(part: SampleStrategy | TaskMix) -> bool:
-    """Whether it is the library's: it changes nothing."""
-    return type(part).__module__.startswith(LIBRARY)

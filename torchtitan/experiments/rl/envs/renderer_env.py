@@ -19,7 +19,6 @@ from torchtitan.experiments.rl.envs.messages import (
     checked_messages,
     checked_rewards,
     checked_tools,
-    copied,
 )
 from torchtitan.experiments.rl.envs.prompt import (
     LARGE_COMPLETION,
@@ -32,6 +31,7 @@ from torchtitan.experiments.rl.envs.prompt import (
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.samples import check_completion
+from torchtitan.experiments.rl.rollouts.sealed import copied
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_user, cause_of
 

@@ -20,12 +20,13 @@ from renderers import Message, Renderer
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import Cure, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.envs.messages import assistant_message, copied
+from torchtitan.experiments.rl.envs.messages import assistant_message
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.references import HostedModel, ModelReference
 from torchtitan.experiments.rl.rollouts.costs import add_cost
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, SamplingConfig
+from torchtitan.experiments.rl.rollouts.sealed import copied
 
 
 class JudgeFailed(Exception):

@@ -4,7 +4,7 @@ import abc
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -13,13 +13,10 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.rollouts.finished import leaving_unchanged
+from torchtitan.experiments.rl.rollouts.sealed import is_own, sealed_group
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.types import TrainingSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
-
-LIBRARY = f"{__name__.rpartition('.')[0]}."
-"""Package of the library's own filters."""
 
 
 class Filter(UserConfigurable, abc.ABC):
@@ -111,22 +108,16 @@ class FilterResult:
     """Tokens that were sampled in these: what a filter that enforces saves, and what a monitor would."""
 
 
-def is_own(entry: Filter) -> bool:
-    """Whether a filter is the library's: it changes nothing, and takes microseconds for a short rollout."""
-    return type(entry).__module__.startswith(LIBRARY)
-
-
 def matches_of(entry: Filter, group: RolloutGroup) -> list[bool]:
     """What a filter returns for a group, one bool per rollout of ``group.scored``.
 
     Raises:
         TypeError: it returned no sequence of bools.
-        ValueError: it returned another number of them, or changed the group, which is undone.
+        ValueError: it returned another number of them.
         Exception: whatever it raised.
     """
-    # A copy: a filter may edit the list that it is given, and the group must not follow.
-    rewards, given = group.rewards, replace(group, rollouts=list(group.rollouts))
-    matches = entry.matches(given) if is_own(entry) else leaving_unchanged(group, lambda: entry.matches(given))
+    rewards = group.rewards
+    matches = entry.matches(group if is_own(entry) else sealed_group(group))
     if not isinstance(matches, list | tuple | np.ndarray):
         raise TypeError(f"it returned {type(matches).__name__}, want a list of {len(rewards)} bools")
     if len(matches) != len(rewards):

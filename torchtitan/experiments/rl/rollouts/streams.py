@@ -70,16 +70,6 @@ def check_streams(sample: TrainingSample) -> None:
     _check_finite(sample, "ref_logprobs", sample.ref_kl_weights)
 
 
-def drop_unfit_credit(sample: TrainingSample) -> None:
-    """Take the streams that an algorithm has set and that are not one number for each token: no record could hold them."""
-    for name in CREDIT_STREAMS:
-        try:
-            if (values := getattr(sample, name)) is not None:
-                setattr(sample, name, checked_stream(name, values, len(sample)))
-        except ValueError:
-            setattr(sample, name, None)
-
-
 def check_trainable(sample: TrainingSample) -> None:
     """Refuse a sample that its algorithm has left unfit to train on.
 

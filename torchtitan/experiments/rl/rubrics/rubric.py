@@ -26,10 +26,10 @@ from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
+from torchtitan.experiments.rl.rollouts.sealed import copied_example, is_own, sealed_rollout
 from torchtitan.experiments.rl.rollouts.streams import finite_float
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.completion_reward import CompletionReward, check_two_arguments, last_assistant_text
-from torchtitan.experiments.rl.rubrics.watch import RolloutWatch
 from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, cause_of
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
 from torchtitan.experiments.rl.user_code.threads import doing
@@ -141,13 +141,10 @@ class Rubric(UserConfigurable):
         rewards = [Reward(self._fixed_reward(rollout), {}) for rollout in rollouts]
         pending = [index for index, rollout in enumerate(rollouts) if self._needs_scoring(rollout)]
         scored = [rollouts[index] for index in pending]
-        watch = RolloutWatch(scored, env_input)
-        calls = [self._column(name, entry, scored, env_input, watch) for name, entry in self._fns.items()] if scored else []
-        columns = await asyncio.gather(*calls)
+        columns = await asyncio.gather(*(self._column(entry, scored, env_input) for entry in self._fns.values() if scored))
         for position, index in enumerate(pending):
             values = {name: column[position] for name, column in zip(self._fns, columns, strict=True)}
             failures = [f"reward function {name!r}: {value}" for name, value in values.items() if isinstance(value, str)]
-            failures += watch.changes(rollouts[index])
             components = {name: value for name, value in values.items() if not isinstance(value, str)}
             rewards[index].components = components
             if failures:
@@ -168,16 +165,12 @@ class Rubric(UserConfigurable):
         # An opening prompt that overflows does not measure the policy, which sampled nothing.
         return self.config.truncation_reward if rollout.status.is_truncated() and rollout.turns else None
 
-    async def _column(
-        self, name: str, entry: RewardFn, rollouts: list[Rollout], env_input: Any, watch: RolloutWatch
-    ) -> list[float | str]:
+    async def _column(self, entry: RewardFn, rollouts: list[Rollout], env_input: Any) -> list[float | str]:
         """One function's value for each rollout, or the cause, a string, where there is none."""
         if not entry.group_level:
-            return await asyncio.gather(*(self._value(name, entry, rollout, env_input, watch) for rollout in rollouts))
-        function = watch.watched(name, entry.fn, rollouts)
+            return await asyncio.gather(*(self._value(entry, rollout, env_input) for rollout in rollouts))
         try:
-            # A copy: a function that sorts its list must not change the order that the others' answers are read in.
-            values = await self._call(entry, function, list(rollouts), env_input)
+            values = await self._call(entry, rollouts, env_input)
         except UserCodeError as error:
             return [str(error)] * len(rollouts)
         sequence = isinstance(values, list | tuple) or (isinstance(values, np.ndarray) and values.ndim == 1)
@@ -190,27 +183,21 @@ class Rubric(UserConfigurable):
             return [f"returned a {type(values).__name__}{size}, want a list of {len(rollouts)} numbers"] * len(rollouts)
         return [_number(value) for value in answers]
 
-    async def _value(self, name: str, entry: RewardFn, rollout: Rollout, env_input: Any, watch: RolloutWatch) -> float | str:
-        # This file's own functions change nothing: the look would cost as much as they do.
-        own = isinstance(entry.fn, functools.partial) and entry.fn.func is _env_component
-        function = entry.fn if own else watch.watched(name, entry.fn, [rollout])
+    async def _value(self, entry: RewardFn, rollout: Rollout, env_input: Any) -> float | str:
         try:
-            return _number(await self._call(entry, function, rollout, env_input))
+            return _number(await self._call(entry, rollout, env_input))
         except UserCodeError as error:
             return str(error)
 
-    async def _call(
-        self, entry: RewardFn, function: Callable[..., Any], subject: Rollout | list[Rollout], env_input: Any
-    ) -> Any:
-        """
-        Args:
-            function: the entry's, watched. An isolated function gets a copy of the rollouts and needs no watch.
-        """
+    async def _call(self, entry: RewardFn, subject: Rollout | list[Rollout], env_input: Any) -> Any:
         timeout_s = self.config.timeout_s if entry.timeout_s is None else entry.timeout_s
         if entry.isolate:  # the child has the time limit; waiting for a free one doesn't count
             call = functools.partial(self._isolated.call, entry.fn, (subject, env_input), timeout_s=timeout_s)
             return await call_bounded(lambda: self._isolated_threads.call(call, timeout_s=None), timeout_s=None)
-        return await call_user(function, subject, env_input, timeout_s=timeout_s)
+        if not is_own(entry.fn):
+            subject = [sealed_rollout(r) for r in subject] if isinstance(subject, list) else sealed_rollout(subject)
+            env_input = copied_example(env_input)
+        return await call_user(entry.fn, subject, env_input, timeout_s=timeout_s)
 
     def _log_env_components(self, rollouts: Sequence[Rollout], rewards: list[Reward]) -> None:
         for rollout, reward in zip(rollouts, rewards, strict=True):

@@ -11,15 +11,12 @@ from torchtitan.experiments.rl.batching.sample_checks import check_weights, miss
 from torchtitan.experiments.rl.envs.messages import checked_rewards
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.rollouts.finished import FinishedGroup, FinishedRollout, make_read_only
-from torchtitan.experiments.rl.rollouts.streams import check_streams, check_trainable, drop_unfit_credit, finite_float
+from torchtitan.experiments.rl.rollouts.sealed import copied_example, is_own, sealed_group, sealed_rollout, take_samples
+from torchtitan.experiments.rl.rollouts.streams import check_streams, check_trainable, finite_float
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
-from torchtitan.experiments.rl.types import CREDIT_STREAMS
+from torchtitan.experiments.rl.types import STREAMS, TrainingSample
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, call_plain, cause_of
-
-LIBRARY = Algorithm.__module__.rpartition(".")[0]
-"""Package of the library's own algorithms."""
 
 
 async def score_rewards(rubric: Rubric, group: RolloutGroup, *, timeout_s: float) -> None:
@@ -29,35 +26,25 @@ async def score_rewards(rubric: Rubric, group: RolloutGroup, *, timeout_s: float
         timeout_s: limit of a rubric that scores in its own way.
     """
     name = f"{type(rubric).__name__}.score_group"
+    given, env_input, limit_s = group.rollouts, group.data_sample.env_input, None
     own = type(rubric).score_group is not Rubric.score_group
-    # Rubric limits and watches each of its functions.
-    finished = FinishedGroup(group) if own else None
-    env_input = group.data_sample.env_input
+    if own:  # Rubric limits each of its functions
+        given, env_input, limit_s = [sealed_rollout(r, for_rubric=True) for r in given], copied_example(env_input), timeout_s
     try:
         with trace.span(name):
-            rewards = await call_bounded(
-                lambda: rubric.score_group(list(group.rollouts), env_input), timeout_s=timeout_s if own else None
-            )
-        if finished is not None and (change := finished.change(allowed=("status", "error"))):
-            raise UserCodeError(f"changed {change}")
+            rewards = await call_bounded(lambda: rubric.score_group(list(given), env_input), timeout_s=limit_s)
         checked = _checked(rewards, group.rollouts)
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # what a rubric returned may be of its own classes
-        if finished is not None:
-            finished.restore()
         return fail(group.rollouts, f"{name}: {cause_of(error)}")
-    statuses = finished.statuses if finished is not None else [rollout.status for rollout in group.rollouts]
-    for rollout, status, (reward, components) in zip(group.rollouts, statuses, checked, strict=True):
+    for rollout, seen, (reward, components) in zip(group.rollouts, given, checked, strict=True):
         rollout.reward, rollout.reward_components = reward, components
-        if rollout.status is status:
-            if finished is not None:  # an error belongs to a status that says so
-                rollout.error = finished.errors[rollout.index_in_group]
-            continue
-        # The status that is recorded has to agree with training: a rubric may fail a rollout, and nothing else.
-        given, rollout.status, rollout.reward = rollout.status, RolloutStatus.ERROR, None
-        if not (isinstance(given, RolloutStatus) and given.is_error()):
-            rollout.error = f"{name} set the status of a rollout that has ended to {shown(given)}"
+        if own and seen.status is not rollout.status:
+            # The status that is recorded has to agree with training: a rubric may fail a rollout, and nothing else.
+            rollout.status, rollout.error, rollout.reward = RolloutStatus.ERROR, seen.error, None
+            if not (isinstance(seen.status, RolloutStatus) and seen.status.is_error()):
+                rollout.error = f"{name} set the status of a rollout that has ended to {shown(seen.status)}"
 
 
 async def score_rollout(algorithm: Algorithm, rollout: Rollout, group: RolloutGroup, *, timeout_s: float) -> None:
@@ -69,19 +56,12 @@ async def score_rollout(algorithm: Algorithm, rollout: Rollout, group: RolloutGr
     if rollout.status.is_error() or type(algorithm).score_rollout is Algorithm.score_rollout:
         return
     name = f"{type(algorithm).__name__}.score_rollout"
-    finished, began = FinishedRollout(rollout), time.perf_counter()
+    lent, began = sealed_rollout(rollout, lends_samples=True), time.perf_counter()
     try:
         with trace.span(name):
-            await call_bounded(lambda: algorithm.score_rollout(rollout), timeout_s=timeout_s)
-        if change := finished.change(allowed=type(algorithm).replaces):
-            raise ValueError(f"changed {change} of a rollout that has ended")
-        for sample in rollout.samples:
-            check_streams(sample)
-            check_weights(sample)
+            await call_bounded(lambda: algorithm.score_rollout(lent), timeout_s=timeout_s)
+        take_samples(rollout, lent, _check_early, allowed=type(algorithm).replaces)
     except (UserCodeError, ValueError) as error:
-        finished.restore()
-        for sample in rollout.samples:
-            drop_unfit_credit(sample)
         rollout.status, rollout.reward = RolloutStatus.ERROR, None
         rollout.error = f"task {rollout.task_name}: {name}: {error}"
     finally:
@@ -98,22 +78,19 @@ def give_credit(algorithm: Algorithm, group: RolloutGroup, *, timeout_s: float) 
     kind = type(algorithm)
     if kind.score_group is Algorithm.score_group and kind.score_rollout is Algorithm.score_rollout:
         return None  # gives no credit at all: for groups that are scored and not trained on
-    # The library's own algorithms change nothing: remembering a rollout for them would cost 5 % of its path.
-    finished = None if kind.__module__.startswith(f"{LIBRARY}.") else FinishedGroup(group)
-    began = time.perf_counter()
+    given = group if is_own(algorithm) else sealed_group(group, lends_samples=True)
+    lent, began = list(given.rollouts), time.perf_counter()
     try:
         with trace.span(f"{kind.__name__}.score_group"):
-            call_plain(functools.partial(algorithm.score_group, group), timeout_s=timeout_s)
-        if finished is not None and (change := finished.change()):
-            raise UserCodeError(f"changed {change}")
-        for rollout in group.scored:
-            _check_credit(rollout)
+            call_plain(functools.partial(algorithm.score_group, given), timeout_s=timeout_s)
+        for rollout, written in zip(group.rollouts, lent, strict=True):
+            # The rubric's `error_reward`, and an algorithm whose ``score_rollout`` has not seen a rollout that failed.
+            if rollout.status.is_error() and any(missing_credit(sample) for sample in written.samples):
+                rollout.reward = None
+            if rollout.reward is not None:
+                take_samples(rollout, written, _check_credit)
     except BaseException as error:  # it awaits nothing: whatever it raised is its own
         cause = f"task {group.task_name}: {kind.__name__}.score_group: {cause_of(error)}"
-        if finished is not None:
-            finished.restore()
-        for sample in (sample for rollout in group.rollouts for sample in rollout.samples):
-            drop_unfit_credit(sample)
         fail(group.rollouts, cause)
         return cause
     finally:
@@ -151,25 +128,16 @@ def _checked(rewards: Any, rollouts: Sequence[Rollout]) -> list[tuple[float | No
     return checked
 
 
-def _check_credit(rollout: Rollout) -> None:
-    """Refuse credit that can't be trained on. A failed rollout that has a reward and no credit loses its reward.
+def _check_early(sample: TrainingSample) -> None:
+    check_streams(sample)
+    check_weights(sample)
 
-    Such a rollout has the rubric's `error_reward`, and an algorithm that gives credit in ``score_rollout``, which is called
-    for rollouts that ended well.
 
-    Raises:
-        UserCodeError: names the rollout and the stream.
-    """
-    if rollout.status.is_error() and any(missing_credit(sample) for sample in rollout.samples):
-        rollout.reward = None
-        return
-    make_read_only(rollout)
-    for sample in rollout.samples:
-        try:
-            check_trainable(sample)
-        except ValueError as error:
-            raise UserCodeError(f"rollout {rollout.rollout_id}: {error}") from None
-        for name in CREDIT_STREAMS:
-            values = getattr(sample, name)
-            if values is not None:
-                values.setflags(write=False)
+def _check_credit(sample: TrainingSample) -> None:
+    try:
+        check_trainable(sample)
+    except ValueError as error:
+        raise UserCodeError(f"rollout {sample.rollout_id}: {error}") from None
+    for name in STREAMS:
+        if (values := getattr(sample, name)) is not None:
+            values.setflags(write=False)

@@ -17,7 +17,6 @@ from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.prompt import LARGE_TEXT, off_the_loop_if
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.rollouts.finished import make_read_only
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.tasks.demonstrations.conversation import Conversation, conversation_of, sample_of
@@ -89,7 +88,6 @@ class DemonstrationTask(Task):
             rollout.status, rollout.reward = RolloutStatus.COMPLETED, 0.0
         except Exception as error:  # of the renderer, about a row of the user's
             rollout.status, rollout.error = RolloutStatus.ERROR, f"task {self.name}: {cause_of(error)}"
-        make_read_only(rollout)
         return RolloutGroup(
             group_id=group_id,
             task_name=self.name,
