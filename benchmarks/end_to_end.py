@@ -96,7 +96,7 @@ def run_trl(steps: int, path: Path) -> None:
 
     from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
     from torchtitan.experiments.rl.envs.renderer import build_renderer
-    from torchtitan.experiments.rl.tasks.sum_digits.data import answer_text, make_examples, prompt_text
+    from torchtitan.experiments.rl.tasks.sum_digits import answer_text, make_examples, prompt_text
 
     config = rl_grpo_qwen3_debug()
     import torch

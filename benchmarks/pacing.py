@@ -39,8 +39,8 @@ from torchtitan.experiments.rl.controller.validation import Validator  # noqa: E
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
-from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask  # noqa: E402
-from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig  # noqa: E402
+from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsTask  # noqa: E402
+from torchtitan.experiments.rl.tasks.task import ValidationConfig  # noqa: E402
 from torchtitan.experiments.rl.user_code.gate import Gate
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport  # noqa: E402
 

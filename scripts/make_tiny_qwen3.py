@@ -30,7 +30,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from torchtitan.experiments.rl.tasks.sum_digits.data import answer_text, make_examples, prompt_text  # noqa: E402
+from torchtitan.experiments.rl.tasks.sum_digits import answer_text, make_examples, prompt_text  # noqa: E402
 
 VOCAB_SIZE = 768
 MAX_POSITIONS = 2048

@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rubrics.rubric import last_assistant_text
-from torchtitan.experiments.rl.tasks.reasoning_gym.task import (
+from torchtitan.experiments.rl.tasks.reasoning_gym import (
     PuzzleGenerator,
     PuzzleRubric,
     ReasoningGymDataset,

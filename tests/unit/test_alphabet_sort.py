@@ -8,9 +8,15 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
-from torchtitan.experiments.rl.tasks.alphabet_sort.data import NAMES, make_examples, sorted_lists, split_of
-from torchtitan.experiments.rl.tasks.alphabet_sort.rubric import AlphabetSortRubric
-from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortDataset, AlphabetSortTask
+from torchtitan.experiments.rl.tasks.alphabet_sort import (
+    NAMES,
+    AlphabetSortDataset,
+    AlphabetSortRubric,
+    AlphabetSortTask,
+    make_examples,
+    sorted_lists,
+    split_of,
+)
 
 ROUNDS = [["Nora", "Alice"], ["Bob"], ["Zoe", "Emma"]]
 RIGHT = ["Alice\nNora", "Alice\nBob\nNora", "Alice\nBob\nEmma\nNora\nZoe"]

@@ -25,7 +25,7 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
-from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortTask
+from torchtitan.experiments.rl.tasks.alphabet_sort import AlphabetSortTask
 from torchtitan.experiments.rl.tasks.answers import (
     final_answer,
     final_list,
@@ -34,16 +34,13 @@ from torchtitan.experiments.rl.tasks.answers import (
     last_tagged,
     right_answer,
 )
-from torchtitan.experiments.rl.tasks.calculator.task import CalculatorTask
-from torchtitan.experiments.rl.tasks.guess_number.data import Game
-from torchtitan.experiments.rl.tasks.guess_number.task import GuessNumberTask
-from torchtitan.experiments.rl.tasks.math.data import MathProblem
-from torchtitan.experiments.rl.tasks.math.task import MathDataset, MathTask
-from torchtitan.experiments.rl.tasks.questions.task import QuestionTask, question_task
-from torchtitan.experiments.rl.tasks.reasoning_gym.data import Puzzle
-from torchtitan.experiments.rl.tasks.reasoning_gym.task import PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
-from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsTask
-from torchtitan.experiments.rl.tasks.verifiers.task import VerifiersTask
+from torchtitan.experiments.rl.tasks.calculator import CalculatorTask
+from torchtitan.experiments.rl.tasks.guess_number import Game, GuessNumberTask
+from torchtitan.experiments.rl.tasks.math import MathDataset, MathProblem, MathTask
+from torchtitan.experiments.rl.tasks.questions import QuestionTask, question_task
+from torchtitan.experiments.rl.tasks.reasoning_gym import Puzzle, PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
+from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsTask
+from torchtitan.experiments.rl.tasks.verifiers import VerifiersTask
 
 REPLIES = [json.loads(line) for line in (Path(__file__).parent / "replies.jsonl").read_text().splitlines()]
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1"}}\n</tool_call>'

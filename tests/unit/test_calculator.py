@@ -10,9 +10,16 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
-from torchtitan.experiments.rl.tasks.calculator.arithmetic import ExpressionError, evaluate, number_text
-from torchtitan.experiments.rl.tasks.calculator.data import answer, make_examples, split_of
-from torchtitan.experiments.rl.tasks.calculator.task import CalculatorDataset, CalculatorTask
+from torchtitan.experiments.rl.tasks.calculator import (
+    CalculatorDataset,
+    CalculatorTask,
+    ExpressionError,
+    answer,
+    evaluate,
+    make_examples,
+    number_text,
+    split_of,
+)
 
 
 def call(expression="47 * 86", name="calculator"):

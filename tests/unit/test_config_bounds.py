@@ -31,12 +31,12 @@ from torchtitan.experiments.rl.config.command_line import (
     load_config,
     parse_command,
 )
-from torchtitan.experiments.rl.data.made import MadeDataset
+from torchtitan.experiments.rl.data.dataset import MadeDataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import ModelReference
 from torchtitan.experiments.rl.tasks import Dataset, MemoryRows, RowDataset, Task, question_task
-from torchtitan.experiments.rl.tasks.questions.task import QuestionTask
+from torchtitan.experiments.rl.tasks.questions import QuestionTask
 
 CONFIGS = config_functions(DEFAULT_MODULE)
 

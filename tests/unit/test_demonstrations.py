@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import DemonstrationTask, MemoryRows, RowDataset
-from torchtitan.experiments.rl.tasks.demonstrations.conversation import conversation_of, sample_of
+from torchtitan.experiments.rl.tasks.demonstrations import conversation_of, sample_of
 
 CHAT = [
     {"role": "system", "content": "be brief"},

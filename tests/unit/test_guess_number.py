@@ -8,10 +8,16 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
-from torchtitan.experiments.rl.tasks.guess_number.data import Game, make_examples, split_of
-from torchtitan.experiments.rl.tasks.guess_number.env import GuessNumberEnv, guess_in
-from torchtitan.experiments.rl.tasks.guess_number.rubric import GuessNumberRubric
-from torchtitan.experiments.rl.tasks.guess_number.task import GuessNumberDataset, GuessNumberTask
+from torchtitan.experiments.rl.tasks.guess_number import (
+    Game,
+    GuessNumberDataset,
+    GuessNumberEnv,
+    GuessNumberRubric,
+    GuessNumberTask,
+    guess_in,
+    make_examples,
+    split_of,
+)
 
 GAME = Game(low=41, high=47, secret=46, guesses=3)
 

@@ -14,12 +14,11 @@ from torchtitan.experiments.rl.controller.step_metrics import costs
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.judge import Judge, JudgeFailed, Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
-from torchtitan.experiments.rl.rollouts.costs import counted_in
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
-from torchtitan.experiments.rl.rubrics.pairwise import win_shares
-from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsTask
-from torchtitan.experiments.rl.tasks.sum_digits_judged.rubric import JudgedSumDigitsRubric
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus, counted_in
+from torchtitan.experiments.rl.rubrics.rubric import win_shares
+from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsTask
+from torchtitan.experiments.rl.tasks.sum_digits_judged import JudgedSumDigitsRubric
 
 SERVER = FrozenModel(name="big", base_url="http://localhost:1/v1")
 ASKED = [{"role": "user", "content": "which?"}]

@@ -14,10 +14,7 @@ from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.data import rows
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
-from torchtitan.experiments.rl.tasks.math.answers import same_answer
-from torchtitan.experiments.rl.tasks.math.data import MathDataset, MathProblem
-from torchtitan.experiments.rl.tasks.math.rubric import MathRubric
-from torchtitan.experiments.rl.tasks.math.task import MathTask
+from torchtitan.experiments.rl.tasks.math import MathDataset, MathProblem, MathRubric, MathTask, same_answer
 
 ROWS = [
     {"question": "What is 6 * 7?", "answer": "42"},
@@ -192,7 +189,7 @@ def test_a_config_that_cannot_work_is_refused_before_a_plan(change, message):
 
 
 def test_without_math_verify_the_cure_is_its_name(file, monkeypatch):
-    monkeypatch.setattr("torchtitan.experiments.rl.tasks.math.task.find_spec", lambda name: None)
+    monkeypatch.setattr("torchtitan.experiments.rl.tasks.math.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"tasks.t.rubric = 'math-verify': is not installed: pip install math-verify"):
         config(file()).check_present(field="tasks.t")
 
@@ -200,7 +197,7 @@ def test_without_math_verify_the_cure_is_its_name(file, monkeypatch):
 def test_naming_the_configs_imports_no_optional_package():
     code = (
         "import sys, math; from torchtitan.experiments.rl import config_registry; "
-        "assert math.pi > 3; assert 'torchtitan.experiments.rl.tasks.math.task' in sys.modules; "
+        "assert math.pi > 3; assert 'torchtitan.experiments.rl.tasks.math' in sys.modules; "
         "print({'math_verify', 'datasets', 'reasoning_gym', 'verifiers'} & set(sys.modules))"
     )
     root = Path(__file__).resolve().parents[2]

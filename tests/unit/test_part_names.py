@@ -13,8 +13,7 @@ from torchtitan.experiments.rl.config.overrides import part_named, parts_that_fi
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.losses import IcePop, PPOClip, ProbabilityMask, RLLoss
-from torchtitan.experiments.rl.rollouts.filters import Truncated, ZeroAdvantage
-from torchtitan.experiments.rl.rollouts.token_filters import Repetition
+from torchtitan.experiments.rl.rollouts.filters import Repetition, Truncated, ZeroAdvantage
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 

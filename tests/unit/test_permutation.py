@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.data.permutation import LARGEST_TABLE, ComputedOrder, random_order
-from torchtitan.experiments.rl.data.sampler import ShuffledCursor
+from torchtitan.experiments.rl.data.sampler import LARGEST_TABLE, ComputedOrder, ShuffledCursor, random_order
 from torchtitan.experiments.rl.rollouts.types import DataSample
 
 

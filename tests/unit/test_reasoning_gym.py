@@ -9,12 +9,12 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.tasks.reasoning_gym.scoring import solved
-from torchtitan.experiments.rl.tasks.reasoning_gym.task import (
+from torchtitan.experiments.rl.tasks.reasoning_gym import (
     PuzzleGenerator,
     PuzzleRubric,
     ReasoningGymDataset,
     ReasoningGymTask,
+    solved,
 )
 
 SMALL_SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -193,7 +193,7 @@ def test_seeds_next_to_each_other_share_puzzles_and_seeds_apart_do_not():
 
 
 def test_without_the_package_a_plan_is_made_and_a_run_is_told_what_to_install(monkeypatch):
-    monkeypatch.setattr("torchtitan.experiments.rl.tasks.reasoning_gym.data.find_spec", lambda name: None)
+    monkeypatch.setattr("torchtitan.experiments.rl.tasks.reasoning_gym.find_spec", lambda name: None)
     task_config = config(dataset=dataset({"no_such_generator": PuzzleGenerator()}))
     task_config.validate(field="tasks.t")
     with pytest.raises(ConfigError, match=r"generators = 'no_such_generator': need reasoning-gym: pip install reasoning-gym"):

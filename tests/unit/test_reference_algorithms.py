@@ -10,6 +10,7 @@ import pytest
 from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
 from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo
+from torchtitan.experiments.rl.algorithms.echo import tool_names
 from torchtitan.experiments.rl.batching.sample_checks import check_sample
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.data.dataset import Dataset
@@ -20,7 +21,6 @@ from torchtitan.experiments.rl.generation.references import FrozenModel, HostedM
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage, apply_filters
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.tool_names import tool_names
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component
 from torchtitan.experiments.rl.tasks.task import Task

@@ -8,7 +8,7 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.observability.rollouts import main
 from torchtitan.experiments.rl.rollouts.recorder import ROLLOUTS_FILE, RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
-from torchtitan.experiments.rl.tasks.calculator.task import CalculatorTask
+from torchtitan.experiments.rl.tasks.calculator import CalculatorTask
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "47 * 86"}}\n</tool_call>'
 

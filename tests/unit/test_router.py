@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting_table
+from torchtitan.experiments.rl.envs.prompt import Line, yield_queue
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation import client as generator_client
 from torchtitan.experiments.rl.generation.client import AHEAD, FULL_MESSAGE, GeneratorClient, Router
@@ -15,7 +16,6 @@ from torchtitan.experiments.rl.generation.messages import (
     RequestFailed,
 )
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.rollouts.yield_queue import Line, yield_queue
 
 PROMPT = np.array([6, 7, 0], np.int32)
 STOP = 2

@@ -4,8 +4,7 @@ import pytest
 
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
-from torchtitan.experiments.rl.tasks.sum_digits.rubric import SumDigitsRubric
-from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
+from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsRubric, SumDigitsTask
 
 
 @pytest.fixture

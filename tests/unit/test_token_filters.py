@@ -12,8 +12,15 @@ from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.rollouts.filters import Filter, Truncated, apply_filters
-from torchtitan.experiments.rl.rollouts.token_filters import Gibberish, Repetition, longest_run, ngram_hashes
+from torchtitan.experiments.rl.rollouts.filters import (
+    Filter,
+    Gibberish,
+    Repetition,
+    Truncated,
+    apply_filters,
+    longest_run,
+    ngram_hashes,
+)
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 
 SURE, UNSURE = -0.001, -0.5  # probabilities 0.999 and 0.607

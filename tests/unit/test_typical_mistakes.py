@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.tasks import *
-from torchtitan.experiments.rl.tasks.questions.task import question_task
+from torchtitan.experiments.rl.tasks.questions import question_task
 
 ROWS = [{"question": "6 * 7?", "answer": "42"}, {"question": "2 + 2?", "answer": "4"}]
 SHORT = RendererEnvConfig(max_rollout_tokens=128, max_turns=2)

@@ -17,7 +17,7 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
-from torchtitan.experiments.rl.tasks.verifiers.task import VerifiersDataset, VerifiersTask
+from torchtitan.experiments.rl.tasks.verifiers import VerifiersDataset, VerifiersTask
 
 MODULE = '''
 """What a user of verifiers writes: an environment's module, with nothing of this library in it."""
@@ -408,7 +408,7 @@ def test_what_is_missing_is_said_before_a_run(monkeypatch):
     task_config.validate(field="tasks.v")
     with pytest.raises(ConfigError, match=r"tasks.v.dataset.environment = .*: no module 'no_such_environment': install"):
         task_config.check_present(field="tasks.v")
-    monkeypatch.setattr("torchtitan.experiments.rl.tasks.verifiers.data.version", lambda name: "0.4.0")
+    monkeypatch.setattr("torchtitan.experiments.rl.tasks.verifiers.version", lambda name: "0.4.0")
     with pytest.raises(ConfigError, match=r"verifiers 0.4.0 can't load it: pip install verifiers==0.3.1"):
         config().check_present(field="tasks.v")
 

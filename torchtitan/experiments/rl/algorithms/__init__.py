@@ -9,8 +9,7 @@ from torchtitan.experiments.rl.algorithms.opd import OPD
 from torchtitan.experiments.rl.algorithms.opsd import OPSD
 from torchtitan.experiments.rl.algorithms.reinforce_pp import ReinforcePP, ReinforcePPBaseline
 from torchtitan.experiments.rl.algorithms.rloo import RLOO
-from torchtitan.experiments.rl.algorithms.sft import SFT
-from torchtitan.experiments.rl.algorithms.static_sft import StaticSFT
+from torchtitan.experiments.rl.algorithms.sft import SFT, StaticSFT
 from torchtitan.experiments.rl.algorithms.turn_credit import TurnCredit
 
 __all__ = [

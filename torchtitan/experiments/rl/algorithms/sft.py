@@ -1,15 +1,18 @@
 """SFT: cross-entropy on what a teacher sampled."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
+from annotated_types import MinLen
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.reference import Teacher, check_frozen, connect
+from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout
+from torchtitan.experiments.rl.types import ROLES
 
 
 class SFT(Algorithm):
@@ -55,3 +58,35 @@ class SFT(Algorithm):
             sample.generator_logprobs = np.zeros(len(sample), np.float32)
             # The teacher was sampled at its own temperature. The policy's logits are not divided by it.
             sample.temperature = 1.0
+
+
+class StaticSFT(Algorithm):
+    """Supervised learning on conversations that are given, by no teacher.
+
+        ℓ = -logp    of every token of the chosen roles' messages
+
+    Of an assistant's message that is what the policy would sample, the end of its turn included; of others it is the body. A
+    `DemonstrationTask` renders the conversations and sets the weights.
+    """
+
+    action_component: ClassVar[str] = "ce"
+    needs_group: ClassVar[bool] = False
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Algorithm.Config):
+        roles: Annotated[tuple[str, ...], MinLen(1)] = ("assistant",)
+        """Whose messages are trained on."""
+
+        def needs_roles(self) -> str | None:
+            return "roles"
+
+        def validate(self, *, field: str, **context) -> None:
+            super(StaticSFT.Config, self).validate(field=field, **context)
+            for role in self.roles:
+                if role not in ROLES:
+                    raise ConfigError(f"{field}.roles", role, f"is no role: name some of {', '.join(ROLES)}")
+
+    config: Config
+
+    async def score_rollout(self, rollout: Rollout) -> None:
+        raise ValueError("StaticSFT learns from conversations of a dataset: use a DemonstrationTask, or SFT and a teacher")

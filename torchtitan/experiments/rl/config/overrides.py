@@ -34,7 +34,7 @@ from tyro.constructors import (
 
 import torchtitan.experiments.rl.data.difficulty_pool
 import torchtitan.experiments.rl.data.replay
-import torchtitan.experiments.rl.rollouts.token_filters  # noqa: F401 - each defines parts that no config may have named yet
+import torchtitan.experiments.rl.rollouts.filters  # noqa: F401 - each defines parts that no config may have named yet
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms import Algorithm
 from torchtitan.experiments.rl.bounds import FieldTypes, declared, field_annotations, is_union

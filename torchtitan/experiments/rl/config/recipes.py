@@ -9,8 +9,7 @@ from torchtitan.experiments.rl.algorithms import DAPO, GRPO, ReinforcePP
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.losses import PPOClip
-from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
-from torchtitan.experiments.rl.rollouts.token_filters import Gibberish, Repetition
+from torchtitan.experiments.rl.rollouts.filters import Filter, Gibberish, Repetition, ZeroAdvantage
 
 
 def dapo(config: RunConfig) -> RunConfig:

@@ -28,7 +28,7 @@ from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.rollouts.filters import matches_of
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
-from torchtitan.experiments.rl.tasks.group_score import give_credit
+from torchtitan.experiments.rl.tasks.group import give_credit
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded, call_user

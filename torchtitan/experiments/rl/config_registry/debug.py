@@ -19,19 +19,15 @@ from torchtitan.experiments.rl.hosts.jobs import ProcessJob
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplayConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.tasks.alphabet_sort.rubric import AlphabetSortRubric
-from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortDataset, AlphabetSortTask
-from torchtitan.experiments.rl.tasks.calculator.task import CalculatorDataset, CalculatorTask
-from torchtitan.experiments.rl.tasks.demonstrations.task import DemonstrationTask
-from torchtitan.experiments.rl.tasks.guess_number.task import GuessNumberDataset, GuessNumberTask
-from torchtitan.experiments.rl.tasks.questions.task import QuestionTask
-from torchtitan.experiments.rl.tasks.sum_digits.demonstrations import SumDigitsDemonstrations
-from torchtitan.experiments.rl.tasks.sum_digits.rubric import SumDigitsRubric
-from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
-from torchtitan.experiments.rl.tasks.sum_digits_judged.rubric import JudgedSumDigitsRubric
-from torchtitan.experiments.rl.tasks.sum_digits_rounds.task import SumDigitsRoundsTask
-from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
+from torchtitan.experiments.rl.tasks.alphabet_sort import AlphabetSortDataset, AlphabetSortRubric, AlphabetSortTask
+from torchtitan.experiments.rl.tasks.calculator import CalculatorDataset, CalculatorTask
+from torchtitan.experiments.rl.tasks.demonstrations import DemonstrationTask
+from torchtitan.experiments.rl.tasks.guess_number import GuessNumberDataset, GuessNumberTask
+from torchtitan.experiments.rl.tasks.questions import QuestionTask
+from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsDemonstrations, SumDigitsRubric, SumDigitsTask
+from torchtitan.experiments.rl.tasks.sum_digits_judged import JudgedSumDigitsRubric
+from torchtitan.experiments.rl.tasks.sum_digits_rounds import SumDigitsRoundsTask
+from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
 

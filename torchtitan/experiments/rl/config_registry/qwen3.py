@@ -18,12 +18,12 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.answers import right_answer
-from torchtitan.experiments.rl.tasks.math.task import MathDataset, MathTask
-from torchtitan.experiments.rl.tasks.questions.task import QuestionTask
-from torchtitan.experiments.rl.tasks.reasoning_gym.task import PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
-from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset, SumDigitsTask
+from torchtitan.experiments.rl.tasks.math import MathDataset, MathTask
+from torchtitan.experiments.rl.tasks.questions import QuestionTask
+from torchtitan.experiments.rl.tasks.reasoning_gym import PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
+from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsTask
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.tasks.verifiers.task import VerifiersDataset, VerifiersTask
+from torchtitan.experiments.rl.tasks.verifiers import VerifiersDataset, VerifiersTask
 from torchtitan.experiments.rl.training.config import OptimizerConfig, Parallelism, TrainerConfig
 
 HUB_FOLDER = "assets/hf"

@@ -14,11 +14,10 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.tasks.alphabet_sort.task import AlphabetSortDataset, AlphabetSortTask
+from torchtitan.experiments.rl.tasks.alphabet_sort import AlphabetSortDataset, AlphabetSortTask
 from torchtitan.experiments.rl.tasks.answers import last_boxed
-from torchtitan.experiments.rl.tasks.questions.task import question_task
-from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
+from torchtitan.experiments.rl.tasks.questions import question_task
+from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 
 SMOLLM2 = "outputs/models/SmolLM2-135M-Instruct"

@@ -19,8 +19,7 @@ from torchtitan.experiments.rl.data.dataset import count_examples, read_example
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
-from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
+from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
 from torchtitan.experiments.rl.user_code.calls import cause_of
 from torchtitan.experiments.rl.user_code.gate import Gate
 

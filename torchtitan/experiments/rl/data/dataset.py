@@ -1,12 +1,17 @@
 """Datasets: the examples of a task."""
 
 import abc
+import dataclasses
 import itertools
-from collections.abc import Collection, Iterator
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Any, Literal, Protocol
+
+from annotated_types import Ge, Le
 
 from torchtitan.config import Configurable
+from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, cause_of
@@ -117,3 +122,56 @@ def fault_of_example(example: DataSample) -> str | None:
     if not isinstance(example.info, dict):
         return f"info is a {type(example.info).__name__}, want a dict"
     return None
+
+
+Split = Literal["train", "validation"]
+VALIDATION_ONE_IN = 8
+"""One question in this many, on average, is kept for validation."""
+MADE_AT_ONCE = Cure("all examples are made when the run starts; for more, write a Dataset that makes each when it is asked for")
+
+
+def split_of_text(text: str) -> Split:
+    """The split of an example, by a checksum of its question: about one in eight is for validation. So no question is in both
+    splits, whatever the seed. Python's ``hash`` would not do: it differs between processes."""
+    return "validation" if zlib.crc32(text.encode()) % VALIDATION_ONE_IN == 0 else "train"
+
+
+class MadeDataset(Dataset):
+    """Makes all its examples when it is built, from its Config alone: the same Config gives the same examples.
+
+    A subclass adds fields to the Config and defines ``make``, which gets every field by name:
+
+        class SumDigitsDataset(MadeDataset):
+            @dataclass(kw_only=True, slots=True)
+            class Config(MadeDataset.Config):
+                max_digits: int = 5
+
+            make = staticmethod(make_examples)  # make_examples(split=, count=, seed=, max_digits=) -> list
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Dataset.Config):
+        split: Split = "train"
+        """No example of one split is ever in the other, whatever the seed."""
+        count: Annotated[int, Ge(1), Le(10_000_000), MADE_AT_ONCE] = 10_000
+        """Examples to make."""
+        seed: int = 0
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.examples = self.make(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
+
+    make: Callable[..., Sequence[Any]]
+    """A function: gets each field of the Config by name, and returns the examples. Each is the ``env_input`` of a data
+    sample."""
+
+    def info(self, example: Any) -> dict[str, Any]:
+        """``DataSample.info`` of an example."""
+        return {}
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> DataSample:
+        example = self.examples[index]
+        return DataSample(sample_id=str(index), env_input=example, info=self.info(example))

@@ -10,8 +10,7 @@ from typing import Any
 
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, check_config
 from torchtitan.experiments.rl.data.dataset import Examples, count_examples
-from torchtitan.experiments.rl.data.permutation import random_order
-from torchtitan.experiments.rl.data.sampler import SampleStrategy
+from torchtitan.experiments.rl.data.sampler import SampleStrategy, random_order
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 

@@ -1,16 +1,19 @@
 """Prompts: what the renderer makes of a conversation, and who computes it when."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import marshal
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from renderers import Message, RenderedTokens, Renderer, ToolSpec
 
 from torchtitan.experiments.rl.envs.messages import check_all_rendered
-from torchtitan.experiments.rl.rollouts.yield_queue import Line, yield_queue
 from torchtitan.experiments.rl.types import ROLE_IDS
 
 T = TypeVar("T")
@@ -44,6 +47,77 @@ class Prompt:
     """int16 [P]. See RolloutTurn.prompt_message_indices."""
     extends: bool = False
     """Starts with the last prompt and its completion, token for token."""
+
+
+class Line(IntEnum):
+    """Who continues first. New requests come before answers: without requests the engine waits, and answers can."""
+
+    FIRST_PROMPT = 0
+    """A rollout that renders its first prompt."""
+    NEW_GROUP = 1
+    """A group that begins. So the requests of one group leave before the envs of 31 others are made."""
+    ANSWER = 2
+    """A rollout that parses a completion, or renders what its env said to it."""
+
+
+class YieldQueue:
+    """A cooperative yield queue: lets one caller continue in each iteration of the event loop; first come, first served in
+    each line.
+
+    Rendering a prompt computes for 0.1 to 1 ms without awaiting. When an engine answers 512 requests at once, all 512 rollouts
+    are ready in one iteration of the loop, and everything else (timers, messages of generators, the trainer) would wait for
+    half a second. One caller an iteration costs some 20 us a call.
+    """
+
+    def __init__(self) -> None:
+        self._lines: dict[Line, deque[asyncio.Future[None]]] = {line: deque() for line in Line}
+        self._scheduled = False
+        self._holder: asyncio.Task | None = None
+        """Who has continued in this iteration."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a caller waits, or continues in this iteration."""
+        return self._scheduled
+
+    @property
+    def held(self) -> bool:
+        """Whether the running asyncio task has been let continue in this iteration, so that it need not wait again."""
+        return self._holder is not None and self._holder is asyncio.current_task()
+
+    async def wait(self, line: Line) -> None:
+        """Return in an iteration of the event loop in which no other caller returns."""
+        loop = asyncio.get_running_loop()
+        place = loop.create_future()
+        self._lines[line].append(place)
+        if not self._scheduled:
+            self._scheduled = True
+            loop.call_soon(self._next)
+        await place
+        self._holder = asyncio.current_task()
+
+    def _next(self) -> None:
+        self._holder = None
+        for line in self._lines.values():
+            while line:
+                place = line.popleft()
+                if not place.done():  # done: cancelled
+                    place.set_result(None)
+                    asyncio.get_running_loop().call_soon(self._next)
+                    return
+        self._scheduled = False
+
+
+_QUEUES: WeakKeyDictionary[asyncio.AbstractEventLoop, YieldQueue] = WeakKeyDictionary()
+
+
+def yield_queue() -> YieldQueue:
+    """The queue of the running event loop."""
+    loop = asyncio.get_running_loop()
+    queue = _QUEUES.get(loop)
+    if queue is None:
+        queue = _QUEUES[loop] = YieldQueue()
+    return queue
 
 
 async def first_prompt(renderer: Renderer, conversation: list[Message], tools: list[ToolSpec] | None) -> Prompt:
@@ -198,3 +272,49 @@ def _characters(messages: Sequence[Message]) -> int:
             text = part.get("text") if isinstance(part, dict) else part
             count += len(text.strip()) if isinstance(text, str) else 0
     return count
+
+
+MAX_SHARED_TOKENS = 32
+"""Longer completions are hardly ever equal."""
+
+
+class GroupPrompts:
+    """What the renderer has made for one group."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[bytes, Prompt] = {}
+        self._answers: dict[int, dict[tuple[int, ...], Message]] = {}
+        """Parsed completions, by the ``id`` of their prompt."""
+        self._lock = asyncio.Lock()
+
+    async def first(
+        self, conversation: list[Message], tools: list[ToolSpec] | None, render: Callable[[], Awaitable[Prompt]]
+    ) -> Prompt:
+        """The prompt of a conversation. Its arrays are read-only: other rollouts have the same.
+
+        Args:
+            render: called if no rollout of the group has rendered this conversation with these tools.
+        """
+        try:
+            key = marshal.dumps((conversation, tools), 2)  # 2: later formats depend on how often an object is referred to
+        except ValueError:  # an object that JSON does not have: whether two are equal is not known
+            return await render()
+        async with self._lock:
+            prompt = self._prompts.get(key)
+            if prompt is None:
+                prompt = self._prompts[key] = await render()
+                self._answers[id(prompt)] = {}
+                for array in (prompt.token_ids, prompt.role_ids, prompt.is_content):
+                    array.flags.writeable = False
+        return prompt
+
+    def answer(self, prompt: Prompt, sampled_ids: list[int]) -> Message | None:
+        """A completion of a first prompt, if a rollout has parsed the same one. Not to be changed."""
+        answers = self._answers.get(id(prompt))
+        return answers.get(tuple(sampled_ids)) if answers else None
+
+    def keep_answer(self, prompt: Prompt, sampled_ids: list[int], message: Message) -> None:
+        """Remember a parsed completion, if it is one of a first prompt."""
+        answers = self._answers.get(id(prompt))
+        if answers is not None and len(sampled_ids) <= MAX_SHARED_TOKENS:
+            answers[tuple(sampled_ids)] = message

@@ -12,7 +12,6 @@ from annotated_types import Ge
 from renderers import Message, Renderer
 
 from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
-from torchtitan.experiments.rl.envs.group_prompts import GroupPrompts
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.messages import (
     assistant_message,
@@ -22,6 +21,7 @@ from torchtitan.experiments.rl.envs.messages import (
 )
 from torchtitan.experiments.rl.envs.prompt import (
     LARGE_COMPLETION,
+    GroupPrompts,
     Prompt,
     cannot_fit,
     first_prompt,

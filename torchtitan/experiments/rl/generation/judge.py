@@ -24,9 +24,9 @@ from torchtitan.experiments.rl.envs.messages import assistant_message
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.references import HostedModel, ModelReference
-from torchtitan.experiments.rl.rollouts.costs import add_cost
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.sealed import copied
+from torchtitan.experiments.rl.rollouts.types import add_cost
 
 
 class JudgeFailed(Exception):

@@ -51,6 +51,7 @@ class _Sealed:
 
     def __init_subclass__(cls) -> None:
         cls.names = tuple(field.name for field in fields(cls.plain))
+        cls.__name__ = cls.plain.__name__  # as Python's own errors name it
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls.plain(*args, **kwargs)
@@ -117,7 +118,7 @@ def _seal(cls: type[_Sealed], record: Any, **values: Any) -> Any:
 def sealed_rollout(rollout: Rollout, *, for_rubric: bool = False, lends_samples: bool = False) -> Rollout:
     """
     Args:
-        for_rubric: its status and error can be set: `tasks/group_score.py` reads them.
+        for_rubric: its status and error can be set: `tasks/group.py` reads them.
         lends_samples: its samples can be written; ``take_samples`` reads them.
     """
     copies: dict[int, Any] = {}

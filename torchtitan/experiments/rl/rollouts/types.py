@@ -15,6 +15,9 @@ from torchtitan.experiments.rl.types import TrainingSample
 
 if TYPE_CHECKING:  # what reads records needs no renderer
     from renderers import Message, ToolSpec
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 
 class RolloutStatus(StrEnum):
@@ -186,3 +189,23 @@ class RolloutGroup:
     def rewards(self) -> list[float]:
         """Of the scored rollouts, in their order."""
         return [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
+
+
+_COSTS: ContextVar[dict[str, float] | None] = ContextVar("costs", default=None)
+
+
+@contextmanager
+def counted_in(costs: dict[str, float]) -> Iterator[None]:
+    """Inside, also in asyncio tasks and threads that are started inside, ``add_cost`` adds to ``costs``."""
+    token = _COSTS.set(costs)
+    try:
+        yield
+    finally:
+        _COSTS.reset(token)
+
+
+def add_cost(name: str, amount: float) -> None:
+    """Count for the group that is run or scored; nothing outside one."""
+    costs = _COSTS.get()
+    if costs is not None:
+        costs[name] = costs.get(name, 0.0) + amount

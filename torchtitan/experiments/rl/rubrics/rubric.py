@@ -11,10 +11,12 @@ It never counts as a 0: a bug in the scoring must not look like a bad answer.
 
 import asyncio
 import functools
+import inspect
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import permutations
 from typing import Annotated, Any
 
 import numpy as np
@@ -29,7 +31,6 @@ from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.sealed import copied_example, is_own, sealed_rollout
 from torchtitan.experiments.rl.rollouts.streams import finite_float
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
-from torchtitan.experiments.rl.rubrics.completion_reward import CompletionReward, check_two_arguments, last_assistant_text
 from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, cause_of
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
 from torchtitan.experiments.rl.user_code.threads import doing
@@ -271,3 +272,67 @@ def _check(named: list[tuple[str, RewardFn]]) -> None:
             check_two_arguments(entry.fn, name, f"want fn({subject}, env_input)")
     if named and not any(entry.weight for _, entry in named):
         raise ConfigError("rubric.reward_fns", names, "every weight is 0: give at least one a weight")
+
+
+WANTED = "want fn(completion, example), or RewardFn(fn) where fn(rollout, env_input)"
+
+
+class CompletionReward:
+    """``fn(completion, example)`` in the form that a rubric calls: ``(rollout, env_input)``.
+
+    The completion is the content of the rollout's last assistant message, without its reasoning. The example is the
+    ``env_input`` of the data sample, a row's dict in a RowDataset.
+    """
+
+    def __init__(self, fn: Callable[[str, Any], Any]):
+        """
+        Raises:
+            ConfigError: ``fn`` can't be called with two arguments.
+        """
+        self.fn = fn
+        self.__name__ = getattr(fn, "__name__", None) or type(fn).__name__
+        self.__module__ = getattr(fn, "__module__", __name__)
+        self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
+        check_two_arguments(fn, self.__name__, WANTED)
+
+    def __call__(self, rollout: Rollout, env_input: Any) -> Any:
+        """What ``fn`` returns: a number, or an awaitable of one."""
+        return self.fn(last_assistant_text(rollout), env_input)
+
+
+def check_two_arguments(fn: Callable[..., Any], name: str, wanted: str) -> None:
+    """
+    Raises:
+        ConfigError: ``fn`` can't be called with two arguments; the cure is ``wanted``.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin without one
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigError("rubric.reward_fns", f"{name}{signature}", f"{error}; {wanted}") from None
+
+
+def last_assistant_text(rollout: Rollout) -> str:
+    """Content of the rollout's last assistant message, without its reasoning; "" if there is none."""
+    return rollout.turns[-1].assistant_message["content"] if rollout.turns else ""
+
+
+async def win_shares(count: int, prefers: Callable[[int, int], Awaitable[float]]) -> list[float]:
+    """For each of ``count`` answers, the mean of its comparisons with the others: 1 where it won all, 0.5 where all tie.
+
+    Each pair is compared in both orders, so that a judge's liking for a place cancels. One answer alone has 0.5.
+
+    Args:
+        prefers: of the answers at two indices, 1.0 where the first is better, 0.0 where the second is, 0.5 where neither is.
+    """
+    if count == 1:
+        return [0.5]
+    pairs = list(permutations(range(count), 2))
+    wins = [0.0] * count
+    for (first, second), verdict in zip(pairs, await asyncio.gather(*(prefers(*pair) for pair in pairs)), strict=True):
+        wins[first] += verdict
+        wins[second] += 1.0 - verdict
+    return [share / (2 * (count - 1)) for share in wins]

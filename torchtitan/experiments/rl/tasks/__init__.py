@@ -1,18 +1,15 @@
 """Everything the author of a task imports. Worked tasks lie in folders beside this file; sum_digits is the smallest."""
 
-from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.data.made import MadeDataset
+from torchtitan.experiments.rl.data.dataset import Dataset, MadeDataset
 from torchtitan.experiments.rl.data.rows import MemoryRows, RowDataset
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
-from torchtitan.experiments.rl.envs.question_env import QuestionEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, env_component, last_assistant_text
 from torchtitan.experiments.rl.tasks.answers import final_answer, final_number, right_answer
-from torchtitan.experiments.rl.tasks.demonstrations.task import DemonstrationTask
-from torchtitan.experiments.rl.tasks.env_task import EnvTask, env_task
-from torchtitan.experiments.rl.tasks.questions.task import QuestionTask, question_task
+from torchtitan.experiments.rl.tasks.demonstrations import DemonstrationTask
+from torchtitan.experiments.rl.tasks.questions import EnvTask, QuestionEnv, QuestionTask, env_task, question_task
 from torchtitan.experiments.rl.tasks.task import Task
 
 __all__ = [

@@ -30,19 +30,40 @@ from torchtitan.experiments.rl.envs.renderer import attributes_roles
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
-from torchtitan.experiments.rl.rollouts.costs import counted_in
-from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig, Temperature
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, counted_in
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
-from torchtitan.experiments.rl.tasks.group_run import GroupRun
-from torchtitan.experiments.rl.tasks.group_score import give_credit, score_rewards, score_rollout
-from torchtitan.experiments.rl.tasks.used_envs import first_use
-from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
+from torchtitan.experiments.rl.tasks.group import GroupRun, first_use, give_credit, score_rewards, score_rollout
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded
 from torchtitan.experiments.rl.user_code.watch import HOLD_S
 
 MIN_TRAINING_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this, but for those under 1e-5, at which it samples greedily."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ValidationConfig:
+    every: NonNegativeInt = 10
+    """Steps between two evaluations; before the first step and after the last there always is one. 0 turns all off."""
+    examples: PositiveInt = 128
+    """Examples of the validation set, from its start; all of a smaller set."""
+    attempts: PositiveInt = 1
+    """Rollouts of each example: the k of avg@k and pass@k."""
+    temperature: Temperature = 0.0
+    """0 is greedy."""
+    max_concurrency: PositiveInt = 64
+    """Rollouts at once while training goes on: the engine serves requests in turn, and training's have to get theirs. The first
+    and the last evaluation have the generators to themselves and no limit."""
+    pass_reward: float = 1.0
+    """Reward from which an attempt has passed."""
+
+    def validate(self, *, field: str) -> None:
+        """
+        Raises:
+            ConfigError: naming the field at fault, its value and the cure.
+        """
+        if self.attempts > 1 and self.temperature == 0:
+            raise ConfigError(f"{field}.attempts", self.attempts, f"greedy attempts are all alike: set {field}.temperature")
 
 
 class Task(UserConfigurable):

@@ -38,7 +38,7 @@ from torchtitan.experiments.rl.process.setup import quiet_libraries, set_up_logg
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
-from torchtitan.experiments.rl.tasks.validation_config import ValidationConfig
+from torchtitan.experiments.rl.tasks.task import ValidationConfig
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 
 logger = logging.getLogger(__name__)

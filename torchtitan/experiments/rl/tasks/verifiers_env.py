@@ -3,21 +3,146 @@
 What it asks is the next prompt, and what the policy then says is its answer; between the two the RendererEnv does what it does
 for every env. So the ids that are trained are the ids that were sampled, and limits, timeouts and records are any task's. That
 goes for one growing conversation: where an environment rewrites what was said, asks twice at once or changes its tools, the
-rollout is an error that says so. Imports verifiers with this module.
+rollout is an error that says so.
+
+Environments are adapted to a run in three ways:
+
+1. An Environment sets handlers of SIGINT and SIGTERM when it is made. Here it sets none: an actor's thread may not, and the
+   command handles Ctrl-C.
+2. A verifiers rubric counts a reward function that raises as 0. Here the rollout ends as an error.
+3. A sync reward function would hold up the event loop: here it runs in a worker thread.
+
+Imports verifiers with this module.
 """
 
 import asyncio
+import contextvars
+import functools
+import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import verifiers
 from renderers import Message, ToolSpec
 from verifiers import Environment, State
 from verifiers.clients import Client
-from verifiers.types import ClientConfig, Messages, Response, SamplingArgs, Tool
+from verifiers.types import ClientConfig, Messages, Response, ResponseMessage, SamplingArgs, Tool, ToolCall
+from verifiers.types import Message as VerifiersMessage
 
+from torchtitan.experiments.rl.compat.verifiers import compares_rollouts, no_signal_handlers, replace_reward_functions
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
-from torchtitan.experiments.rl.tasks.verifiers.loading import score
-from torchtitan.experiments.rl.tasks.verifiers.messages import to_messages, to_response, to_tool
-from torchtitan.experiments.rl.user_code.calls import call_bounded, cause_of
+from torchtitan.experiments.rl.process.setup import take_log_of
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, call_user, cause_of, is_finite_number
+
+_failures: contextvars.ContextVar[list[str]] = contextvars.ContextVar("failures of the reward functions of one rollout")
+
+
+@functools.cache
+def load_environment(name: str, args: str) -> "verifiers.Environment":
+    """The environment that ``name``'s module makes of ``args``, JSON; the same object for the same arguments.
+
+    Raises:
+        Exception: whatever the environment's own code raises.
+    """
+    take_log_of("verifiers")
+    with no_signal_handlers():
+        environment = verifiers.load_environment(name, **json.loads(args))
+    replace_reward_functions(environment, _watched)
+    return environment
+
+
+def scores_groups(environment: "verifiers.Environment") -> bool:
+    """Whether some reward function compares rollouts."""
+    return compares_rollouts(environment)
+
+
+async def score(environment: "verifiers.Environment", state: "verifiers.State") -> dict[str, float]:
+    """Have the environment's rubric score a finished rollout: its functions' values by name, and their weighted sum, "reward".
+
+    Raises:
+        RuntimeError: a reward function failed; names each that did.
+    """
+    failures: list[str] = []
+    _failures.set(failures)  # a context variable: other rollouts have their own
+    try:
+        await environment.rubric.score_rollout(state)
+    finally:
+        await environment.rubric.cleanup(state)
+    if failures:
+        raise RuntimeError("; ".join(failures))
+    return {**state["metrics"], "reward": state["reward"]}
+
+
+def _watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The reward function in a thread if it is sync, with its failures added to ``_failures``."""
+
+    @functools.wraps(function)  # rubrics read the signature to know what to pass
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        failures = _failures.get([])
+        try:
+            value = await call_user(functools.partial(function, *args, **kwargs), timeout_s=None)
+        except UserCodeError as error:
+            failures.append(f"reward function {function.__name__!r}: {error}")
+            raise
+        if not is_finite_number(value):
+            failures.append(f"reward function {function.__name__!r} returned {str(value)[:60]!r}, want a finite number")
+        return value
+
+    return watched
+
+
+def to_messages(messages: Iterable[VerifiersMessage]) -> list[Message]:
+    """As the renderers package has them. A tool's answer gets the tool's name, which verifiers leaves out and some templates
+    show."""
+    converted: list[Message] = []
+    called: dict[str, str] = {}
+    for message in messages:
+        # Messages of the old text-completion API stand for the user's.
+        role = "user" if message.role == "text" else message.role
+        content = message.content or ""
+        made: Message = {"role": role, "content": content if isinstance(content, str) else [_part(part) for part in content]}
+        if reasoning := getattr(message, "reasoning_content", None):
+            made["reasoning_content"] = reasoning
+        if calls := getattr(message, "tool_calls", None):
+            made["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+            called |= {call.id: call.name for call in calls}
+        if role == "tool":
+            made["tool_call_id"] = message.tool_call_id
+            if message.tool_call_id in called:
+                made["name"] = called[message.tool_call_id]
+        converted.append(made)
+    return converted
+
+
+def to_tool(tool: Tool) -> ToolSpec:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def to_response(message: Message) -> Response:
+    """An assistant message as a model's response. Malformed tool calls stay in its content, as text."""
+    calls = [
+        ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
+        for call in message.get("tool_calls", [])
+    ]
+    said = ResponseMessage(
+        content=message["content"],
+        reasoning_content=message.get("reasoning_content"),
+        tool_calls=calls or None,
+        finish_reason="tool_calls" if calls else "stop",
+        is_truncated=False,
+    )
+    return Response(id="", created=0, model="policy", message=said)
+
+
+def _part(part: Any) -> dict:
+    return dict(part) if isinstance(part, dict) else part.model_dump()
+
 
 Request = tuple[list[Message], list[ToolSpec]]
 

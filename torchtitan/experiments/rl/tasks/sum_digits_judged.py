@@ -10,10 +10,8 @@ from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.generation.judge import Judge
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout
-from torchtitan.experiments.rl.rubrics.pairwise import win_shares
-from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
-from torchtitan.experiments.rl.tasks.sum_digits.data import prompt_text
-from torchtitan.experiments.rl.tasks.sum_digits.rubric import exact
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text, win_shares
+from torchtitan.experiments.rl.tasks.sum_digits import exact, prompt_text
 
 
 class JudgedSumDigitsRubric(Rubric):

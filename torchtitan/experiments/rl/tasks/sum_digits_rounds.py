@@ -1,19 +1,43 @@
-"""Digit sums in several turns: the smallest task whose env messages the policy can learn to predict, as Echo needs."""
+"""Digit sums in several turns: after each reply the env sends the right sum and the next question.
+
+The smallest task whose env messages the policy can learn to predict, as Echo needs.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from renderers import Message
+
 from torchtitan.experiments.rl.bounds import PositiveInt
-from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.data.made import MadeDataset
+from torchtitan.experiments.rl.data.dataset import Dataset, MadeDataset
+from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
-from torchtitan.experiments.rl.tasks.sum_digits.data import make_examples
-from torchtitan.experiments.rl.tasks.sum_digits.task import SumDigitsDataset
-from torchtitan.experiments.rl.tasks.sum_digits_rounds.env import SumDigitsRoundsEnv
+from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, answer_text, make_examples, prompt_text
 from torchtitan.experiments.rl.tasks.task import Task
+
+
+class SumDigitsRoundsEnv(MessageEnv):
+    """Gives 1 / rounds, as component "right", for each right reply, so that a rollout's sum is in [0, 1]."""
+
+    def __init__(self, rounds: list[list[int]]):
+        self.rounds = rounds
+        self._round = 0
+
+    async def reset(self) -> ResetOutput:
+        return ResetOutput(messages=[{"role": "user", "content": prompt_text(self.rounds[0])}])
+
+    async def step_message(self, message: Message) -> StepOutput:
+        answer = answer_text(self.rounds[self._round])
+        right = message["content"].strip() == answer
+        self._round += 1
+        done = self._round == len(self.rounds)
+        messages = (
+            [] if done else [{"role": "user", "content": f"The sum is {answer}. {prompt_text(self.rounds[self._round])}"}]
+        )
+        return StepOutput(env_messages=messages, done=done, reward_components={"right": right / len(self.rounds)})
 
 
 def make_rounds(*, rounds: int, **config: Any) -> list[list[list[int]]]:

@@ -1,0 +1,182 @@
+"""Several user turns: sort names, then merge more into the list. Copy this file for a conversation that follows a script.
+
+    Sort these names ...: Nora Alice      ->   Alice Nora
+    Now add these names ...: Bob          ->   Alice Bob Nora
+
+A split has its own sets of opening names: no set, in any order, is in both.
+"""
+
+import random
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Annotated, Any
+
+from annotated_types import Ge
+from renderers import Message
+
+from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveInt
+from torchtitan.experiments.rl.data.dataset import Dataset, MadeDataset, Split, split_of_text
+from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
+from torchtitan.experiments.rl.tasks.answers import final_list
+from torchtitan.experiments.rl.tasks.task import Task
+
+NAMES = """
+    Alice Anderson Bob Brown Carol Clark David Davis Emma Evans Fisher Frank Garcia Grace Harris Henry Irene Jack Johnson Karen
+    King Lewis Liam Maria Martin Nelson Nora Oliver Parker Paula Quinn Robert Roberts Sarah Smith Taylor Thomas Ursula Victor
+    Walker Wendy Wilson Xavier Young Yvonne Zoe
+""".split()
+
+
+def opening_text(names: list[str]) -> str:
+    """The user's first message."""
+    return "Sort these names in alphabetical order, one per line:\n" + "\n".join(names)
+
+
+def more_text(names: list[str]) -> str:
+    """The user's message in each later round."""
+    return "Now add these names to the list and sort again:\n" + "\n".join(names)
+
+
+def sorted_lists(rounds: list[list[str]]) -> list[list[str]]:
+    """The right reply of each round: all names so far in alphabetical order."""
+    return [sorted(sum(rounds[: end + 1], [])) for end in range(len(rounds))]
+
+
+def split_of(opening: list[str]) -> Split:
+    """The split of these opening names. It depends neither on their order nor on the seed."""
+    return split_of_text("\n".join(sorted(opening)))
+
+
+def make_examples(
+    count: int,
+    *,
+    split: Split,
+    seed: int = 0,
+    min_rounds: int = 2,
+    max_rounds: int = 3,
+    min_names: int = 2,
+    max_names: int = 5,
+) -> list[list[list[str]]]:
+    """`count` examples of `min_rounds` to `max_rounds` lists of `min_names` to `max_names` names, every number equally likely.
+
+    No name comes twice in an example. A longer call with the same arguments starts with the shorter one's examples.
+    """
+    stream = random.Random(f"alphabet_sort/{split}/{seed}")
+
+    def draw() -> list[list[str]]:
+        lengths = [stream.randint(min_names, max_names) for _ in range(stream.randint(min_rounds, max_rounds))]
+        while True:
+            names = iter(stream.sample(NAMES, sum(lengths)))
+            rounds = [[next(names) for _ in range(length)] for length in lengths]
+            if split_of(rounds[0]) == split:
+                return rounds
+
+    return [draw() for _ in range(count)]
+
+
+SYSTEM = "You are a helpful assistant. Answer with the sorted list only."
+
+
+class AlphabetSortEnv(MessageEnv):
+    def __init__(self, rounds: list[list[str]]):
+        self.rounds = rounds
+        self._answered = 0
+
+    async def reset(self) -> ResetOutput:
+        question = {"role": "user", "content": opening_text(self.rounds[0])}
+        return ResetOutput(messages=[{"role": "system", "content": SYSTEM}, question])
+
+    async def step_message(self, message: Message) -> StepOutput:
+        self._answered += 1
+        if self._answered == len(self.rounds):
+            return StepOutput(env_messages=[], done=True)
+        return StepOutput(env_messages=[{"role": "user", "content": more_text(self.rounds[self._answered])}], done=False)
+
+
+class AlphabetSortRubric(Rubric):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Rubric.Config):
+        similarity_weight: NonNegativeFloat = 0.0
+        """Weight of `similarity` beside the 1.0 of `exact`: for long lists, of which a model seldom gets all in order."""
+
+        exact: bool = False
+        """The reply has to be the list and nothing else: what the tiny models have learned. False: its last list counts, with
+        whatever numbers, bullets and words stand around it."""
+
+    config: Config
+
+    def register_funcs(self) -> list[RewardFn]:
+        return [RewardFn(self.exact), RewardFn(self.similarity, weight=self.config.similarity_weight)]
+
+    # Async, so they run on the event loop: for lists this short, a sync function's thread would cost more than the work.
+    async def exact(self, rollout: Rollout, rounds: list[list[str]]) -> float:
+        """Share of the rounds whose reply has the sorted list."""
+        return sum(reply == wanted for reply, wanted in self._replies(rollout, rounds)) / len(rounds)
+
+    async def similarity(self, rollout: Rollout, rounds: list[list[str]]) -> float:
+        """Mean over the rounds of 2 M / T: M the names in common, in order, and T those of reply and sorted list together."""
+        pairs = self._replies(rollout, rounds)
+        return sum(SequenceMatcher(None, reply, wanted, autojunk=False).ratio() for reply, wanted in pairs) / len(rounds)
+
+    def _replies(self, rollout: Rollout, rounds: list[list[str]]) -> list[tuple[list[str], list[str]]]:
+        """The list of each reply, with the right one."""
+        texts = [turn.assistant_message["content"] for turn in rollout.turns]
+        lists = [_lines(text) if self.config.exact else final_list(text) for text in texts]
+        return list(zip(lists, sorted_lists(rounds)))  # noqa: B905  a rollout cut short has fewer replies
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+class AlphabetSortDataset(MadeDataset):
+    @dataclass(kw_only=True, slots=True)
+    class Config(MadeDataset.Config):
+        min_rounds: PositiveInt = 2
+        max_rounds: PositiveInt = 3
+        """Lists of names in an example. The model has one turn for each."""
+        min_names: Annotated[int, Ge(2)] = 2
+        """At least 2: a single name needs no sorting, and there are too few single names for two splits."""
+        max_names: Annotated[int, Ge(2)] = 5
+        """Names in each list."""
+
+        def validate(self, *, field: str) -> None:
+            """Raises ConfigError where no example can be made."""
+            for name, low, high in (("rounds", self.min_rounds, self.max_rounds), ("names", self.min_names, self.max_names)):
+                if low > high:
+                    raise ConfigError(f"{field}.min_{name}", low, f"must be at most max_{name} = {high}")
+            if self.max_rounds * self.max_names > len(NAMES):
+                cure = f"with max_rounds = {self.max_rounds} more than the {len(NAMES)} names there are; lower either"
+                raise ConfigError(f"{field}.max_names", self.max_names, cure)
+
+    make = staticmethod(make_examples)
+
+    def info(self, rounds: list[list[str]]) -> dict[str, Any]:
+        return {"rounds": len(rounds), "names": sum(map(len, rounds))}
+
+
+class AlphabetSortTask(Task):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        dataset: Dataset.Config = field(default_factory=AlphabetSortDataset.Config)
+        validation: Dataset.Config | None = field(
+            default_factory=lambda: AlphabetSortDataset.Config(split="validation", count=64, seed=1)
+        )
+        rubric: Rubric.Config = field(default_factory=AlphabetSortRubric.Config)
+        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=8, max_rollout_tokens=1024))
+        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=128))
+
+        def validate(self, *, field: str, policy_path: str | None = None) -> None:
+            super(AlphabetSortTask.Config, self).validate(field=field, policy_path=policy_path)
+            for name, dataset in (("dataset", self.dataset), ("validation", self.validation)):
+                if isinstance(dataset, AlphabetSortDataset.Config) and dataset.max_rounds > self.env.max_turns:
+                    cure = f"{field}.{name} has up to {dataset.max_rounds} rounds, a turn each: raise this"
+                    raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, cure)
+
+    def make_env(self, sample: DataSample) -> AlphabetSortEnv:
+        return AlphabetSortEnv(sample.env_input)

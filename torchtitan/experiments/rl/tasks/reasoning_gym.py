@@ -1,0 +1,223 @@
+"""Puzzles of the reasoning_gym package: one of its generators, or a mixture. For real models.
+
+The generator that made a puzzle scores its answer, in a child process. Nine of the scorers evaluate what the model wrote (with
+eval: binary_matrix, n_queens, spiral_matrix, string_insertion; with sympy's parser, which is eval too: countdown,
+intermediate_integration, polynomial_multiplication, puzzle24, simple_integration), so an answer may hang or end that process.
+A child process is no sandbox: leave those nine out where a model must not run code on the machine.
+"""
+
+import difflib
+import functools
+import json
+import random
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Annotated, Any
+
+from annotated_types import MinLen
+
+from torchtitan.experiments.rl.bounds import Cure, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError, MissingError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
+from torchtitan.experiments.rl.tasks.answers import answer_of, last_tagged, plain
+from torchtitan.experiments.rl.tasks.questions import QuestionEnv
+from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.user_code.calls import cause_of
+
+
+@dataclass(kw_only=True, slots=True)
+class PuzzleGenerator:
+    """A generator of a mixture, and its share."""
+
+    config: dict[str, Any] = field(default_factory=dict)
+    """Fields of the generator's own config, such as {"min_terms": 2} for chain_sum; seed and size are the dataset's."""
+    weight: PositiveFloat = 1.0
+    """Share of the puzzles, relative to the other generators'."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Puzzle:
+    generator: str
+    config: dict[str, Any]
+    """With which the generator is built again to score an answer."""
+    entry: dict[str, Any]
+    """What the generator made: question, answer, metadata."""
+
+
+class ReasoningGymDataset(Dataset):
+    """Puzzle i of a generator is made from seed + i (by 102 of the 105): two datasets share puzzles where their [seed, seed +
+    count) overlap. list_functions alone makes other puzzles in every process.
+
+    A puzzle is made when it is asked for, on the event loop. That takes 0.1 ms for most generators; 0.1 to 1 s for countdown,
+    futoshiki, intermediate_integration, knight_swap, polynomial_multiplication, puzzle24, sokoban and zebra_puzzles.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Dataset.Config):
+        generators: Annotated[dict[str, PuzzleGenerator], MinLen(1), Cure("name at least one generator")]
+        """By the name reasoning_gym knows them by, such as {"chain_sum": PuzzleGenerator()}."""
+        count: PositiveInt = 10_000
+        seed: int = 0
+
+        def validate(self, *, field: str) -> None:
+            """Checks the generators' names and configs if reasoning_gym is installed."""
+            for name, generator in self.generators.items():
+                for owned in ("seed", "size"):
+                    if owned in generator.config:
+                        cure = f"leave {owned!r} out: it is the dataset's {'seed' if owned == 'seed' else 'count'}"
+                        raise ConfigError(f"{field}.generators.{name}.config", generator.config, cure)
+            if find_spec("reasoning_gym") is not None:
+                for name, generator in self.generators.items():
+                    _check_generator(name, generator.config, field=f"{field}.generators")
+
+        def check_present(self, *, field: str) -> None:
+            if find_spec("reasoning_gym") is None:
+                names = ", ".join(self.generators)
+                raise MissingError(f"{field}.generators", names, "need reasoning-gym: pip install reasoning-gym")
+
+    config: Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        import reasoning_gym  # takes a second: only runs that need it wait for it
+
+        self._names = list(config.generators)
+        self._weights = [generator.weight for generator in config.generators.values()]
+        self._configs = {
+            name: {**generator.config, "seed": config.seed, "size": config.count}
+            for name, generator in config.generators.items()
+        }
+        self._made = {name: reasoning_gym.create_dataset(name, **own) for name, own in self._configs.items()}
+
+    def __len__(self) -> int:
+        return self.config.count
+
+    def __getitem__(self, index: int) -> DataSample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        # The generator of puzzle i depends on the seed and i only, so that a resumed run gets the same puzzles.
+        (name,) = random.Random(f"{self.config.seed}/{index}").choices(self._names, self._weights)
+        entry = self._made[name][index]
+        info = {"generator": name}
+        if isinstance(entry["answer"], str):  # a puzzle with many solutions may give none
+            info["demonstration"] = entry["answer"]
+        return DataSample(
+            sample_id=f"{name}/{index}",
+            env_input=Puzzle(generator=name, config=self._configs[name], entry=entry),
+            info=info,
+        )
+
+
+def _check_generator(name: str, config: dict[str, Any], *, field: str) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=3)
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"there are {len(DATASETS)}, {', '.join(sorted(DATASETS)[:5])} ..."
+        )
+        raise ConfigError(field, name, f"reasoning_gym has no such generator; {hint}")
+    try:
+        DATASETS[name][1](**config).validate()
+    except Exception as error:
+        raise ConfigError(f"{field}.{name}.config", config, f"refused by the generator: {cause_of(error)}") from None
+
+
+def solved(rollout: Rollout, puzzle: Puzzle, *, exact: bool, loaded: ModuleType | None = None) -> float:
+    """The generator's score of the answer, 0 to 1; 0 where there is none. Raises what the scorer raises.
+
+    Args:
+        loaded: reasoning_gym. A child process imports it with this argument, before the time of its first call begins.
+    """
+    answer = last_assistant_text(rollout).strip() if exact else answer_of(rollout)
+    if not answer:
+        return 0.0
+    generator = _generator(puzzle.generator, json.dumps(puzzle.config))
+    score = float(generator.score_answer(answer, puzzle.entry))
+    if score == 1 or exact or plain(answer) == answer:
+        return score
+    return max(score, float(generator.score_answer(plain(answer), puzzle.entry)))
+
+
+@functools.cache
+def _generator(name: str, config: str) -> Any:
+    """Cached, because some generators read word lists and grids from files."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, **json.loads(config))
+
+
+class PuzzleRubric(Rubric):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Rubric.Config):
+        exact: bool = False
+        """The whole message is the answer. False: its final answer counts, which the prompt asks for between <answer> and
+        </answer>."""
+        timeout_s: PositiveFloat = 10.0
+        """For each answer. One that takes longer to score makes its rollout an error."""
+
+    config: Config
+
+    def register_funcs(self) -> list[RewardFn]:
+        import reasoning_gym  # takes a second: only runs that need it wait for it
+
+        return [
+            RewardFn(functools.partial(solved, exact=self.config.exact, loaded=reasoning_gym), name="solved", isolate=True),
+            RewardFn(tagged, weight=0.0),
+            *super().register_funcs(),
+        ]
+
+
+async def tagged(rollout: Rollout, puzzle: Puzzle) -> float:
+    """1 if the message has an answer between tags, as the prompt asks, else 0."""
+    return float(bool(last_tagged(last_assistant_text(rollout))))
+
+
+__all__ = ["PuzzleGenerator", "PuzzleRubric", "ReasoningGymDataset", "ReasoningGymTask"]
+
+TEMPLATE = "{question}\n\nReason step by step, and put nothing but your final answer between <answer> and </answer>."
+
+
+class ReasoningGymTask(Task):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        template: str = TEMPLATE
+        """The user's message; {question} is replaced. It should ask for <answer></answer>, by which answers are found best."""
+        rubric: Rubric.Config = field(default_factory=PuzzleRubric.Config)
+        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=4096))
+        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=3072))
+
+        def validate(self, *, field: str, policy_path: str | None = None) -> None:
+            super(ReasoningGymTask.Config, self).validate(field=field, policy_path=policy_path)
+            if "{question}" not in self.template:
+                raise ConfigError(f"{field}.template", self.template, "must contain {question}")
+            _check_disjoint(self.dataset, self.validation, field=field)
+
+    config: Config
+
+    def make_env(self, sample: DataSample) -> QuestionEnv:
+        return QuestionEnv(self.config.template.replace("{question}", sample.env_input.entry["question"]))
+
+
+def _check_disjoint(training: Dataset.Config, validation: Dataset.Config | None, *, field: str) -> None:
+    """Refuse seeds that are too close: with seeds 0 and 1, two datasets share all but one puzzle.
+
+    Raises:
+        ConfigError: training and validation would share puzzles.
+    """
+    if not (isinstance(training, ReasoningGymDataset.Config) and isinstance(validation, ReasoningGymDataset.Config)):
+        return
+    apart = training.seed + training.count <= validation.seed or validation.seed + validation.count <= training.seed
+    trained = {name: generator.config for name, generator in training.generators.items()}
+    same = [name for name, own in validation.generators.items() if trained.get(name) == own.config]
+    if same and not apart:
+        end = training.seed + training.count
+        cure = f"puzzle i is made from seed + i, and {same[0]} trains on seeds {training.seed} to {end - 1}: take {end} or more"
+        raise ConfigError(f"{field}.validation.seed", validation.seed, cure)

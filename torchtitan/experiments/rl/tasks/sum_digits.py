@@ -1,0 +1,142 @@
+"""The smallest complete task: sums of digits, one question and one answer. Copy this file to start your own.
+
+    Sum of the digits: 4 8 2 7   ->   21
+
+The examples follow from the arguments alone, in any process and on any machine.
+"""
+
+import random
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le
+from renderers import Message
+
+from torchtitan.experiments.rl.bounds import Cure
+from torchtitan.experiments.rl.data.dataset import Dataset, MadeDataset, Split, split_of_text
+from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
+from torchtitan.experiments.rl.tasks.answers import number_of
+from torchtitan.experiments.rl.tasks.task import Task
+
+
+def prompt_text(digits: list[int]) -> str:
+    """The user's message."""
+    return "Sum of the digits: " + " ".join(map(str, digits))
+
+
+def answer_text(digits: list[int]) -> str:
+    """The only right reply."""
+    return str(sum(digits))
+
+
+def make_examples(count: int, *, split: Split, seed: int = 0, min_digits: int = 2, max_digits: int = 5) -> list[list[int]]:
+    """`count` lists of `min_digits` to `max_digits` digits, every length equally likely.
+
+    A longer call with the same arguments starts with the shorter one's lists. Short lists repeat: there
+    are only about a hundred of two digits.
+    """
+    if not 2 <= min_digits <= max_digits:
+        raise ValueError(
+            f"min_digits={min_digits}, max_digits={max_digits}: need 2 <= min_digits <= max_digits "
+            "(lists of one digit are too few to split)"
+        )
+    stream = random.Random(f"sum_digits/{split}/{seed}")
+
+    def draw() -> list[int]:
+        length = stream.randint(min_digits, max_digits)
+        while True:
+            digits = [stream.randint(0, 9) for _ in range(length)]
+            if split_of_text(prompt_text(digits)) == split:
+                return digits
+
+    return [draw() for _ in range(count)]
+
+
+class SumDigitsEnv(MessageEnv):
+    def __init__(self, digits: list[int], *, instruction: str = ""):
+        self.digits, self.instruction = digits, instruction
+
+    async def reset(self) -> ResetOutput:
+        question = "\n\n".join(filter(None, (prompt_text(self.digits), self.instruction)))
+        return ResetOutput(messages=[{"role": "user", "content": question}])
+
+    async def step_message(self, message: Message) -> StepOutput:
+        return StepOutput(env_messages=[], done=True)
+
+
+class SumDigitsRubric(Rubric):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Rubric.Config):
+        exact: bool = False
+        """The reply has to be the sum and nothing else: what the tiny models have learned. False: its final answer counts,
+        however it is written."""
+
+    config: Config
+
+    def register_funcs(self) -> list[RewardFn]:
+        return [RewardFn(exact if self.config.exact else found, name="correct")]
+
+
+# Async, so they run on the event loop: for one comparison, the thread a sync function gets would cost more than the work.
+async def exact(rollout: Rollout, digits: list[int]) -> float:
+    return float(last_assistant_text(rollout).strip() == answer_text(digits))
+
+
+async def found(rollout: Rollout, digits: list[int]) -> float:
+    return float(number_of(rollout) == sum(digits))
+
+
+INSTRUCTION = 'End your reply with the line "Answer: N", where N is the sum.'
+
+
+class SumDigitsDataset(MadeDataset):
+    @dataclass(kw_only=True, slots=True)
+    class Config(MadeDataset.Config):
+        min_digits: Annotated[int, Ge(2), Cure("lists of one digit are too few to split")] = 2
+        max_digits: Annotated[int, Ge(2), Le(1000)] = 5
+
+        def validate(self, *, field: str) -> None:
+            """Raises ConfigError where no example can be made."""
+            if self.min_digits > self.max_digits:
+                raise ConfigError(f"{field}.min_digits", self.min_digits, f"must be at most max_digits = {self.max_digits}")
+
+    make = staticmethod(make_examples)
+
+    def info(self, digits: list[int]) -> dict[str, Any]:
+        return {"digits": len(digits), "demonstration": answer_text(digits)}
+
+
+class SumDigitsTask(Task):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        dataset: Dataset.Config = field(default_factory=SumDigitsDataset.Config)
+        validation: Dataset.Config | None = field(
+            default_factory=lambda: SumDigitsDataset.Config(split="validation", count=64, seed=1)
+        )
+        instruction: str = INSTRUCTION
+        """Stands below the question and says how to write the answer. The tiny models have seen questions without ("")."""
+        rubric: Rubric.Config = field(default_factory=SumDigitsRubric.Config)
+        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=128))
+        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=16))
+
+    config: Config
+
+    def make_env(self, sample: DataSample) -> SumDigitsEnv:
+        return SumDigitsEnv(sample.env_input, instruction=self.config.instruction)
+
+
+class SumDigitsDemonstrations(SumDigitsDataset):
+    """As SumDigitsDataset, each example with its answer."""
+
+    def __getitem__(self, index: int) -> DataSample:
+        example = super().__getitem__(index)
+        messages = [
+            {"role": "user", "content": prompt_text(example.env_input)},
+            {"role": "assistant", "content": answer_text(example.env_input)},
+        ]
+        return DataSample(sample_id=example.sample_id, env_input={"messages": messages}, info=example.info)
