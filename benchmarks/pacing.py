@@ -41,7 +41,7 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
 from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsTask  # noqa: E402
 from torchtitan.experiments.rl.tasks.task import ValidationConfig  # noqa: E402
-from torchtitan.experiments.rl.user_code.gate import Gate
+from torchtitan.experiments.rl.user_code.calls import Gate
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport  # noqa: E402
 
 GROUPS_PER_STEP, GROUP_SIZE = 8, 4

@@ -47,7 +47,7 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E4
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup  # noqa: E402
 from torchtitan.experiments.rl.tasks.group import derive_seed  # noqa: E402
 from torchtitan.experiments.rl.tasks.task import Task  # noqa: E402
-from torchtitan.experiments.rl.user_code.gate import Gate
+from torchtitan.experiments.rl.user_code.calls import Gate
 
 
 class RolloutPath:

@@ -26,7 +26,7 @@ from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_ro
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.gate import Gate
+from torchtitan.experiments.rl.user_code.calls import Gate
 
 STEP_LIMIT_S = 0.2
 

@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.operations.assembly import Closing
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.gate import Gate
+from torchtitan.experiments.rl.user_code.calls import Gate
 
 CALLS: list[tuple[str, str]] = []
 """Task and method, in the order called."""

@@ -11,7 +11,7 @@ import torchtitan.experiments.rl as package
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointError
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
-from torchtitan.experiments.rl.user_code.bounded import UserCodeTimeout
+from torchtitan.experiments.rl.user_code.calls import UserCodeTimeout
 
 ROOT = Path(package.__path__[0])
 THREE = ("tasks.a.env", 7, "lower it")

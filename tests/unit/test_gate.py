@@ -9,8 +9,7 @@ import pytest
 
 from tests.unit.waiting import iterations
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.user_code.gate import IN_PLACE_S, Gate
-from torchtitan.experiments.rl.user_code.threads import Job
+from torchtitan.experiments.rl.user_code.calls import IN_PLACE_S, Gate, Job
 
 
 async def test_quick_call_is_answered_without_the_event_loop_going_round():

@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.alarms import StallDetectors
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
-from torchtitan.experiments.rl.user_code.gate import Gate
+from torchtitan.experiments.rl.user_code.calls import Gate
 
 ROW_LENGTH = 8
 

@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
 from torchtitan.experiments.rl.data.task_mix import WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.operations.alarms import StallDetectors
-from torchtitan.experiments.rl.user_code.gate import Gate
+from torchtitan.experiments.rl.user_code.calls import Gate
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
 
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.unit.blocked import blocked_s
-from torchtitan.experiments.rl.user_code import bounded
+from torchtitan.experiments.rl.user_code import calls
 from torchtitan.experiments.rl.user_code.calls import (
     BLOCKING,
     Threads,
@@ -341,7 +341,7 @@ async def test_late_code_may_clean_up_and_is_named_with_its_place():
 
 
 async def test_late_code_that_ignores_its_cancellation_is_abandoned(monkeypatch):
-    monkeypatch.setattr(bounded, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(calls, "CANCEL_GRACE_S", 0.05)
     end, ended = asyncio.Event(), asyncio.Event()
 
     async def stubborn():

@@ -31,8 +31,7 @@ from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.group import give_credit
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded, call_user
-from torchtitan.experiments.rl.user_code.gate import sentence
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded, call_user, sentence
 
 PARTS = ("dataset", "validation", "rubric", "algorithm", "sampler")
 """Fields of a task's config that the task builds. The sampler is last: it needs the dataset."""
@@ -334,7 +333,7 @@ class Trial:
         for rollout in group.scored[1::2]:
             rollout.reward = 0.0 if rollout.reward else 1.0
         self._try("the credit of a group of scripted replies")
-        failure = give_credit(task.algorithm, group, timeout_s=task.config.env.rollout_timeout_s)
+        failure = await give_credit(task.algorithm, group, timeout_s=task.config.env.rollout_timeout_s)
         if failure is not None:
             self._refuse("algorithm", task.algorithm, failure.removeprefix(f"task {task.name}: "))
 

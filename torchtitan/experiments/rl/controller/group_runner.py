@@ -29,9 +29,16 @@ from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.calls import BLOCKING, UserCodeError, UserCodeTimeout, call_user, cause_of
+from torchtitan.experiments.rl.user_code.calls import (
+    BLOCKING,
+    Gate,
+    UserCodeError,
+    UserCodeTimeout,
+    call_user,
+    cause_of,
+    sentence,
+)
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
-from torchtitan.experiments.rl.user_code.gate import Gate, sentence
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
 
 logger = logging.getLogger(__name__)

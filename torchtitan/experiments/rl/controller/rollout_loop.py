@@ -46,8 +46,7 @@ from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.calls import cause_of
-from torchtitan.experiments.rl.user_code.gate import Call
+from torchtitan.experiments.rl.user_code.calls import Call, cause_of
 
 logger = logging.getLogger(__name__)
 

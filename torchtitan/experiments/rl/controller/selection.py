@@ -1,6 +1,6 @@
 """Which task and which example is next, and which rollouts stay: the task mix, samplers and filters, behind the gate.
 
-Users may have written any of them. Each call goes through the gate (`user_code/gate.py`), and each answer is checked here, so
+Users may have written any of them. Each call goes through the gate (`user_code/calls.py`), and each answer is checked here, so
 that a fault is named where it arises.
 """
 
@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.rollouts.filters import Filter, FilterResult, com
 from torchtitan.experiments.rl.rollouts.sealed import is_own, sealed_group
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.tasks.task import Task
-from torchtitan.experiments.rl.user_code.gate import Call, Gate, name_of
+from torchtitan.experiments.rl.user_code.calls import Call, Gate, name_of
 
 SMALL_GROUP = 16_384
 """Sampled tokens up to which the library's own filters run on the event loop: a millisecond at most, and most often less than

@@ -20,8 +20,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
-from torchtitan.experiments.rl.user_code.calls import cause_of
-from torchtitan.experiments.rl.user_code.gate import Gate
+from torchtitan.experiments.rl.user_code.calls import Gate, cause_of
 
 
 class Validator:

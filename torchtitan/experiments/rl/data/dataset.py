@@ -14,8 +14,7 @@ from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.rollouts.types import DataSample
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, cause_of
-from torchtitan.experiments.rl.user_code.threads import doing
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, cause_of, doing
 
 
 class Examples(Protocol):

@@ -60,8 +60,7 @@ from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, contained
-from torchtitan.experiments.rl.user_code.gate import sentence
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded, contained, sentence
 from torchtitan.experiments.rl.weights.reader import WeightReader
 from torchtitan.experiments.rl.weights.sync import CanaryBound, WeightSync
 

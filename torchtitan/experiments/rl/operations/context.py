@@ -8,7 +8,7 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import Console
 from torchtitan.experiments.rl.operations.supervision import Restarts
-from torchtitan.experiments.rl.user_code.gate import Gate
+from torchtitan.experiments.rl.user_code.calls import Gate
 
 
 @dataclass(kw_only=True, slots=True)

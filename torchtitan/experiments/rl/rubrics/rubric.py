@@ -31,9 +31,8 @@ from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.sealed import copied_example, is_own, sealed_rollout
 from torchtitan.experiments.rl.rollouts.streams import finite_float
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
-from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, cause_of
+from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, cause_of, doing
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls
-from torchtitan.experiments.rl.user_code.threads import doing
 
 __all__ = ["Reward", "RewardFn", "Rubric", "env_component", "env_components", "last_assistant_text"]
 

@@ -4,7 +4,6 @@ Whatever user code does, every env and every session is closed exactly once, and
 """
 
 import asyncio
-import functools
 import hashlib
 import logging
 import time
@@ -29,7 +28,7 @@ from torchtitan.experiments.rl.rollouts.streams import check_streams, check_trai
 from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded, call_plain, cause_of
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded, cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +293,7 @@ async def score_rollout(algorithm: Algorithm, rollout: Rollout, group: RolloutGr
         group.credit_s += time.perf_counter() - began
 
 
-def give_credit(algorithm: Algorithm, group: RolloutGroup, *, timeout_s: float) -> str | None:
+async def give_credit(algorithm: Algorithm, group: RolloutGroup, *, timeout_s: float) -> str | None:
     """Have the algorithm give credit to a group that was rewarded. Returns the cause where that failed; every rollout has
     failed then.
 
@@ -306,16 +305,20 @@ def give_credit(algorithm: Algorithm, group: RolloutGroup, *, timeout_s: float) 
         return None  # gives no credit at all: for groups that are scored and not trained on
     given = group if is_own(algorithm) else sealed_group(group, lends_samples=True)
     lent, began = list(given.rollouts), time.perf_counter()
+
+    async def score() -> None:
+        algorithm.score_group(given)
+
     try:
         with trace.span(f"{kind.__name__}.score_group"):
-            call_plain(functools.partial(algorithm.score_group, given), timeout_s=timeout_s)
+            await call_bounded(score, timeout_s=timeout_s)
         for rollout, written in zip(group.rollouts, lent, strict=True):
             # The rubric's `error_reward`, and an algorithm whose ``score_rollout`` has not seen a rollout that failed.
             if rollout.status.is_error() and any(missing_credit(sample) for sample in written.samples):
                 rollout.reward = None
             if rollout.reward is not None:
                 take_samples(rollout, written, _check_credit)
-    except BaseException as error:  # it awaits nothing: whatever it raised is its own
+    except (UserCodeError, ValueError) as error:
         cause = f"task {group.task_name}: {kind.__name__}.score_group: {cause_of(error)}"
         fail(group.rollouts, cause)
         return cause

@@ -34,8 +34,7 @@ from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySessio
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, counted_in
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.group import GroupRun, first_use, give_credit, score_rewards, score_rollout
-from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_bounded
-from torchtitan.experiments.rl.user_code.watch import HOLD_S
+from torchtitan.experiments.rl.user_code.calls import HOLD_S, UserCodeError, call_bounded
 
 MIN_TRAINING_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this, but for those under 1e-5, at which it samples greedily."""
@@ -288,19 +287,19 @@ class Task(UserConfigurable):
         """Rewards, then credit. Sets ``group.failure``, and returns it, where the group can't be trained on: too few rollouts
         were scored, or the algorithm failed. A rollout without a reward is never trained on."""
         await self.score_rewards(group)
-        return self._give_credit(group)
+        return await self._give_credit(group)
 
     async def credit_group(self, group: RolloutGroup) -> str | None:
         """Credit for a group that was run without, and rewarded. Sets and returns ``group.failure`` as ``score_group`` does."""
         limit_s = self.config.env.rollout_timeout_s
         scores = (score_rollout(self.algorithm, rollout, group, timeout_s=limit_s) for rollout in group.rollouts)
         await asyncio.gather(*scores)
-        return self._give_credit(group)
+        return await self._give_credit(group)
 
-    def _give_credit(self, group: RolloutGroup) -> str | None:
+    async def _give_credit(self, group: RolloutGroup) -> str | None:
         # Again after credit: a rollout that its algorithm gave none has lost its reward.
         limit_s = self.config.env.rollout_timeout_s
-        group.failure = self._too_few_scored(group) or give_credit(self.algorithm, group, timeout_s=limit_s)
+        group.failure = self._too_few_scored(group) or await give_credit(self.algorithm, group, timeout_s=limit_s)
         group.failure = group.failure or self._too_few_scored(group)
         return group.failure
 

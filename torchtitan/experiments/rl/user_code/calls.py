@@ -6,45 +6,449 @@
 3. Async code runs in an asyncio task of its own. A ``sys.exit()`` inside a task would otherwise stop the whole event loop, and
    a CancelledError raised by the user's code could not be told from that of the caller.
 4. A cancellation of the caller passes through, after the user's code was cancelled too.
+5. A call's time is the clock's since its first step, less the time that other calls held up the event loop meanwhile. Calls
+   that a call makes belong to it: what they hold up counts as its own.
 
 Async code that blocks without awaiting (``time.sleep``, a sync HTTP call) holds up the event loop and every rollout on it; no
 time limit can interrupt it. A call that blocks beyond its limit ends as late all the same, and is counted in ``BLOCKING``.
 Such code belongs in ``asyncio.to_thread``.
 
-Code that must be called in order, such as samplers, has a gate of its own: user_code/gate.py.
+A ``Gate`` is for code that must be called in order: samplers, datasets, the task mix, filters, and the building of tasks. One
+thread runs its calls, in the order they were made: such objects are written for one caller at a time, and some, a database
+connection for one, work only in the thread that made them. The event loop waits in place for a moment, because most calls take
+microseconds, and a call that is answered in place leaves the order of events on the loop as it is. A call that takes longer is
+awaited, and those behind it are not waited for in place. Whatever goes wrong is a ``RunError``: "owner: cause".
 """
 
 import asyncio
+import contextlib
+import contextvars
 import functools
 import inspect
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+import logging
+import math
+import queue
+import threading
+import time
+import traceback
+import types
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
-from torchtitan.experiments.rl.user_code.bounded import (
-    UserCodeError,
-    UserCodeTimeout,
-    call_bounded,
-    call_plain,
-    cause_of,
-    is_finite_number,
-)
-from torchtitan.experiments.rl.user_code.threads import Threads
-from torchtitan.experiments.rl.user_code.watch import BLOCKING
-
-__all__ = [
-    "BLOCKING",
-    "Threads",
-    "UserCodeError",
-    "UserCodeTimeout",
-    "call_bounded",
-    "call_plain",
-    "call_user",
-    "cause_of",
-    "contained",
-    "is_finite_number",
-]
+from torchtitan.experiments.rl.errors import ConfigError, RunError
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+CANCEL_GRACE_S = 1.0
+"""How long cancelled code may take to unwind before it is abandoned."""
+CANCELLED_ITSELF = "CancelledError: raised by the code itself"
+CAUSE_LENGTH = 400
+"""Characters of a cause that are kept: it goes into logs and rollout records."""
+HOLD_S = 0.005
+"""A step that runs longer has held up the event loop."""
+TIMER_S = 0.001
+"""How early an event loop's timer may be: uvloop counts milliseconds."""
+NOT_THE_USERS = ("/asyncio/", f"/{Path(__file__).parent.name}/")
+"""Folders whose functions no call is said to wait in."""
+
+
+class UserCodeError(Exception):
+    """User code failed; the message is its cause in one line, exception type first."""
+
+
+class UserCodeTimeout(UserCodeError):
+    """User code took longer than its limit."""
+
+    where: str = ""
+    """What it waited for: ``Watch.waits_in``."""
+    returned: bool = False
+    """The code returned, too late, and raised nothing."""
+
+    def again(self, message: str) -> "UserCodeTimeout":
+        """The same with another message."""
+        late = UserCodeTimeout(message)
+        late.where, late.returned = self.where, self.returned
+        return late
+
+
+def cause_of(error: BaseException) -> str:
+    """One line: exception type, message, and the file and line that raised it. A message that can't be read is left out."""
+    try:
+        text = " ".join(str(error).split())[:CAUSE_LENGTH]
+    except BaseException as broken:  # the exception is the user's too
+        text = f"its message can't be read ({type(broken).__name__} in __str__)"
+    if isinstance(error, UserCodeError):
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
+
+
+def is_finite_number(value: Any) -> bool:
+    """True for Python and numpy numbers and bools that are neither NaN nor infinite; strings and arrays are not numbers."""
+    try:
+        return hasattr(value, "__float__") and not getattr(value, "shape", ()) and math.isfinite(value)
+    except BaseException:  # the value is the user's, and so is its __float__
+        return False
+
+
+class BlockingCalls:
+    """Counts calls that held up the event loop for longer than their limit."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self) -> None:
+        """One more call."""
+        self._count += 1
+
+    def lap(self) -> int:
+        """Calls since the last lap."""
+        count, self._count = self._count, 0
+        return count
+
+
+BLOCKING = BlockingCalls()
+"""Of this process."""
+
+
+class _Held(threading.local):
+    seconds = 0.0
+    """For which watched calls have held up the event loop of this thread."""
+
+
+_HELD = _Held()
+_CALLER: contextvars.ContextVar["Watch | None"] = contextvars.ContextVar("watched call that runs", default=None)
+
+
+class Watch:
+    """Times one call, and says what became of it."""
+
+    def __init__(self, limit_s: float | None, owner: str, call: Callable[[], Awaitable[Any]]):
+        async def invoke() -> Any:
+            return await call()
+
+        self.limit_s = math.inf if limit_s is None else limit_s
+        self.owner = owner
+        self.blocked_s = 0.0
+        """Length of the step that held up the event loop until the limit was exceeded; 0 where there is none."""
+        self.blocked_by = ""
+        """Owner of that step: of this call, or of one inside it."""
+        self._coroutine = invoke()
+        self._began: float | None = None
+        self._held_before = self._own_s = 0.0
+        self._inner: dict[Watch, None] = {}
+        """Calls that it made and that have not ended."""
+        self._caller = _CALLER.get()
+        if self._caller is not None:
+            self._caller._inner[self] = None
+
+    async def outcome(self) -> tuple[Any, BaseException | None]:
+        """Run the call: its value, or what it raised."""
+        _CALLER.set(self)
+        self._held_before, self._began = _HELD.seconds, time.monotonic()
+        try:
+            return await self._steps(), None
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            return None, error
+
+    @types.coroutine
+    def _steps(self) -> Generator[Any, Any, Any]:
+        """Run the coroutine, and time each of its steps, from one await to the next."""
+        resume: Callable[[Any], Any] = self._coroutine.send
+        argument: Any = None
+        while True:
+            began, held_before = time.monotonic(), _HELD.seconds
+            try:
+                waits_for = resume(argument)
+            except StopIteration as end:
+                return end.value
+            finally:
+                # What a call inside this step has held up since it began is that call's.
+                if (seconds := time.monotonic() - began - (_HELD.seconds - held_before)) > HOLD_S:
+                    self._hold(seconds)
+            try:
+                argument = yield waits_for
+                resume = self._coroutine.send
+            except BaseException as error:
+                resume, argument = self._coroutine.throw, error
+
+    def over(self) -> None:
+        """The call has ended or is abandoned."""
+        if self._began is None:
+            self._coroutine.close()  # it never ran
+        if self._caller is not None:
+            self._caller._inner.pop(self, None)
+
+    def left_s(self) -> float:
+        """What is left of its limit; 0 where a timer can't measure it."""
+        left_s = self.limit_s - self._ran_s(time.monotonic())
+        return left_s if left_s > TIMER_S else 0.0
+
+    def _hold(self, seconds: float) -> None:
+        """A step of so many seconds, which ends now, held up the event loop."""
+        ended = time.monotonic()
+        _HELD.seconds += seconds
+        late, watch = False, cast(Watch | None, self)
+        while watch is not None:
+            watch._own_s += seconds
+            if watch._ran_s(ended - seconds) < watch.limit_s <= watch._ran_s(ended):
+                watch.blocked_s, watch.blocked_by, late = seconds, self.owner, True
+            watch = watch._caller
+        if late:
+            BLOCKING.add()
+
+    def late(self, *, returned: bool) -> UserCodeTimeout:
+        """What it ends with where it is late. To be asked before it is stopped: it says what the code waits for.
+
+        Args:
+            returned: it has ended by itself, without an error.
+        """
+        late = UserCodeTimeout(f"no answer within {self.limit_s:g} s")
+        if self.blocked_s:
+            culprit = self.blocked_by if self.blocked_by not in ("", self.owner) else "it"
+            late = UserCodeTimeout(f"{late}: {culprit} blocked the event loop for {self.blocked_s:.3g} s without awaiting")
+        else:
+            late.where = self.waits_in()
+        late.returned = returned
+        return late
+
+    def waits_in(self) -> str:
+        """What it waits for: the call inside it that has not ended, and the innermost of the user's functions, with file and
+        line; empty where that is not known."""
+        for inner in reversed(self._inner):
+            if found := inner.waits_in():
+                return found
+        function = ""
+        coroutine: Any = self._coroutine
+        while inspect.iscoroutine(coroutine) and coroutine.cr_frame is not None:
+            code = coroutine.cr_code
+            if not any(folder in code.co_filename for folder in NOT_THE_USERS):
+                file = code.co_filename.rsplit("/", 1)[-1]
+                function = f"{code.co_qualname.rpartition('<locals>.')[2]} ({file}:{coroutine.cr_frame.f_lineno})"
+            coroutine = coroutine.cr_await
+        if not self.owner or function.startswith(f"{self.owner} "):
+            return function
+        return f"{self.owner}, at {function}" if function else self.owner
+
+    def _ran_s(self, now: float) -> float:
+        """Its own time; ``now`` is now, or when a step began that ends now."""
+        if self._began is None:
+            return 0.0
+        return now - self._began - (_HELD.seconds - self._held_before - self._own_s)
+
+
+async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | None, owner: str = "") -> T:
+    """Await ``call()`` for at most ``timeout_s`` seconds (None: for as long as it takes).
+
+    Args:
+        owner: whose code it is, such as "SumRubric.setup": where a call that made this one is late, its error says so.
+
+    Raises:
+        UserCodeTimeout: it took longer, or blocked the event loop beyond its limit.
+        UserCodeError: it raised anything, SystemExit and CancelledError included.
+        asyncio.CancelledError: the caller was cancelled.
+    """
+    watch = Watch(timeout_s, owner, call)
+    task = asyncio.ensure_future(watch.outcome())
+    try:
+        try:
+            await _ended_or_late(task, watch, timeout_s)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0)  # a task cancelled before its first step never runs: an env's close() would be skipped
+            await _stop(task)
+            raise
+        if task.done():
+            if task.cancelled():
+                raise UserCodeError(CANCELLED_ITSELF)
+            value, error = task.result()
+            if error is not None:
+                logger.debug("user code failed", exc_info=error)
+                if isinstance(error, UserCodeTimeout):  # of a call inside it, whose limit was met first
+                    raise error.again(str(error)) from error
+                raise UserCodeError(cause_of(error)) from error
+            if not watch.blocked_s:
+                return cast(T, value)
+        late = watch.late(returned=task.done())
+        await _stop(task)
+        raise late
+    finally:
+        watch.over()  # not before it was stopped: a call that it is part of may be late meanwhile, and say what it waits for
+
+
+async def _ended_or_late(task: asyncio.Task, watch: Watch, timeout_s: float | None) -> None:
+    left_s, extended = timeout_s, False
+    while True:
+        wakes_at = time.monotonic() + (left_s or 0.0)
+        await asyncio.wait({task}, timeout=left_s)
+        if task.done() or watch.blocked_s:
+            return
+        left_s = watch.left_s()
+        # This timer was late too: something else held up the event loop, which may have the code's next step ready.
+        if not extended and (overslept_s := time.monotonic() - wakes_at) > HOLD_S:
+            left_s, extended = max(left_s, overslept_s), True
+        if left_s <= 0:
+            return
+
+
+async def _stop(task: asyncio.Task) -> None:
+    if task.done():
+        return
+    task.cancel()
+    _, running = await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+    if running:
+        logger.warning("user code ignored its cancellation and was abandoned: %s", task)
+
+
+class Threads:
+    """Daemon threads that run sync user code, at most ``size`` at a time; started when first needed.
+
+    Not an executor: there a function that never returns keeps its place, and keeps the process from ending. Not a
+    thread per call either: under a busy event loop that took 6 ms per call, against 0.1 ms here.
+    """
+
+    def __init__(self, size: int):
+        self._size = size
+        self._running = 0
+        self._lock = threading.Lock()
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+
+    async def call(self, function: Callable[..., Any], *args: Any, timeout_s: float | None) -> Any:
+        """Run ``function(*args)`` in a thread for at most ``timeout_s`` seconds from its start; then await what it returned, if
+        that can be awaited, for as long again.
+
+        Raises:
+            UserCodeTimeout: it took longer; its thread is left to it.
+            BaseException: whatever it raised.
+        """
+        return await self.submit(function, *args).answer(timeout_s)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> "Job":
+        """Queue ``function(*args)``. A thread runs it when one is free; jobs begin in the order they were queued."""
+        job = Job(functools.partial(function, *args), self)
+        self._jobs.put(job)
+        with self._lock:
+            more = self._running < self._size
+            self._running += more
+        if more:
+            self._start_thread()
+        return job
+
+    def _start_thread(self) -> None:
+        threading.Thread(target=self._work, name="user-code", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            with self._lock:
+                if job.left:
+                    continue
+                job.begun_at = time.monotonic()
+            _RUNNING.job = job
+            outcome = job.run()
+            with self._lock:
+                if job.left:  # another thread was started in its place
+                    return
+                job.ended_at = time.monotonic()
+            job.deliver(outcome)
+
+    def leave(self, job: "Job") -> None:
+        """Its caller no longer waits for the job. Where it runs, another thread takes the place of its thread."""
+        with self._lock:
+            hung = job.begun_at is not None and job.ended_at is None
+            job.left = True
+        if hung:
+            self._start_thread()
+
+
+class Job:
+    """One call in a thread; its times are written under the lock of its Threads."""
+
+    def __init__(self, call: Callable[[], Any], threads: Threads):
+        self._call, self._threads = call, threads
+        self._loop = asyncio.get_running_loop()
+        self._over = threading.Event()
+        self._outcome: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
+        self.result: tuple[Any, BaseException | None] | None = None
+        """Value and error; None while it is queued or running."""
+        self.begun_at: float | None = None
+        self.ended_at: float | None = None
+        self.left = False
+        """Its caller no longer waits for it."""
+        self.doing: list[str] = []
+        """Names of the user's functions that it is in, the innermost last: ``doing``."""
+
+    def wait_in_place(self, seconds: float) -> bool:
+        """Block the calling thread until the job has ended, for at most ``seconds``. Returns whether it has."""
+        return self._over.wait(seconds)
+
+    async def answer(self, timeout_s: float | None) -> Any:
+        """Await the result; see ``Threads.call``."""
+        try:
+            left_s = timeout_s
+            while not (await asyncio.wait({self._outcome}, timeout=left_s))[0] and timeout_s is not None:
+                # Neither time in the queue counts, nor time that the event loop takes to see that it has ended.
+                ends = time.monotonic() if self.ended_at is None else self.ended_at
+                left_s = timeout_s if self.begun_at is None else self.begun_at + timeout_s - ends
+                if self.begun_at is not None and left_s <= TIMER_S:
+                    late = UserCodeTimeout(f"no answer within {timeout_s:g} s")
+                    late.where = self.doing[-1] if self.doing else ""
+                    raise late
+        finally:
+            self._threads.leave(self)
+        value, error = self._outcome.result()
+        if error is not None:
+            raise error
+        took_s = self.ended_at - self.begun_at if self.ended_at is not None and self.begun_at is not None else 0.0
+        if timeout_s is not None and took_s > timeout_s:  # it held up the event loop, which saw the limit too late
+            raise UserCodeTimeout(f"no answer within {timeout_s:g} s, but after {took_s:.3g} s")
+        return await call_bounded(lambda: value, timeout_s=timeout_s) if isinstance(value, Awaitable) else value
+
+    def run(self) -> tuple[Any, BaseException | None]:
+        try:
+            return self._call(), None
+        except BaseException as error:
+            return None, error
+
+    def deliver(self, outcome: tuple[Any, BaseException | None]) -> None:
+        self.result = outcome
+        self._over.set()
+        try:
+            self._loop.call_soon_threadsafe(self._set, outcome)
+        except RuntimeError:  # the loop was closed meanwhile
+            pass
+
+    def _set(self, outcome: tuple[Any, BaseException | None]) -> None:
+        if not self._outcome.done():
+            self._outcome.set_result(outcome)
+
+
+class _Running(threading.local):
+    job: Job | None = None
+    """Of this thread."""
+
+
+_RUNNING = _Running()
+
+
+@contextlib.contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Name the user's function that the block calls: where the job of this thread is late, its error says what it waits for."""
+    job = _RUNNING.job
+    if job is None:
+        yield
+        return
+    job.doing.append(what)
+    try:
+        yield
+    finally:
+        job.doing.pop()
+
 
 USER_THREADS = Threads(32)
 """Where the process's sync user code runs. Code that waits for something, such as a judge, should be async."""
@@ -86,3 +490,113 @@ async def contained(work: Awaitable[T]) -> T:
         raise
     except BaseException as error:
         raise UserCodeError(cause_of(error)) from error
+
+
+CALL_TIMEOUT_S = 60.0
+"""Limit of a call whose gate was given no other."""
+IN_PLACE_S = 0.02
+"""How long the event loop waits in place."""
+IN_PLACE_SYNCHRONOUS_S = 5.0
+"""The same in a synchronous run, which repeats bit for bit only if answers come in the same order each time."""
+
+
+class Gate:
+    """One of these per process and run."""
+
+    def __init__(self, *, timeout_s: float = CALL_TIMEOUT_S, synchronous: bool = False):
+        """
+        Args:
+            timeout_s: limit of each call that names no other.
+            synchronous: the run has to repeat bit for bit.
+        """
+        self._timeout_s = timeout_s
+        self._in_place_s = IN_PLACE_SYNCHRONOUS_S if synchronous else IN_PLACE_S
+        self._threads = Threads(1)
+        self._last: Job | None = None
+
+    def start(self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None) -> "Call":
+        """Begin ``function(*args)``; wait in place for a moment."""
+        behind_another = self._is_busy
+        job = self._last = self._threads.submit(function, *args)
+        if not behind_another:
+            job.wait_in_place(min(self._in_place_s, timeout_s or self._timeout_s))
+        return Call(job, owner, timeout_s or self._timeout_s)
+
+    def start_own(self, function: Callable[..., Any], *args: Any, owner: str) -> "Call":
+        """The same of a function of the library's own, which takes microseconds: without the thread, unless it has calls to run
+        before this one."""
+        if self._is_busy:
+            return self.start(function, *args, owner=owner)
+        job = Job(functools.partial(function, *args), self._threads)
+        job.result = job.run()
+        return Call(job, owner, self._timeout_s)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._last is not None and self._last.result is None and not self._last.left
+
+    async def call(self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None) -> Any:
+        """The value of ``function(*args)``, or of what it returned if that can be awaited.
+
+        Args:
+            owner: whose function it is and what it does, such as "sampler ShuffledCursor.next of task 'sum'".
+            timeout_s: limit, the gate's where None. Time spent behind other calls doesn't count.
+
+        Raises:
+            RunError: it took longer or raised anything: "owner: cause".
+        """
+        return await self.start(function, *args, owner=owner, timeout_s=timeout_s).value()
+
+
+class Call:
+    """A call that has begun."""
+
+    def __init__(self, job: Job, owner: str, timeout_s: float):
+        self._job, self._owner, self._timeout_s = job, owner, timeout_s
+
+    @property
+    def answered(self) -> bool:
+        """Whether ``value_now`` can be called: the function has returned or raised, and nothing has to be awaited."""
+        return self._job.result is not None and not isinstance(self._job.result[0], Awaitable)
+
+    def value_now(self) -> Any:
+        """The value of a call that is answered.
+
+        Raises:
+            RunError: it raised anything.
+        """
+        assert self._job.result is not None
+        value, error = self._job.result
+        if error is not None:
+            raise RunError(f"{self._owner}: {sentence(error)}") from error
+        return value
+
+    async def value(self) -> Any:
+        """The value, as soon as there is one.
+
+        Raises:
+            RunError: the function took longer than its limit or raised anything.
+        """
+        if self.answered:
+            return self.value_now()
+        try:
+            # In an asyncio task of its own, so that a CancelledError raised by the function is told from the caller's.
+            return await call_bounded(lambda: self._job.answer(self._timeout_s), timeout_s=None)
+        except UserCodeError as error:
+            raise RunError(f"{self._owner}: {sentence(error)}") from error
+
+
+def sentence(error: BaseException) -> str:
+    """The cause of a failed call in one line. The library's own errors are sentences; others need their type and place."""
+    # call_bounded and call_user wrap what was raised; an error that names its owner itself is left as it is.
+    while isinstance(error, UserCodeError) and error.__cause__ is not None and str(error) == cause_of(error.__cause__):
+        error = error.__cause__
+    if isinstance(error, UserCodeTimeout) and error.where:
+        return f"{error}; it waits in {error.where}"
+    return str(error) if isinstance(error, RunError | ConfigError) else cause_of(error)
+
+
+def name_of(part: Any, method: str | None = None) -> str:
+    """A part of the run as its owner is named: its class, and the method that is called."""
+    cls = part if inspect.isclass(part) else type(part)
+    return f"{cls.__name__}.{method}" if method else cls.__name__

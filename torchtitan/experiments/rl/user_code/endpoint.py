@@ -15,7 +15,7 @@ from monarch.actor import concurrent_endpoint
 
 from torchtitan.experiments.rl.compat.monarch import original, process_death_behind
 from torchtitan.experiments.rl.errors import ConfigError, PeerGone, RunError
-from torchtitan.experiments.rl.user_code.bounded import CAUSE_LENGTH, UserCodeError
+from torchtitan.experiments.rl.user_code.calls import CAUSE_LENGTH, UserCodeError
 
 logger = logging.getLogger(__name__)
 
