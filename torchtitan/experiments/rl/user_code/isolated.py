@@ -4,23 +4,22 @@ A child serves one call after another, because starting one takes seconds (it im
 call is late or crashes is lost, and the next call starts another. The child calls the function in its main thread, so
 ``signal.alarm``, which fails in the worker threads that Monarch endpoints run on, works there.
 
-Parent and child exchange length-prefixed pickles over the child's stdin and stdout: "ready", then per call a request, "running"
-(the function and its arguments are loaded and the clock starts) and the answer.
+Parent and child exchange pickles over a socket of their own: "ready", then per call a request, "running" (the function and its
+arguments are loaded and the clock starts) and the answer.
 """
 
 import asyncio
 import inspect
 import os
 import queue
-import select
 import signal
-import struct
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable
-from typing import IO, Any
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
 
 import cloudpickle
 
@@ -31,7 +30,6 @@ START_S = 120.0
 """Limit for starting a child and for importing what a function needs; neither counts against the function's own time."""
 ORPHAN_S = 10.0
 """A child whose parent died during a call ends itself this long after the call's limit."""
-HEADER = struct.Struct("!Q")
 
 
 class IsolatedCalls:
@@ -72,17 +70,17 @@ class IsolatedCalls:
 class _Worker:
     def __init__(self):
         self.alive = True
-        # A session of its own, so that killing it also kills what the function started.
+        self._connection, theirs = Pipe()
+        # A session of its own, so that killing it also kills what the function started. What that prints goes to stderr.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
+            [sys.executable, "-m", __name__, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            pass_fds=[theirs.fileno()],
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
         )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._requests, self._answers = self._process.stdin, self._process.stdout
+        theirs.close()
         self._ready = False
 
     def call(self, request: bytes, timeout_s: float) -> Any:
@@ -90,14 +88,14 @@ class _Worker:
             if not self._ready:
                 self._receive(START_S)
                 self._ready = True
-            _send(self._requests, request)
+            self._connection.send_bytes(request)
             kind, value = self._receive(START_S)
             if kind == "running":
                 kind, value = self._receive(timeout_s)
         except TimeoutError:
             self.alive = False
             raise UserCodeTimeout(f"no answer within {timeout_s:g} s; its process was killed") from None
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             self.alive = False
             raise UserCodeError(f"its process died ({self._exit_cause()})") from None
         if kind == "error":
@@ -110,24 +108,12 @@ class _Worker:
         except ProcessLookupError:
             pass
         self._process.wait()
-        self._requests.close()
-        self._answers.close()
+        self._connection.close()
 
     def _receive(self, timeout_s: float) -> tuple[str, Any]:
-        deadline = time.monotonic() + timeout_s
-        (length,) = HEADER.unpack(self._read(HEADER.size, deadline))
-        return cloudpickle.loads(self._read(length, deadline))
-
-    def _read(self, length: int, deadline: float) -> bytes:
-        data, fd = b"", self._answers.fileno()
-        while len(data) < length:
-            if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError
-            chunk = os.read(fd, length - len(data))
-            if not chunk:
-                raise EOFError
-            data += chunk
-        return data
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError
+        return cloudpickle.loads(self._connection.recv_bytes())
 
     def _exit_cause(self) -> str:
         try:
@@ -142,24 +128,19 @@ def _kill_all(workers: list[_Worker]) -> None:
         worker.kill()
 
 
-def _send(stream: IO[bytes], payload: bytes) -> None:
-    view = memoryview(HEADER.pack(len(payload)) + payload)
-    while view:
-        view = view[stream.write(view) :]
-
-
-def _serve() -> None:
+def _serve(fd: int) -> None:
     set_up_isolated_process()
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
-    # What the function prints must not mix with the answers, nor what it reads with the requests.
-    os.dup2(2, 1)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    _send(answers, cloudpickle.dumps(("ready", None)))
-    while header := requests.read(HEADER.size):
-        request = requests.read(HEADER.unpack(header)[0])
+    os.set_inheritable(fd, False)
+    connection: Connection = Connection(fd)
+    connection.send_bytes(cloudpickle.dumps(("ready", None)))
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
         try:
             function, args, timeout_s = cloudpickle.loads(request)
-            _send(answers, cloudpickle.dumps(("running", None)))
+            connection.send_bytes(cloudpickle.dumps(("running", None)))
             signal.setitimer(signal.ITIMER_REAL, timeout_s + ORPHAN_S)
             value = function(*args)
             if inspect.isawaitable(value):
@@ -168,7 +149,7 @@ def _serve() -> None:
         except BaseException as error:
             answer = cloudpickle.dumps(("error", cause_of(error)))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(answers, answer)
+        connection.send_bytes(answer)
 
 
 async def _awaited(value: Any) -> Any:
@@ -176,4 +157,4 @@ async def _awaited(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(int(sys.argv[1]))
