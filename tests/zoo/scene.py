@@ -6,10 +6,12 @@ import copy
 import inspect
 import io
 import json
+import os
 import re
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,9 +193,9 @@ def _look(sight: Sight, folder: Path, controller: actor.Controller | None) -> No
         sight.losses, sight.steps, sight.actors_closed = trainer.losses, len(trainer.losses), actors.closed
     if controller is not None and (parts := controller._built)._rollouts is not None:
         sight.ledger = parts._rollouts.ledger.counts()
-        if parts._recorder is not None and parts._recorder._thread is not None:
+        if any(thread.name == "rollout-recorder" for thread in threading.enumerate()):
             sight.left_open.append("the recorder")
-        if parts._metrics is not None and parts._metrics._file is not None:
+        if str(folder / "metrics.jsonl") in map(os.path.realpath, Path("/proc/self/fd").iterdir()):
             sight.left_open.append("the metrics")
     if (ledger := folder / "ledger.jsonl").exists():
         sight.ledger_lines = len(ledger.read_text().splitlines())
