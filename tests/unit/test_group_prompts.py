@@ -97,8 +97,8 @@ async def test_renderer_that_fails_is_asked_again_by_the_next_rollout(group):
             return self._renderer.render(*args, **kwargs)
 
     (first, second), calls = group(TalkingEnv(), TalkingEnv())
-    failing = Fails(first._renderer)
-    first._renderer = second._renderer = failing
+    failing = Fails(first._conversation._renderer)
+    first._conversation._renderer = second._conversation._renderer = failing
     assert (await first.initial_prompt()).status is RolloutStatus.ERROR
     assert (await second.initial_prompt()).status is RolloutStatus.ONGOING
     assert failing.calls == ["render", "render"] and isinstance(second.prompt_token_ids, np.ndarray)

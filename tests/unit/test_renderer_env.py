@@ -80,7 +80,7 @@ async def test_text_too_long_for_any_tokenizer_overflows_without_being_tokenised
     for role, opening in (("user", "x" * 10**6), ("tool", "start")):
         inner = TalkingEnv(turns=9, opening=opening, role=role)
         env, on_main = wrap(inner), []
-        env._renderer = Noting(env._renderer, on_main)
+        env._conversation._renderer = Noting(env._conversation._renderer, on_main)
         step = await env.initial_prompt()
         if opening == "start":
             inner.step_message = BrokenEnv("step_message", answer_with(env_messages=[tool("y" * 10**6)])).step_message
@@ -98,7 +98,7 @@ async def test_large_text_is_tokenised_off_the_event_loop_with_the_same_tokens(w
         inner.step_message = BrokenEnv("step_message", answer_with(env_messages=[tool(text)])).step_message
     env = wrap(inner, max_rollout_tokens=100_000)
     threads: list[bool] = []
-    env._renderer = Noting(env._renderer, threads)
+    env._conversation._renderer = Noting(env._conversation._renderer, threads)
     step = await env.initial_prompt()
     if where == "answer":
         step = await env.step_completion(completion_of(tokenizer, "one"))

@@ -1,6 +1,5 @@
 """From turns to training samples: the ids that were sampled are the ids that are trained; nothing is rendered again."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,6 @@ from torchtitan.experiments.rl.rollouts.types import Completion, RolloutTurn
 from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
 
 FINISH_REASONS = ("stop", "length", "abort")
-INT32, FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -42,45 +40,26 @@ def check_completion(completion: Completion) -> None:
     """
     if not isinstance(completion, Completion):
         raise ValueError(f"bad completion: a {type(completion).__name__}, want a Completion")
-    if _is_as_usual(completion):
+    ids, logprobs, versions = map(np.asarray, (completion.token_ids, completion.logprobs, completion.policy_versions))
+    aligned = ids.ndim == 1 and ids.shape == logprobs.shape == versions.shape
+    if not aligned or completion.finish_reason not in FINISH_REASONS:
+        shapes = [stream.shape[0] if stream.ndim == 1 else stream.shape for stream in (ids, logprobs, versions)]
+        raise ValueError(f"bad completion: stream lengths {shapes}, finish_reason {completion.finish_reason!r}")
+    if not len(ids):  # an empty list has no dtype of its own
         return
-    shapes = [np.shape(stream) for stream in (completion.token_ids, completion.logprobs, completion.policy_versions)]
-    if not (shapes[0] == shapes[1] == shapes[2] and len(shapes[0]) == 1) or completion.finish_reason not in FINISH_REASONS:
-        raise ValueError(
-            f"bad completion: stream lengths {[shape[0] if len(shape) == 1 else shape for shape in shapes]}, "
-            f"finish_reason {completion.finish_reason!r}"
-        )
-    for name, kinds in (("token_ids", "iu"), ("logprobs", "fiu"), ("policy_versions", "iu")):
-        dtype = np.asarray(getattr(completion, name)).dtype
-        if dtype.kind not in kinds and shapes[0] != (0,):  # an empty list has no dtype of its own
-            raise ValueError(f"bad completion: its {name} are {dtype}")
-    if np.any(np.asarray(completion.token_ids) < 0):
+    for name, stream, kinds in (("token_ids", ids, "iu"), ("logprobs", logprobs, "fiu"), ("policy_versions", versions, "iu")):
+        if stream.dtype.kind not in kinds:
+            raise ValueError(f"bad completion: its {name} are {stream.dtype}")
+    # argmin and item take a tenth of the time of min; NaN is the least and the greatest.
+    if ids.item(ids.argmin()) < 0:
         raise ValueError("bad completion: a token id below 0")
-    wrong = first_non_finite(np.asarray(completion.logprobs))
+    wrong = first_non_finite(logprobs)
     if wrong is not None:
         raise ValueError(
-            f"bad completion: the generator's log-probability of its token {wrong} is {completion.logprobs[wrong]}, want a "
-            "finite number"
+            f"bad completion: the generator's log-probability of its token {wrong} is {logprobs[wrong]}, want a finite number"
         )
-    if np.any(np.asarray(completion.logprobs) > LOGPROB_ROUNDING):
+    if logprobs.item(logprobs.argmax()) > LOGPROB_ROUNDING:
         raise ValueError("bad completion: a log-probability above 0")
-
-
-def _is_as_usual(completion: Completion) -> bool:
-    """Whether a completion is good and has the declared types: told in a tenth of the time that the checks by name take."""
-    ids, logprobs, versions = completion.token_ids, completion.logprobs, completion.policy_versions
-    if not (type(ids) is type(logprobs) is type(versions) is np.ndarray and ids.ndim == 1 and len(ids)):
-        return False
-    return (
-        ids.shape == logprobs.shape == versions.shape
-        and ids.dtype == versions.dtype == INT32
-        and logprobs.dtype == FLOAT32
-        and completion.finish_reason in FINISH_REASONS
-        # argmin and item take a tenth of the time of min. NaN is the least and the greatest, and in no range.
-        and ids.item(ids.argmin()) >= 0
-        and -math.inf < logprobs.item(logprobs.argmin())
-        and logprobs.item(logprobs.argmax()) <= LOGPROB_ROUNDING
-    )
 
 
 def turn_spans(turns: Sequence[RolloutTurn]) -> list[TurnSpan | None]:
