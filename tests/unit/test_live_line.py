@@ -149,7 +149,7 @@ def test_escape_sequences_go_to_terminals_that_take_them_and_colours_where_they_
 
 SHOW = """
 import os, sys
-from tests.unit.test_live_line import report
+from tests.unit.test_live_line import METRICS
 from torchtitan.experiments.rl.observability.console import Console
 from torchtitan.experiments.rl.process.terminal import share_terminal
 share_terminal()
