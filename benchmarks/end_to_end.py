@@ -25,17 +25,39 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from torchtitan.experiments.rl.config.run_config import RunConfig  # noqa: E402
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
+
 PACKAGES = ROOT / ".benchmarks"
-GOAL = 0.9
-EVERY = 10
-FIRST = 5
-"""So many steps at the start compile, fill caches and wait for the first rollouts."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What both sides train, of a task that shows a prompt and takes one reply."""
+
+    script: str
+    """The file that calls ``main``: TRL's side runs it in a process of its own."""
+    config: Callable[[], RunConfig]
+    questions: Callable[[RunConfig], tuple[list[tuple[str, str]], list[tuple[str, str]]]]
+    """What the user says and the right answer, of the examples to train on and of those held out."""
+    correct: Callable[[str, str], bool]
+    """Whether a reply has the right answer."""
+    steps: int
+    goal: float
+    """Held-out reward."""
+    every: int
+    """Steps from one evaluation to the next."""
+    first: int
+    """So many steps at the start compile, fill caches and wait for the first rollouts: their seconds are left out."""
+    at_least: float
+    """What the ratio of seconds a step should be."""
 
 
 @dataclass
@@ -46,24 +68,23 @@ class Seen:
     rewards: list[tuple[int, float, float]] = field(default_factory=list)
     """Step, seconds since the first step began, held-out reward."""
 
-    @property
-    def seconds_a_step(self) -> float:
-        return statistics.mean(self.step_s[FIRST:] or self.step_s)
+    def seconds_a_step(self, subject: Subject) -> float:
+        return statistics.mean(self.step_s[subject.first :] or self.step_s)
 
-    @property
-    def seconds_to_goal(self) -> float | None:
-        return next((seconds for _, seconds, reward in self.rewards if reward >= GOAL), None)
+    def seconds_to_goal(self, subject: Subject) -> float | None:
+        return next((seconds for _, seconds, reward in self.rewards if reward >= subject.goal), None)
 
 
-def ours(args: argparse.Namespace, folder: Path) -> Seen:
+def ours(subject: Subject, args: argparse.Namespace, folder: Path) -> Seen:
     """Run the command without evaluations for the seconds of its steps, and with them for the rest."""
-    alone = run_command(args, folder, "alone", ["--validation.every", str(args.steps + 1)])
-    return replace(run_command(args, folder, "evaluated", []), step_s=alone.step_s)
+    alone = run_command(subject, args, folder, "alone", str(args.steps + 1))
+    return replace(run_command(subject, args, folder, "evaluated", str(subject.every)), step_s=alone.step_s)
 
 
-def run_command(args: argparse.Namespace, folder: Path, run: str, words: list[str]) -> Seen:
+def run_command(subject: Subject, args: argparse.Namespace, folder: Path, run: str, every: str) -> Seen:
     """Run the command; read its metrics."""
-    words = ["--config", "rl_grpo_qwen3_debug", "--steps", str(args.steps), "--run-dir", str(folder / run), *words]
+    words = ["--config", subject.config.__name__, "--steps", str(args.steps), "--run-dir", str(folder / run)]
+    words += ["--validation.every", every]
     words += ["--max-offpolicy-steps", "0"] if args.synchronous else []
     with (folder / "output").open("w") as output:
         subprocess.run(
@@ -81,54 +102,51 @@ def run_command(args: argparse.Namespace, folder: Path, run: str, words: list[st
     return seen
 
 
-def theirs(args: argparse.Namespace, folder: Path) -> Seen:
+def theirs(subject: Subject, args: argparse.Namespace, folder: Path) -> Seen:
     """Run TRL's side in a process of its own."""
-    command = [sys.executable, __file__, "--steps", str(args.steps), "--trl", str(folder / "seen.json")]
+    command = [sys.executable, subject.script, "--steps", str(args.steps), "--trl", str(folder / "seen.json")]
     environment = os.environ | {"PYTHONPATH": str(PACKAGES), "WANDB_DISABLED": "true", "OMP_NUM_THREADS": str(os.cpu_count())}
     with (folder / "output").open("w") as output:
         subprocess.run(command, cwd=folder, check=True, env=environment, stdout=output, stderr=output)
     return Seen(**json.loads((folder / "seen.json").read_text()))
 
 
-def run_trl(steps: int, path: Path) -> None:
+def run_trl(subject: Subject, steps: int, path: Path) -> None:
     """TRL's side: train, and write what was seen."""
     from renderers import Message
 
-    from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
     from torchtitan.experiments.rl.envs.renderer import build_renderer
-    from torchtitan.experiments.rl.tasks.sum_digits import answer_text, make_examples, prompt_text
 
-    config = rl_grpo_qwen3_debug()
+    config = subject.config()
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    task: Any = config.tasks["sum_digits"]
+    (task,) = config.tasks.values()
     assert config.rollouts_per_step is not None
     tokenizer = AutoTokenizer.from_pretrained(config.model.hf_assets_path, padding_side="left")
     renderer = build_renderer(config.renderer, config.model.hf_assets_path)
 
-    def rows(digits: list[list[int]]) -> list[dict[str, str]]:
+    def rows(questions: list[tuple[str, str]]) -> list[dict[str, str]]:
         made = []
-        for example in digits:
-            message: Message = {"role": "user", "content": prompt_text(example)}
+        for question, answer in questions:
+            message: Message = {"role": "user", "content": question}
             ids = renderer.render_ids([message], add_generation_prompt=True)
             text = tokenizer.decode(ids)
             assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids, "both sides have the same prompt tokens"
-            made.append({"prompt": text, "answer": answer_text(example)})
+            made.append({"prompt": text, "answer": answer})
         return made
 
     def correct(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-        return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]
+        return [float(subject.correct(text, right)) for text, right in zip(completions, answer, strict=True)]
 
-    training = Dataset.from_list(rows(make_examples(task.dataset.count, split="train", seed=task.dataset.seed)))
-    held_out = rows(make_examples(config.validation.examples, split="validation", seed=task.validation.seed))
+    training, held_out = (rows(questions) for questions in subject.questions(config))
     optimizer = config.trainer.optimizer
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(config.model.hf_assets_path, dtype=torch.float32),
         reward_funcs=correct,
-        train_dataset=training,
+        train_dataset=Dataset.from_list(training),
         processing_class=tokenizer,
         args=GRPOConfig(
             output_dir=str(path.parent / "trl"),
@@ -137,7 +155,7 @@ def run_trl(steps: int, path: Path) -> None:
             per_device_train_batch_size=config.rollouts_per_step,
             num_generations=task.group_size,
             max_completion_length=task.sampling.max_tokens,
-            temperature=1.0,
+            temperature=task.sampling.temperature,
             beta=0.0,
             learning_rate=optimizer.lr,
             adam_beta1=optimizer.betas[0],
@@ -146,7 +164,7 @@ def run_trl(steps: int, path: Path) -> None:
             weight_decay=optimizer.weight_decay,
             max_grad_norm=optimizer.max_norm,
             lr_scheduler_type="linear",
-            warmup_steps=10,
+            warmup_steps=config.trainer.lr_scheduler.warmup_steps,
             max_steps=steps,
             logging_steps=steps,
             save_strategy="no",
@@ -169,7 +187,7 @@ def run_trl(steps: int, path: Path) -> None:
             ended = time.perf_counter()
             seen.step_s.append(ended - self.began)
             self.now += ended - self.began
-            if state.global_step % EVERY == 0:
+            if state.global_step % subject.every == 0:
                 seen.rewards.append((state.global_step, self.now, self.evaluate(others["model"])))
             self.began = time.perf_counter()
 
@@ -185,44 +203,67 @@ def run_trl(steps: int, path: Path) -> None:
     path.write_text(json.dumps(asdict(seen)))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=60)
+def main(subject: Subject, description: str) -> None:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--steps", type=int, default=subject.steps)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--synchronous", action="store_true", help="ours waits for its rollouts too, as TRL does")
     parser.add_argument("--trl", type=Path, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.trl is not None:
-        return run_trl(args.steps, args.trl)
+        return run_trl(subject, args.steps, args.trl)
     if not (PACKAGES / "trl").is_dir():
         sys.exit(f"TRL is missing: .venv/bin/pip install --no-deps --target {PACKAGES.name} -r requirements/benchmarks.txt")
     sides = {"ours": ours, "TRL": theirs}
     runs: dict[str, list[Seen]] = {name: [] for name in sides}
     print(f"load {os.getloadavg()[0]:.1f} at the start; {args.steps} steps a run")
-    print(f"{'':<8}{'seconds a step':>16}{f'seconds to {GOAL}':>18}  held-out reward by step")
+    print(f"{'':<8}{'seconds a step':>16}{f'seconds to {subject.goal}':>18}  held-out reward by step")
     with tempfile.TemporaryDirectory() as temporary:
         for repeat in range(args.repeats):
             for name, side in sides.items():
                 folder = Path(temporary) / f"{name}-{repeat}"
                 folder.mkdir()
                 try:
-                    seen = side(args, folder)
+                    seen = side(subject, args, folder)
                 except subprocess.CalledProcessError:
                     sys.exit((folder / "output").read_text()[-4000:])
                 runs[name].append(seen)
-                to_goal = "not reached" if seen.seconds_to_goal is None else f"{seen.seconds_to_goal:.1f}"
+                to_goal = seen.seconds_to_goal(subject)
+                reached_in = "not reached" if to_goal is None else f"{to_goal:.1f}"
                 rewards = " ".join(f"{step}: {reward:.2f}" for step, _, reward in seen.rewards)
-                print(f"{name:<8}{seen.seconds_a_step:>16.3f}{to_goal:>18}  {rewards}", flush=True)
-    medians = {name: statistics.median(seen.seconds_a_step for seen in found) for name, found in runs.items()}
-    print(f"TRL / ours: {medians['TRL'] / medians['ours']:.2f} in seconds a step (at least 3)")
-    goals = {name: [seen.seconds_to_goal for seen in found] for name, found in runs.items()}
+                print(f"{name:<8}{seen.seconds_a_step(subject):>16.3f}{reached_in:>18}  {rewards}", flush=True)
+    medians = {name: statistics.median(seen.seconds_a_step(subject) for seen in found) for name, found in runs.items()}
+    print(f"TRL / ours: {medians['TRL'] / medians['ours']:.2f} in seconds a step (at least {subject.at_least:g})")
+    goals = {name: [seen.seconds_to_goal(subject) for seen in found] for name, found in runs.items()}
     reached = {name: [seconds for seconds in found if seconds is not None] for name, found in goals.items()}
     if all(len(reached[name]) == args.repeats for name in sides):
         ratio = statistics.median(reached["TRL"]) / statistics.median(reached["ours"])
-        print(f"TRL / ours: {ratio:.2f} in seconds to {GOAL} (at least 3)")
+        print(f"TRL / ours: {ratio:.2f} in seconds to {subject.goal} (at least {subject.at_least:g})")
     else:
         print("runs that reached the goal: " + ", ".join(f"{len(reached[name])} of {args.repeats} {name}" for name in sides))
 
 
+def digit_sums(config: RunConfig) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """The examples of rl_grpo_qwen3_debug."""
+    from torchtitan.experiments.rl.tasks.sum_digits import answer_text, make_examples, prompt_text
+
+    task: Any = config.tasks["sum_digits"]
+    training = make_examples(task.dataset.count, split="train", seed=task.dataset.seed)
+    held_out = make_examples(config.validation.examples, split="validation", seed=task.validation.seed)
+    asked = [[(prompt_text(digits), answer_text(digits)) for digits in found] for found in (training, held_out)]
+    return asked[0], asked[1]
+
+
 if __name__ == "__main__":
-    main()
+    demo = Subject(
+        script=__file__,
+        config=rl_grpo_qwen3_debug,
+        questions=digit_sums,
+        correct=lambda reply, answer: reply.strip() == answer,
+        steps=60,
+        goal=0.9,
+        every=10,
+        first=5,
+        at_least=3,
+    )
+    main(demo, __doc__.partition("\n")[0])

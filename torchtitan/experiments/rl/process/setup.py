@@ -48,6 +48,9 @@ SPAWNED_ENVIRONMENT = {
     # oneDNN keeps a kernel for each batch size that it has met, of up to 1 MB: 1,024 by default. A generator meets new ones at
     # most steps, and makes a kernel in less time than it computes with it.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    # OpenMP's threads sleep while they wait for each other. By default they spin: where another process has one of the cores,
+    # an engine of 135M parameters then took 70 s for replies of 5 s.
+    "OMP_WAIT_POLICY": "passive",
 }
 """Of the processes the command launches, where the command's own environment does not say otherwise."""
 SWITCH_INTERVAL_S = 0.0005
