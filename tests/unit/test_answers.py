@@ -7,6 +7,7 @@
     reply           the last message, thinking included
     verdict         what a person gives it, 0 or 1
     cut             true: the reply ends where max_tokens cut it
+    missed          true: the rubric gives 0 all the same. A text is found where it stands alone or after "is", not within a sentence
 """
 
 import asyncio
@@ -100,7 +101,8 @@ async def test_replies_earn_what_a_person_would_give_them(name, tokenizer, token
     own = [reply for reply in REPLIES if reply["task"] == name]
     rewards = await asyncio.gather(*map(rewarded, own))
     # A generator of puzzles may give a wrong answer a part of the reward.
-    wrong = [(reward, reply) for reward, reply in zip(rewards, own, strict=True) if (reward == 1) != reply["verdict"]]
+    given = [reply["verdict"] == 1 and not reply.get("missed") for reply in own]
+    wrong = [(reward, reply) for reward, reply, right in zip(rewards, own, given, strict=True) if (reward == 1) != right]
     assert wrong == [], f"{len(wrong)} of {len(own)}"
 
 
