@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from tests.sabotage.kinds import Delivery, Published, Sabotage, Tensors
 from torchtitan.experiments.rl.compat import vllm as compat
@@ -36,7 +36,14 @@ COMPLETIONS, TOKENS = 4, 6
 """Sampled from a version for the alarm."""
 
 
-def make_model(folder: str) -> tuple[Qwen3ForCausalLM, Tensors]:
+def read_model(folder: str) -> tuple[PreTrainedModel, Tensors]:
+    """The model of a hub folder with one file, and the file's tensors."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), load_file(
+        Path(folder, "model.safetensors")
+    )
+
+
+def make_model(folder: str) -> tuple[PreTrainedModel, Tensors]:
     """Write a random checkpoint that vLLM can serve; returns the model, and the checkpoint's tensors."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -65,8 +72,9 @@ def make_model(folder: str) -> tuple[Qwen3ForCausalLM, Tensors]:
 class World:
     """``deliver`` publishes the next version to two replicas, which are one engine that loads twice."""
 
-    def __init__(self, folder: str, dtype: Literal["float32", "bfloat16"], seed: int):
-        model, tensors = make_model(folder)
+    def __init__(self, folder: str, dtype: Literal["float32", "bfloat16"], seed: int, *, made: bool = True):
+        """``made``: the model is made in ``folder``; otherwise it is there."""
+        model, tensors = make_model(folder) if made else read_model(folder)
         config = VLLMEngineConfig(max_model_len=64, max_num_seqs=COMPLETIONS, dtype=dtype)
         self.engine = config.build(model_path=folder, device="cpu")
         self._trainer = model.to(config.torch_dtype)
@@ -76,6 +84,7 @@ class World:
         self._layout = SnapshotLayout.of({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config.torch_dtype)
         self._buffers = [SharedBuffer.create(self._layout.nbytes) for _ in range(2)]
         self._published: list[Published] = []
+        self.names = set(tensors)
         self.version = 0
         self._publish(1e-4)
         self._load(self._published[-1])

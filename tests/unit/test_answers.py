@@ -7,7 +7,7 @@
     reply           the last message, thinking included
     verdict         what a person gives it, 0 or 1
     cut             true: the reply ends where max_tokens cut it
-    missed          true: the rubric gives 0 all the same. A text is found where it stands alone or after "is", not within a sentence
+    missed          true: the rubric gives 0 all the same; it finds no text within a sentence
 """
 
 import asyncio

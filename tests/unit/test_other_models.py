@@ -1,10 +1,11 @@
 """Every shipped config with models that it was not made for: it runs, or says in one line what does not fit. Shapes only."""
 
 import json
+from pathlib import Path
 
 import pytest
 from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.command_line import assert_one_line
 from tests.unit.model_shapes import CHATML, SMOLLM2, write_model
@@ -96,3 +97,19 @@ def test_equal_vocabularies_that_divide_texts_otherwise_differ(tokenizer_path, t
     assert difference(other, tokenizer) is None
     other.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     assert "into other tokens" in difference(other, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda file: file["model"]["merges"].reverse(), "merges characters into tokens by other rules"),
+        (lambda file: file["added_tokens"][0].update(special=False), "does not treat the id"),
+    ],
+)
+def test_equal_vocabularies_with_other_rules_differ(change, named, tokenizer_path, tokenizer, tmp_path):
+    described = json.loads((Path(tokenizer_path) / "tokenizer.json").read_text())
+    change(described)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(described))
+    other = PreTrainedTokenizerFast(tokenizer_file=str(file))
+    assert named in difference(other, tokenizer)

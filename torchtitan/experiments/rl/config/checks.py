@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import re
@@ -525,6 +526,14 @@ TEXTS = (
     "Съешь же ещё этих мягких французских булок",
     "👩‍👩‍👧 🇺🇳 é e\u0301 \u200b\u00a0",
     "AAAAAAAA        aaaa\r\n\r\n...---!!!???",
+    "don't we'll I'VE they're O'Neill's",
+    "https://example.org/a_b?c=%20d&e=f#g user@example.org",
+    "SELECT \"a\" FROM t WHERE b <> 'c'; -- d",
+    "| a | b |\n|---|:-:|\n| **1** | `2` |",
+    "antidisestablishmentarianism supercalifragilistic xqzjkvb",
+    "مرحبا بالعالم שלום עולם नमस्ते",
+    "½ ² Ⅷ ① ﬁ Å Ω ™ → ≠ ∑",
+    " leading, trailing and  double   spaces ",
 )
 """What tokenizers divide differently."""
 
@@ -555,14 +564,28 @@ def check_teachers(config: RunConfig, *, ask_servers: bool) -> None:
 
 
 def difference(theirs: Any, ours: Any) -> str | None:
-    """What one tokenizer has and the other has not, in words; None: they are equal in vocabulary and on TEXTS."""
+    """What one tokenizer has and the other has not, in words; None: they are equal in vocabulary, special tokens, merges and on
+    TEXTS."""
     of_theirs, of_ours = theirs.get_vocab(), ours.get_vocab()
     if len(of_theirs) != len(of_ours):
         return f"has {len(of_theirs):,} tokens, and not {len(of_ours):,}"
     for token, index in of_ours.items():
         if of_theirs.get(token) != index:
             return f"has no {token!r} with the id {index}"
+    theirs_special, ours_special = (
+        {index for index, token in tokenizer.added_tokens_decoder.items() if token.special} for tokenizer in (theirs, ours)
+    )
+    if theirs_special != ours_special:
+        index = min(theirs_special ^ ours_special)
+        return f"{'treats' if index in theirs_special else 'does not treat'} the id {index} as a special token"
+    if _merges(theirs) != _merges(ours):
+        return "merges characters into tokens by other rules"
     for text in TEXTS:
         if theirs.encode(text, add_special_tokens=False) != ours.encode(text, add_special_tokens=False):
             return f"divides {text[:30]!r} into other tokens"
     return None
+
+
+def _merges(tokenizer: Any) -> Any:
+    """Of byte-pair encoding, in order; None: the tokenizer has no such."""
+    return json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges") if tokenizer.is_fast else None
