@@ -165,7 +165,7 @@ def read_shapes(folder: str, *, field: str) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as weights:
+            with safe_open(file, framework="np") as weights:  # torch would map the file writable, against the memory there is
                 for name in weights.keys():  # noqa: SIM118  # it is no dict
                     part = weights.get_slice(name)
                     if (dtype := part.get_dtype()) not in _TRAINABLE:
