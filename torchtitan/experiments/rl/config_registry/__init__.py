@@ -46,8 +46,8 @@ from torchtitan.experiments.rl.config_registry.qwen3 import (
     rl_verifiers_qwen3_1_7b,
 )
 from torchtitan.experiments.rl.config_registry.smollm2 import (
-    rl_alphabet_sort_smollm2,
     rl_boxed_smollm2,
+    rl_running_sums_smollm2,
     rl_sums_smollm2,
 )
 
@@ -78,7 +78,7 @@ __all__ = [
     "rl_opsd_ema_qwen3_debug",
     "rl_sums_smollm2",
     "rl_boxed_smollm2",
-    "rl_alphabet_sort_smollm2",
+    "rl_running_sums_smollm2",
     "rl_grpo_qwen3_0_6b",
     "rl_grpo_qwen3_0_6b_1gpu",
     "rl_grpo_qwen3_1_7b",
@@ -97,7 +97,7 @@ __all__ = [
 
 GROUPS = {
     "First steps, on two CPU cores": ("rl_grpo_qwen3_debug", "rl_questions_qwen3_debug"),
-    "A real model, on two CPU cores": ("rl_sums_smollm2", "rl_boxed_smollm2", "rl_alphabet_sort_smollm2"),
+    "A real model, on two CPU cores": ("rl_sums_smollm2", "rl_boxed_smollm2", "rl_running_sums_smollm2"),
     "A first run on GPUs": ("rl_grpo_qwen3_0_6b_1gpu", "rl_grpo_qwen3_0_6b"),
     "Real tasks, on GPUs": (
         "rl_math_qwen3",

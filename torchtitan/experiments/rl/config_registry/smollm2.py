@@ -4,19 +4,21 @@ import random
 import re
 from typing import Any
 
+from renderers import Message
+
 from torchtitan.components.optimizer import LRSchedulersContainer
-from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.recipes import reinforce_pp, standard_filters
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
+from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
-from torchtitan.experiments.rl.tasks.alphabet_sort import AlphabetSortDataset, AlphabetSortTask
+from torchtitan.experiments.rl.rubrics.rubric import env_component
 from torchtitan.experiments.rl.tasks.answers import last_boxed
-from torchtitan.experiments.rl.tasks.questions import question_task
+from torchtitan.experiments.rl.tasks.questions import env_task, question_task
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 
@@ -49,16 +51,32 @@ def rl_boxed_smollm2() -> RunConfig:
     return _smollm2(40, HELD_OUT, boxed=task)
 
 
-def rl_alphabet_sort_smollm2() -> RunConfig:
-    """Sorting names over two user turns with SmolLM2-135M-Instruct on two CPU cores."""
-    sizes: dict[str, Any] = {"min_rounds": 2, "max_rounds": 2, "min_names": 2, "max_names": 3}
-    task = AlphabetSortTask.Config(
-        algorithm=GRPO.Config(),
-        dataset=AlphabetSortDataset.Config(**sizes),
-        validation=AlphabetSortDataset.Config(split="validation", count=64, seed=1, **sizes),
-        sampling=_sampling(32),
-    )
-    return _smollm2(40, 64, alphabet_sort=task)
+def rl_running_sums_smollm2() -> RunConfig:
+    """Sums over two user turns, each worth half of the reward: "What is 7 + 8?", then "Now add 5."."""
+    training, held_out = sums()
+    for row in (*training, *held_out):
+        row["more"] = 1 + row["answer"] % 9
+    rewards = (env_component("first", default=0), env_component("second", default=0))
+    task = env_task(training, RunningSumEnv, *rewards, validation=held_out, sampling=_sampling(16))
+    return _smollm2(40, HELD_OUT, running_sums=task)
+
+
+class RunningSumEnv(MessageEnv):
+    """Asks for a sum, then for that sum and ``more``."""
+
+    turns = 0
+
+    async def reset(self) -> ResetOutput:
+        return ResetOutput(messages=[{"role": "user", "content": self.row["question"]}])
+
+    async def step_message(self, message: Message) -> StepOutput:
+        self.turns += 1
+        name, answer = ("first", self.row["answer"]) if self.turns == 1 else ("second", self.row["answer"] + self.row["more"])
+        earned = {name: float(last_number_is_answer(str(message.get("content")), {"answer": answer}))}
+        if self.turns == 2:
+            return StepOutput(env_messages=[], done=True, reward_components=earned)
+        more: Message = {"role": "user", "content": f"Now add {self.row['more']}."}
+        return StepOutput(env_messages=[more], done=False, reward_components=earned)
 
 
 def _sampling(max_tokens: int) -> SamplingConfig:
