@@ -17,7 +17,8 @@ LIBRARY = ROOT / "torchtitan/experiments/rl"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DISTRIBUTIONS = packages_distributions()
 EXTRAS = {
-    "report/": "report",
+    "report.py": "report",
+    "tools/report/": "report",
     "observability/trackers.py": "trackio",
     "tasks/math": "math",
     "tasks/reasoning_gym": "gym",
