@@ -81,9 +81,13 @@ class CheckedSession:
         self._session.close()
 
 
+USED = "_used_by_rollout"
+"""What an env that a rollout had carries."""
+
+
 def first_use(env: MessageEnv) -> bool:
     """Note that a rollout has the env. False: another had it before, in any group of this process."""
-    seen, vars(env)["_rollouts_env"] = vars(env).get("_rollouts_env"), id(env)  # the id: a copy of a used env is another
+    seen, vars(env)[USED] = vars(env).get(USED), id(env)  # the id: a copy of a used env is another
     return seen != id(env)
 
 
