@@ -2,6 +2,7 @@
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -174,7 +175,8 @@ def test_a_run_that_goes_on_is_followed(page, address, run):
 
 def test_an_exported_file_needs_no_server(page, run, tmp_path):
     file = tmp_path / "run.html"
-    file.write_text(exported([run], sample=10), encoding="utf-8")
+    with ThreadPoolExecutor() as threads:  # Playwright's event loop runs in this one
+        file.write_text(threads.submit(exported, [run], sample=10).result(), encoding="utf-8")
     opened(page, f"file://{file}", "overview")
     opened(page, f"file://{file}", "rollouts")
     page.get_by_role("link", name="bad-0/0").click()
