@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from torchtitan.experiments.rl.play import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.tools.play import Left, LocalModel, Player, interruptible
+from torchtitan.experiments.rl.tools.play import Interrupts, Left, LocalModel, Player
 
 
 def player_of(lines, **options):
@@ -251,8 +250,12 @@ def test_what_cannot_be_played_is_refused_in_one_line(words, message, capsys):
 # ---- Ctrl-C
 
 
-def test_a_ctrl_c_that_comes_while_its_handler_is_installed_interrupts_one_call(monkeypatch):
-    ended = []
+def press() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_ctrl_c_at_any_moment_ends_one_wait_and_nothing_else():
+    ended, interrupts = [], Interrupts()
 
     async def answer(seconds: float) -> str:
         try:
@@ -261,30 +264,23 @@ def test_a_ctrl_c_that_comes_while_its_handler_is_installed_interrupts_one_call(
             ended.append(seconds)
         return "an answer"
 
-    install, presses = signal.signal, [True]
-
-    def pressed_before(number, handler):
-        if number == signal.SIGINT and presses:
-            presses.clear()
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)  # until it raises
-        return install(number, handler)
-
     async def play() -> None:
-        install(signal.SIGINT, signal.default_int_handler)
-        first = answer(60)
-        monkeypatch.setattr(signal, "signal", pressed_before)
-        with pytest.raises(KeyboardInterrupt):
-            await interruptible(first)
-        assert await interruptible(answer(0.1)) == "an answer"
-        with pytest.raises(KeyboardInterrupt):
-            asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGINT)
-            await interruptible(answer(61))
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler and 60 not in ended
+        with interrupts.marked():
+            press()  # before anything waits
+            with pytest.raises(KeyboardInterrupt):
+                await interrupts.wait(answer(60))
+            assert await interrupts.wait(answer(0.1)) == "an answer"
+            asyncio.get_running_loop().call_later(0.1, press)
+            with pytest.raises(KeyboardInterrupt):
+                await interrupts.wait(answer(61))
+            press()
+            with pytest.raises(KeyboardInterrupt):
+                interrupts.read_line()
+            press()
+            with pytest.raises(KeyboardInterrupt):
+                press()  # nothing looks
 
     before = signal.getsignal(signal.SIGINT)
-    try:
-        asyncio.run(play())
-    finally:
-        install(signal.SIGINT, before)
-    assert ended == [0.1, 61], "the first was cancelled before it began"
+    asyncio.run(play())
+    assert signal.getsignal(signal.SIGINT) is before
+    assert ended == [60, 0.1, 61]

@@ -6,8 +6,9 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -140,7 +141,7 @@ class PlayedSession(ScriptedSession):
                 try:
                     self._model = self._model or self._ask()
                     with quiet_libraries():
-                        completion = await interruptible(self._model.generate(prompt_token_ids, max_tokens=max_tokens))
+                        completion = await player.interrupts.wait(self._model.generate(prompt_token_ids, max_tokens=max_tokens))
                 except (RunError, ConfigError, KeyboardInterrupt) as error:
                     player.say(f"error: {printable_line(str(error) or 'it was interrupted')}")
                     continue
@@ -156,41 +157,68 @@ class PlayedSession(ScriptedSession):
             self._model.close()
 
 
-async def interruptible(work: Coroutine[Any, Any, Completion]) -> Completion:
-    """``work``, which Ctrl-C cancels.
+LOOK_S = 0.1
+"""Between two looks at whether Ctrl-C was pressed."""
 
-    Raises:
-        KeyboardInterrupt: it did.
+
+class Interrupts:
+    """Ctrl-C, as a mark that what may be ended looks at: raised at any moment, it would end whatever runs then.
+
+    Where nothing looks, in an env of the user's, the second one is raised.
     """
-    loop, task, before = asyncio.get_running_loop(), asyncio.ensure_future(work), signal.getsignal(signal.SIGINT)
-    pressed = False
 
-    def cancel() -> None:
-        nonlocal pressed
-        pressed = task.cancel() or pressed
+    def __init__(self) -> None:
+        self.pressed = False
 
-    try:
-        # Not by add_signal_handler: a Ctrl-C while it is being added raises, and interrupts the next call too.
-        signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(cancel))
-        return await task
-    except asyncio.CancelledError:
-        if not pressed:
-            raise
-        raise KeyboardInterrupt from None
-    finally:
-        task.cancel()  # Ctrl-C may have come before it was awaited
-        signal.signal(signal.SIGINT, before)
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        before = signal.signal(signal.SIGINT, self._press)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
 
+    def take(self) -> None:
+        """
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed since it was last taken.
+        """
+        if self.pressed:
+            self.pressed = False
+            raise KeyboardInterrupt
 
-def read_line() -> str:
-    """A line of standard input.
+    async def wait(self, work: Coroutine[Any, Any, Completion]) -> Completion:
+        """``work``, which Ctrl-C cancels.
 
-    A Ctrl-C that comes just before ``input`` begins to read would wait for a key: a terminal is watched in short looks instead.
-    """
-    if sys.stdin.isatty():
-        while not select.select([sys.stdin], [], [], 0.1)[0]:
-            pass
-    return input()
+        Raises:
+            KeyboardInterrupt: it did.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while True:
+                answered, _ = await asyncio.wait([task], timeout=LOOK_S)
+                self.take()
+                if answered:
+                    return task.result()
+        finally:
+            task.cancel()
+
+    def read_line(self) -> str:
+        """A line of standard input.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C was pressed.
+        """
+        if sys.stdin.isatty():  # of a pipe, Python may hold lines that select does not see
+            while not select.select([sys.stdin], [], [], LOOK_S)[0]:
+                self.take()
+        self.take()
+        return input()
+
+    def _press(self, *_: Any) -> None:
+        if self.pressed:
+            raise KeyboardInterrupt
+        self.pressed = True
 
 
 class Player(ScriptedPolicy):
@@ -202,14 +230,14 @@ class Player(ScriptedPolicy):
         *,
         model: Callable[[], EndpointClient | LocalModel],
         scripted: Sequence[str] = (),
-        read: Callable[[], str] = read_line,
+        read: Callable[[], str] | None = None,
         out: TextIO | None = None,
     ):
         """
         Args:
             model: makes the model that answers for the person, when it is asked first; may raise ConfigError.
             scripted: what is entered first, in order.
-            read: reads a line.
+            read: reads a line; by default of standard input.
         """
         super().__init__(tokenizer_path, self.ask)
         self.one_turn = asyncio.Lock()
@@ -218,7 +246,9 @@ class Player(ScriptedPolicy):
         self.by_model: set[tuple[int, int]] = set()
         """Rollout and turn of each answer of the model's."""
         self.left = False
-        self._make, self._scripted, self._read, self._out = model, list(scripted), read, out or sys.stdout
+        self.interrupts = Interrupts()
+        self._make, self._scripted, self._out = model, list(scripted), out or sys.stdout
+        self._read = read or self.interrupts.read_line
         self._model: EndpointClient | LocalModel | None = None
         self._shown: dict[int, str] = {}
 
@@ -300,7 +330,7 @@ class Player(ScriptedPolicy):
             line = self._scripted.pop(0)
             self.say(before + line)
             return line
-        try:  # who sees the prompt may interrupt at once, before anything is read
+        try:
             if not self.left:
                 self.say(before, end="")
                 return self._read()
@@ -326,11 +356,13 @@ def play(config: RunConfig, name: str, player: Player, *, example: int, rollouts
     task = own.build(name=name, renderer=checked_renderer(config), seed=config.seed)
 
     async def run() -> RolloutGroup:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio's waits for the loop, which waits for the person
         await task.setup(player)
         try:
-            group = await task.run_group(task.dataset[example], player, group_id="play", seed=config.seed, group_size=rollouts)
-            group.failure = await task.score_group(group)
+            with player.interrupts.marked():
+                group = await task.run_group(
+                    task.dataset[example], player, group_id="play", seed=config.seed, group_size=rollouts
+                )
+                group.failure = await task.score_group(group)
             return group
         finally:
             await task.close()
