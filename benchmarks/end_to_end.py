@@ -118,6 +118,7 @@ def run_trl(subject: Subject, steps: int, path: Path) -> None:
     from torchtitan.experiments.rl.envs.renderer import build_renderer
 
     config = subject.config()
+    model = str(ROOT / config.model.hf_assets_path)
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -125,8 +126,8 @@ def run_trl(subject: Subject, steps: int, path: Path) -> None:
 
     (task,) = config.tasks.values()
     assert config.rollouts_per_step is not None
-    tokenizer = AutoTokenizer.from_pretrained(config.model.hf_assets_path, padding_side="left")
-    renderer = build_renderer(config.renderer, config.model.hf_assets_path)
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    renderer = build_renderer(config.renderer, model)
 
     def rows(questions: list[tuple[str, str]]) -> list[dict[str, str]]:
         made = []
@@ -144,7 +145,7 @@ def run_trl(subject: Subject, steps: int, path: Path) -> None:
     training, held_out = (rows(questions) for questions in subject.questions(config))
     optimizer = config.trainer.optimizer
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(config.model.hf_assets_path, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=correct,
         train_dataset=Dataset.from_list(training),
         processing_class=tokenizer,

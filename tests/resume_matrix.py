@@ -1,6 +1,6 @@
 """Kills whole runs, resumes them, and compares them with runs that nothing disturbed.
 
-    python tests/resume_matrix.py --kills 10 --seed 0 [--only sync async elastic init faults] [--folder FOLDER]
+    python tests/resume_matrix.py --kills 10 --seed 0 [--only sync async elastic init faults real] [--folder FOLDER]
 
 sync     One synchronous run is killed so many times, every process at once, at random points: build, step, weight update,
          validation, checkpoint writing, shutdown. Each time it is resumed. At each kill its metrics so far, and at the end
@@ -13,6 +13,7 @@ init     A run with --init-from begins with the weights of another's checkpoint,
 faults   No other user can enter a run by its sockets; a part that is stopped is named; after a checkpoint for which there was
          no room the next is written; a run is resumed whose command a power cut has emptied, or whose newest checkpoint has
          lost its manifest; a forged checkpoint is refused by --resume, --init-from and rl-export, and runs nothing.
+real     As sync, with SmolLM2-135M-Instruct and four kills. Only where it is named: it needs scripts/get_smollm2.py.
 
 Prints a line for each case and "N of N"; exits 1 if one is missing. Some 10 minutes on two quiet cores.
 """
@@ -57,6 +58,11 @@ SMALL = [
 ]
 SYNC = [*SMALL, *f"--max-offpolicy-steps 0 --steps {STEPS} --checkpoint.interval {INTERVAL}".split()]
 SYNC_MOMENTS: tuple[Moment, ...] = ("build", "training", "checkpoint", "validation", "weight update")
+REAL_STEPS, REAL_INTERVAL, REAL_KILLS = 8, 2, 4
+REAL = [
+    *f"--config rl_sums_smollm2 --max-offpolicy-steps 0 --steps {REAL_STEPS} --checkpoint.interval {REAL_INTERVAL}".split(),
+    *f"--rollouts-per-step {ROLLOUTS} --validation.examples 16 --validation.every {EVERY}".split(),
+]
 
 EXAMPLES, MAX_AGE, ASYNC_KILLS = 40, 2, 5
 ASYNC_STEPS = 2 * EXAMPLES * GROUP // ROLLOUTS
@@ -68,6 +74,7 @@ ASYNC = [
 WIDER_FROM, NARROWER_FROM = 2 * INTERVAL, 3 * INTERVAL
 """Steps after which a run goes on with more and with fewer processes."""
 PARTS = ("sync", "async", "elastic", "init", "faults")
+"""Those that run where none is named."""
 ROOM_BYTES = 6 << 20
 """Largest file of a trainer whose disk is full: a snapshot of the weights has 4 MB, and a checkpoint of them 11."""
 ROUNDING = 1e-3
@@ -140,34 +147,38 @@ def planned(random_: random.Random, count: int, moments: tuple[Moment, ...], *, 
     return [replace(kill, number=signal.SIGKILL) for kill in [*drawn, last]]
 
 
-def undisturbed(base: Path, limit_s: float) -> object:
+def undisturbed(folder: Path, words: list[str], limit_s: float) -> Case | str:
     """The run that others are compared with; in a --folder, that of an earlier start where it is there."""
-    if any((base / "undisturbed" / "run").glob("policy/step-*/*.safetensors")):
+    if any((folder / "run").glob("policy/step-*/*.safetensors")):
         return "as it was"
-    case = Case(base / "undisturbed", limit_s)
-    case.to_the_end([*SYNC, "--checkpoint.keep", "99", "--run-dir", str(case.run)])
+    case = Case(folder, limit_s)
+    case.to_the_end([*words, "--run-dir", str(case.run)])
     return case
 
 
-def sync(base: Path, limit_s: float, random_: random.Random, kills: int) -> Iterator[Result]:
-    reference = Path(base / "undisturbed" / "run")
-    case = Case(base / "sync", limit_s)
-    plan = planned(random_, kills, SYNC_MOMENTS, steps=STEPS, interval=INTERVAL)
-    words = [*SYNC, "--checkpoint.keep", "99"]
-    rows = []
+def sync(folder: Path, words: list[str], plan: list[Kill], *, like: Path, limit_s: float) -> Iterator[Result]:
+    """A synchronous run that is killed, beside the undisturbed one in ``like``."""
+    case, name, rows = Case(folder, limit_s), folder.name, []
     for number, (kill, said, faults) in enumerate(
-        killed_and_resumed(case, words, plan, lambda: different_metrics(case.run, reference, whole=False))
+        killed_and_resumed(case, words, plan, lambda: different_metrics(case.run, like, whole=False))
     ):
-        rows.append((f"sync {number}, {kill.moment}", not faults, "; ".join([said, *faults])))
+        rows.append((f"{name} {number}, {kill.moment}", not faults, "; ".join([said, *faults])))
         print(f"     killed: {rows[-1][0]}, {rows[-1][2]}", flush=True)
     case.faults += [
         *torn_files(case.run),
-        *different_metrics(case.run, reference, whole=True),
-        *different_files(case.run, reference),
+        *different_metrics(case.run, like, whole=True),
+        *different_files(case.run, like),
     ]
-    for name, fine, said in rows:  # the last resume shows whether each was right
-        yield name, fine and not case.faults, said
-    yield "sync, the whole run", not case.faults, case
+    for row, fine, said in rows:  # the last resume shows whether each was right
+        yield row, fine and not case.faults, said
+    yield f"{name}, the whole run", not case.faults, case
+
+
+def real(base: Path, limit_s: float, random_: random.Random) -> Iterator[Result]:
+    words = [*REAL, "--checkpoint.keep", "99"]
+    print(f"undisturbed, real: {undisturbed(base / 'undisturbed-real', words, limit_s)}", flush=True)
+    plan = planned(random_, REAL_KILLS, ("checkpoint", "training", "weight update"), steps=REAL_STEPS, interval=REAL_INTERVAL)
+    yield from sync(base / "real", words, plan, like=base / "undisturbed-real" / "run", limit_s=limit_s)
 
 
 def asynchronous(base: Path, limit_s: float, random_: random.Random) -> Iterator[Result]:
@@ -338,7 +349,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10, help="of the synchronous run")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="these parts alone")
+    parser.add_argument("--only", nargs="+", choices=(*PARTS, "real"), help="these parts alone")
     parser.add_argument("--limit-s", type=float, default=400.0, help="for each start of the command")
     parser.add_argument("--folder", type=Path, default=None, help="where the runs are kept; a temporary folder otherwise")
     arguments = parser.parse_args()
@@ -346,14 +357,18 @@ def main() -> int:
     right = total = 0
     with tempfile.TemporaryDirectory() as temporary:
         base, limit_s = arguments.folder or Path(temporary), arguments.limit_s
+        words, like = [*SYNC, "--checkpoint.keep", "99"], base / "undisturbed"
         if {"sync", "elastic", "init"} & set(parts):
-            print(f"undisturbed: {undisturbed(base, limit_s)}", flush=True)
+            print(f"undisturbed: {undisturbed(like, words, limit_s)}", flush=True)
+        drawn = random.Random(f"sync {arguments.seed}")
+        plan = planned(drawn, arguments.kills, SYNC_MOMENTS, steps=STEPS, interval=INTERVAL)
         runs: dict[str, Callable[[], Iterator[Result]]] = {
-            "sync": lambda: sync(base, limit_s, random.Random(f"sync {arguments.seed}"), arguments.kills),
+            "sync": lambda: sync(base / "sync", words, plan, like=like / "run", limit_s=limit_s),
             "async": lambda: asynchronous(base, limit_s, random.Random(f"async {arguments.seed}")),
             "elastic": lambda: elastic(base, limit_s),
             "init": lambda: init(base, limit_s),
             "faults": lambda: faults(base, limit_s),
+            "real": lambda: real(base, limit_s, random.Random(f"real {arguments.seed}")),
         }
         for part in parts:
             for name, fine, said in runs[part]():
