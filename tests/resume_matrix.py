@@ -175,10 +175,9 @@ def sync(folder: Path, words: list[str], plan: list[Kill], *, like: Path, limit_
 
 
 def real(base: Path, limit_s: float, random_: random.Random) -> Iterator[Result]:
-    words = [*REAL, "--checkpoint.keep", "99"]
-    print(f"undisturbed, real: {undisturbed(base / 'undisturbed-real', words, limit_s)}", flush=True)
+    print(f"undisturbed, real: {undisturbed(base / 'undisturbed-real', REAL, limit_s)}", flush=True)
     plan = planned(random_, REAL_KILLS, ("checkpoint", "training", "weight update"), steps=REAL_STEPS, interval=REAL_INTERVAL)
-    yield from sync(base / "real", words, plan, like=base / "undisturbed-real" / "run", limit_s=limit_s)
+    yield from sync(base / "real", REAL, plan, like=base / "undisturbed-real" / "run", limit_s=limit_s)
 
 
 def asynchronous(base: Path, limit_s: float, random_: random.Random) -> Iterator[Result]:
