@@ -1,5 +1,5 @@
-"""A second family, Llama 3, and a flavor of torchtitan with fused queries, keys and values: trainer, engine and transformers
-agree on each, before a step and after.
+"""A second family, Llama 3, a flavor of torchtitan with fused queries, keys and values, and adapters of a Llama: trainer,
+engine and transformers agree on each, before a step and after.
 
 A generator for each model, and one learner in this process, in float32.
 """
@@ -22,6 +22,7 @@ from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GenerateRequest
+from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on
 from torchtitan.experiments.rl.process.host import host_identity
@@ -32,15 +33,17 @@ from torchtitan.experiments.rl.weights.store import start_store
 
 LENGTH = 300
 """Tokens of a prompt: many times as long as the Llama's unscaled rotary frequencies reach."""
-LLAMA, FUSED = "Llama 3", "fused flavor of Qwen3"
-VERSIONS = {LLAMA: 1, FUSED: 2}
+LLAMA, FUSED, ADAPTED = "Llama 3", "fused flavor of Qwen3", "adapters of a Llama 3"
+VERSIONS = {LLAMA: 1, FUSED: 2, ADAPTED: 3}
 """That a test publishes. They share a store."""
-LR = {LLAMA: 0.02, FUSED: 0.005}
+LR = {LLAMA: 0.02, FUSED: 0.005, ADAPTED: 0.1}
+LORA = LoRA.Config(rank=3, alpha=6)
 
 
 @pytest.fixture(scope="module")
 def models(llama_model, fused_model) -> dict[str, ModelConfig]:
-    return {LLAMA: ModelConfig(hf_assets_path=llama_model), FUSED: fused_config(fused_model)}
+    llama = ModelConfig(hf_assets_path=llama_model)
+    return {LLAMA: llama, FUSED: fused_config(fused_model), ADAPTED: llama}
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +51,13 @@ def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
     config = GeneratorConfig()
     config.engine.max_model_len = 512
     cores = sorted(os.sched_getaffinity(0))
-    procs = spawn_on(None, "generator", [Place(0, share) for share in ((cores[0],), (cores[-1],))], "cpu")[0]
+    procs = spawn_on(None, "generator", [Place(0, share) for share in ((cores[0],), (cores[-1],), (cores[-1],))], "cpu")[0]
 
     async def build() -> dict[str, Any]:
         made = {}
         for index, (name, model) in enumerate(models.items()):
             options = dict(model_path=model.hf_assets_path, device="cpu", run_dir=str(tmp_path_factory.mktemp("generator")))
+            options |= dict(lora_rank=LORA.rank) if name == ADAPTED else {}
             made[name] = procs.slice(procs=index).spawn(f"generator_{index}", Generator, config, **options)
         await start_store(procs.slice(procs=0))
         await asyncio.gather(*(generator.setup.call_one() for generator in made.values()))
@@ -82,7 +86,8 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     tmp_path,
 ):
     path, generator, version = models[name].hf_assets_path, generators[name], VERSIONS[name]
-    learner = learner_of(tmp_path, model=models[name], lr=LR[name])
+    lora = LORA if name == ADAPTED else None
+    learner = learner_of(tmp_path, model=models[name], lr=LR[name], lora=lora)
     assert any("wqkv" in parameter for parameter, _ in learner.model.named_parameters()) == (name == FUSED)
     port, receiver = Channel.open()
     await generator.attach.call_one(0, port)
@@ -125,7 +130,7 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     tokens, sampled, versions = await sample(seed=1)
     assert versions == {version} and np.ptp(sampled) > 1
     np.testing.assert_allclose(sampled, learner.score(tokens)[LENGTH:], rtol=0, atol=1e-4)
-    np.testing.assert_allclose(sampled, by_flex_attention(learner, models[name], tokens)[LENGTH:], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(sampled, by_flex_attention(learner, models[name], tokens, lora)[LENGTH:], rtol=0, atol=1e-4)
     assert np.abs(sampled - reference(path, tokens)[LENGTH:]).max() > 0.1, "the engine has its old weights"
 
     # What is saved at the end is a folder that transformers reads as the trained policy.
@@ -135,9 +140,9 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
 
 
 @torch.no_grad()
-def by_flex_attention(learner: Learner, model: ModelConfig, tokens: np.ndarray) -> np.ndarray:
+def by_flex_attention(learner: Learner, model: ModelConfig, tokens: np.ndarray, lora: LoRA.Config | None) -> np.ndarray:
     """Log-probabilities of the learner's policy with the attention that it has on GPUs, not compiled."""
-    policy = policy_spec(model, device="cuda", max_seq_len=512).model.build()
+    policy = policy_spec(model, device="cuda", max_seq_len=512, lora=lora).model.build()
     policy.init_states(buffer_device=torch.device("cpu"))
     trained = dict(learner.model.named_parameters())
     for name, parameter in policy.named_parameters():

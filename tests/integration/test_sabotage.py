@@ -5,16 +5,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_sabotage_is_caught_at_its_version_and_no_honest_version_is_stopped(tmp_path):
-    words = "--dtypes float32 bfloat16 --versions 8 --json"
+@pytest.mark.parametrize(("words", "cases"), [("--versions 8", 30), ("--adapters --versions 20", 16)])
+def test_every_sabotage_is_caught_at_its_version_and_no_honest_version_is_stopped(tmp_path, words, cases):
+    words += " --dtypes float32 bfloat16 --json"
     command = [sys.executable, "-m", "tests.sabotage", *words.split(), str(tmp_path / "found")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert (tmp_path / "found").exists(), ended.stderr
     found = json.loads((tmp_path / "found").read_text())
     assert {name: fault for name, fault in found.items() if fault} == {}
     for dtype in ("float32", "bfloat16"):
-        assert sum(name.startswith(f"{dtype}: ") for name in found) > 30
+        assert sum(name.startswith(f"{dtype}: ") for name in found) > cases
     assert ended.returncode == 0 and ended.stdout.endswith(f"{len(found)} of {len(found)}\n")

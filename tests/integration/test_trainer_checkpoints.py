@@ -1,18 +1,23 @@
 """What the trainer saves and loads: the next step is the same, bit for bit, and on another number of ranks but for rounding."""
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.integration.learners import LAYOUTS, accumulate, assert_same, full, learner_of, parameters, samples_of
+from tests.integration.learners import LAYOUTS, TOKENS, accumulate, assert_same, full, learner_of, parameters, samples_of
 from tests.integration.models import MODEL
 from tests.integration.ranks import run_ranks
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process.setup import set_up_process
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart, export_checkpoint
@@ -107,6 +112,88 @@ def test_an_exported_checkpoint_is_a_hub_folder_with_the_trainers_weights(uninte
     assert_same({name: loaded[name] for name in uninterrupted["weights"]}, uninterrupted["weights"], rtol=0, atol=0)
     assert AutoTokenizer.from_pretrained(target).encode("<|im_end|>")
     assert os.listdir(tmp_path / "exports") == ["policy"], "nothing is left beside it"
+
+
+# ---- adapters
+
+LORA = dict(lora=LoRA.Config(rank=4), lr=1e-2)
+
+
+@pytest.fixture(scope="module")
+def adapted(one_rank, tmp_path_factory) -> dict:
+    """Three steps of adapters, saved after the second."""
+    folder = tmp_path_factory.mktemp("adapted")
+    learner = learner_of(folder, **LORA)
+    step(learner, 1), step(learner, 2)
+    weights, start = parameters(learner), saved(learner, folder / "trainer", 2)
+    third = step(learner, 3)
+    policy = learner.checkpoints.export(3, rank=0)
+    scores = learner.score(TOKENS)
+    learner.close()
+    return dict(start=start, weights=weights, third=third, final=parameters(learner), policy=policy, scores=scores)
+
+
+def test_adapters_that_add_nothing_leave_the_policy_as_it_is_bit_for_bit(one_rank, tmp_path):
+    plain, learner = learner_of(tmp_path), learner_of(tmp_path, **LORA)
+    assert (learner.score(TOKENS) == plain.score(TOKENS)).all()
+
+
+def test_a_run_of_adapters_goes_on_bit_for_bit_and_saves_nothing_of_the_base(adapted, one_rank, tmp_path):
+    learner = learner_of(tmp_path, start=adapted["start"], **LORA)
+    assert_same(parameters(learner), adapted["weights"], rtol=0, atol=0)
+    assert step(learner, 3) == adapted["third"]
+    assert_same(parameters(learner), adapted["final"], rtol=0, atol=0)
+    learner.close()
+    written = FileSystemReader(adapted["start"].folder / "step-2").read_metadata().state_dict_metadata
+    assert any("lora_a" in name for name in written)
+    assert not [name for name in written if "weight" in name and "lora" not in name], "of the base"
+
+
+def test_adapters_of_another_base_are_refused(adapted, one_rank, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(MODEL, base)
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1e-3
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RunError, match="another base"):
+        learner_of(tmp_path, model=str(base), start=adapted["start"], **LORA)
+
+
+def test_a_run_of_adapters_does_not_begin_with_a_whole_model(adapted, uninterrupted, one_rank, tmp_path):
+    start = replace(uninterrupted["start"], weights_only=True)
+    with pytest.raises(RunError, match="no adapters"):
+        learner_of(tmp_path, start=start, **LORA)
+    learner = learner_of(tmp_path, start=replace(adapted["start"], weights_only=True), **LORA)
+    assert_same(parameters(learner), adapted["weights"], rtol=0, atol=0)
+    learner.close()
+
+
+def test_what_adapters_end_as_is_a_hub_folder_and_a_peft_folder(adapted, one_rank, tmp_path, reference):
+    np.testing.assert_allclose(reference(str(adapted["policy"]), TOKENS), adapted["scores"], rtol=0, atol=1e-4)
+    init = LoRA.Config(rank=4, init_from=str(adapted["policy"] / "adapter"))
+    learner = learner_of(tmp_path, lora=init)
+    assert (learner.score(TOKENS) == adapted["scores"]).all()
+    export_checkpoint(adapted["start"].folder, ModelConfig(hf_assets_path=str(MODEL)), tmp_path / "merged", lora=LORA["lora"])
+    export_checkpoint(
+        adapted["start"].folder, ModelConfig(hf_assets_path=str(MODEL)), tmp_path / "alone", lora=LORA["lora"], adapter=True
+    )
+    assert {file.name for file in (tmp_path / "alone").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    alone = load_file(tmp_path / "alone" / "adapter_model.safetensors")
+    for name, tensor in adapted["weights"].items():
+        torch.testing.assert_close(tensor, alone[name] * (4 if "lora_B" in name else 1), rtol=0, atol=0)
+    merged = learner_of(tmp_path, model=str(tmp_path / "merged"))
+    served = learner_of(tmp_path, start=adapted["start"], **LORA)
+    np.testing.assert_allclose(merged.score(TOKENS), served.score(TOKENS), rtol=0, atol=1e-4)
+
+
+def test_the_reference_of_adapters_is_the_base_for_the_price_of_adapters(one_rank, tmp_path):
+    plain = learner_of(tmp_path)
+    learner = learner_of(tmp_path, reference=ReferenceConfig(kind="lagged", every=100), **LORA)
+    step(learner, 1)
+    with learner.reference.in_place():
+        assert (learner.score(TOKENS) == plain.score(TOKENS)).all()
+    assert np.abs(learner.score(TOKENS) - plain.score(TOKENS)).max() > 1e-3
+    assert sum(tensor.numel() for tensor in held(learner).values()) < 50_000
 
 
 # ---- another number of ranks

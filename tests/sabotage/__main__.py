@@ -1,6 +1,6 @@
 """Deliveries of weights that go wrong, one at a time, against a real engine: each has to be caught at its version.
 
-    python -m tests.sabotage [--dtypes float32 bfloat16] [--versions 200] [--seed 0] [--model FOLDER]
+    python -m tests.sabotage [--dtypes float32 bfloat16] [--versions 200] [--seed 0] [--model FOLDER] [--adapters]
 
 1. The model is tiny and random, with a tied head and biases; or that of a hub folder, which may have no biases and no case of
    them. A version moves each weight by up to the learning rate, as Adam does.
@@ -25,9 +25,25 @@ from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.sabotage.kinds import BIAS, SABOTAGES  # noqa: E402
+from tests.sabotage.kinds import ADAPTER_SABOTAGES, BIAS, SABOTAGES  # noqa: E402
 from tests.sabotage.world import World, reloaded_by_vllm  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
+
+
+def run_adapters(dtype: Literal["float32", "bfloat16"], versions: int, seed: int, model: str | None) -> dict[str, str]:
+    """As ``run``, where a version is an adapter."""
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(model or folder, dtype, seed, made=model is None, adapters=True)
+        found = {}
+        for name, (how, lr) in ADAPTER_SABOTAGES.items():
+            error = world.deliver(how, lr)
+            found[name] = "" if str(world.version) in error else f"not caught: {error!r}"
+            if error := world.deliver(None, lr):
+                found[name] += f" stopped an honest version after it: {error}"
+        stops = [error for i in range(versions) if (error := world.deliver(None, 10.0 ** -(2 + i % 4), sampled=True))]
+        found[f"{versions} honest adapters"] = f"{len(stops)} were stopped: {stops[0]}" if stops else ""
+        world.engine.close()
+        return found
 
 
 def run(dtype: Literal["float32", "bfloat16"], versions: int, seed: int, model: str | None) -> dict[str, str]:
@@ -56,13 +72,16 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=200, help="honest versions in a row")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="a hub folder; a tiny model is made without it")
+    parser.add_argument("--adapters", action="store_true", help="a version is an adapter, and not the whole model")
     parser.add_argument("--json", help="write the outcome of each case here")
     arguments = parser.parse_args()
     set_up_process()
     found = {
         f"{dtype}: {name}": fault
         for dtype in arguments.dtypes
-        for name, fault in run(dtype, arguments.versions, arguments.seed, arguments.model).items()
+        for name, fault in (run_adapters if arguments.adapters else run)(
+            dtype, arguments.versions, arguments.seed, arguments.model
+        ).items()
     }
     missed = {name: fault for name, fault in found.items() if fault}
     for name, fault in missed.items():

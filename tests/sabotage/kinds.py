@@ -198,3 +198,94 @@ def digests_of_another_version(delivery: Delivery) -> Iterator[Published]:
 def digest_of_another_tensor(delivery: Delivery) -> Iterator[Published]:
     digests = delivery.published.digests
     yield replace(delivery.published, digests=digests | {Q: digests[OUT]})
+
+
+ADAPTER_SABOTAGES: dict[str, tuple[Sabotage, float]] = {}
+"""Where a version is an adapter."""
+FIRST, LAST = ("base_model.model.model.layers.0.self_attn.q_proj.lora_", "base_model.model.model.layers.2.mlp.down_proj.lora_")
+
+
+def change_adapter(name: str, lr: float = 1e-4) -> Callable:
+    """A sabotage that changes the adapter on its way into the engine; one that is given None never arrives."""
+
+    def add(function: Callable[[Delivery, Tensors], Tensors | None]) -> Callable:
+        def run(delivery: Delivery) -> Iterator[None]:
+            honest = compat.set_adapter
+
+            def set_changed(worker: Any, tensors: Tensors) -> None:
+                if (given := function(delivery, dict(tensors))) is not None:
+                    honest(worker, given)
+
+            compat.set_adapter = set_changed
+            try:
+                yield None
+            finally:
+                compat.set_adapter = honest
+
+        ADAPTER_SABOTAGES[name] = (contextmanager(run), lr)
+        return function
+
+    return add
+
+
+def scaled(tensors: Tensors) -> Tensors:
+    return {name: tensor * 2 if "lora_B" in name else tensor for name, tensor in tensors.items()}
+
+
+for _lr in (1e-4, 1e-6):
+    change_adapter(f"adapter not loaded, lr {_lr:g}", _lr)(lambda delivery, tensors: None)
+    change_adapter(f"adapter of the version before, lr {_lr:g}", _lr)(lambda delivery, tensors: dict(delivery.before))
+change_adapter("scale taken twice")(lambda d, t: scaled(t))
+change_adapter("adapter not scaled")(lambda d, t: {n: v / 2 if "lora_B" in n else v for n, v in t.items()})
+change_adapter("matrix without its adapter")(lambda d, t: {n: v for n, v in t.items() if not n.startswith(LAST)})
+change_adapter("part of a packed matrix without its adapter")(
+    lambda d, t: {n: v for n, v in t.items() if not n.startswith(FIRST)}
+)
+change_adapter("one A of the version before")(lambda d, t: t | {f"{FIRST}A.weight": d.before[f"{FIRST}A.weight"]})
+change_adapter("A of two layers swapped")(
+    lambda d, t: (
+        t
+        | {
+            f"{FIRST}A.weight": t[f"{FIRST}A.weight".replace("0", "1")],
+            f"{FIRST}A.weight".replace("0", "1"): t[f"{FIRST}A.weight"],
+        }
+    )
+)
+
+
+@change_adapter("row of B lost")
+def _(delivery: Delivery, tensors: Tensors) -> Tensors:
+    changed = tensors[f"{LAST}B.weight"].clone()
+    changed[5] = 0
+    return tensors | {f"{LAST}B.weight": changed}
+
+
+@change_adapter("last bit of one B")
+def _(delivery: Delivery, tensors: Tensors) -> Tensors:
+    changed = tensors[f"{FIRST}B.weight"].clone()
+    changed.view(torch.uint8).view(-1)[0] ^= 1
+    return tensors | {f"{FIRST}B.weight": changed}
+
+
+def _adapter_changed_in_the_engine(delivery: Delivery) -> Iterator[None]:
+    honest = compat.set_adapter
+
+    def spoil(worker: Any, tensors: Tensors) -> None:
+        honest(worker, tensors)
+        module = compat._adapters_of(worker).modules["model.layers.1.mlp.gate_up_proj"]
+        module.lora_b_stacked[1][0, 0, 3, 1] += 1e-3
+
+    compat.set_adapter = spoil
+    try:
+        yield None
+    finally:
+        compat.set_adapter = honest
+
+
+ADAPTER_SABOTAGES["adapter changed in the engine"] = (contextmanager(_adapter_changed_in_the_engine), 1e-4)
+for _name in (
+    "manifest_and_digests_of_the_version_before",
+    "weights_of_the_version_before_under_this_versions_number",
+    "digests_of_another_version",
+):
+    ADAPTER_SABOTAGES[f"adapter, {_name}"] = SABOTAGES[_name]

@@ -32,6 +32,8 @@ from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, C
 
 VOCABULARY = 96
 _TEXT = np.random.default_rng(0).integers(0, VOCABULARY, CANARY_TOKENS).astype(np.int32)
+RANK = 4
+"""Of adapters."""
 COMPLETIONS, TOKENS = 4, 6
 """Sampled from a version for the alarm."""
 
@@ -69,14 +71,49 @@ def make_model(folder: str) -> tuple[PreTrainedModel, Tensors]:
     return model, tensors
 
 
+def adapters_of(weights: Tensors, seed: int) -> Tensors:
+    """Random ones, by PEFT's names."""
+    random, found = torch.Generator().manual_seed(seed), {}
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight"):
+            out, width = weight.shape
+            for part, shape in (("A", (RANK, width)), ("B", (out, RANK))):
+                found[f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"] = (
+                    torch.randn(shape, generator=random) / 8
+                )
+    return found
+
+
+def merged(base: Tensors, version: Tensors) -> Tensors:
+    """The weights that a version is: itself, or the base and its adapters."""
+    if not compat.is_adapter(version):
+        return version
+    found = dict(base)
+    for name in version:
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        if f"{module}.weight" in base:
+            a, b = (version[f"base_model.model.{module}.lora_{part}.weight"].float() for part in "AB")
+            found[f"{module}.weight"] = base[f"{module}.weight"].float() + b @ a
+    return found
+
+
 class World:
     """``deliver`` publishes the next version to two replicas, which are one engine that loads twice."""
 
-    def __init__(self, folder: str, dtype: Literal["float32", "bfloat16"], seed: int, *, made: bool = True):
-        """``made``: the model is made in ``folder``; otherwise it is there."""
+    def __init__(
+        self, folder: str, dtype: Literal["float32", "bfloat16"], seed: int, *, made: bool = True, adapters: bool = False
+    ):
+        """
+        Args:
+            made: the model is made in ``folder``; otherwise it is there.
+            adapters: a version is an adapter of each matrix of the layers, and not the whole model.
+        """
         model, tensors = make_model(folder) if made else read_model(folder)
         config = VLLMEngineConfig(max_model_len=64, max_num_seqs=COMPLETIONS, dtype=dtype)
-        self.engine = config.build(model_path=folder, device="cpu")
+        self.engine = config.build(model_path=folder, device="cpu", lora_rank=RANK if adapters else 0)
+        self._base = tensors
+        if adapters:
+            tensors = adapters_of(tensors, seed)
         self._trainer = model.to(config.torch_dtype)
         self._alarm, self._bound = MismatchAlarm(dtype, exact=True), CanaryBound(dtype)
         self._random = torch.Generator().manual_seed(seed)
@@ -108,7 +145,7 @@ class World:
             engine=self.engine._engine,
         )
         intended = buffer.bytes.clone()
-        self._trainer.load_state_dict(views, strict=False)
+        self._trainer.load_state_dict(merged(self._base, views), strict=False)
 
         def replica(wrongly: Sabotage | None, canary: np.ndarray) -> WeightReceipt:
             """As Generator.update_weights: what the store has, a load, and the check of what is held."""

@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError("--push-to-hub", options.push_to_hub, fault)
         set_up_process()
         with quiet_libraries():
-            checkpoint = _export(options.checkpoint, target, model=options.model)
+            checkpoint = _export(options, target)
     except (ConfigError, RunError, OSError) as error:
         print(f"error: {printable_line(str(error))}", file=sys.stderr)
         return 2
@@ -52,6 +52,13 @@ def parser() -> argparse.ArgumentParser:
         "checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint), or a checkpoint"
     )
     options.add_argument("--to", metavar="FOLDER", required=True, help="the hub folder to write; it must not be there yet")
+    form = options.add_mutually_exclusive_group()
+    form.add_argument(
+        "--merge", action="store_true", help="of a run with trainer.lora: its adapters added to the base (default)"
+    )
+    form.add_argument(
+        "--adapter", action="store_true", help="of a run with trainer.lora: its adapters alone, as a folder of PEFT"
+    )
     options.add_argument("--push-to-hub", metavar="NAME", help="upload it to this model of the hub, such as me/my-model")
     options.add_argument(
         "--model", metavar="FOLDER", help="the hub folder of the model that the run began with, if it has moved since"
@@ -59,20 +66,33 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def _export(given: str, target: Path, *, model: str | None) -> Path:
+def _export(options: argparse.Namespace, target: Path) -> Path:
     """Returns the checkpoint's folder."""
     from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER
     from torchtitan.experiments.rl.config.resume import find_checkpoint
     from torchtitan.experiments.rl.config.run_folder import read_config
+    from torchtitan.experiments.rl.models.lora import LoRA
     from torchtitan.experiments.rl.models.policy import ModelConfig
     from torchtitan.experiments.rl.training.checkpoints import export_checkpoint
 
+    given: str = options.checkpoint
     run_dir, checkpoint = find_checkpoint(given)
-    values = (read_config(run_dir) or read_config(checkpoint) or {}).get("model")
+    config = read_config(run_dir) or read_config(checkpoint) or {}
+    values, trainer = config.get("model"), config.get("trainer")
     if not isinstance(values, dict):
         raise ConfigError("RUN_OR_CHECKPOINT", given, f"{run_dir} has no readable config.json: name a run's folder")
-    config = ModelConfig(hf_assets_path=model or values["hf_assets_path"], flavor=values.get("flavor"))
-    export_checkpoint(checkpoint / TRAINER_FOLDER, config, target)
+    adapters = trainer.get("lora") if isinstance(trainer, dict) else None
+    lora = None
+    if isinstance(adapters, dict):
+        targets = adapters["targets"]
+        lora = LoRA.Config(rank=adapters["rank"], alpha=adapters["alpha"])
+        if targets != lora.targets:
+            lora.targets = tuple(targets)
+    elif options.adapter or options.merge:
+        name = "--adapter" if options.adapter else "--merge"
+        raise ConfigError(name, True, "the run has trained the whole model, and no adapters: leave it out")
+    model = ModelConfig(hf_assets_path=options.model or values["hf_assets_path"], flavor=values.get("flavor"))
+    export_checkpoint(checkpoint / TRAINER_FOLDER, model, target, lora=lora, adapter=options.adapter)
     return checkpoint
 
 

@@ -267,3 +267,55 @@ def packing_noted(note: Callable[[Any], Any], *, unpacked: Iterable[Any] = ()) -
 def packed_from(module: Any) -> Any:
     """What was noted when the packed copy was made that ``module`` computes with; None for one made without a note."""
     return getattr(module.cpu_linear, "packed_from", None)
+
+
+ADAPTER = 1
+"""vLLM's number of the one adapter that an engine serves."""
+
+
+def is_adapter(names: Iterable[str]) -> bool:
+    """Whether a version of these tensors is an adapter, by PEFT's names."""
+    return any(name.endswith(".lora_A.weight") for name in names)
+
+
+def set_adapter(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """In a worker process: serve the adapter of these tensors in place of the one before. Its scale is in B already.
+
+    vLLM 0.32 loads adapters from folders only. Its manager of a worker takes what it has read from one, and copies it to where
+    the kernels read it; a scale of 1 leaves B as it is given.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager = _adapters_of(worker)
+    rank = next(len(tensor) for name, tensor in tensors.items() if name.endswith(".lora_A.weight"))
+    helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": []})
+    given = {name: tensor.clone() for name, tensor in tensors.items()}
+    manager.remove_adapter(ADAPTER)
+    manager.add_adapter(LoRAModel.from_lora_tensors(ADAPTER, given, helper, device="cpu", dtype=manager.lora_config.lora_dtype))
+    manager.activate_adapter(ADAPTER)
+
+
+def held_adapter(worker: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Of each of ``tensors`` that a module computes with: its name, what the module holds, and what it should hold of it: all
+    but where ranks share the module."""
+    manager = _adapters_of(worker)
+    slot = manager.lora_index_to_id.index(ADAPTER)
+    for module_name, module in manager.modules.items():
+        own = manager.packed_modules.get(module_name, [module_name])
+        names = [[f"base_model.model.{name}.lora_{part}.weight" for name in own] for part in "AB"]
+        shares = [[tensors.get(name) for name in part] for part in names]
+        if module.tp_size > 1:
+            several = len(own) > 1
+            shares_a = module.slice_lora_a(shares[0] if several else shares[0][0])
+            shares_b = module.slice_lora_b(shares[1] if several else shares[1][0])
+            shares = [shares_a, shares_b] if several else [[shares_a], [shares_b]]
+        for part, stacked in enumerate((module.lora_a_stacked, module.lora_b_stacked)):
+            for name, share, held in zip(names[part], shares[part], stacked, strict=True):
+                if share is not None and name in tensors:
+                    yield name, held[slot, 0, : share.shape[0], : share.shape[1]], share
+
+
+def _adapters_of(worker: Any) -> Any:
+    """``LoRAModelManager`` of a worker: private in vLLM 0.32."""
+    return worker.model_runner.lora_manager._adapter_manager

@@ -17,6 +17,7 @@ from torchtitan.experiments.rl.bounds import FieldTypes, NonNegativeInt, Positiv
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.placement import place
 from torchtitan.experiments.rl.config.plan import (
+    BYTES,
     GIB,
     ModelSizes,
     RunPlan,
@@ -36,6 +37,7 @@ from torchtitan.experiments.rl.generation.references import FrozenModel, HostedM
 from torchtitan.experiments.rl.losses import check_corrections
 from torchtitan.experiments.rl.models.decoder import RowShapes
 from torchtitan.experiments.rl.models.hub import HubConfig, check_weights, has_config
+from torchtitan.experiments.rl.models.lora import with_lora
 from torchtitan.experiments.rl.models.policy import (
     FAMILIES,
     ModelConfig,
@@ -88,6 +90,8 @@ def check(config: RunConfig) -> None:
     with user_code("generator.engine", type(config.generator.engine).__name__, "its validate failed"):
         config.generator.engine.validate(field="generator.engine")
     config.trainer.parallelism.validate(field="trainer.parallelism", ranks=config.trainer.ranks)
+    if config.trainer.lora is not None and config.generator.adapter == "served":
+        config.generator.engine.check_adapter(config.trainer.lora.rank)
     check_loss(config)
     if config.rollout_workers and config.max_offpolicy_steps == 0:
         cure = "synchronous runs repeat bit for bit, which takes one process: set it to 0, or max_offpolicy_steps to 1 or more"
@@ -325,7 +329,10 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     for field, reference in find_references(config.tasks, field="tasks"):
         if isinstance(reference, HostedModel) and has_config(reference.path):
             check_engine_fits(reference.engine, HubConfig.read(reference.path), field=f"{field}.engine")
-    parameters = parameter_count(spec)
+    parameters = trained = published = parameter_count(spec)
+    if (lora := config.trainer.lora) is not None:
+        trained = parameter_count(with_lora(policy_spec(config.model, device=device, max_seq_len=1), lora)) - parameters
+        published = trained if config.generator.adapter == "served" else parameters
     on = functools.partial(place, config, device, parameters=parameters)
     if available is not None:
         known: list[list[int]] | None = [available]
@@ -343,11 +350,14 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     tokens = groups * largest.group_size * largest.env.max_rollout_tokens
     row_length, rows = config.batcher.row_length, config.batcher.rows_per_microbatch
     sizes = ModelSizes.of(decoder_config(spec), parameters)
-    memory = trainer_memory(sizes, config, device=device)
+    memory = trainer_memory(sizes, config, device=device, trained=trained)
     shares_gpus = config.provision.share_gpus and device == "cuda"
     return RunPlan(
         device=device,
         parameters=parameters,
+        adapter=""
+        if lora is None
+        else f"; adapters of rank {lora.rank}: {trained / 1e6:,.2f}M, learning rate {config.trainer.optimizer.lr:g}",
         steps=config.steps,
         groups_per_step=groups,
         rollouts_per_step=rollouts,
@@ -368,13 +378,14 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
         shared_gpu=_shared_gpu(config, parameters, memory) if shares_gpus else None,
         balance=balance(config, sizes, rollouts) if device == "cuda" and not shares_gpus else None,
         shared_weights=shared_weights(
-            nbytes=parameters * engine.torch_dtype.itemsize,
+            nbytes=published * engine.torch_dtype.itemsize,
             trainer_hosts=[place.host for place in placement.trainer],
             copies=parallelism.data_parallel_replicate_degree,
             generator_hosts=[place.host for place in placement.generators],
         ),
         generator_gib=engine.process_memory(parameters=parameters, device=device),
-        checkpoint_gib=checkpoint_gib(parameters=parameters, dtype=config.trainer.dtype),
+        checkpoint_gib=checkpoint_gib(parameters=trained, dtype=config.trainer.dtype),
+        policy_gib=parameters * BYTES[config.trainer.dtype] / GIB,
         checkpoints_kept=config.checkpoint.keep,
     )
 

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -100,6 +101,11 @@ def parse_command(arguments: list[str]) -> Command:
         "auto: the newest run of --config in its output_dir, or a new run",
     )
     parser.add_argument("--init-from", metavar="FOLDER", help="start a new run with the weights of another run's checkpoint")
+    parser.add_argument(
+        "--init-adapter",
+        metavar="FOLDER",
+        help="train adapters, which begin as those of this PEFT folder, with its rank and alpha",
+    )
     parser.add_argument("--push-to-hub", metavar="NAME", help="at the end upload the policy to this model of the hub")
     try:
         known, overrides = parser.parse_known_args(arguments)
@@ -117,8 +123,14 @@ def parse_command(arguments: list[str]) -> Command:
         raise ConfigError("--config", None, "name a config; --list prints them")
     if known.run_dir == "":
         raise ConfigError("--run-dir", "", "must not be empty; leave it out for a new folder in output_dir")
+    if known.init_adapter is not None:
+        from torchtitan.experiments.rl.models.lora import adapter_sizes  # torch: seconds
+
+        rank, alpha = adapter_sizes(Path(known.init_adapter), field="--init-adapter")
+        given = {"rank": rank, "alpha": alpha, "init-from": os.path.abspath(known.init_adapter)}
+        overrides = [word for name, value in given.items() for word in (f"--trainer.lora.{name}", str(value))] + overrides
     overrides = [*([] if known.size is None else ["--size", known.size]), *overrides]
-    del known.size
+    del known.size, known.init_adapter
     return Command(**vars(known), overrides=overrides, words=arguments)
 
 

@@ -6,7 +6,8 @@ where it is yours: ``--tasks.sums.rubric my_rewards.py:exact``. The place is a f
 class with a Config that fits the field, or, for a rubric, reward functions, several of them with commas between. Data is named
 by its file: ``--tasks.sums.validation held_out.jsonl``.
 
-Options that set fields of the part follow as for any other. tyro, which reads these, knows only what the config already holds.
+Options that set fields of the part follow as for any other, and make a part that the config leaves out. tyro, which reads
+these, knows only what the config already holds.
 """
 
 import dataclasses
@@ -62,12 +63,30 @@ def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
         if not equals:
             value = words[0] if words else ""
         field = option.removeprefix("--")
+        if option.startswith("--"):
+            _make_optional(config, field.split("."))
         place = _find(config, field.split(".")) if option.startswith("--") else None
         if place is None or not (equals or words) or not _choose(place, value, field=field):
             left.append(word)
         elif not equals:
             words.pop(0)
     return left
+
+
+def _make_optional(config: Any, path: list[str]) -> None:
+    """Give a part that the config leaves out its defaults, where an option sets a field of it: ``--trainer.lora.rank 16``."""
+    holder = config
+    for word, after in zip(path, path[1:], strict=False):
+        key = word.replace("-", "_")
+        if not dataclasses.is_dataclass(holder) or not hasattr(holder, key):
+            return
+        if getattr(holder, key) is None:
+            annotation = declared(field_annotations(type(holder), {}).get(key)).type
+            kinds: list[Any] = [kind for kind in get_args(annotation) if dataclasses.is_dataclass(kind)]
+            if len(kinds) != 1 or after.replace("-", "_") not in {entry.name for entry in dataclasses.fields(kinds[0])}:
+                return
+            setattr(holder, key, kinds[0]())
+        holder = getattr(holder, key)
 
 
 def _choose(place: "_Place", value: str, *, field: str) -> bool:

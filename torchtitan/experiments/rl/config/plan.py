@@ -120,11 +120,16 @@ class SharedGpu:
         return max(self.training, self.generating)
 
 
-def trainer_memory(sizes: ModelSizes, config: RunConfig, *, device: Literal["cpu", "cuda"]) -> TrainerMemory:
+def trainer_memory(
+    sizes: ModelSizes, config: RunConfig, *, device: Literal["cpu", "cuda"], trained: int | None = None
+) -> TrainerMemory:
+    """``trained``: parameters of the adapters, where the others are frozen and have no gradient."""
     trainer, row_length = config.trainer, config.batcher.row_length
     tensor_parallel = trainer.parallelism.tensor_parallel_degree
     shards = trainer.parallelism.shards(trainer.ranks) * tensor_parallel
-    held = 0 if trainer.enable_cpu_offload else 4 if trainer.reference is None else 5
+    frozen = trainer.lora is not None
+    own = sizes.parameters if trained is None else trained
+    held = 0 if trainer.enable_cpu_offload else sizes.parameters + (3 if trainer.reference is None else 4) * own
     compute, tokens = BYTES[trainer.mixed_precision_param], config.batcher.rows_per_microbatch * row_length
     layer, head = sizes.layer_parameters / tensor_parallel, sizes.vocabulary_parameters / tensor_parallel
     # The head takes at most a quarter of a row at once.
@@ -132,14 +137,17 @@ def trainer_memory(sizes: ModelSizes, config: RunConfig, *, device: Literal["cpu
     value = tokens * compute
     kept = (sizes.dim / tensor_parallel if trainer.activation_checkpoint else sizes.layer_values(tensor_parallel)) * value
     again = sizes.layer_values(tensor_parallel) * value if trainer.activation_checkpoint else 0
-    backward = 4 * head + max((compute + 4) * logits, compute * (head + logits))
+    backward = (0 if frozen else 4 * head) + max((compute + 4) * logits, compute * (head + logits))
     reduced, stays = (0, 2 * compute * head) if sizes.tied else (4 * head, 0)
+    gradient = compute + 4
+    if frozen:
+        reduced, stays, gradient = 0, compute * head if sizes.tied else 0, 0
     return TrainerMemory(
-        state=held * BYTES[trainer.dtype] * sizes.parameters / shards + 2 * 4 * sizes.layers * row_length * sizes.head_width,
+        state=held * BYTES[trainer.dtype] / shards + 2 * 4 * sizes.layers * row_length * sizes.head_width,
         activations=sizes.layers * kept,
         head=compute * (head + layer) + max(3 * 4 * logits, backward) + 3 * sizes.dim * value,
         layer=stays
-        + max(reduced + 2 * compute * layer, (3 * compute + 4) * layer)
+        + max(reduced + 2 * compute * layer, (2 * compute + gradient) * layer)
         + again
         + 2 * sizes.feed_forward_width / tensor_parallel * value,
         fixed=CUDA_BYTES if device == "cuda" else 0,
@@ -223,6 +231,8 @@ class RunPlan:
 
     device: Literal["cpu", "cuda"]
     parameters: int
+    adapter: str
+    """What is trained of them, where that is adapters."""
     steps: int
     groups_per_step: int
     rollouts_per_step: int
@@ -257,7 +267,9 @@ class RunPlan:
     shared_weights: dict[int, float]
     """Bytes of published weights in each host's shared memory, by the host's number."""
     checkpoint_gib: float
-    """Weights and two Adam moments."""
+    """Weights and two Adam moments, of what is trained."""
+    policy_gib: float
+    """Of the final policy."""
     checkpoints_kept: int
 
     @property
@@ -278,7 +290,7 @@ class RunPlan:
     @property
     def disk_gib(self) -> float:
         """At most at once: the checkpoints that stay, the one that is written before the oldest goes, and the final policy."""
-        return (self.checkpoints_kept + 1) * self.checkpoint_gib + self.checkpoint_gib / 3
+        return (self.checkpoints_kept + 1) * self.checkpoint_gib + self.policy_gib
 
     def lines(self) -> list[str]:
         generators = f"{self.generator_replicas} generator(s) of {self.tensor_parallel_degree}"
@@ -298,7 +310,7 @@ class RunPlan:
         }
         held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
         lines = [
-            f"model          {self.parameters / 1e6:,.1f}M parameters",
+            f"model          {self.parameters / 1e6:,.1f}M parameters{self.adapter}",
             f"steps          {self.steps}, each on {self.groups_per_step} groups = {self.rollouts_per_step} rollouts",
             f"off-policy     at most {self.max_offpolicy_steps} versions; {self.open_groups} groups open at most",
             f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",

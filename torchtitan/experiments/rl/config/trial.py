@@ -397,12 +397,14 @@ def check_prompt(prompt: str, turn: RolloutTurn, renderer: Renderer, *, field: s
 PRETRAINED = 20_000_000
 """Parameters from which a model is one of the hub, not a tiny one that was made for tests."""
 HIGHEST_RATE = 6e-5
+ADAPTERS_RATE = 10
+"""Times that of the whole model, for adapters."""
 
 
 def learning_rate_warning(config: RunConfig, parameters: int) -> str | None:
     """What a person should know of the learning rate, in one line."""
     rate = config.trainer.optimizer.lr
-    if parameters < PRETRAINED or rate <= HIGHEST_RATE:
+    if parameters < PRETRAINED or rate <= HIGHEST_RATE * (1 if config.trainer.lora is None else ADAPTERS_RATE):
         return None
     return (
         f"trainer.optimizer.lr = {rate:g}: at such a rate a pretrained model of {parameters / 1e6:,.0f}M parameters forgets "

@@ -17,6 +17,9 @@ class GeneratorConfig:
     """Which engine, and its settings."""
     replicas: Changeable[PositiveInt] = 1
     """Independent engines. Requests go to the least loaded; a conversation stays where its prefix is cached."""
+    adapter: Literal["served", "merged"] = "served"
+    """With trainer.lora. served: the engine holds the base, and swaps adapters between two of its steps. merged: the trainer
+    adds them to the base in float32 and publishes the whole model, for an engine that can't serve adapters."""
     weight_update: WeightUpdate = "keep"
     """What a new version does to running requests, those that have tokens. In every mode a request without a token starts
     under the new version, each token carries the version that sampled it, and no prompt reads another version's cache.

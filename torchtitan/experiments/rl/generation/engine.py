@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 
 from torchtitan.experiments.rl.bounds import Changeable, PositiveInt
-from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.messages import Request, RequestFailed, Result
 from torchtitan.experiments.rl.weights.snapshot import Manifest
 
@@ -157,9 +157,20 @@ class EngineConfig(ABC):
     def build(self, *, model_path: str, device: Literal["cpu", "cuda"]) -> Engine:
         """Make the engine, in the process and on the thread that will use it.
 
+        An engine whose ``check_adapter`` passes takes ``lora_rank`` too, which is given where a version is an adapter of that
+        rank, by PEFT's names (``models/lora.py``): the engine computes ``W + B A`` with them, and keeps W.
+
         Args:
             model_path: hub-format folder; its weights are version 0.
         """
+
+    def check_adapter(self, rank: int) -> None:
+        """
+        Raises:
+            ConfigError: the engine can't serve adapters, or none of this rank.
+        """
+        cure = f"{type(self).__name__} serves no adapters: set merged, and the trainer publishes the whole model"
+        raise ConfigError("generator.adapter", "served", cure)
 
     @abstractmethod
     def process_memory(self, *, parameters: int, device: Literal["cpu", "cuda"]) -> float:

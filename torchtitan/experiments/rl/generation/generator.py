@@ -5,7 +5,8 @@ The results of one engine step leave in one message.
 
 import logging
 from collections.abc import Sequence
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 from monarch.actor import Port, current_rank
@@ -42,15 +43,18 @@ class Generator(WatchedActor):
         run_dir: str,
         role: str = "generator",
         index: int | None = None,
+        lora_rank: int = 0,
     ):
         """
         Args:
             role, index: name of its log; without an index, its rank in its mesh.
+            lora_rank: of the adapters that each version is. 0: a version is the whole model.
         """
         super().__init__()
         self.config = config
         self._model_path = model_path
         self._device = device
+        self._lora: dict[str, Any] = {"lora_rank": lora_rank} if lora_rank else {}
         self._ports: dict[int, Port[list[GeneratorMessage]]] = {}
         place = current_rank().rank if index is None else index
         self.part = f"{role} {place}"
@@ -62,7 +66,8 @@ class Generator(WatchedActor):
         """Build the engine on the checkpoint's weights, which are version 0. Returns its host's identity."""
         logger.info("building the engine")
         keep_imported()
-        await self._thread.start(lambda: self.config.engine.build(model_path=self._model_path, device=self._device))
+        build = partial(self.config.engine.build, model_path=self._model_path, device=self._device, **self._lora)
+        await self._thread.start(build)
         logger.info("the engine is built")
         freeze_objects()
         return host_identity()

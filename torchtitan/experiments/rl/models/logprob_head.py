@@ -124,7 +124,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def backward(ctx, grad_N, _):
         hidden_ND, weight_VD, targets_N, temperatures_N, normaliser_N = ctx.saved_tensors
         grad_hidden_ND = torch.empty_like(hidden_ND)
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=normaliser_N.dtype)
+        trained = ctx.needs_input_grad[1]  # not with adapters
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=normaliser_N.dtype) if trained else None
         for part in _chunks(len(targets_N), ctx.chunk):
             # d logp / d logits = onehot(target) - softmax, and the logits were divided by the temperature.
             scale_C1 = (grad_N[part] / temperatures_N[part])[:, None].to(normaliser_N.dtype)
@@ -133,8 +134,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
             ctx.shard.add_to_target(grad_logits_CV, targets_N[part], scale_C1)
             grad_logits_CV = grad_logits_CV.to(weight_VD.dtype)
             grad_hidden_ND[part] = grad_logits_CV @ weight_VD
-            grad_weight_VD += grad_logits_CV.T @ hidden_ND[part]
-        return grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype), None, None, None, None
+            if grad_weight_VD is not None:
+                grad_weight_VD += grad_logits_CV.T @ hidden_ND[part]
+        grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
+        return grad_hidden_ND, grad_weight, None, None, None, None
 
 
 def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperatures_C: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torchtitan.experiments.rl.models.family import ModelFamily
 from torchtitan.experiments.rl.models.hub import HubConfig, Shape
 from torchtitan.experiments.rl.models.llama3 import LLAMA3
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead
+from torchtitan.experiments.rl.models.lora import LoRA, with_lora
 from torchtitan.experiments.rl.models.qwen3 import QWEN3
 from torchtitan.models.common import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
@@ -40,12 +41,20 @@ def model_positions(model: ModelConfig) -> int:
         return positions
 
 
-def policy_spec(model: ModelConfig, *, device: Literal["cpu", "cuda"], max_seq_len: int, chunk_tokens: int = 1024) -> ModelSpec:
-    """torchtitan's model spec with our head, rotary tables of ``max_seq_len``, and attention that runs on ``device``.
+def policy_spec(
+    model: ModelConfig,
+    *,
+    device: Literal["cpu", "cuda"],
+    max_seq_len: int,
+    chunk_tokens: int = 1024,
+    lora: LoRA.Config | None = None,
+) -> ModelSpec:
+    """torchtitan's model spec with our head, rotary tables of ``max_seq_len``, and attention that runs on ``device``; with
+    ``lora``, its base frozen and adapters in its layers.
 
     Raises:
         ConfigError: unknown flavor or one that is not the folder's model, a folder of no known family, or rows longer than the
-            model's positions.
+            model's positions; adapters of no matrix.
     """
     family, spec = _base_spec(model)
     decoder = decoder_config(spec)
@@ -60,7 +69,8 @@ def policy_spec(model: ModelConfig, *, device: Literal["cpu", "cuda"], max_seq_l
         layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=max_seq_len)
         if device == "cpu":
             layer.attention.inner_attention = CPUVarlenAttention.Config()
-    return dataclasses.replace(spec, model=config)
+    spec = dataclasses.replace(spec, model=config)
+    return spec if lora is None else with_lora(spec, lora)
 
 
 def parameter_count(spec: ModelSpec) -> int:

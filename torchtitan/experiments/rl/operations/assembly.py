@@ -160,6 +160,7 @@ class RunActors:
             generator_dtype=config.generator.engine.torch_dtype,
             start=trainer_start,
             yields_memory=config.generator.engine.sleep,
+            serve_adapters=config.generator.adapter == "served",
         )
         self._trainer = owner, trainers
         self._add_generators(placement)
@@ -186,9 +187,10 @@ class RunActors:
             copies=readers,
         )
         with self.supervisor.waits.wait("the first weights to reach the generators"):
-            if trainer_start is not None:
-                await self.weights.publish_start(trainer_start.step)
-                self.policy.version = trainer_start.step
+            version = 0 if trainer_start is None else trainer_start.step
+            if trainer_start is not None or config.trainer.lora is not None:  # else they hold what the trainer does
+                await self.weights.publish_start(version)
+                self.policy.version = version
             await asyncio.gather(*map(self.supervisor.connect, self._generating.values()))
         logger.info("trainer and generators agree on version %d", self.policy.version)
 
@@ -258,6 +260,12 @@ class RunActors:
 
             self._hosts.on_death(host_died)
 
+    @property
+    def _lora_rank(self) -> int:
+        """Of the adapters that the policy's generators serve; 0: they serve none."""
+        config = self._context.config
+        return config.trainer.lora.rank if config.trainer.lora is not None and config.generator.adapter == "served" else 0
+
     def _add_generators(self, placement: Placement) -> None:
         """Of the policy, which come first, and of the hosted models."""
         config = self._context.config
@@ -290,7 +298,14 @@ class RunActors:
                 where,
                 device,
                 Generator,
-                lambda: {"config": config, "model_path": path, "device": device, "role": role, "index": index},
+                lambda: {
+                    "config": config,
+                    "model_path": path,
+                    "device": device,
+                    "role": role,
+                    "index": index,
+                    "lora_rank": 0 if model or self._trainer is None else self._lora_rank,
+                },
             ),
             set_up=lambda process: process.actor.setup.call_one(),
             connect=connect,

@@ -17,11 +17,12 @@ from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpoint import MODEL, CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.experiments.rl.checkpointing.folder import POLICY_FOLDER
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.models.lora import Adapters, LoRA, base_digest, trained_state, write_adapter, write_merged
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 
 SHORTEST = 2
@@ -54,17 +55,24 @@ class TrainerCheckpoints:
         run_dir: Path,
         start: TrainerStart | None,
         states: Mapping[str, Stateful] | None = None,
+        adapters: Adapters | None = None,
     ):
-        """Loads ``start``, or the weights of ``hub_folder``. ``states``: what else is saved, and loaded with ``start``."""
-        self._hub_folder, self._export_folder = hub_folder, run_dir / POLICY_FOLDER
+        """Loads ``start``, or the weights of ``hub_folder``.
+
+        Args:
+            states: what else is saved, and loaded with ``start``.
+            adapters: of the model. A checkpoint then has them, and not the base, which comes from ``hub_folder``.
+        """
+        self._hub_folder, self._export_folder, self._adapters = hub_folder, run_dir / POLICY_FOLDER, adapters
         weights_only = start is not None and start.weights_only
+        from_hub = adapters is not None or not weights_only
         self._manager = CheckpointManager.Config(
             enable=True,
             async_mode="async",
             export_dtype=HubConfig.read(str(hub_folder)).dtype,
             interval=1,  # when is decided elsewhere
-            initial_load_in_hf=not weights_only,
-            initial_load_path=str(_step_folder(start.folder)) if start is not None and weights_only else None,
+            initial_load_in_hf=from_hub,
+            initial_load_path=None if from_hub else str(_step_folder(start.folder)) if start is not None else None,
             last_save_in_hf=True,
             keep_latest_k=0,
         ).build(
@@ -76,9 +84,21 @@ class TrainerCheckpoints:
             sd_adapter=adapter,
             base_folder=str(run_dir),
         )
-        if start is None or weights_only:
+        if start is None or weights_only or adapters is not None:
             self._manager.folder = str(run_dir / "no-checkpoint-yet")  # else one in it would be loaded
             self._manager.load()
+        if adapters is not None:
+            if start is None:
+                adapters.start()
+            own = {MODEL: TrainedWeights(model), "base": BaseDigest(model)}
+            self._manager.states.update(own)
+            if start is not None and weights_only:
+                state = {**own[MODEL].state_dict(), "base": own["base"]}
+                try:
+                    distributed_checkpoint.load(state, checkpoint_id=str(_step_folder(start.folder)))
+                except distributed_checkpoint.CheckpointException as error:
+                    raise RunError(NO_ADAPTERS.format(folder=start.folder)) from error
+        if start is None or weights_only:
             return
         settings = [_settings(group) for optimizer in optimizers for group in optimizer.param_groups]
         self._manager.folder = str(start.folder)
@@ -113,6 +133,11 @@ class TrainerCheckpoints:
         self._end_last()
         target = self._export_folder / f"step-{step}"
         being_written = self._export_folder / ".partial"
+        if self._adapters is not None:
+            tensors = self._adapters.peft()
+            if rank == 0:
+                write_policy(target, tensors, self._adapters.lora, base=self._hub_folder)
+            return target
         if rank == 0:  # no rank writes before all have told the manager what they have
             shutil.rmtree(being_written, ignore_errors=True)  # of a run that was killed
         self._manager.folder = str(being_written)
@@ -140,6 +165,57 @@ class TrainerCheckpoints:
             self._manager.save_future = None
 
 
+ADAPTER_FOLDER = "adapter"
+"""In the folder of a policy that was trained by adapters: the same as a PEFT folder."""
+NO_ADAPTERS = "{folder} has no adapters of this rank and these targets: a run with trainer.lora goes on from one that has them"
+
+
+class TrainedWeights(Stateful):
+    """What is trained of a model, in place of all of it."""
+
+    def __init__(self, model: nn.Module):
+        self._held = trained_state(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: parameter.detach() for name, parameter in self._held.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name, parameter in self._held.items():
+            parameter.copy_(state_dict[name])
+
+
+class BaseDigest(Stateful):
+    """Of the frozen weights. A checkpoint of adapters has it, and is not loaded beside another base."""
+
+    def __init__(self, model: nn.Module):
+        self._digest = base_digest(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"digest": self._digest.clone()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """
+        Raises:
+            RunError: the checkpoint's adapters are of another base.
+        """
+        if not torch.equal(state_dict["digest"], self._digest):
+            raise RunError("the checkpoint's adapters are of another base: model.hf_assets_path has other weights now")
+
+
+def write_policy(
+    target: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.Config, *, base: Path, merged: bool = True
+) -> None:
+    """The merged hub folder with the adapters in it as a PEFT folder, or that alone. It is there when it is whole."""
+    being_written = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(being_written, ignore_errors=True)  # of a run that was killed
+    if merged:
+        write_merged(being_written, tensors, lora, base=base)
+    write_adapter(being_written / ADAPTER_FOLDER if merged else being_written, tensors, lora, base=str(base))
+    shutil.rmtree(target, ignore_errors=True)
+    being_written.rename(target)
+
+
 def write_error(error: BaseException) -> str:
     """The cause of a failed save in one line: torch wraps what each rank raised."""
     failures = list(getattr(error, "failures", {}).values())
@@ -157,7 +233,9 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
 
 
-def export_checkpoint(trainer_folder: Path, model: ModelConfig, target: Path) -> None:
+def export_checkpoint(
+    trainer_folder: Path, model: ModelConfig, target: Path, *, lora: LoRA.Config | None = None, adapter: bool = False
+) -> None:
     """Write the weights in ``trainer_folder`` (of a checkpoint) as the hub folder ``target``, which is there when it is whole.
 
     The weights have the dtype of the folder that the run began with, whose config.json and tokenizer are copied. All of them
@@ -165,24 +243,33 @@ def export_checkpoint(trainer_folder: Path, model: ModelConfig, target: Path) ->
 
     Args:
         target: a folder that is not there yet.
+        lora: the checkpoint has adapters. They are added to the base in float32.
+        adapter: write them as a PEFT folder, and nothing else.
 
     Raises:
         ConfigError: the model's folder is not there, or is of no known family.
         RunError: the checkpoint is of another model.
     """
     hub = HubConfig.read(model.hf_assets_path)
-    spec = policy_spec(model, device="cpu", max_seq_len=SHORTEST)
+    spec = policy_spec(model, device="cpu", max_seq_len=SHORTEST, lora=lora)
+    assert spec.state_dict_adapter is not None, "every family has one"
     with torch.device("meta"):
-        parameters = dict(spec.model.build().named_parameters())
-    dtype = getattr(torch, hub.dtype)
-    weights = {name: torch.empty(parameter.shape, dtype=dtype) for name, parameter in parameters.items()}
+        made = spec.model.build()
+    if lora is None:
+        weights = {name: torch.empty(held.shape, dtype=getattr(torch, hub.dtype)) for name, held in made.named_parameters()}
+    else:
+        made.to_empty(device="cpu")  # pages of the base are never touched
+        weights = {name: parameter.detach() for name, parameter in trained_state(made).items()}
     (folder,) = trainer_folder.glob("step-*")
     try:
         distributed_checkpoint.load(weights, checkpoint_id=str(folder), no_dist=True)
     except distributed_checkpoint.CheckpointException as error:
         first = " ".join(str(error).split())[:300]
         raise RunError(f"{folder} can't be read as the model of {model.hf_assets_path}: {first}") from error
-    assert spec.state_dict_adapter is not None, "every family has one"
+    if lora is not None:
+        tensors = Adapters(made, spec, lora).peft()
+        write_policy(target, tensors, lora, base=Path(model.hf_assets_path), merged=not adapter)
+        return
     tensors = spec.state_dict_adapter(spec.model, model.hf_assets_path).to_hf(weights)
     being_written = target.with_name(f".{target.name}.partial")
     shutil.rmtree(being_written, ignore_errors=True)  # of a command that was killed

@@ -10,6 +10,7 @@ from torchtitan.config import ParallelismConfig
 from torchtitan.experiments.rl.bounds import Changeable, NonNegativeFloat, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.losses import LossConfig
+from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
 from torchtitan.models.common import Decoder
 
@@ -112,6 +113,8 @@ class TrainerConfig:
     )
     """Counted in optimizer steps of this run."""
     loss: LossConfig = field(default_factory=LossConfig)
+    lora: LoRA.Config | None = None
+    """Train adapters of the layers' matrices, and leave the model's own weights as they are. docs/lora.md."""
     reference: ReferenceConfig | None = None
     """A copy of the policy that follows it, to compare with: one more set of parameters and one more forward pass a step."""
     dtype: Literal["float32", "bfloat16"] = "float32"

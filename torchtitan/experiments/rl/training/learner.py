@@ -4,7 +4,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,12 +35,14 @@ from torchtitan.experiments.rl.losses import (
 )
 from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs
+from torchtitan.experiments.rl.models.lora import Adapters
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.training.checkpoints import TrainerCheckpoints, TrainerStart
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
+from torchtitan.experiments.rl.weights.publisher import Tensors
 from torchtitan.tools.utils import get_peak_flops
 
 
@@ -51,16 +53,19 @@ class HubTensors:
     keys and values of what it converts: of one layer here, where a whole state dict holds those of all layers at once.
     """
 
-    def __init__(self, model: Any, to_hub: Callable[[dict[str, Any]], dict[str, Any]]):
+    def __init__(self, model: Any, to_hub: Callable[[dict[str, Any]], dict[str, Any]], adapters: Adapters | None = None):
+        """``adapters``: they are added to what is given."""
         layers = {f"layers.{name}.": layer for name, layer in model.layers.named_children()}
         others = {f"{name}.": child for name, child in model.named_children() if name != "layers"}
         self._parts = {"tok_embeddings.": others.pop("tok_embeddings."), **layers, **others}
-        self._to_hub = to_hub
+        self._to_hub, self._adapters = to_hub, adapters
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As they are when each is read. Collective: every rank reads all of them."""
+        """As they are when each is read, until the next is. Collective: every rank reads all of them."""
         for prefix, part in self._parts.items():
-            yield from self._to_hub(part.state_dict(prefix=prefix)).items()
+            with nullcontext() if self._adapters is None else self._adapters.merged(part):
+                held = part.state_dict(prefix=prefix)
+                yield from self._to_hub({name: tensor for name, tensor in held.items() if ".lora_" not in name}).items()
 
 
 A100 = 312e12
@@ -85,12 +90,16 @@ class ModelFlops:
 
     @classmethod
     def of(cls, config: Any, model: torch.nn.Module, *, peak: float | None, ranks: int) -> "ModelFlops":
-        """
+        """A frozen weight has no gradient of its own: 4 for each.
+
         Args:
             config: torchtitan's of ``model``.
         """
         _, none = config.get_nparams_and_flops(model, 0)
         _, one = config.get_nparams_and_flops(model, 1)
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        if not all(parameter.requires_grad for parameter in model.parameters()):
+            none -= 2 * (none / 6 - trained)
         return cls(per_token=none, per_place=one - none, peak=peak, ranks=ranks)
 
     def add(self, batch: TrainingBatch) -> None:
@@ -136,6 +145,7 @@ class Learner:
         run_dir: str,
         start: TrainerStart | None = None,
         dtype: torch.dtype | None = None,
+        serve_adapters: bool = True,
     ):
         """Needs a process set up by ``process.setup``, and a process group; every rank builds one.
 
@@ -144,6 +154,8 @@ class Learner:
             rows: the most that a microbatch has. On CUDA batches are padded to few shapes.
             start: a checkpoint to go on from; None: the weights of the model's hub folder.
             dtype: overrides config.dtype (tests: float64).
+            serve_adapters: with config.lora: the generators hold the base, and a version is its adapters. Otherwise it is the
+                whole model, the adapters added to the base in float32.
         """
         self.config = config
         self.rank = dist.get_rank()
@@ -157,7 +169,9 @@ class Learner:
         if mesh is not None:
             self.data_parallel = DataParallel(rank=mesh.get_local_rank(), size=mesh.size())
         self._device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
-        spec = policy_spec(model, device=device, max_seq_len=max_seq_len, chunk_tokens=config.logprob_chunk_tokens)
+        spec = policy_spec(
+            model, device=device, max_seq_len=max_seq_len, chunk_tokens=config.logprob_chunk_tokens, lora=config.lora
+        )
         if dims.tp_enabled:  # torchtitan's own entry, which sets how each part of the model is sharded
             decoder_config(spec).update_from_config(config=SimpleNamespace(parallelism=parallelism))
         dtype = dtype or getattr(torch, config.dtype)
@@ -185,7 +199,11 @@ class Learner:
             self._uncompiled.update(self._row_shapes.shapes)
         assert spec.state_dict_adapter is not None, "every family has one"
         adapter = spec.state_dict_adapter(spec.model, model.hf_assets_path)
-        self.hub_tensors = HubTensors(self.model, adapter.to_hf)
+        self.adapters = Adapters(self.model, spec, config.lora) if config.lora is not None else None
+        self.hub_tensors: Tensors = HubTensors(self.model, adapter.to_hf, self.adapters)
+        """What a version is."""
+        if self.adapters is not None and serve_adapters:
+            self.hub_tensors = self.adapters
         options = config.optimizer
         self.optimizers = default_adamw(
             lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
@@ -201,6 +219,7 @@ class Learner:
             run_dir=Path(run_dir),
             start=start,
             states={"reference": self.reference} if self.reference is not None else None,
+            adapters=self.adapters,
         )
         if self.reference is not None and (start is None or start.weights_only):
             self.reference.restart()

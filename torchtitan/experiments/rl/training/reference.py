@@ -31,7 +31,8 @@ class ReferenceConfig(Configurable.Config):
 
 
 class Reference(Stateful):
-    """One more set of parameters. Every method but those of its state is collective where the model's forward pass is."""
+    """One more set of what is trained: with LoRA, of adapters. Every method but those of its state is collective where the
+    model's forward pass is."""
 
     def __init__(self, config: ReferenceConfig, model: nn.Module):
         self._config, self._model = config, model
@@ -82,6 +83,8 @@ class Reference(Stateful):
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in self._model.named_parameters():
+            if not parameter.requires_grad:
+                continue  # it stays what it is, and a copy would stay the same
             yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), parameter
 
     def state_dict(self) -> dict[str, Any]:

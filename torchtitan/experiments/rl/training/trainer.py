@@ -69,9 +69,11 @@ class PolicyTrainer(WatchedActor):
         generator_dtype: torch.dtype,
         start: TrainerStart | None = None,
         yields_memory: bool = False,
+        serve_adapters: bool = True,
     ):
         """
         Args:
+            serve_adapters: see Learner.
             start: a checkpoint to go on from; None: the weights of the model's hub folder.
             yields_memory: an engine on its GPU takes what a step has used, as soon as the weights are copied out.
         """
@@ -95,6 +97,7 @@ class PolicyTrainer(WatchedActor):
             total_steps=total_steps,
             run_dir=run_dir,
             start=start,
+            serve_adapters=serve_adapters,
         )
 
     @reported_endpoint

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan.models.common.attention import AttentionMasksType
+from torchtitan.models.common.attention import AttentionMasksType, FusedQKVLinear
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
@@ -52,3 +52,13 @@ def _on_whole_heads(permute: Callable[..., Any], weight: torch.Tensor, heads: in
         return permute(weight, heads, *sizes)
     whole = weight.redistribute(placements=[Replicate()] * mesh.ndim)
     return permute(whole, heads, *sizes).redistribute(placements=placements)
+
+
+def split_of_fused(module: Any, state: dict[str, torch.Tensor], *, prefix: str) -> dict[str, torch.Tensor]:
+    """``state`` of a module, with a fused query, key and value taken apart as in its state dict.
+
+    ``FusedQKVLinear._split_qkv_on_save`` is private: torchtitan calls it when a whole state dict is made.
+    """
+    if isinstance(module, FusedQKVLinear):
+        module._split_qkv_on_save(module, state, prefix, {})
+    return state

@@ -16,7 +16,7 @@ from annotated_types import Gt, Le
 
 from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.compat import vllm as compat
-from torchtitan.experiments.rl.errors import MissingError, PeerGone
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, PeerGone
 from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport, Occupancy, WrongWeights
 from torchtitan.experiments.rl.generation.messages import (
     GenerateResult,
@@ -40,6 +40,10 @@ PINS = Path(__file__).parents[5] / "requirements"
 
 GPU_OVERHEAD_GIB = 2.0
 """Of an engine's process beside weights and KV cache: CUDA's own, graphs, activations. An estimate: no GPU has run it."""
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""That vLLM 0.32 has room for; an adapter of another rank takes the next."""
+LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Of a dense decoder's layers, by the hub's names: vLLM would have adapters of the embedding too."""
 KEPT_SHARE = 1 / 8
 """Last blocks of prompts that are kept on CPU, as a share of the KV cache."""
 
@@ -62,8 +66,13 @@ class VLLMEngineConfig(EngineConfig):
     """False sets enforce_eager. CPU is always eager."""
     enable_prefix_caching: Changeable[bool] = True
 
-    def build(self, *, model_path: str, device: Literal["cpu", "cuda"]) -> "VLLMEngine":
-        return VLLMEngine(self, model_path=model_path, device=device)
+    def build(self, *, model_path: str, device: Literal["cpu", "cuda"], lora_rank: int = 0) -> "VLLMEngine":
+        return VLLMEngine(self, model_path=model_path, device=device, lora_rank=lora_rank)
+
+    def check_adapter(self, rank: int) -> None:
+        if rank > LORA_RANKS[-1]:
+            cure = f"vLLM serves ranks up to {LORA_RANKS[-1]}: lower it, or set generator.adapter = merged"
+            raise ConfigError("trainer.lora.rank", rank, cure)
 
     def process_memory(self, *, parameters: int, device: Literal["cpu", "cuda"]) -> float:
         if device == "cuda":
@@ -86,7 +95,7 @@ class VLLMEngineConfig(EngineConfig):
 class VLLMEngine:
     """Implements generation.engine.Engine."""
 
-    def __init__(self, config: VLLMEngineConfig, *, model_path: str, device: Literal["cpu", "cuda"]):
+    def __init__(self, config: VLLMEngineConfig, *, model_path: str, device: Literal["cpu", "cuda"], lora_rank: int = 0):
         compat.set_environment(device=device, workers=config.tensor_parallel_degree)
         from vllm import EngineArgs, LLMEngine
 
@@ -110,6 +119,17 @@ class VLLMEngine:
         else:
             # vLLM then asks only whether the share is free when it starts: a trainer may have most of the rest.
             arguments |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "gpu_memory_utilization": 0.05}
+        self._adapter: Any = None
+        """vLLM's LoRARequest of the adapter that each version is; None: a version is the whole model."""
+        self._served: Any = None
+        """The same, once a version is loaded."""
+        if lora_rank:
+            from vllm.lora.request import LoRARequest
+
+            # The path is never read: the adapter is there, by its number, before a request names it.
+            self._adapter = LoRARequest("policy", compat.ADAPTER, "in memory")
+            arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "lora_target_modules": [*LORA_MODULES]}
+            arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= lora_rank)
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=model_path,
@@ -152,7 +172,7 @@ class VLLMEngine:
         try:
             prompt, params = _to_vllm(request, salt=str(self._version), max_model_len=self._max_model_len)
             key = str(request.request_id)
-            self._open[key] = (request, self._engine.add_request(key, prompt, params))
+            self._open[key] = (request, self._engine.add_request(key, prompt, params, lora_request=self._served))
         except Exception as error:  # whatever vLLM raises for a request it refuses: one request must not end the others
             return RequestFailed(request_id=request.request_id, cause=str(error))
         return None
@@ -204,7 +224,7 @@ class VLLMEngine:
             reports = self._engine.collective_rpc("load_snapshot", args=(manifest, path))
         except Exception as error:  # whatever vLLM raises, and its workers may have raised
             raise WrongWeights(f"weights of version {manifest.version} are not loaded: {cause_in(error)}") from error
-        self._version = manifest.version
+        self._version, self._served = manifest.version, self._adapter
         self._engine.set_weight_version(str(manifest.version))
         if recompute:
             compat.recompute_open_requests(self._engine, cache_salt=str(manifest.version))

@@ -124,6 +124,8 @@ class SnapshotLoader:
         started = time.perf_counter()
         tensors = dict(self._snapshots.map(path).views(manifest.layout))
         model = worker.get_model()
+        if compat.is_adapter(tensors):
+            return self._load_adapter(manifest, tensors, started)
         held = HeldWeights(model, manifest, tensors)
         mapped = time.perf_counter()
         with trace.span("reload"), compat.packing_noted(held.note, unpacked=compat.packed_for_nothing(model)):
@@ -137,4 +139,22 @@ class SnapshotLoader:
             digests=digests,
             verify_s=(mapped - started) + packed_s + (read_back - reloaded),
             reload_s=reloaded - mapped - packed_s,
+        )
+
+    def _load_adapter(self, manifest: Manifest, tensors: dict[str, torch.Tensor], started: float) -> LoadReport:
+        """Put the adapter in the place of the one before, and read it back from where the model computes with it."""
+        mapped = time.perf_counter()
+        with trace.span("reload"):
+            compat.set_adapter(self, tensors)
+        reloaded = time.perf_counter()
+        with trace.span("digests of what is held"):
+            digests, shards = {}, {entry.name: entry.shards for entry in manifest.layout.entries}
+            for name, held, share in compat.held_adapter(self, tensors):
+                whole = held.shape == tensors[name].shape
+                same = whole or digest(held) == digest(share)
+                digests[name] = tensor_digest(held if whole else tensors[name], shards[name]) if same else digest(held)
+        return LoadReport(
+            digests={name: digests.get(name, NOT_HELD) for name in tensors},
+            verify_s=(mapped - started) + time.perf_counter() - reloaded,
+            reload_s=reloaded - mapped,
         )

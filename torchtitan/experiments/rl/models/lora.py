@@ -1,0 +1,307 @@
+"""LoRA: the base model is frozen, and each chosen matrix W computes ``W x + alpha/rank B (A x)``, where A and B are trained.
+
+torchtitan's converter puts A and B beside W. Outside of the trainer they have PEFT's names and the hub's rows. Of q_proj::
+
+    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [rank, in]
+    base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [out, rank]
+"""
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.compat.torchtitan.models import split_of_fused
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.model_spec import ModelSpec
+
+FIELD = "trainer.lora"
+PEFT_PREFIX = "base_model.model."
+"""Of each name in a PEFT folder: a model in a model."""
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+SEED = 0
+"""Of A's first values: those of a run do not depend on its ranks."""
+
+
+class LoRA:
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        """Adapters of the policy. Embedding and head have none."""
+
+        rank: PositiveInt = 8
+        alpha: PositiveFloat = 16.0
+        """What an adapter adds is multiplied by alpha / rank."""
+        targets: Literal["all-linear"] | tuple[NonEmptyStr, ...] = "all-linear"
+        """Which matrices of a layer have one: torchtitan's names, such as wq, wkv, wo, w1, w2, w3."""
+        init_from: str | None = None
+        """A folder of PEFT with the same rank, alpha and targets that training begins with. None: A is random and B is 0."""
+
+        @property
+        def scaling(self) -> float:
+            return self.alpha / self.rank
+
+
+def with_lora(spec: ModelSpec, lora: LoRA.Config) -> ModelSpec:
+    """The spec of a model whose base is frozen and whose ``targets`` have adapters.
+
+    Raises:
+        ConfigError: a target that names no matrix of the layers.
+    """
+    found = {name.rpartition(".")[2] for name, *_ in spec.model.traverse(Linear.Config) if name.startswith("layers.")}
+    targets = sorted(found) if lora.targets == "all-linear" else list(lora.targets)
+    if unknown := [name for name in targets if name not in found]:
+        cure = f"{unknown[0]} names no matrix of this model's layers; choose among {', '.join(sorted(found))}, or all-linear"
+        raise ConfigError(f"{FIELD}.targets", lora.targets, cure)
+    if not targets:
+        raise ConfigError(f"{FIELD}.targets", lora.targets, "nothing would be trained; name a matrix, or all-linear")
+    converter = LoRAConverter(LoRAConverter.Config(rank=lora.rank, alpha=lora.alpha, target_modules=targets))
+    converted: Any = converter.convert(spec.model)
+    return replace(spec, model=converted)
+
+
+@dataclass(slots=True)
+class _Adapted:
+    """A matrix with its adapter, by torchtitan's name of the matrix."""
+
+    name: str
+    module: Any
+    rows: dict[str, torch.Tensor]
+    """By hub module (three of a fused query, key and value): which row of torchtitan's matrix each of its rows is."""
+
+
+class Adapters:
+    """The adapters of a model, whole tensors by PEFT's names. Every method is collective.
+
+    What ``items`` gives has ``alpha / rank`` in it: whoever computes with it takes ``W + B A``, and can't scale twice.
+    """
+
+    def __init__(self, model: nn.Module, spec: ModelSpec, lora: LoRA.Config):
+        self.lora = lora
+        assert spec.state_dict_adapter is not None, "every family has one"
+        to_hub = spec.state_dict_adapter(spec.model, None).to_hf
+        modules = {_clean(name): module for name, module in model.named_modules()}
+        self._adapted = []
+        of_first: dict[str, dict[str, torch.Tensor]] = {}
+        for name, module in modules.items():
+            if hasattr(module, "lora_b"):
+                _, layer, matrix = name.split(".", 2)
+                if matrix not in of_first:
+                    parent = modules[name.rpartition(".")[0]]
+                    found = _hub_rows(name, module, parent, to_hub)
+                    of_first[matrix] = {hub.replace(f".{layer}.", ".{}.", 1): own for hub, own in found.items()}
+                rows = {hub.format(layer): own for hub, own in of_first[matrix].items()}
+                self._adapted.append(_Adapted(name, module, rows))
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """A as torchtitan draws it, from a generator of its own; B 0. Or those of ``init_from``, where it has them.
+
+        Raises:
+            ConfigError: the folder has adapters that do not fit.
+        """
+        path = self.lora.init_from
+        given = {} if path is None else read_adapter(Path(path), self.lora)
+        for adapted in self._adapted:
+            a, b = adapted.module.lora_a.weight, adapted.module.lora_b.weight
+            seed = int.from_bytes(hashlib.sha256(f"{SEED} {adapted.name}".encode()).digest()[:8], "big") >> 1
+            bound = 1 / math.sqrt(a.shape[1])
+            first_a = torch.empty(a.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))
+            first_b = torch.zeros(b.shape)
+            found = []
+            for hub, rows in adapted.rows.items():
+                names = [f"{PEFT_PREFIX}{hub}.lora_{part}.weight" for part in "AB"]
+                if names[0] in given and names[1] in given:
+                    own_a, own_b = (given.pop(name).float() for name in names)
+                    if own_a.shape != first_a.shape or own_b.shape != (len(rows), self.lora.rank):
+                        raise ConfigError(f"{FIELD}.init_from", path, f"{names[0]} and its B do not fit this model")
+                    found.append(own_a)
+                    first_b[rows] = own_b
+            if found and (len(found) < len(adapted.rows) or any(not torch.equal(found[0], other) for other in found)):
+                cure = "this flavor has one adapter for queries, keys and values, the folder several; set model.flavor to None"
+                raise ConfigError(f"{FIELD}.init_from", path, cure)
+            _fill(a, found[0] if found else first_a)
+            _fill(b, first_b)
+        if given:
+            cure = f"it has {next(iter(given))}, which is no adapter of {FIELD}.targets"
+            raise ConfigError(f"{FIELD}.init_from", path, cure)
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Scaled: see above."""
+        return self._tensors(self.lora.scaling)
+
+    def peft(self) -> dict[str, torch.Tensor]:
+        """As PEFT keeps them, not scaled, on the CPU."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._tensors(1.0)}
+
+    @torch.no_grad()
+    def _tensors(self, scaling: float) -> Iterator[tuple[str, torch.Tensor]]:
+        for adapted in self._adapted:
+            a, b = (_whole(part.weight) for part in (adapted.module.lora_a, adapted.module.lora_b))
+            for hub, rows in adapted.rows.items():
+                yield f"{PEFT_PREFIX}{hub}.lora_A.weight", a
+                yield f"{PEFT_PREFIX}{hub}.lora_B.weight", b[rows.to(b.device)] * scaling
+
+    @contextmanager
+    def merged(self, part: nn.Module) -> Iterator[None]:
+        """Inside, each base weight in ``part`` has its adapter added, in float32. They come back bit for bit."""
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        adapted: list[Any] = [module for module in part.modules() if hasattr(module, "lora_b")]
+        with torch.no_grad():
+            for module in adapted:
+                weight = module.weight
+                kept.append((weight, weight.detach().clone()))
+                added = module.lora_b.weight.float() @ module.lora_a.weight.float()
+                if isinstance(weight, DTensor):
+                    added = added.redistribute(weight.device_mesh, weight.placements)
+                weight.copy_((weight.float() + self.lora.scaling * added).to(weight.dtype))
+            try:
+                yield
+            finally:
+                for weight, before in kept:
+                    weight.copy_(before)
+
+
+def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters that are trained, by the names of a checkpoint."""
+    return {_clean(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def base_digest(model: nn.Module) -> torch.Tensor:
+    """int64 [tensors]: of each frozen parameter the sum of its bits, taken as integers. It does not depend on how the ranks
+    share it. Collective."""
+    sums = []
+    for _, parameter in sorted((_clean(name), parameter) for name, parameter in model.named_parameters()):
+        if parameter.requires_grad:
+            continue
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        integers = local.detach().contiguous().view({4: torch.int32, 2: torch.int16, 8: torch.int64}[local.element_size()])
+        total = integers.sum(dtype=torch.int64)
+        if isinstance(parameter, DTensor):
+            sharded = [place.is_shard() for place in parameter.placements]
+            for dim, is_sharded in enumerate(sharded):
+                if is_sharded:
+                    torch.distributed.all_reduce(total, group=parameter.device_mesh.get_group(dim))
+        sums.append(total.cpu())
+    return torch.stack(sums)
+
+
+def adapter_sizes(folder: Path, *, field: str) -> tuple[int, float]:
+    """Rank and alpha of a PEFT folder.
+
+    Raises:
+        ConfigError: by ``field``: it is no PEFT folder, or one of adapters that are not trained here.
+    """
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(field, str(folder), f"is no folder of PEFT: {ADAPTER_CONFIG}: {error}") from error
+    unknown = ("use_dora", "use_rslora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_bias")
+    if names := [name for name in unknown if config.get(name)]:
+        raise ConfigError(field, str(folder), f"its {names[0]} is set: such adapters are not trained here")
+    return rank, alpha
+
+
+def read_adapter(folder: Path, lora: LoRA.Config) -> dict[str, torch.Tensor]:
+    """
+    Raises:
+        ConfigError: no PEFT folder, or one of another rank or alpha.
+    """
+    field = f"{FIELD}.init_from"
+    if (sizes := adapter_sizes(folder, field=field)) != (lora.rank, lora.alpha):
+        cure = f"its rank and alpha are {sizes[0]} and {sizes[1]:g}: set {FIELD}.rank and {FIELD}.alpha to these"
+        raise ConfigError(field, str(folder), cure)
+    try:
+        return load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(field, str(folder), f"{ADAPTER_WEIGHTS} can't be read: {error}") from error
+
+
+def write_adapter(folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.Config, *, base: str) -> None:
+    """Write a PEFT folder. ``tensors``: of ``Adapters.peft``. ``base``: path or name of the base model."""
+    folder.mkdir(parents=True)
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": targets,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"})
+
+
+def write_merged(folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.Config, *, base: Path) -> None:
+    """Write a hub folder: the base with the adapters added in float32, each value then as the base has it.
+
+    Args:
+        tensors: of ``Adapters.peft``.
+        base: the hub folder that was trained on.
+    """
+    folder.mkdir(parents=True)
+    added = {name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in tensors}
+    for file in sorted(base.iterdir()):
+        if not file.is_file():
+            continue
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+            continue
+        with safe_open(file, "pt") as reader:
+            metadata = reader.metadata()
+        weights = load_file(file)
+        for module in sorted(added):
+            if (weight := weights.get(f"{module}.weight")) is not None:
+                a, b = (tensors[f"{PEFT_PREFIX}{module}.lora_{part}.weight"].float() for part in "AB")
+                weights[f"{module}.weight"] = (weight.float() + lora.scaling * (b @ a)).to(weight.dtype)
+                added.discard(module)
+        save_file(weights, folder / file.name, metadata)
+    if added:
+        raise ConfigError("model.hf_assets_path", str(base), f"it has no {sorted(added)[0]}.weight")
+
+
+def _hub_rows(
+    name: str, module: Any, parent: nn.Module, to_hub: Callable[[dict[str, Any]], dict[str, Any]]
+) -> dict[str, torch.Tensor]:
+    """By hub module: the rows of torchtitan's matrix that it has, in its order. The numbers of the rows go the way of a weight:
+    as a matrix of the weight's shape, each row of which holds its number."""
+    out, width = module.out_features, module.in_features
+    numbers = {f"{name}.weight": torch.arange(out, dtype=torch.int32)[:, None].expand(out, width).contiguous()}
+    hub = to_hub(split_of_fused(parent, numbers, prefix=f"{name.rpartition('.')[0]}."))
+    return {key.removesuffix(".weight"): matrix[:, 0].long() for key, matrix in hub.items()}
+
+
+def _clean(name: str) -> str:
+    """Without the wrappers of activation checkpointing and torch.compile."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def _whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _fill(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        whole = whole.to(parameter.device_mesh.device_type, parameter.dtype)
+        parameter.copy_(distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None))
+    else:
+        parameter.copy_(whole)
