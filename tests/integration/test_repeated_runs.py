@@ -144,3 +144,22 @@ def test_ranks_and_replicas_change_nothing_but_rounding(sync_runs, wide_runs):
     assert one["rollout/reward_mean"] == two["rollout/reward_mean"] and one["batch/tokens"] == two["batch/tokens"]
     for key in ("loss/total", "train/grad_norm", "policy/entropy"):
         assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-6)
+
+
+def test_adapters_that_are_served_and_adapters_that_are_merged_make_the_same_run(start):
+    """The second has two ranks, which share each adapter."""
+    words = "--max-offpolicy-steps 0 --seed 7 --steps 3 --trainer.no-save-final-model --trainer.lora.rank 4"
+    words += " --trainer.optimizer.lr 1e-2"
+    served, merged = (
+        run.ended_well()
+        for run in [start(*words.split()), start(*words.split(), *"--generator.adapter merged --trainer.ranks 2".split())]
+    )
+    for run in (served, merged):
+        for record in run.steps:
+            assert record["policy/age_max"] == 0 and record["rl/logprob_diff_max"] <= 1e-4
+    for ours, theirs in zip(served.steps, merged.steps, strict=True):
+        for key in ("rollout/reward_mean", "batch/tokens", "policy/entropy", "train/grad_norm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-2, abs=1e-5), key
+    assert served.steps[-1]["policy/entropy"] != pytest.approx(served.steps[0]["policy/entropy"], rel=1e-2), (
+        "nothing was learned"
+    )
