@@ -34,13 +34,13 @@ def room(monkeypatch, gib: float) -> None:
 def test_a_checkpoint_is_three_values_a_parameter_and_the_disk_holds_one_more_than_are_kept(plan):
     assert checkpoint_gib(parameters=2**30, dtype="float32") == 12.0
     assert checkpoint_gib(parameters=2**30, dtype="bfloat16") == 6.0
-    eight = dataclasses.replace(plan, checkpoint_gib=96.0, checkpoints_kept=2)
+    eight = dataclasses.replace(plan, checkpoint_gib=96.0, policy_gib=32.0, checkpoints_kept=2)
     assert eight.disk_gib == 3 * 96 + 32
     assert any(line.startswith("disk           about 320.00 GiB: 2 checkpoints of 96.00 GiB") for line in eight.lines())
 
 
 def test_too_little_room_on_the_disk_is_one_line_that_names_the_folder(plan, monkeypatch, tmp_path):
-    plan = dataclasses.replace(plan, checkpoint_gib=96.0, checkpoints_kept=2)
+    plan = dataclasses.replace(plan, checkpoint_gib=96.0, policy_gib=32.0, checkpoints_kept=2)
     room(monkeypatch, 321)
     assert machine_lacks(plan, str(tmp_path / "a/b"), field="output_dir") == []
     room(monkeypatch, 319)
@@ -52,7 +52,7 @@ def test_too_little_room_on_the_disk_is_one_line_that_names_the_folder(plan, mon
 
 
 def test_checkpoints_that_are_there_already_need_no_more_room(plan, monkeypatch, tmp_path):
-    plan = dataclasses.replace(plan, checkpoint_gib=96.0, checkpoints_kept=2)
+    plan = dataclasses.replace(plan, checkpoint_gib=96.0, policy_gib=32.0, checkpoints_kept=2)
     room(monkeypatch, 129)
     assert machine_lacks(plan, str(tmp_path), field="--resume", checkpoints=9) == []
     assert len(machine_lacks(plan, str(tmp_path), field="--resume", checkpoints=1)) == 1
