@@ -1,6 +1,6 @@
 """Kills whole runs, resumes them, and compares them with runs that nothing disturbed.
 
-    python tests/resume_matrix.py --kills 10 --seed 0 [--only sync async elastic init faults real] [--folder FOLDER]
+    python tests/resume_matrix.py --kills 10 --seed 0 [--only sync async elastic init faults lora real]
 
 sync     One synchronous run is killed so many times, every process at once, at random points: build, step, weight update,
          validation, checkpoint writing, shutdown. Each time it is resumed. At each kill its metrics so far, and at the end
@@ -13,7 +13,8 @@ init     A run with --init-from begins with the weights of another's checkpoint,
 faults   No other user can enter a run by its sockets; a part that is stopped is named; after a checkpoint for which there was
          no room the next is written; a run is resumed whose command a power cut has emptied, or whose newest checkpoint has
          lost its manifest; a forged checkpoint is refused by --resume, --init-from and rl-export, and runs nothing.
-real     As sync, with SmolLM2-135M-Instruct and four kills. Only where it is named: it needs scripts/get_smollm2.py.
+lora     As sync, with adapters and four kills.
+real     As lora, with SmolLM2-135M-Instruct and all of its weights. Only where it is named: it needs scripts/get_smollm2.py.
 
 Prints a line for each case and "N of N"; exits 1 if one is missing. Some 10 minutes on two quiet cores.
 """
@@ -58,10 +59,12 @@ SMALL = [
 ]
 SYNC = [*SMALL, *f"--max-offpolicy-steps 0 --steps {STEPS} --checkpoint.interval {INTERVAL}".split()]
 SYNC_MOMENTS: tuple[Moment, ...] = ("build", "training", "checkpoint", "validation", "weight update")
-REAL_STEPS, REAL_INTERVAL, REAL_KILLS = 8, 2, 4
+SHORT_STEPS, SHORT_INTERVAL, SHORT_KILLS = 8, 2, 4
+SHORT = f"--max-offpolicy-steps 0 --steps {SHORT_STEPS} --checkpoint.interval {SHORT_INTERVAL}".split()
+LORA = [*SMALL, *SHORT, *"--trainer.lora.rank 8 --trainer.optimizer.lr 1e-3".split()]
 REAL = [
-    *f"--config rl_sums_smollm2 --max-offpolicy-steps 0 --steps {REAL_STEPS} --checkpoint.interval {REAL_INTERVAL}".split(),
-    *f"--rollouts-per-step {ROLLOUTS} --validation.examples 16 --validation.every {EVERY}".split(),
+    *f"--config rl_sums_smollm2 --rollouts-per-step {ROLLOUTS} --validation.examples 16 --validation.every {EVERY}".split(),
+    *SHORT,
 ]
 
 EXAMPLES, MAX_AGE, ASYNC_KILLS = 40, 2, 5
@@ -73,7 +76,7 @@ ASYNC = [
 ]
 WIDER_FROM, NARROWER_FROM = 2 * INTERVAL, 3 * INTERVAL
 """Steps after which a run goes on with more and with fewer processes."""
-PARTS = ("sync", "async", "elastic", "init", "faults")
+PARTS = ("sync", "async", "elastic", "init", "faults", "lora")
 """Those that run where none is named."""
 ROOM_BYTES = 6 << 20
 """Largest file of a trainer whose disk is full: a snapshot of the weights has 4 MB, and a checkpoint of them 11."""
@@ -174,10 +177,13 @@ def sync(folder: Path, words: list[str], plan: list[Kill], *, like: Path, limit_
     yield f"{name}, the whole run", not case.faults, case
 
 
-def real(base: Path, limit_s: float, random_: random.Random) -> Iterator[Result]:
-    print(f"undisturbed, real: {undisturbed(base / 'undisturbed-real', REAL, limit_s)}", flush=True)
-    plan = planned(random_, REAL_KILLS, ("checkpoint", "training", "weight update"), steps=REAL_STEPS, interval=REAL_INTERVAL)
-    yield from sync(base / "real", REAL, plan, like=base / "undisturbed-real" / "run", limit_s=limit_s)
+def short(base: Path, name: str, words: list[str], limit_s: float, random_: random.Random) -> Iterator[Result]:
+    """As ``sync``, with an undisturbed run of its own."""
+    like = base / f"undisturbed-{name}"
+    print(f"undisturbed, {name}: {undisturbed(like, words, limit_s)}", flush=True)
+    moments: tuple[Moment, ...] = ("checkpoint", "training", "weight update")
+    plan = planned(random_, SHORT_KILLS, moments, steps=SHORT_STEPS, interval=SHORT_INTERVAL)
+    yield from sync(base / name, words, plan, like=like / "run", limit_s=limit_s)
 
 
 def asynchronous(base: Path, limit_s: float, random_: random.Random) -> Iterator[Result]:
@@ -367,7 +373,8 @@ def main() -> int:
             "elastic": lambda: elastic(base, limit_s),
             "init": lambda: init(base, limit_s),
             "faults": lambda: faults(base, limit_s),
-            "real": lambda: real(base, limit_s, random.Random(f"real {arguments.seed}")),
+            "lora": lambda: short(base, "lora", LORA, limit_s, random.Random(f"lora {arguments.seed}")),
+            "real": lambda: short(base, "real", REAL, limit_s, random.Random(f"real {arguments.seed}")),
         }
         for part in parts:
             for name, fine, said in runs[part]():
