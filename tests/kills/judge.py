@@ -121,7 +121,10 @@ def different_files(run: Path, reference: Path) -> list[str]:
         if ours != theirs:
             more, fewer = (ours - theirs).total(), (theirs - ours).total()
             faults.append(f"{name}: {more} lines that the undisturbed run has not, {fewer} missing")
-    ours, theirs = ({p.name: p.read_bytes() for p in path.glob("policy/step-*/*")} for path in (run, reference))
+    ours, theirs = (
+        {str(p.relative_to(path)): p.read_bytes() for p in path.glob("policy/step-*/**/*") if p.is_file()}
+        for path in (run, reference)
+    )
     faults += [f"final policy: {name} differs" for name in sorted(theirs) if ours.get(name) != theirs[name]]
     return faults
 
