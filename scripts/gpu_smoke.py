@@ -51,6 +51,7 @@ from torchtitan.experiments.rl.process.host import gpu_host_lacks  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
+from torchtitan.experiments.rl.training.client import pickled  # noqa: E402
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig  # noqa: E402
 from torchtitan.experiments.rl.training.learner import Learner  # noqa: E402
 from torchtitan.experiments.rl.training.reference import ReferenceConfig  # noqa: E402
@@ -444,7 +445,7 @@ async def _updates(setting: Setting, figures: Figures) -> None:
         reports: list[Figures] = []
         figures["updates"] = reports
         for version in range(1, sizes.versions + 1):
-            loss = (await trainer.train_step.call_one(batches, version - 1))["loss/total"]
+            loss = (await trainer.train_step.call_one(pickled(batches), version - 1))["loss/total"]
             reports.append(asdict(await sync.update(await sync.copy_out(version))) | {"loss": loss})
 
         async def sample(number: int) -> Any:

@@ -12,6 +12,7 @@ from tests.integration.learners import samples_of
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GeneratorFailed
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.training.client import pickled
 
 NEVER: list[int] = []
 """No stop token: every completion is as long as it may be."""
@@ -80,7 +81,7 @@ class Pair:
         """One step that changes the policy clearly."""
         samples = samples_of(8, vocabulary=self.vocabulary, seed=self.version)
         plan = Batcher.Config(row_length=512).build().plan(samples, 1)
-        await self.trainer.train_step.call_one(plan.microbatches[0], self.version)
+        await self.trainer.train_step.call_one(pickled(plan.microbatches[0]), self.version)
 
     async def publish(self) -> np.ndarray:
         """Put the trainer's weights into the store as the next version; returns the trainer's canary."""

@@ -1,14 +1,16 @@
 """Which rows each trainer rank is sent. The mesh is a stand-in that notes every call."""
 
+import pickle
+from dataclasses import fields
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from torchtitan.experiments.rl.batching.batcher import BatchPlan
+from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
 from torchtitan.experiments.rl.process.lifetime import Lifetime
-from torchtitan.experiments.rl.training.client import TrainerClient
+from torchtitan.experiments.rl.training.client import TrainerClient, pickled
 from torchtitan.experiments.rl.types import DataParallel, TrainingSample
 
 
@@ -29,7 +31,7 @@ class Mesh:
 
     def slice(self, *, procs: int):
         async def train_step(microbatches, version):
-            self.sent[procs] = (microbatches, version)
+            self.sent[procs] = (pickle.loads(microbatches) if microbatches else None, version)
             if procs == self._broken:
                 raise RuntimeError(f"rank {procs} is broken")
             return {"loss/total": 0.5, "train/lr": 0.3 if procs == 0 else None}
@@ -48,7 +50,7 @@ class KeepingRank:
     async def _train_step(self, microbatches, version, keep_logprobs=False):
         self._kept = [
             np.array([[-(1000 * self._coordinate + 100 * m + 10 * r + t) for t in range(8)] for r in range(2)], np.float32)
-            for m in range(len(microbatches))
+            for m in range(2)
         ]
         assert keep_logprobs
         return {}
@@ -73,12 +75,12 @@ async def connected(mesh: Mesh, folder) -> TrainerClient:
     return client
 
 
-async def test_ranks_that_share_a_coordinate_are_sent_the_same_rows(tmp_path):
+async def test_of_ranks_that_share_a_coordinate_the_first_is_sent_the_rows(tmp_path):
     mesh = Mesh(0, 0, 1, 1, size=2)
     client = await connected(mesh, tmp_path)
     assert client.data_parallel_size == 2
     metrics = await client.step(plan_of(["first"], ["second"]), 3)
-    assert mesh.sent == {0: (["first"], 2), 1: (["first"], 2), 2: (["second"], 2), 3: (["second"], 2)}
+    assert mesh.sent == {0: (["first"], 2), 1: (None, 2), 2: (["second"], 2), 3: (None, 2)}
     assert metrics == {"loss/total": 0.5, "train/lr": 0.3}
 
 
@@ -86,7 +88,7 @@ async def test_coordinates_need_not_follow_the_order_of_the_ranks(tmp_path):
     mesh = Mesh(1, 0, 1, 0, size=2)
     client = await connected(mesh, tmp_path)
     await client.step(plan_of(["first"], ["second"]), 1)
-    assert [mesh.sent[rank][0] for rank in range(4)] == [["second"], ["first"], ["second"], ["first"]]
+    assert [mesh.sent[rank][0] for rank in range(4)] == [["second"], ["first"], None, None]
 
 
 async def test_samples_get_the_log_probabilities_of_their_tokens(tmp_path, monkeypatch):
@@ -104,6 +106,22 @@ async def test_samples_get_the_log_probabilities_of_their_tokens(tmp_path, monke
     assert c.trainer_logprobs.tolist() == [-103, -104, -105, -106]
     assert replayed.trainer_logprobs is known and demonstration.trainer_logprobs is None
     assert plan.samples[1][0][0][0].trainer_logprobs.tolist() == [-1000]
+
+
+def test_batches_that_are_pickled_are_the_same_to_the_last_bit():
+    samples = [sample_of(length) for length in (3, 2, 7, 300)]
+    for sample in samples:
+        sample.advantages = sample.token_ids * np.float32(0.1)
+        sample.rl_weights = (sample.token_ids > 0).astype(np.float32)
+    # They begin alike, and become a tree.
+    (batches,) = Batcher.Config(row_length=512, rows_per_microbatch=1).build().plan(samples, 1).microbatches
+    for sent, batch in zip(pickle.loads(pickled(batches)), batches, strict=True):
+        assert sent.trees is not None and sent.task_names == ("t",)
+        for ours, theirs in ((batch, sent), (batch.trees, sent.trees)):
+            for field in fields(ours):
+                value, other = getattr(ours, field.name), getattr(theirs, field.name)
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(value, other) and value.dtype == other.dtype
 
 
 @pytest.mark.parametrize("planned", [1, 4])

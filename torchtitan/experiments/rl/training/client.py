@@ -1,6 +1,9 @@
 """The controller's side of the PolicyTrainer mesh: one optimizer step, and the policy at the end."""
 
 import asyncio
+import io
+import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,20 @@ import torch
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.compat.monarch import ask, ranks_of
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
-from torchtitan.experiments.rl.types import DataParallel
+from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """A tensor is pickled as an array: torch writes an archive for each, which takes five times as long."""
+        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, torch.Tensor) else NotImplemented
+
+
+def pickled(microbatches: Sequence[TrainingBatch]) -> bytes:
+    """For ``PolicyTrainer.train_step``: ``pickle.loads`` gives them back."""
+    file = io.BytesIO()
+    _Pickler(file, protocol=5).dump(microbatches)
+    return file.getvalue()
 
 
 class TrainerClient:
@@ -43,7 +59,8 @@ class TrainerClient:
     async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
         """Take optimizer step ``step`` on the policy version before it. Returns metrics.
 
-        The client sends each rank the rows of its data-parallel coordinate and no others.
+        The rows of a data-parallel coordinate are sent once, to the first of its ranks, which gives them to the others. They
+        are pickled in a thread: 1.6M tokens held up the event loop for 0.6 s before, once for each tensor-parallel rank.
 
         Raises:
             ValueError: ``packed`` was planned for another number of data-parallel ranks.
@@ -53,10 +70,11 @@ class TrainerClient:
             planned, size = len(packed.microbatches), self.data_parallel_size
             raise ValueError(f"rows planned for {planned} data-parallel ranks, and the trainer has {size}")
         keep = (True,) if self._keep_logprobs else ()
-        calls = [
-            ask(rank.train_step, packed.microbatches[coordinate.rank], step - 1, *keep)
-            for rank, coordinate in zip(self._ranks, self._coordinates, strict=True)
-        ]
+        unsent = [await asyncio.to_thread(pickled, own) for own in packed.microbatches]
+        calls = []
+        for rank, coordinate in zip(self._ranks, self._coordinates, strict=True):
+            rows, unsent[coordinate.rank] = unsent[coordinate.rank], b""
+            calls.append(ask(rank.train_step, rows, step - 1, *keep))
         try:
             metrics = (await self._life.call(asyncio.gather(*calls)))[0]
             if self._keep_logprobs:

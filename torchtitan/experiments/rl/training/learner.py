@@ -168,6 +168,8 @@ class Learner:
         self.data_parallel = DataParallel(rank=0, size=1)
         if mesh is not None:
             self.data_parallel = DataParallel(rank=mesh.get_local_rank(), size=mesh.size())
+        self._same_rows = dims.get_optional_mesh("tp")
+        """Ranks that compute the same rows."""
         self._device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
         spec = policy_spec(
             model, device=device, max_seq_len=max_seq_len, chunk_tokens=config.logprob_chunk_tokens, lora=config.lora
@@ -227,6 +229,20 @@ class Learner:
         """Optimizer steps behind the weights; None while one is taken, and for good if it failed in its middle."""
         self.logprobs: list[np.ndarray] = []
         """float32 [B, L] of each microbatch of the last step, 0 where nothing was sampled; empty where they were not kept."""
+
+    def of_first_rank(self, content: bytes) -> bytes:
+        """What the first of the ranks that compute the same rows was given. Collective."""
+        if self._same_rows is None:
+            return content
+        group = self._same_rows.get_group()
+        size = torch.tensor([len(content)], device=self._device)
+        dist.broadcast(size, group=group, group_src=0)
+        held = torch.empty(int(size), dtype=torch.uint8)
+        if content:
+            held = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        held = held.to(self._device)
+        dist.broadcast(held, group=group, group_src=0)
+        return held.cpu().numpy().tobytes()
 
     def forward_backward(
         self,

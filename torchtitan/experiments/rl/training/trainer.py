@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import os
+import pickle
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart, write_error
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite
-from torchtitan.experiments.rl.types import DataParallel, TrainingBatch
+from torchtitan.experiments.rl.types import DataParallel
 from torchtitan.experiments.rl.user_code.endpoint import for_a_future, reported_endpoint
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
@@ -131,12 +132,11 @@ class PolicyTrainer(WatchedActor):
         return self._learner.data_parallel
 
     @reported_endpoint
-    async def train_step(
-        self, microbatches: list[TrainingBatch], policy_version: int, keep_logprobs: bool = False
-    ) -> dict[str, float]:
+    async def train_step(self, microbatches: bytes, policy_version: int, keep_logprobs: bool = False) -> dict[str, float]:
         """Take an optimizer step on this coordinate's microbatches. Collective. Returns metrics of the whole step.
 
         Args:
+            microbatches: ``client.pickled``, for the first rank of the coordinate. It gives them to the others.
             keep_logprobs: ``logprobs`` is asked next.
 
         Raises:
@@ -151,7 +151,10 @@ class PolicyTrainer(WatchedActor):
 
         def accumulate() -> dict[str, float]:
             sums = self._learner.forward_backward(
-                microbatches, policy_version, keep_logprobs=keep_logprobs, on_microbatch=begin_microbatch
+                pickle.loads(self._learner.of_first_rank(microbatches)),
+                policy_version,
+                keep_logprobs=keep_logprobs,
+                on_microbatch=begin_microbatch,
             )
             metrics = sums.compute()
             check_finite("loss", metrics["loss/total"], self._learner.config.loss)
