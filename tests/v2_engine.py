@@ -20,7 +20,8 @@ ENVIRONMENT = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 @dataclass(kw_only=True, slots=True)
 class V2EngineConfig(VLLMEngineConfig):
-    """With vLLM's arguments as on a GPU, where they differ: chunks of prompts, and no sharing of last blocks."""
+    """With vLLM's arguments as on a GPU, where they differ: chunks of prompts, asynchronous scheduling, and no sharing of last
+    blocks."""
 
     chunk_tokens: int = 64
     """Of prompts, in one engine step."""
@@ -33,15 +34,30 @@ class V2EngineConfig(VLLMEngineConfig):
         compat.set_environment(device=device)
         import vllm
 
-        as_on_gpus = {"enable_chunked_prefill": True, "max_num_batched_tokens": self.chunk_tokens}
+        as_on_gpus = {"enable_chunked_prefill": True, "max_num_batched_tokens": self.chunk_tokens, "async_scheduling": True}
         arguments = vllm.EngineArgs
 
         def changed(**given: Any) -> Any:
             return arguments(**given | as_on_gpus)
 
         vllm.EngineArgs = changed
+        _keep_async_scheduling()
         vllm_engine._sharing_of_last_blocks = dict
         engine = VLLMEngine(self, model_path=model_path, device=device)
         runner = engine._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        assert engine._engine.engine_core.engine_core.batch_queue is not None, "steps are scheduled asynchronously"
         assert "vllm.v1.worker.gpu.model_runner" in {kind.__module__ for kind in type(runner).__mro__}, type(runner)
         return engine
+
+
+def _keep_async_scheduling() -> None:
+    """vLLM's CPU platform turns it off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def keep(platform: Any, config: Any) -> None:
+        check(config)
+        config.scheduler_config.async_scheduling = True
+
+    CpuPlatform.check_and_update_config = keep

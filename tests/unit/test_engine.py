@@ -12,6 +12,7 @@ import torch
 
 from tests.scripted_engine import ScriptedEngine, ScriptedEngineConfig, counting_table, save_table, snapshot_of
 from torchtitan.experiments.rl import config_registry
+from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.config.checks import check, plan_run
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError, PeerGone, RunError
@@ -99,7 +100,13 @@ def test_the_command_line_reaches_every_field_of_the_engine_a_config_names():
         enable_prefix_caching=False,
         sleep=True,
     )
-    assert {field.name for field in fields(VLLMEngineConfig)} == {*given, "cuda_graphs", "enable_prefix_caching", "sleep"}
+    assert {field.name for field in fields(VLLMEngineConfig)} == {
+        *given,
+        "cuda_graphs",
+        "enable_prefix_caching",
+        "sleep",
+        "args",
+    }
     for path, get in (
         ("generator.engine", lambda config: config.generator.engine),
         ("tasks.sum-digits.algorithm.teacher.engine", lambda config: config.tasks["sum_digits"].algorithm.teacher.engine),
@@ -222,8 +229,9 @@ def test_a_version_loaded_in_mid_completion_samples_the_rest_and_scores_what_com
 
 
 @pytest.mark.parametrize("gone, kind", [(["", "the weights are gone"], PeerGone), (["", ""], WrongWeights)])
-def test_a_vllm_engine_whose_load_breaks_can_go_on_only_if_nothing_has_changed(gone, kind):
+def test_a_vllm_engine_whose_load_breaks_can_go_on_only_if_nothing_has_changed(gone, kind, monkeypatch):
     def collective_rpc(method, args):
+        assert engine._early == ["ended"], "no step is in flight while weights change"
         if method == "map_snapshot":
             return gone
         assert method == "load_snapshot" and not any(gone)
@@ -231,6 +239,8 @@ def test_a_vllm_engine_whose_load_breaks_can_go_on_only_if_nothing_has_changed(g
 
     engine = object.__new__(VLLMEngine)
     engine._engine, engine._version, engine._asleep = SimpleNamespace(collective_rpc=collective_rpc), 4, False
+    engine._early, engine._results = [], list
+    monkeypatch.setattr(compat, "finish_steps", lambda engine: ["ended"])
     manifest = snapshot_of(5, counting_table(0.9))
     with pytest.raises(RunError, match="gone|version 5 are not loaded: ValueError: no such tensor") as caught:
         engine.load(manifest, manifest.paths["here"], recompute=False)

@@ -1,12 +1,15 @@
 """Engines that can't serve their model are refused by field, before a process starts."""
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchtitan.experiments.rl.compat.vllm import set_environment
 from torchtitan.experiments.rl.config.checks import check_cores, check_engine_fits
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
+from torchtitan.experiments.rl.generation.vllm.engine import OWN_ARGUMENTS, VLLMEngineConfig
 from torchtitan.experiments.rl.models.hub import HubConfig
 
 QWEN3_8B = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936, "intermediate_size": 12288}
@@ -64,3 +67,56 @@ def test_each_part_of_an_engine_needs_a_core():
         ConfigError, match=r"^f.engine.tensor_parallel_degree = 2: each part needs a CPU core, and there are 1 here"
     ):
         check_cores(VLLMEngineConfig(tensor_parallel_degree=2), 1, field="f.engine")
+
+
+# ---- vLLM's own arguments
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ({"quantisation": "fp8"}, "args.quantisation = 'fp8': vLLM has no such argument of its engine"),
+        (
+            {"block_size": 16, "max_num_batched_tokens": "many"},
+            "args.max_num_batched_tokens = 'many': vLLM wants another value",
+        ),
+    ],
+)
+def test_vllms_own_class_checks_its_arguments_before_a_process_is_spawned(args, message):
+    VLLMEngineConfig(args={"quantization": "fp8", "kv_cache_dtype": "fp8"}).validate(field="generator.engine")
+    engine = VLLMEngineConfig(args=args)
+    engine.validate(field="generator.engine")
+    with pytest.raises(ConfigError, match=f"^generator.engine.{message}"):
+        engine.check_present(field="generator.engine")
+
+
+def test_an_argument_that_the_library_sets_is_refused_by_the_name_of_its_field():
+    with pytest.raises(
+        ConfigError, match=r"args.max_model_len = 5: is set by generator.engine.max_model_len: leave it out here$"
+    ):
+        VLLMEngineConfig(args={"max_model_len": 5}).validate(field="generator.engine")
+    with pytest.raises(ConfigError, match="want plain values"):
+        VLLMEngineConfig(args={"seed": object()}).validate(field="generator.engine")
+
+
+def test_arguments_that_are_set_here_are_those_that_no_user_may_give():
+    seen: dict = {}
+
+    class Stop(Exception):
+        pass
+
+    def noted(**arguments):
+        seen.update(arguments)
+        raise Stop
+
+    for device in ("cpu", "cuda"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "environ", os.environ.copy())
+            set_environment(device=device)
+            patch.setattr("vllm.EngineArgs", noted)
+            with pytest.raises(Stop):
+                VLLMEngineConfig(args={"max_num_batched_tokens": 4096}).build(model_path="m", device=device)
+        assert seen["async_scheduling"] is (device == "cuda") and seen["max_num_batched_tokens"] == 4096
+    free = {"async_scheduling", "max_num_batched_tokens", "enable_chunked_prefill", "block_size", "disable_log_stats"}
+    free |= {"use_tqdm_on_load", "disable_hybrid_kv_cache_manager"}
+    assert set(seen) - free <= set(OWN_ARGUMENTS)

@@ -8,8 +8,11 @@ weight of a linear layer for its kernels and drops the weight itself: nothing ca
 is noted when it is packed, and the note hangs on the function that owns the copy.
 """
 
+import json
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +42,60 @@ def set_environment(*, device: str, workers: int = 1) -> None:
         # Without it each worker takes a NUMA node for itself, and fails where there are fewer.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(max(1, torch.get_num_threads() // workers))
+
+
+_CHECK = """
+import dataclasses, json, sys
+from pydantic import TypeAdapter, ValidationError
+from torchtitan.experiments.rl.compat import vllm as compat
+compat.set_environment(device="cpu")
+from vllm.engine import arg_utils
+kinds = {field.name: field.type for field in dataclasses.fields(arg_utils.EngineArgs)}
+for name, value in json.load(sys.stdin).items():
+    cause = "" if name in kinds else "vLLM has no such argument of its engine"
+    try:
+        kind = kinds.get(name, object)
+        kind = eval(kind, vars(arg_utils)) if isinstance(kind, str) else kind
+        cause or TypeAdapter(kind).validate_python(value)
+    except NameError:
+        pass  # a type that vLLM imports for type checkers alone
+    except ValidationError as error:
+        cause = "vLLM wants another value: " + error.errors()[0]["msg"]
+    if cause:
+        print(json.dumps([name, cause]))
+        break
+"""
+
+
+def refused_argument(arguments: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first of these that vLLM's ``EngineArgs`` does not take, and why. Their values are plain data.
+
+    It takes some 6 s: the class is looked up in a process of its own, because importing vLLM changes the process.
+    """
+    asked = subprocess.run([sys.executable, "-c", _CHECK], input=json.dumps(arguments), capture_output=True, text=True)
+    if asked.returncode:
+        return next(iter(arguments)), f"vLLM can't be asked: {asked.stderr.strip().splitlines()[-1]}"
+    lines = asked.stdout.strip().splitlines()
+    return tuple(json.loads(lines[-1])) if lines else None
+
+
+def finish_steps(engine: Any) -> list[Any]:
+    """Outputs of the engine steps that have begun, once they have ended. None begins meanwhile.
+
+    With asynchronous scheduling vLLM 0.32 begins a step before it has the tokens of the last, and gives all tokens that it
+    processes the version that is set then. Its ``pause_scheduler`` leaves a step that has begun in the queue.
+    """
+    outputs: list[Any] = []
+    core = engine.engine_core.engine_core
+    if not core.batch_queue:
+        return outputs
+    from vllm.v1.core.sched.interface import PauseState
+
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    while core.batch_queue:
+        outputs += engine.step()
+    core.resume_scheduler()
+    return outputs
 
 
 def output_token_count(engine: Any, internal_id: str) -> int:

@@ -3,9 +3,10 @@
 vLLM is imported when an engine is built: importing this file, and with it any config, does not import vLLM.
 """
 
+import json
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -47,6 +48,19 @@ LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 KEPT_SHARE = 1 / 8
 """Last blocks of prompts that are kept on CPU, as a share of the KV cache."""
 
+OWN_ARGUMENTS = {
+    "tensor_parallel_size": "tensor_parallel_degree",
+    "kv_cache_memory_bytes": "kv_cache_gib",
+    "enforce_eager": "cuda_graphs",
+    "enable_sleep_mode": "sleep",
+    **{name: name for name in ("dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "enable_prefix_caching")},
+    **dict.fromkeys(
+        ("model", "distributed_executor_backend", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls")
+        + ("kv_transfer_config", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules")
+    ),
+}
+"""vLLM's arguments that are not for ``VLLMEngineConfig.args``, and the field that sets each; None: the library itself does."""
+
 
 @dataclass(kw_only=True, slots=True)
 class VLLMEngineConfig(EngineConfig):
@@ -65,6 +79,10 @@ class VLLMEngineConfig(EngineConfig):
     cuda_graphs: Changeable[bool] = True
     """False sets enforce_eager. CPU is always eager."""
     enable_prefix_caching: Changeable[bool] = True
+    args: Changeable[dict[str, Any]] = field(default_factory=dict)
+    """Any more of vLLM's ``EngineArgs``, by name: ``{"max_num_batched_tokens": 8192}``, ``{"async_scheduling": False}``. vLLM's
+    own class checks them before a process is spawned. With ``{"quantization": "fp8"}`` the engine quantizes each version when
+    it loads it: tensors that it holds quantized are not compared with what was published, and its log says how many."""
 
     def build(self, *, model_path: str, device: Literal["cpu", "cuda"], lora_rank: int = 0) -> "VLLMEngine":
         return VLLMEngine(self, model_path=model_path, device=device, lora_rank=lora_rank)
@@ -86,10 +104,24 @@ class VLLMEngineConfig(EngineConfig):
         weights = parameters * self.torch_dtype.itemsize / self.tensor_parallel_degree / 2**30
         return GPU_OVERHEAD_GIB + (0 if asleep else weights + self.kv_cache_gib)
 
+    def validate(self, *, field: str) -> None:
+        EngineConfig.validate(self, field=field)
+        for name, owner in OWN_ARGUMENTS.items():
+            if name in self.args:
+                set_by = f"{field}.{owner}" if owner else "the library"
+                raise ConfigError(f"{field}.args.{name}", self.args[name], f"is set by {set_by}: leave it out here")
+        try:
+            json.dumps(self.args)
+        except TypeError as error:
+            raise ConfigError(f"{field}.args", self.args, f"want plain values: {error}") from None
+
     def check_present(self, *, field: str) -> None:
         if find_spec("vllm") is None:
             cure = f"is not installed: pip install --no-deps -r {PINS / 'cpu.txt'}, or gpu.txt for GPUs"
             raise MissingError(field, "vllm", cure)
+        if self.args and (refused := compat.refused_argument(self.args)) is not None:
+            name, cause = refused
+            raise ConfigError(f"{field}.args.{name}", self.args[name], cause)
 
 
 class VLLMEngine:
@@ -98,6 +130,7 @@ class VLLMEngine:
     def __init__(self, config: VLLMEngineConfig, *, model_path: str, device: Literal["cpu", "cuda"], lora_rank: int = 0):
         compat.set_environment(device=device, workers=config.tensor_parallel_degree)
         from vllm import EngineArgs, LLMEngine
+        from vllm.usage.usage_lib import UsageContext
 
         logger.info("vLLM is imported")
         keep_imported()
@@ -130,31 +163,32 @@ class VLLMEngine:
             self._adapter = LoRARequest("policy", compat.ADAPTER, "in memory")
             arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "lora_target_modules": [*LORA_MODULES]}
             arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= lora_rank)
-        self._engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=model_path,
-                dtype=config.dtype,
-                max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                tensor_parallel_size=config.tensor_parallel_degree,
-                distributed_executor_backend="uni" if config.tensor_parallel_degree == 1 else "mp",
-                enforce_eager=on_cpu or not config.cuda_graphs,
-                enable_prefix_caching=config.enable_prefix_caching,
-                skip_tokenizer_init=True,
-                logprobs_mode="processed_logprobs",
-                # A step in flight while weights change would mislabel its tokens.
-                async_scheduling=False,
-                worker_extension_cls="torchtitan.experiments.rl.generation.vllm.worker.SnapshotLoader",
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                enable_sleep_mode=config.sleep and not on_cpu,
-                **arguments,
-            )
+        arguments |= dict(
+            model=model_path,
+            dtype=config.dtype,
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            tensor_parallel_size=config.tensor_parallel_degree,
+            distributed_executor_backend="uni" if config.tensor_parallel_degree == 1 else "mp",
+            enforce_eager=on_cpu or not config.cuda_graphs,
+            enable_prefix_caching=config.enable_prefix_caching,
+            skip_tokenizer_init=True,
+            logprobs_mode="processed_logprobs",
+            # The next step is scheduled while the GPU computes this one. Updates wait for both: ``compat.finish_steps``.
+            async_scheduling=not on_cpu,
+            worker_extension_cls="torchtitan.experiments.rl.generation.vllm.worker.SnapshotLoader",
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            enable_sleep_mode=config.sleep and not on_cpu,
         )
+        # As an offline engine vLLM takes 8,192 or 16,384 tokens a step, by the GPU. Without a context it takes 2,048.
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | config.args), usage_context=UsageContext.LLM_CLASS)
         self._max_model_len = config.max_model_len
         self._has_workers = config.tensor_parallel_degree > 1
         self._open: dict[str, tuple[Request, str]] = {}
         """By ``request_id`` as text: the request, and the id that vLLM gave it."""
+        self._early: list[Result] = []
+        """Of steps that were ended for an update."""
         self._version = 0
         self._asleep, self._on_cpu = False, on_cpu
         self._prompt_tokens = self._prompt_tokens_cached = 0
@@ -166,7 +200,7 @@ class VLLMEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self._open)
+        return bool(self._open or self._early)
 
     def add(self, request: Request) -> RequestFailed | None:
         try:
@@ -178,8 +212,12 @@ class VLLMEngine:
         return None
 
     def step(self) -> list[Result]:
+        results, self._early = self._early, []
+        return results + self._results(self._engine.step()) if self._open else results
+
+    def _results(self, outputs: Iterable[Any]) -> list[Result]:
         results: list[Result] = []
-        for output in self._engine.step():
+        for output in outputs:
             if output.finished:
                 request, _ = self._open.pop(output.request_id)
                 self._prompt_tokens += len(output.prompt_token_ids or ())
@@ -218,6 +256,7 @@ class VLLMEngine:
         if self._asleep:
             self._engine.wake_up(["scheduling"] if self._on_cpu else None)
             self._asleep = False
+        self._early += self._results(compat.finish_steps(self._engine))
         if cause := next(filter(None, self._engine.collective_rpc("map_snapshot", args=(path,))), ""):
             raise PeerGone(cause)
         try:
