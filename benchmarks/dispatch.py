@@ -50,7 +50,9 @@ def plan_of(tokens: int) -> BatchPlan:
         length = int(random.integers(400, 4000))
         ids = random.integers(0, 150_000, length).astype(np.int32)
         mask, ones = np.arange(length) > 0, np.ones(length, np.float32)
-        streams: dict[str, Any] = dict(token_ids=ids, loss_mask=mask, generator_logprobs=-ones, policy_versions=ids, advantages=ones)
+        streams: dict[str, Any] = dict(
+            token_ids=ids, loss_mask=mask, generator_logprobs=-ones, policy_versions=ids, advantages=ones
+        )
         streams["rl_weights"] = mask.astype(np.float32)
         samples.append(TrainingSample(**streams, task_name="t", rollout_id="t-0/0"))
         tokens -= length

@@ -51,7 +51,7 @@ from torchtitan.experiments.rl.weights.snapshot import (  # noqa: E402
     SharedBuffer,
     tensor_digests,  # noqa: E402
 )
-from torchtitan.experiments.rl.weights.store import manifest_key, published_digests, start_store  # noqa: E402
+from torchtitan.experiments.rl.weights.store import manifest_key, start_store  # noqa: E402
 
 TENSORS = 300
 """About as many as a model of 28 layers has."""
@@ -69,7 +69,7 @@ class Trainer(Actor):
         for tensor in self._tensors.values():
             tensor[0] = version
         self._publisher.write(version, self._tensors)
-        await (await self._publisher.publish(version, remote_readers=True))
+        await self._publisher.publish(version, remote_readers=True)
 
 
 class MeasuredReader(WeightReader):
@@ -91,7 +91,7 @@ class MeasuredReader(WeightReader):
         """
         manifest: Manifest = await torchstore.get(manifest_key(version))
         copy = SharedBuffer.attach(await local_snapshot(manifest))
-        if tensor_digests(copy.bytes, manifest.layout) != await published_digests(manifest):
+        if tensor_digests(copy.bytes, manifest.layout) != manifest.digests:
             raise RunError(f"version {version} was not fetched as it was published")
 
 

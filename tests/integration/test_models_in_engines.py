@@ -122,7 +122,7 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     assert np.abs(trained - expected).max() > 0.1, "the step changed nothing"
     publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
     publisher.write(version, learner.hub_tensors)
-    await (await publisher.publish(version, remote_readers=False))
+    await publisher.publish(version, remote_readers=False)
     canary = random_tokens(8)
     receipt = await generator.update_weights.call_one(version, canary)
     np.testing.assert_allclose(receipt.canary_logprobs, learner.score(canary), rtol=0, atol=1e-4)

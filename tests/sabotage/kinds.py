@@ -25,23 +25,15 @@ NORM, BIAS, EMBEDDING = (
 
 
 @dataclass(kw_only=True)
-class Published:
-    """What the store has of a version."""
-
-    manifest: Manifest
-    digests: dict[str, str]
-
-
-@dataclass(kw_only=True)
 class Delivery:
     """One version on its way, and the one before."""
 
-    published: Published
+    published: Manifest
     views: Tensors
     """The mapped snapshot's."""
     before: Tensors
     """Copies of the last version's tensors."""
-    published_before: Published
+    published_before: Manifest
     engine: Any
 
     @property
@@ -179,23 +171,22 @@ def old_packed_copy_put_back(delivery: Delivery) -> Iterator[None]:
 
 
 @sabotage()
-def manifest_and_digests_of_the_version_before(delivery: Delivery) -> Iterator[Published]:
+def manifest_and_digests_of_the_version_before(delivery: Delivery) -> Iterator[Manifest]:
     yield delivery.published_before
 
 
 @sabotage()
-def weights_of_the_version_before_under_this_versions_number(delivery: Delivery) -> Iterator[Published]:
-    before = delivery.published_before
-    yield replace(before, manifest=replace(before.manifest, version=delivery.published.manifest.version))
+def weights_of_the_version_before_under_this_versions_number(delivery: Delivery) -> Iterator[Manifest]:
+    yield replace(delivery.published_before, version=delivery.published.version)
 
 
 @sabotage()
-def digests_of_another_version(delivery: Delivery) -> Iterator[Published]:
+def digests_of_another_version(delivery: Delivery) -> Iterator[Manifest]:
     yield replace(delivery.published, digests=delivery.published_before.digests)
 
 
 @sabotage()
-def digest_of_another_tensor(delivery: Delivery) -> Iterator[Published]:
+def digest_of_another_tensor(delivery: Delivery) -> Iterator[Manifest]:
     digests = delivery.published.digests
     yield replace(delivery.published, digests=digests | {Q: digests[OUT]})
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from tests.sabotage.kinds import Delivery, Published, Sabotage, Tensors
+from tests.sabotage.kinds import Delivery, Sabotage, Tensors
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.engine import LoadReport, check_held
@@ -120,7 +120,7 @@ class World:
         self._master = {name: value.float().clone() for name, value in tensors.items()}
         self._layout = SnapshotLayout.of({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config.torch_dtype)
         self._buffers = [SharedBuffer.create(self._layout.nbytes) for _ in range(2)]
-        self._published: list[Published] = []
+        self._published: list[Manifest] = []
         self.names = set(tensors)
         self.version = 0
         self._publish(1e-4)
@@ -152,7 +152,7 @@ class World:
             with wrongly(delivery) if wrongly else _honest() as found:
                 report = self._load(found or published)
             return WeightReceipt(
-                version=(found or published).manifest.version,
+                version=(found or published).version,
                 fingerprint=fingerprint(report.digests),
                 canary_logprobs=self._scored(canary) if sabotage is None else np.zeros(len(canary), np.float32),
                 verify_s=0.0,
@@ -192,13 +192,13 @@ class World:
             self._master[name] += lr * (2 * torch.rand(view.shape, generator=self._random) - 1)
             view.copy_(self._master[name])
         paths, publication = {"here": buffer.path}, f"publication {self.version}"
-        manifest = Manifest(version=self.version, layout=self._layout, paths=paths, publication=publication)
-        published = Published(manifest=manifest, digests=tensor_digests(buffer.bytes, self._layout))
-        self._published = [*self._published[-1:], published]
+        digests = tensor_digests(buffer.bytes, self._layout)
+        manifest = Manifest(version=self.version, layout=self._layout, paths=paths, publication=publication, digests=digests)
+        self._published = [*self._published[-1:], manifest]
 
-    def _load(self, published: Published) -> LoadReport:
-        report = self.engine.load(published.manifest, published.manifest.paths["here"], recompute=False)
-        check_held(report, published.manifest.version, published.digests)
+    def _load(self, published: Manifest) -> LoadReport:
+        report = self.engine.load(published, published.paths["here"], recompute=False)
+        check_held(report, published.version, published.digests)
         return report
 
     def _answers(self, requests: list[Request]) -> list[Result]:

@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.generation.engine import Engine, EngineConfig, Wr
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, RequestFailed, ScoreRequest
 from torchtitan.experiments.rl.generation.references import HostedModel
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngine, VLLMEngineConfig
+from torchtitan.experiments.rl.generation.vllm.worker import NOT_HELD, QUANTIZED, UNKNOWN, whole_digests
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
 ENGINES = (VLLMEngine, ScriptedEngine)
@@ -245,6 +246,30 @@ def test_a_vllm_engine_whose_load_breaks_can_go_on_only_if_nothing_has_changed(g
     with pytest.raises(RunError, match="gone|version 5 are not loaded: ValueError: no such tensor") as caught:
         engine.load(manifest, manifest.paths["here"], recompute=False)
     assert type(caught.value) is kind and engine.version == 4
+
+
+def test_shares_of_workers_add_up_and_copies_that_differ_equal_no_digest():
+    whole, left, right = ((0, 4),), ((0, 2),), ((2, 4),)
+    workers = [
+        {
+            "norm": [(whole, 7)],
+            "rows": [(left, 2**63 - 1)],
+            "tied": [(whole, 5), (whole, 5)],
+            "stale": [(whole, 5), (whole, 6)],
+        },
+        {"norm": [(whole, 7)], "rows": [(right, 3)], "tied": [(whole, 5)], "stale": [(whole, 5)]},
+    ]
+    workers[0] |= {"gone": [], "packed": [(whole, 1), ((), UNKNOWN)], "fp8": [((), QUANTIZED)]}
+    workers[1] |= {"gone": [], "packed": [(whole, 1)], "fp8": [((), QUANTIZED)]}
+    assert whole_digests(workers) == {
+        "norm": "0000000000000007",
+        "rows": "8000000000000002",
+        "tied": "0000000000000005",
+        "stale": "0000000000000005 and 0000000000000006",
+        "gone": NOT_HELD,
+        "packed": f"0000000000000001 and {UNKNOWN}",
+        "fp8": QUANTIZED,
+    }
 
 
 def test_aborted_requests_give_no_result_and_too_long_ones_are_refused():

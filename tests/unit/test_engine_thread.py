@@ -1,10 +1,9 @@
 """The thread between a generator's messages and its engine: which requests wait for a weight update, and how an update ends."""
 
 import asyncio
-import logging
 import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -28,6 +27,7 @@ from torchtitan.experiments.rl.generation.messages import (
 )
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.weights.snapshot import fingerprint
 
 CANARY = np.array([1, 2, 3], np.int32)
 MODES = get_args(WeightUpdate)
@@ -126,22 +126,15 @@ class Harness:
             if asked.done() and (asked.exception() or asked.result()):
                 return
 
-    async def update(
-        self, version: int, how: WeightUpdate, *, published: Awaitable | None = None, gone: bool = False
-    ) -> asyncio.Task:
+    async def update(self, version: int, how: WeightUpdate, *, gone: bool = False, verify: bool = True) -> asyncio.Task:
         """Ask for an update; the command is in the queue when this returns.
 
         Args:
-            published: gives the digests that the trainer has taken. None: those of the version, at once.
             gone: there is no snapshot any more.
         """
-
-        async def digests():
-            return digests_of(table(version)) if published is None else await published
-
         manifest = snapshot_of(version, table(version))
         path = "/proc/self/fd/99999" if gone else manifest.paths["here"]
-        task = asyncio.create_task(self.thread.update_weights(manifest, path, digests(), CANARY, how))
+        task = asyncio.create_task(self.thread.update_weights(manifest, path, CANARY, how, verify=verify))
         await asyncio.sleep(0)
         return task
 
@@ -375,10 +368,8 @@ def test_a_mode_that_is_none_is_refused_with_the_modes_there_are(capsys):
 async def test_an_engine_that_holds_other_weights_than_it_was_given_answers_nothing_with_them(harness, how, monkeypatch):
     load = harness.engine.load
 
-    def wrong(manifest, path, *, recompute):
-        report = load(manifest, path, recompute=recompute)
-        digests = {TABLE: "of the version before"}
-        return replace(report, digests=digests)
+    def wrong(manifest, path, **how):
+        return replace(load(manifest, path, **how), digests={TABLE: "of the version before"})
 
     monkeypatch.setattr(harness.engine, "load", wrong)
     harness.submit(generate(1, 2), generate(2, 2))
@@ -394,46 +385,8 @@ async def test_an_engine_that_holds_other_weights_than_it_was_given_answers_noth
     assert {r.request_id for r in harness.delivered if isinstance(r, GenerateResult)} <= {1, 2}
 
 
-# ---- the digests of what was published, which the trainer may still be taking
-
-
-@pytest.mark.parametrize("how", MODES)
-async def test_no_request_is_answered_with_weights_before_they_are_proven(harness, how):
-    harness.submit(*(generate(i, 1) for i in range(6)))
-    digests = asyncio.get_running_loop().create_future()
-    update = await harness.update(1, how, published=digests)
+async def test_a_version_that_is_not_verified_has_no_fingerprint_and_its_canary(harness):
     harness.engine.allowed.release(1000)
-    await harness.changes.until(lambda: harness.engine.version == 1)
-    steps = harness.engine.begun
-    harness.submit(generate(6, 1))
-    await asyncio.sleep(0.05)
-    assert harness.engine.begun == steps and not update.done()
-    digests.set_result(digests_of(table(1)))
-    assert (await asyncio.wait_for(update, LIMIT_S)).version == 1
-    await harness.changes.until(lambda: len(harness.delivered) == 7)
-
-
-@pytest.mark.parametrize("how", MODES)
-async def test_an_engine_whose_weights_can_not_be_proven_answers_nothing_with_them(harness, how):
-    async def lost():
-        raise ConnectionError("the store is gone")
-
-    harness.submit(generate(1, 2))
-    await harness.step(2)
-    update = await harness.update(1, how, published=lost())
-    harness.submit(generate(2, 2))
-    expected = "weights of version 1 can't be proven: ConnectionError: the store is gone"
-    with pytest.raises(RunError, match=expected):
-        await asyncio.wait_for(update, LIMIT_S)
-    await harness.changes.until(lambda: any(isinstance(r, GeneratorFailed) for r in harness.delivered))
-    assert harness.delivered[-1].cause == expected
-    assert {r.request_id for r in harness.delivered if isinstance(r, GenerateResult)} <= {1}
-
-
-async def test_a_shutdown_does_not_wait_for_digests_that_do_not_come_and_is_no_error(harness, caplog):
-    update = await harness.update(1, "keep", published=asyncio.Event().wait())
-    await harness.changes.until(lambda: harness.engine.version == 1)
-    await asyncio.wait_for(harness.thread.stop(), LIMIT_S)
-    with pytest.raises(RunError, match="weights of version 1 are not proven: the generator was shut down"):
-        await asyncio.wait_for(update, LIMIT_S)
-    assert [record for record in caplog.records if record.levelno > logging.INFO] == []
+    receipts = [await asyncio.wait_for(await harness.update(v, "keep", verify=v == 2), LIMIT_S) for v in (1, 2)]
+    assert [receipt.fingerprint for receipt in receipts] == ["", fingerprint(digests_of(table(2)))]
+    assert all(len(receipt.canary_logprobs) == len(CANARY) for receipt in receipts)

@@ -1,18 +1,15 @@
-"""What the trainer publishes: two versions side by side, and digests that come while generators already read."""
+"""What the trainer publishes: two versions side by side, with the digests of its own tensors."""
 
-import asyncio
-import threading
 from mmap import PAGESIZE as PAGE
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.weights import publisher as publisher_module
+from torchtitan.experiments.rl.weights import snapshot as snapshot_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digest, fingerprint, tensor_digests
-from torchtitan.experiments.rl.weights.store import published_digests
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digest, named, tensor_digests
 
 
 def tensors_of(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
@@ -22,7 +19,7 @@ def tensors_of(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
 
 
 def digests_of(seed: int, dtype=torch.float32) -> dict[str, str]:
-    return {name: digest(tensor.float()) for name, tensor in tensors_of(seed, dtype).items()}
+    return named((name, int(digest(tensor.float()))) for name, tensor in tensors_of(seed, dtype).items())
 
 
 @pytest.fixture
@@ -53,7 +50,7 @@ async def test_version_before_can_still_be_read_while_the_next_is_written(publis
         if version > 1:  # being read meanwhile
             manifest = manifests(store)[version - 1]
             assert tensor_digests(readers[version - 1].bytes, manifest.layout) == digests_of(version - 1)
-        await (await publisher.publish(version, remote_readers=False))
+        await publisher.publish(version, remote_readers=False)
         manifest = manifests(store)[version]
         readers[version] = SharedBuffer.attach(manifest.paths["here"])
         for name, view in readers[version].views(manifest.layout):
@@ -65,63 +62,27 @@ async def test_what_is_published_are_the_digests_of_the_trainers_tensors(publish
     store, publisher = published
     for version, dtype in ((1, torch.float32), (2, torch.bfloat16)):  # the second is converted
         publisher.write(version, tensors_of(version, dtype))
-        found = await (await publisher.publish(version, remote_readers=False))
-        expected = digests_of(version, dtype)
-        assert await published_digests(manifests(store)[version]) == expected and found == fingerprint(expected)
+        found = await publisher.publish(version, remote_readers=False)
+        assert found == manifests(store)[version] and found.digests == digests_of(version, dtype)
+        assert found.digests == tensor_digests(SharedBuffer.attach(found.paths["here"]).bytes, found.layout)
 
 
-async def test_whoever_asks_early_waits_for_the_digests_and_takes_no_others(published, monkeypatch):
-    """No others: of the version that was under the same key before, or of this version by a trainer that is gone."""
-    store, publisher = published
-    for version in (1, 2):
-        publisher.write(version, tensors_of(version))
-        await (await publisher.publish(version, remote_readers=False))
-    asked = {}
-    for version, trainer in ((3, publisher), (3, SnapshotPublisher(rank=0, host="here", dtype=torch.float32))):
-        taken = threading.Event()
-        monkeypatch.setattr(publisher_module, "digest", lambda tensor, taken=taken: taken.wait(LIMIT_S) and digest(tensor))
-        seed = 10 + len(asked)
-        trainer.write(version, tensors_of(seed))
-        task = await trainer.publish(version, remote_readers=False)
-        asked = asyncio.create_task(published_digests(manifests(store)[version]))
-        await asyncio.sleep(0.1)
-        assert not asked.done()
-        taken.set()
-        assert await asyncio.wait_for(asked, LIMIT_S) == digests_of(seed) and await task == fingerprint(digests_of(seed))
-        asked = {seed: task}
-
-
-async def test_a_buffer_is_not_written_again_before_its_digests_are_taken(published, monkeypatch):
-    store, publisher = published
-    taken = threading.Event()
-    monkeypatch.setattr(publisher_module, "digest", lambda tensor: taken.wait(LIMIT_S) and digest(tensor))
-    publisher.write(1, tensors_of(1))
-    task = await publisher.publish(1, remote_readers=False)
-    first = manifests(store)[1]
-    writing = asyncio.create_task(asyncio.to_thread(publisher.write, 3, tensors_of(3)))
-    await asyncio.sleep(0.1)
-    assert not writing.done()
-    taken.set()
-    await asyncio.wait_for(writing, LIMIT_S)
-    assert await task == fingerprint(digests_of(1)) and await published_digests(first) == digests_of(1)
-
-
-async def test_digests_that_can_not_be_taken_are_an_error_of_the_trainer(published, monkeypatch):
-    store, publisher = published
-    monkeypatch.setattr(publisher_module, "digest", lambda tensor: 1 / 0)
-    publisher.write(1, tensors_of(1))
-    task = await publisher.publish(1, remote_readers=False)
-    with pytest.raises(ZeroDivisionError):
-        await task
-    publisher.write(3, tensors_of(3))
+async def test_a_trainer_that_is_made_again_publishes_under_another_name(published):
+    store, first = published
+    names = set()
+    for trainer in (first, SnapshotPublisher(rank=0, host="here", dtype=torch.float32)):
+        for version in (1, 1):
+            trainer.write(version, tensors_of(version))
+            names.add((await trainer.publish(version, remote_readers=False)).publication)
+    assert len(names) == 4
 
 
 async def test_store_keeps_the_two_newest_versions_and_no_bytes(published):
     store, publisher = published
     for version in (1, 2, 3, 4, 5):
         publisher.write(version, tensors_of(version))
-        await (await publisher.publish(version, remote_readers=False))
-    assert sorted(manifests(store)) == [4, 5] and len(store) == 4
+        await publisher.publish(version, remote_readers=False)
+    assert sorted(manifests(store)) == [4, 5] and len(store) == 2
 
 
 # ---- copies from a GPU: what torch is asked to do, by stand-ins for it
@@ -158,7 +119,8 @@ def test_a_gpu_converts_before_it_copies_and_waits_only_for_targets_with_gaps(wh
     memory = torch.zeros(4, 6, dtype=torch.bfloat16)
     target = Target(memory if whole else memory[:, :3])
     values = torch.randn(target.memory.shape)
-    publisher_module.copy_to_host(target, OnGpu(values))
+    sent = publisher_module.copy_to_host(target, OnGpu(values))
+    assert torch.equal(sent.values, target.memory), "what is digested is what was sent, where it lies"
     assert target.calls == [(torch.bfloat16, whole)]
     torch.testing.assert_close(target.memory, values.bfloat16())
 
@@ -169,10 +131,10 @@ def test_pages_of_the_targets_are_locked_and_a_refusal_is_only_logged(monkeypatc
     cudart = SimpleNamespace(cudaHostRegister=lambda *arguments: calls.append(arguments) or code)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     kept = [code]  # the runtime's last error, which a kernel launch would raise
-    monkeypatch.setattr(publisher_module, "take_cuda_error", kept.clear)
+    monkeypatch.setattr(snapshot_module, "take_cuda_error", kept.clear)
     buffer = SharedBuffer.create(8 * PAGE).bytes
     first = buffer.data_ptr()
-    assert publisher_module.page_lock([buffer[:10], buffer[3 * PAGE : 4 * PAGE]]) is locked
+    assert snapshot_module.page_lock([buffer[:10], buffer[3 * PAGE : 4 * PAGE]]) is locked
     assert calls == [(first, PAGE, 0), (first + 3 * PAGE, PAGE, 0)][: 1 if code else 2]
     assert not any(kept), "the next kernel launch finds no error"
     assert ("can't be page-locked (CUDA error 1)" in caplog.text) is not locked
@@ -191,7 +153,7 @@ def test_no_page_is_locked_twice_and_none_that_holds_nothing_of_the_targets():
         buffer[:0],
     ]
     expected = [(0, 2), (5, 2), (8, 3)]
-    assert publisher_module.page_ranges(targets) == [(first + start * PAGE, pages * PAGE) for start, pages in expected]
+    assert snapshot_module.page_ranges(targets) == [(first + start * PAGE, pages * PAGE) for start, pages in expected]
 
 
 def test_a_publisher_locks_what_it_writes_once_and_returns_when_the_gpu_has_written_them(monkeypatch):
@@ -201,7 +163,7 @@ def test_a_publisher_locks_what_it_writes_once_and_returns_when_the_gpu_has_writ
     monkeypatch.setattr(f"{module}.page_lock", lambda targets: events.append(f"lock {len([*targets])}"))
     monkeypatch.setattr(f"{module}.wait_for_copies", lambda device: events.append(f"wait for {device.type}"))
     real = publisher_module.copy_to_host
-    monkeypatch.setattr(f"{module}.copy_to_host", lambda target, source: (events.append("copy"), real(target, source)))
+    monkeypatch.setattr(f"{module}.copy_to_host", lambda target, source: events.append("copy") or real(target, source))
     publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.bfloat16)
     reach = publisher._reach
     monkeypatch.setattr(publisher, "_reach", lambda device: reach(torch.device("cuda")))

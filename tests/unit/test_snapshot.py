@@ -5,7 +5,6 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,8 @@ from torchtitan.experiments.rl.weights.snapshot import (
     SnapshotLayout,
     digest,
     fingerprint,
+    index_of,
+    named,
     of_copies,
     tensor_digests,
 )
@@ -63,7 +64,7 @@ def test_another_mapping_reads_what_one_wrote():
     for name, tensor in tensors.items():
         assert read[name].shape == tensor.shape and torch.equal(read[name], tensor)
     assert digest(reader.bytes[: layout.nbytes]) == digest(writer.bytes[: layout.nbytes])
-    assert tensor_digests(reader.bytes, layout) == {name: digest(tensor) for name, tensor in tensors.items()}
+    assert tensor_digests(reader.bytes, layout) == named((name, int(digest(tensor))) for name, tensor in tensors.items())
 
 
 def test_another_process_finds_it_by_its_path():
@@ -114,29 +115,98 @@ def test_digest_changes_with_any_byte(content, data):
     original = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     changed = original.clone()
     changed[at] ^= flip
-    assert digest(original) == digest(original.clone()) != digest(changed)
+    assert int(digest(original)) == int(digest(original.clone())) != int(digest(changed))
 
 
 def test_digest_changes_with_the_order_of_bytes_and_of_parts():
-    size = 40 * 2**20  # more than one part, the last one short
+    size = 5 * 2**18  # more than one part, the last one short
     content = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
     half = size // 2
     swapped = torch.cat([content[half:], content[:half]])
-    part = 16 * 2**20
+    part = 2**19
     parts_swapped = torch.cat([content[part : 2 * part], content[:part], content[2 * part :]])
     reversed_bytes = content.flip(0)
     last_byte = content.clone()
     last_byte[-1] ^= 1
     versions = (content, swapped, parts_swapped, reversed_bytes, last_byte, content[:-1])
-    assert len({digest(version) for version in versions}) == len(versions)
+    assert len({int(digest(version)) for version in versions}) == len(versions)
 
 
-@pytest.mark.parametrize("cores", [1, 4])
-def test_digest_does_not_depend_on_the_number_of_cores(cores, monkeypatch):
-    content = torch.arange(5 * 2**20, dtype=torch.int64).view(torch.uint8)[3:]  # three parts, the last one short
-    parts = [xxhash.xxh3_128_digest(content[i : i + 2**24].numpy()) for i in range(0, len(content), 2**24)]
-    monkeypatch.setattr(snapshot_module.os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert digest(content) == xxhash.xxh3_128_hexdigest(b"".join(parts))
+def by_hand(content: np.ndarray) -> int:
+    """Of uint8 [rows, bytes], in Python's own integers."""
+
+    def key(place: int) -> int:  # SplitMix64 with shifts that keep the sign
+        mixed = signed((place + 1) * -7046029254386353131)
+        for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+            mixed = signed((mixed ^ (mixed >> shift)) * factor)
+        return (mixed ^ (mixed >> 31)) | 1
+
+    def signed(value: int) -> int:
+        return (value + 2**63) % 2**64 - 2**63
+
+    total = 0
+    for row, values in enumerate(content):
+        for place in range(0, len(values), 8):
+            word = signed(int.from_bytes(values[place : place + 8].tobytes(), "little"))
+            total += (word + (word >> 32)) * key(row) * key(place // 8)
+    return signed(total)
+
+
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_a_digest_is_the_sum_that_its_definition_says(rows, width, seed):
+    content = np.random.default_rng(seed).integers(0, 256, (rows, width), dtype=np.uint8)
+    assert int(digest(torch.from_numpy(content))) == by_hand(content)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+    st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    st.data(),
+)
+def test_shares_add_up_however_a_tensor_is_divided(dtype, shape, data):
+    whole = torch.randint(0, 256, (*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).view(dtype)
+    dim = data.draw(st.integers(0, whole.ndim - 1))
+    cuts = sorted(data.draw(st.lists(st.integers(0, whole.shape[dim]), max_size=3)))
+    shares = []
+    for start, stop in zip([0, *cuts], [*cuts, whole.shape[dim]], strict=True):
+        shard = tuple((start, stop) if d == dim else (0, size) for d, size in enumerate(whole.shape))
+        part = whole[index_of(shard)]
+        shares.append(int(digest(part, shard, tuple(whole.shape))))
+        assert shares[-1] == int(digest(part.clone(), shard, tuple(whole.shape))), "wherever it lies"
+    assert named([("t", sum(shares))]) == named([("t", int(digest(whole)))])
+
+
+@pytest.mark.parametrize("most", [1, 8, 64])
+def test_a_digest_does_not_depend_on_how_much_is_summed_at_once_or_where(most, monkeypatch):
+    tensors = [torch.randn(7, 10), torch.randn(33, 2), torch.randn(50)]
+    expected = [int(digest(tensor)) for tensor in tensors]
+    monkeypatch.setattr(snapshot_module, "_WORDS_OF_A_THREAD", most)
+    assert [int(digest(tensor)) for tensor in tensors] == expected
+    monkeypatch.setattr(snapshot_module, "_WORDS", most)
+    on_gpu = [tensor.as_subclass(SaysGpu) for tensor in tensors]
+    assert [int(digest(tensor)) for tensor in on_gpu] == expected
+
+
+class SaysGpu(torch.Tensor):
+    """A CPU tensor that is digested by the operations that a GPU has."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_changes_that_cancel_in_a_plain_sum_are_seen(dtype):
+    whole = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    changed = [whole.flip(0), whole.flip(1), whole.t().contiguous(), whole[[1, 0, *range(2, 64)]], -whole, whole.roll(1, 1)]
+    for column in range(4):  # the signs of an even number of values, each in the same place of its word
+        signs = whole.clone()
+        signs[:, column] *= -1
+        pair = whole.clone()
+        pair[5:7, column] *= -1
+        changed += [signs, pair]
+    moved = whole.clone()
+    moved[3, 4], moved[9, 20] = whole[9, 20], whole[3, 4]
+    assert len({int(digest(each)) for each in [whole, moved, *changed]}) == len(changed) + 2
 
 
 def test_copies_that_differ_have_no_digest_of_either():

@@ -13,7 +13,7 @@ from torchtitan.experiments.rl.operations.supervision import PartProcess, Weight
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.weights import host_shards
 from torchtitan.experiments.rl.weights import reader as reader_module
-from torchtitan.experiments.rl.weights.host_shards import RemoteShards, divided_tensors, spans
+from torchtitan.experiments.rl.weights.host_shards import RemoteShards, spans
 from torchtitan.experiments.rl.weights.reader import Fetched, HostCopy, WeightReader, local_snapshot
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout
 from torchtitan.experiments.rl.weights.store import copy_key, manifest_key, shards_key
@@ -34,7 +34,7 @@ class TrainerHosts:
         shapes = {"t": (self.ROWS, 4)}
         half = self.ROWS // 2
         self.divided = {"a": {"t": [((0, half), (0, 4))]}, "b": {"t": [((half, self.ROWS), (0, 4))]}}
-        self.layout = SnapshotLayout.of(shapes, torch.float32, divided_tensors(self.divided, shapes))
+        self.layout = SnapshotLayout.of(shapes, torch.float32)
         self.memory = {host: SharedBuffer.create(self.layout.nbytes) for host in self.divided}
         monkeypatch.setattr(host_shards, "READ_BYTES", 100)
 
@@ -71,6 +71,7 @@ class TrainerHosts:
             layout=self.layout,
             paths={host: buffer.path for host, buffer in self.memory.items()},
             publication=f"publication {self.publications}",
+            digests={},
         )
 
 

@@ -12,7 +12,7 @@ from torchstore.client import LocalClient
 from torchstore.controller import Controller
 from torchstore.transport import Pipe, Request
 
-from torchtitan.experiments.rl.compat.monarch import OneActor, original
+from torchtitan.experiments.rl.compat.monarch import OneActor
 
 
 class AsyncController(Controller):
@@ -66,8 +66,3 @@ def use_async_controller() -> None:
     """Make this process's torchstore spawn, and speak to, the async controller. Call before any put or get."""
     torchstore.api.Controller = AsyncController
     torchstore.api.LocalClient = SparingClient
-
-
-def is_missing(error: Exception) -> bool:
-    """Whether a ``get`` has raised it because nothing was put under that key."""
-    return isinstance(original(error), KeyError)

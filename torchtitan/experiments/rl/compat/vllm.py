@@ -159,7 +159,10 @@ def reload_weights(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> 
         _copy_and_pack(weights, given)
     else:
         logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
-        worker.reload_weights(weights_iterator=given.items())
+        # On a GPU each tensor arrives whole, and its slices are taken there: torch packs a slice of CPU memory first.
+        device = next(model.parameters()).device
+        staged = ((name, tensor.to(device, non_blocking=True)) for name, tensor in given.items())
+        worker.reload_weights(weights_iterator=staged)
     repack_tied_head(model)
 
 

@@ -20,6 +20,9 @@ class GeneratorConfig:
     adapter: Literal["served", "merged"] = "served"
     """With trainer.lora. served: the engine holds the base, and swaps adapters between two of its steps. merged: the trainer
     adds them to the base in float32 and publishes the whole model, for an engine that can't serve adapters."""
+    verify_every: Changeable[PositiveInt] = 1
+    """Versions from one whose every byte in the engine is compared with what was published to the next: their numbers are
+    multiples of it. The canary is scored with each version."""
     weight_update: WeightUpdate = "keep"
     """What a new version does to running requests, those that have tokens. In every mode a request without a token starts
     under the new version, each token carries the version that sampled it, and no prompt reads another version's cache.

@@ -26,9 +26,9 @@ class LoadReport:
     """What an engine says of a version that it loaded."""
 
     digests: dict[str, str]
-    """What the engine holds after loading: ``weights.snapshot.tensor_digest`` of each tensor, by hub name in the manifest's
-    order, and ``of_copies`` where it holds several copies. They are taken from the engine's own copies, the packed ones that it
-    computes with included, never from the snapshot. A share that equals the snapshot's has the digest of that one's tensor."""
+    """What the engine holds after loading: ``weights.snapshot.named`` of each tensor, by hub name in the manifest's order, and
+    ``of_copies`` where it holds several copies. They are taken from the engine's own copies, the packed ones that it computes
+    with included, never from the snapshot. Empty where it was not asked to verify."""
     verify_s: float
     """Mapping the snapshot and taking digests, in seconds."""
     reload_s: float
@@ -108,7 +108,7 @@ class Engine(Protocol):
     def withdraw(self) -> list[Request]:
         """Take back every open request that has no token yet, and return them, oldest first. They may be added again."""
 
-    def load(self, manifest: Manifest, path: str, *, recompute: bool) -> LoadReport:
+    def load(self, manifest: Manifest, path: str, *, recompute: bool, verify: bool = True) -> LoadReport:
         """Replace the weights by the snapshot at ``path``, between two steps.
 
         The caller has withdrawn what has no token. Every other open request stays open and keeps its tokens and its stream of
@@ -118,6 +118,7 @@ class Engine(Protocol):
             path: of a SharedBuffer in this host's memory (``weights.snapshot.SnapshotReader`` maps it).
             recompute: compute the keys and values of open requests again, prompt and tokens so far, with the new weights.
                 Otherwise they go on with those they have.
+            verify: report the digests of what it holds.
 
         Returns:
             What it holds now. The caller compares it with what the trainer has published, and uses the engine no more where

@@ -13,8 +13,8 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -101,8 +101,6 @@ class EngineThread:
         """For the whole of an update: its canary must be scored before the next version is loaded."""
         self._pending: set[Future[Any]] = set()
         """Futures that coroutines wait for and this thread completes."""
-        self._awaited: set[Future[Any]] = set()
-        """Futures that this thread waits for and coroutines complete."""
         self._failure: RunError | None = None
         self._running, self._stopping = True, False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -161,32 +159,30 @@ class EngineThread:
         self,
         manifest: Manifest,
         path: str,
-        published: Coroutine[Any, Any, Mapping[str, str]],
         canary_token_ids: np.ndarray,
         how: WeightUpdate,
+        *,
+        verify: bool = True,
     ) -> WeightReceipt:
         """Load the snapshot at ``path``, and score the canary with it before any request that waited.
 
         Args:
-            published: returns the digests of the version's tensors. It runs beside the load.
+            verify: compare what the engine then holds with the manifest's digests.
 
         Raises:
-            RunError: the engine holds other weights than were published, or can't be proven to hold those, or failed: it is
-                used no more. Or the snapshot is gone: the engine then keeps its weights.
+            RunError: the engine holds other weights than were published, or failed: it is used no more. Or the snapshot is
+                gone: the engine then keeps its weights.
         """
-        digests = asyncio.run_coroutine_threadsafe(published, asyncio.get_running_loop())
-        self._awaited.add(digests)
-        digests.add_done_callback(self._awaited.discard)
 
         def load() -> tuple[LoadReport, Future[np.ndarray]]:
-            return self._load(manifest, path, digests, canary_token_ids, recompute=how == "recompute")
+            return self._load(manifest, path, canary_token_ids, recompute=how == "recompute", verify=verify)
 
         async with self._update_lock:
             report, canary = await self.call(load, drain=how == "drain")
             logprobs = await asyncio.wrap_future(canary)
             return WeightReceipt(
                 version=manifest.version,
-                fingerprint=fingerprint(report.digests),
+                fingerprint=fingerprint(report.digests) if verify else "",
                 canary_logprobs=logprobs,
                 verify_s=report.verify_s,
                 reload_s=report.reload_s,
@@ -216,8 +212,6 @@ class EngineThread:
 
         self._stopping = True
         self._commands.put(stop)
-        for awaited in list(self._awaited):
-            awaited.cancel()
         await asyncio.to_thread(self._thread.join)
         if self._engine is not None:
             self._engine.close()
@@ -294,10 +288,10 @@ class EngineThread:
         self,
         manifest: Manifest,
         path: str,
-        published: Future[Mapping[str, str]],
         canary_token_ids: np.ndarray,
         *,
         recompute: bool,
+        verify: bool,
     ) -> tuple[LoadReport, Future[np.ndarray]]:
         if self._postponed is None:
             self._postpone()
@@ -305,13 +299,12 @@ class EngineThread:
         self._heartbeat.beat(f"loading version {manifest.version}", slow=True)
         try:
             with trace.span("load weights", version=manifest.version):
-                report = self.engine.load(manifest, path, recompute=recompute)
-            with trace.span("wait for the digests of what was published"):
-                check_held(report, manifest.version, _result(published, manifest.version))
+                report = self.engine.load(manifest, path, recompute=recompute, verify=verify)
+            if verify:
+                check_held(report, manifest.version, manifest.digests)
             logger.info("holds version %d", manifest.version)
             return report, self._score_canary(canary_token_ids)
         finally:
-            published.cancel()
             postponed, self._postponed = self._postponed, None
             self._add((postponed or {}).values())
 
@@ -337,12 +330,3 @@ class EngineThread:
         for future in list(self._pending):
             if not future.done():
                 future.set_exception(failure)
-
-
-def _result(published: Future[Mapping[str, str]], version: int) -> Mapping[str, str]:
-    try:
-        return published.result()
-    except CancelledError:
-        raise WrongWeights(f"weights of version {version} are not proven: the generator was shut down") from None
-    except BaseException as error:
-        raise WrongWeights(f"weights of version {version} can't be proven: {cause_in(error)}") from error

@@ -26,7 +26,7 @@ from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
 from torchtitan.experiments.rl.weights.reader import local_snapshot
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
-from torchtitan.experiments.rl.weights.store import published, published_digests
+from torchtitan.experiments.rl.weights.store import published
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +96,8 @@ class Generator(WatchedActor):
         """
         manifest = await published(version)
         path = await local_snapshot(manifest)
-        digests = published_digests(manifest)
-        return await self._thread.update_weights(manifest, path, digests, canary_token_ids, self.config.weight_update)
+        verify = not version % self.config.verify_every
+        return await self._thread.update_weights(manifest, path, canary_token_ids, self.config.weight_update, verify=verify)
 
     @reported_endpoint
     async def sleep(self) -> None:

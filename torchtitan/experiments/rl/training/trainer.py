@@ -34,6 +34,7 @@ from torchtitan.experiments.rl.types import DataParallel
 from torchtitan.experiments.rl.user_code.endpoint import for_a_future, reported_endpoint
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
+from torchtitan.experiments.rl.weights.snapshot import fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class PolicyTrainer(WatchedActor):
     # Made by setup, publish_weights and begin_checkpoint.
     _learner: Learner
     _publisher: SnapshotPublisher
-    _fingerprint: asyncio.Task[str]
+    _fingerprint: str
     _canary: asyncio.Future[np.ndarray]
     _saving: Future[Any]
 
@@ -202,7 +203,7 @@ class PolicyTrainer(WatchedActor):
     async def publish_weights(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> None:
         """Copy the weights into the snapshot of ``version``, and put that where the generators find it. Collective.
 
-        Also starts to take the version's digests and to score the canary with the same weights: see ``proof``.
+        Also starts to score the canary with the same weights: see ``proof``.
 
         Args:
             remote_readers: some generator is on a host without trainer ranks.
@@ -220,15 +221,15 @@ class PolicyTrainer(WatchedActor):
 
         await self._submit(copy_out, quick=True)
         with trace.lane("publish", version=version):
-            self._fingerprint = await self._publisher.publish(version, remote_readers=remote_readers)
+            manifest = await self._publisher.publish(version, remote_readers=remote_readers)
+        self._fingerprint = fingerprint(manifest.digests)
         self._canary = self._submit(score)
 
     @reported_endpoint
     async def proof(self) -> tuple[str, np.ndarray]:
         """What a receipt of the version that was published last has to agree with: the fingerprint of what was published, and
-        float32 [L] log-probabilities of the canary. Ranks other than 0 have "" for the first."""
-        fingerprint, canary = await asyncio.gather(self._fingerprint, self._canary)
-        return fingerprint, canary
+        float32 [L] log-probabilities of the canary."""
+        return self._fingerprint, await self._canary
 
     @reported_endpoint
     async def score(self, token_ids: np.ndarray) -> np.ndarray:

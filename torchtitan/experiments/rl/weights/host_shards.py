@@ -57,13 +57,14 @@ def written_by_host(written: Sequence[Mapping[str, Shard]], hosts: Sequence[str]
     return {host: {name: _joined(shards) for name, shards in own.items()} for host, own in found.items()}
 
 
-def divided_tensors(hosts: Mapping[str, HostShards], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Shard, ...]]:
-    """``TensorEntry.shards`` of the tensors that no host holds whole, by name."""
-    found = {name: tuple(sorted(shard for own in hosts.values() for shard in own.get(name, ()))) for name in shapes}
+def check_all_written(hosts: Mapping[str, HostShards], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """
+    Raises:
+        AssertionError: the hosts write less than a tensor.
+    """
     for name, shape in shapes.items():
-        size = sum(map(volume, found[name]))
+        size = sum(volume(shard) for own in hosts.values() for shard in own.get(name, ()))
         assert size == math.prod(shape), f"the ranks write {size} values of {name}, which has {math.prod(shape)}"
-    return {name: shards for name, shards in found.items() if len(shards) > 1}
 
 
 def held_tensors(

@@ -4,10 +4,12 @@ A snapshot is one flat buffer and a layout that says where each tensor lies in i
 touching fresh shared-memory pages costs as much as the copy itself. Digests say which weights a snapshot, or an engine, holds.
 """
 
+import hashlib
+import logging
 import mmap
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -15,13 +17,17 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
+from torchtitan.experiments.rl.compat.torch import take_cuda_error
 from torchtitan.experiments.rl.errors import PeerGone
 
+logger = logging.getLogger(__name__)
+
 _ALIGNMENT = 64
-_PART = 16 * 2**20
-"""Bytes that a thread hashes at once."""
+_WORDS_OF_A_THREAD = 2**18
+"""Words that are worth another thread: 2 MB."""
+_WORDS = 2**24
+"""Words that a GPU digests at once: it has room for 128 MB."""
 
 Shard = tuple[tuple[int, int], ...]
 """A part of a tensor: start and stop in each dimension."""
@@ -34,17 +40,10 @@ class TensorEntry(NamedTuple):
     dtype: torch.dtype
     offset: int
     """Bytes from the start of the buffer."""
-    shards: tuple[Shard, ...] = ()
-    """How the trainer's hosts divide it, sorted: no host can take its digest alone, so its digest is that of theirs. Empty:
-    one host holds it whole."""
 
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    @property
-    def whole(self) -> Shard:
-        return tuple((0, size) for size in self.shape)
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -55,17 +54,11 @@ class SnapshotLayout:
     nbytes: int
 
     @classmethod
-    def of(
-        cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, shards: Mapping[str, tuple[Shard, ...]] | None = None
-    ) -> "SnapshotLayout":
-        """Lay the tensors out one after the other, each as ``dtype``.
-
-        Args:
-            shards: of those tensors that several hosts divide, by name.
-        """
+    def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> "SnapshotLayout":
+        """Lay the tensors out one after the other, each as ``dtype``."""
         entries, offset = [], 0
         for name, shape in shapes.items():
-            entry = TensorEntry(name=name, shape=shape, dtype=dtype, offset=offset, shards=(shards or {}).get(name, ()))
+            entry = TensorEntry(name=name, shape=shape, dtype=dtype, offset=offset)
             entries.append(entry)
             offset += aligned(entry.nbytes)
         return cls(entries=tuple(entries), nbytes=offset)
@@ -80,8 +73,9 @@ class Manifest:
     paths: dict[str, str]
     """Of the trainer's SharedBuffer on each host that holds something of the version, by the host's identity."""
     publication: str
-    """Names what was written, and no other: a trainer that is made again may publish a version again, with other weights. The
-    digests come later (``weights.store.published_digests``): the trainer takes them while generators load."""
+    """Names what was written, and no other: a trainer that is made again may publish a version again, with other weights."""
+    digests: dict[str, str]
+    """Of each tensor, by name in the layout's order, as the trainer took them where its own tensors lie."""
 
     def whole_on(self, host: str) -> str | None:
         """Path of the trainer's own buffer where that is the whole snapshot, on ``host``."""
@@ -94,7 +88,7 @@ class WeightReceipt:
 
     version: int
     fingerprint: str
-    """Of the weights that its engine holds, not of the bytes that were sent."""
+    """Of the weights that its engine holds, not of the bytes that were sent. "" of a version that was not verified."""
     canary_logprobs: np.ndarray
     """float32 [L] of the canary tokens under the loaded weights."""
     verify_s: float
@@ -150,13 +144,17 @@ class SnapshotReader:
         self._buffers: dict[str, SharedBuffer] = {}
         """The two that were read last, by path: those of a process that has been made again are other ones."""
 
-    def map(self, path: str) -> SharedBuffer:
-        """The shared memory at ``path``.
+    def map(self, path: str, *, lock: bool = False) -> SharedBuffer:
+        """The shared memory at ``path``. With ``lock`` its pages are locked when it is mapped: a GPU reads them by itself.
 
         Raises:
             PeerGone: there is none any more.
         """
-        buffer = self._buffers.pop(path) if path in self._buffers else SharedBuffer.attach(path)
+        buffer = self._buffers.pop(path, None)
+        if buffer is None:
+            buffer = SharedBuffer.attach(path)
+            if lock:
+                page_lock([buffer.bytes])
         self._buffers[path] = buffer
         while len(self._buffers) > 2:
             del self._buffers[next(iter(self._buffers))]
@@ -180,41 +178,108 @@ def index_of(shard: Shard) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in shard)
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """XXH3-128 of those of the 16 MB parts of a tensor's bytes, in their order.
+def digest(part: torch.Tensor, shard: Shard | None = None, shape: tuple[int, ...] | None = None) -> torch.Tensor:
+    """A part's share of its tensor's digest: int64 [], on the part's device. Shares of parts that make up the tensor add up to
+    its digest, modulo 2**64, however it is divided.
 
-    Parts are hashed in parallel, where there are cores: xxhash releases the GIL, and reads at memory speed.
+    The bytes of a row, which is the last dimension, are little-endian words w of 8 bytes; the last is filled up with zeros::
+
+        digest = sum over rows r and words c of (w + (w >> 32)) * key(r) * key(c)
+
+    The keys are odd and look random, so a change in the low or the high half of one word is always seen, and of other changes
+    one in 2**32 at most is missed. The second term is for a word's high bits, which otherwise only meet the sum's own.
+
+    Args:
+        shard, shape: where the part lies, in a tensor of that shape. None: it is the tensor.
     """
-    content = _content(tensor).data
-    parts = [content[start : start + _PART] for start in range(0, len(content), _PART)]
-    spread = _threads().map if len(parts) > 1 else map
-    return xxhash.xxh3_128_hexdigest(b"".join(spread(xxhash.xxh3_128_digest, parts)))
+    shape = shape if shape is not None else tuple(part.shape)
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    if not part.numel():
+        return total
+    if not shape:
+        part, shape = part.reshape(1), (1,)
+    shard = shard or tuple((0, size) for size in shape)
+    words_RC, first = _words(part.detach().reshape(-1, part.shape[-1]), shard[-1][0] * part.element_size())
+    row_keys_R, keys_C = _row_keys(shape[:-1], shard[:-1], part.device), _keys(first + words_RC.shape[1], part.device)[first:]
+    if part.is_cpu:
+        shares = -(-words_RC.numel() // _WORDS_OF_A_THREAD)
+        cut = [np.array_split(values.numpy(), shares) for values in (words_RC, row_keys_R)]
+        for share in (_threads().map if shares > 1 else map)(_compiled_sum(), *cut, [keys_C.numpy()] * shares):
+            total += share
+        return total
+    most = max(1, _WORDS // len(keys_C))
+    for words, row_keys in zip(words_RC.split(most), row_keys_R.split(most), strict=True):
+        total += (words >> 32).add_(words).mul_(keys_C).sum(1).mul_(row_keys).sum()
+    return total
 
 
-def tensor_digest(tensor: torch.Tensor, shards: tuple[Shard, ...] = ()) -> str:
-    """Of a whole tensor that is divided as ``TensorEntry.shards`` says: its ``digest``, or one of those of its shards."""
-    if not shards:
-        return digest(tensor)
-    return combined([digest(tensor[index_of(shard)]) for shard in shards])
+def _sum_on_cpu(words_RC: np.ndarray, row_keys_R: np.ndarray, keys_C: np.ndarray) -> int:
+    total = 0
+    for row in range(words_RC.shape[0]):
+        own = 0
+        for column in range(words_RC.shape[1]):
+            word = words_RC[row, column]
+            own += (word + (word >> 32)) * keys_C[column]
+        total += own * row_keys_R[row]
+    return total
+
+
+@cache
+def _compiled_sum() -> Callable[..., int]:
+    """One pass at the speed of memory, without the lock of Python; torch has five on a CPU, at a sixth. numba takes half a second
+    to import."""
+    import numba  # type: ignore[import-untyped]
+
+    return numba.njit(_sum_on_cpu, nogil=True, cache=True)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """One for each core of this process."""
+    return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="digests")
+
+
+def _words(part_RX: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
+    """Rows as words, and the number of the first: their own memory where that lies right. ``start``: byte in the whole row."""
+    size, width = part_RX.element_size(), part_RX.shape[1] * part_RX.element_size()
+    if part_RX.stride(1) != 1:
+        part_RX = part_RX.clone(memory_format=torch.contiguous_format)
+    places = (start, width, part_RX.storage_offset() * size, part_RX.stride(0) * size if len(part_RX) > 1 else 0)
+    if not any(place % 8 for place in places):
+        return part_RX.view(torch.int64), start // 8
+    begin = start % 8
+    filled = torch.zeros((len(part_RX), -(-(begin + width) // 8) * 8), dtype=torch.uint8, device=part_RX.device)
+    filled[:, begin : begin + width] = part_RX.contiguous().view(torch.uint8).view(len(part_RX), width)
+    return filled.view(torch.int64), start // 8
+
+
+@cache
+def _filled_keys(count: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers that look random: int64 [count] of SplitMix64, whose first are the same for any ``count``."""
+    mixed = torch.arange(1, count + 1, dtype=torch.int64) * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ (mixed >> shift)) * factor
+    return ((mixed ^ (mixed >> 31)) | 1).to(device)
+
+
+@cache
+def _row_keys(shape: tuple[int, ...], shard: Shard, device: torch.device) -> torch.Tensor:
+    """Of the rows of a part, by the tensor's dimensions but the last."""
+    return _keys(torch.Size(shape).numel(), device).view(shape)[index_of(shard)].flatten()
+
+
+def _keys(count: int, device: torch.device) -> torch.Tensor:
+    return _filled_keys(1 << max(count - 1, 0).bit_length(), device)[:count]
+
+
+def named(digests: Iterable[tuple[str, int]]) -> dict[str, str]:
+    """Digests as they are compared and shown: 16 hexadecimal digits, by the tensor's name."""
+    return {name: f"{value % 2**64:016x}" for name, value in digests}
 
 
 def tensor_digests(buffer: torch.Tensor, layout: SnapshotLayout) -> dict[str, str]:
-    """``tensor_digest`` of each tensor in a snapshot's flat uint8 buffer, by name in the layout's order."""
-    shards = [entry.shards for entry in layout.entries]
-    return {name: tensor_digest(view, own) for (name, view), own in zip(views(buffer, layout), shards, strict=True)}
-
-
-def digests_of_shards(found: Mapping[tuple[str, Shard], str], layout: SnapshotLayout) -> dict[str, str]:
-    """``tensor_digests`` of the snapshot whose shards have these digests, by name and shard. A tensor of no values has none."""
-    return {
-        entry.name: combined([found.get((entry.name, shard), _NOTHING) for shard in entry.shards or (entry.whole,)])
-        for entry in layout.entries
-    }
-
-
-def combined(found: list[str]) -> str:
-    """Digest of a tensor from those of its shards, in their order."""
-    return found[0] if len(found) == 1 else xxhash.xxh3_128_hexdigest("\n".join(found).encode())
+    """Digest of each tensor in a snapshot's flat uint8 buffer, by name in the layout's order."""
+    return named((name, int(digest(view))) for name, view in views(buffer, layout))
 
 
 def of_copies(found: Iterable[str]) -> str:
@@ -224,21 +289,43 @@ def of_copies(found: Iterable[str]) -> str:
 
 def fingerprint(digests: Mapping[str, str]) -> str:
     """Of a version: of its tensors' names and digests, in their order."""
-    return xxhash.xxh3_128_hexdigest("\n".join(f"{name} {value}" for name, value in digests.items()).encode())
+    content = "\n".join(f"{name} {value}" for name, value in digests.items())
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def _content(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's values as flat uint8: its own memory where they lie on the CPU, one after the other."""
-    if not (tensor.is_cpu and tensor.is_contiguous()):  # asking costs less than either call, for each tensor of a model
-        tensor = tensor.cpu().contiguous()
-    # A lone value counts as contiguous with any stride, and then view(-1) keeps that.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+def page_lock(targets: Iterable[torch.Tensor]) -> bool:
+    """Keep the pages of CPU tensors where they are, so that a GPU writes them by itself, until this process ends.
+
+    Args:
+        targets: views of mapped memory, which begins and ends with whole pages.
+
+    Returns:
+        Whether it could. Without it copies wait for the CPU, and nothing else changes: CUDA keeps the refusal and the next
+        kernel launch would raise it, so it is taken here.
+    """
+    for start, nbytes in page_ranges(targets):
+        code = int(torch.cuda.cudart().cudaHostRegister(start, nbytes, 0))
+        if code:
+            take_cuda_error()
+            logger.warning("shared memory of the weights can't be page-locked (CUDA error %d): publishing takes longer", code)
+            return False
+    return True
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    """One for each core of this process."""
-    return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="hashing")
+def page_ranges(targets: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Address and bytes of the pages that CPU tensors lie on, gaps in a tensor included. CUDA locks no page twice, so ranges
+    that meet are one."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(_pages(target) for target in targets if target.numel()):
+        if found and start <= found[-1][1]:
+            start, end = found[-1][0], max(end, found.pop()[1])
+        found.append((start, end))
+    return [(start, end - start) for start, end in found]
 
 
-_NOTHING = digest(torch.empty(0))
+def _pages(target: torch.Tensor) -> tuple[int, int]:
+    """From the first page of a tensor to the end of the last."""
+    last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+    start = target.data_ptr()
+    end = start + (last + 1) * target.element_size()
+    return start // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE

