@@ -436,7 +436,7 @@ async def _updates(setting: Setting, figures: Figures) -> None:
         placement=Placement(trainer=places, generators=places),
         device=setting.device,
         trainer_config=TrainerConfig(
-            optimizer=OptimizerConfig(lr=1e-5), mixed_precision_param=setting.dtype, activation_checkpoint=True
+            optimizer=OptimizerConfig(lr=1e-5), mixed_precision_param=setting.dtype, activation_checkpoint="full"
         ),
         generator_config=GeneratorConfig(engine=engine),
         text=text,
@@ -503,12 +503,12 @@ STEPS: dict[str, Callable[[Setting], Figures]] = {
     "head": head,
     "copies": copies,
     "learner": learner,
-    "learner-checkpointing": functools.partial(learner, activation_checkpoint=True),
+    "learner-checkpointing": functools.partial(learner, activation_checkpoint="full"),
     "learner-compiled": functools.partial(learner, compile=True),
-    "learner-compiled-checkpointing": functools.partial(learner, compile=True, activation_checkpoint=True),
-    "learner-chunks": functools.partial(learner, activation_checkpoint=True, logprob_chunk_tokens=4096),
-    "learner-reference": functools.partial(learner, activation_checkpoint=True, reference=ReferenceConfig(kl_coef=0.1)),
-    "learner-offload": functools.partial(learner, activation_checkpoint=True, enable_cpu_offload=True),
+    "learner-compiled-checkpointing": functools.partial(learner, compile=True, activation_checkpoint="full"),
+    "learner-chunks": functools.partial(learner, activation_checkpoint="full", logprob_chunk_tokens=4096),
+    "learner-reference": functools.partial(learner, activation_checkpoint="full", reference=ReferenceConfig(kl_coef=0.1)),
+    "learner-offload": functools.partial(learner, activation_checkpoint="full", enable_cpu_offload=True),
     "updates": updates,
     "run": run,
 }

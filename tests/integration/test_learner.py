@@ -35,8 +35,14 @@ from torchtitan.experiments.rl.weights.store import manifest_key
 
 def test_loss_and_gradient_do_not_depend_on_recomputed_activations_or_logit_chunks(exact):
     expected = loss_and_gradient(exact(), REFERENCE_LAYOUT)
-    assert_same_step(loss_and_gradient(exact(activation_checkpoint=True), REFERENCE_LAYOUT), expected)
+    assert_same_step(loss_and_gradient(exact(activation_checkpoint="full"), REFERENCE_LAYOUT), expected)
     assert_same_step(loss_and_gradient(exact(logprob_chunk_tokens=3), REFERENCE_LAYOUT), expected)
+
+
+def test_a_compiled_learner_computes_what_the_eager_one_does(exact):
+    expected = loss_and_gradient(exact(mixed_precision_param="float64"), REFERENCE_LAYOUT)
+    compiled = exact(mixed_precision_param="float64", compile=True, activation_checkpoint="selective")
+    assert_same_step(loss_and_gradient(compiled, REFERENCE_LAYOUT), expected)
 
 
 def test_a_rank_that_is_alone_computes_without_fsdp_what_it_computes_with_it(exact):
@@ -44,7 +50,7 @@ def test_a_rank_that_is_alone_computes_without_fsdp_what_it_computes_with_it(exa
     assert isinstance(with_fsdp.model, FSDPModule) and not isinstance(without.model, FSDPModule)
     expected = loss_and_gradient(with_fsdp, REFERENCE_LAYOUT)
     assert_same_step(loss_and_gradient(without, REFERENCE_LAYOUT), expected)
-    recomputed = exact(mixed_precision_param="float64", activation_checkpoint=True)
+    recomputed = exact(mixed_precision_param="float64", activation_checkpoint="full")
     assert_same_step(loss_and_gradient(recomputed, REFERENCE_LAYOUT), expected)
     assert_same(step(without), step(with_fsdp), rtol=1e-9, atol=1e-12)
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan.experiments.rl.compat.torch import check_pickles, local_shard, take_cuda_error
+from torchtitan.experiments.rl.compat.torch import check_pickles, compile_each_shape, local_shard, take_cuda_error
 
 
 @pytest.fixture
@@ -117,3 +117,18 @@ def test_the_last_error_of_the_loaded_cuda_runtime_is_taken_once(tmp_path):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     ctypes.CDLL(str(library))
     assert (take_cuda_error(), take_cuda_error()) == (801, 0)
+
+
+def test_each_shape_is_compiled_for_itself(monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", True)
+    compile_each_shape()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append([tuple(value.shape) for value in inputs])
+        return graph.forward
+
+    doubled = torch.compile(lambda values: values * 2, backend=backend)
+    for length in (3, 4, 5, 4):
+        assert len(doubled(torch.ones(length))) == length
+    assert graphs == [[(3,)], [(4,)], [(5,)]]

@@ -1,13 +1,16 @@
 """The learner's own step on a GPU config's rank, traced without memory (tests/fake_step.py), against the plan."""
 
 import pytest
+import torch
 
 from tests import fake_step
 from tests.fake_step import plan_of, traced
+from torchtitan.experiments.rl import losses
 from torchtitan.experiments.rl.config import checks
 from torchtitan.experiments.rl.config.plan import FLOPS
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_0_6b, rl_grpo_qwen3_8b, rl_grpo_qwen3_14b
 from torchtitan.experiments.rl.models.policy import policy_spec
+from torchtitan.experiments.rl.training import learner
 
 
 @pytest.fixture
@@ -24,22 +27,56 @@ def two_layers(monkeypatch):
 
 
 # A rank that is alone, its head tied; four shards; two shards of two tensor-parallel ranks.
-CASES = [(rl_grpo_qwen3_0_6b, True), (rl_grpo_qwen3_8b, False), (rl_grpo_qwen3_14b, True)]
+CASES = [(rl_grpo_qwen3_0_6b, "full"), (rl_grpo_qwen3_8b, "none"), (rl_grpo_qwen3_14b, "full")]
 
 
 @pytest.mark.parametrize("config, checkpointing", CASES)
 def test_a_step_takes_the_memory_and_the_operations_that_the_plan_says(config, checkpointing, two_layers):
     """Whole models: ``python -m tests.fake_step``."""
     config = config()
-    config.trainer.activation_checkpoint = checkpointing
+    config.trainer.activation_checkpoint, config.trainer.compile = checkpointing, False
+    config.trainer.async_tensor_parallel = False
     plan, found = plan_of(config), traced(config, 4096)
     memory = plan.trainer_memory
     assert memory.total - memory.fixed == pytest.approx(found.peak, rel=0.05)
     planned = plan.balance.train_s * FLOPS * config.trainer.ranks / (512 * 4096) * 8192
     shared = config.trainer.parallelism.tensor_parallel_degree
     assert (found.matrix_flops + found.attention_flops) * shared == pytest.approx(planned, rel=0.01)
-    if not checkpointing:
+    if checkpointing == "none":
         # The trainer's own count is without the logits that the head makes again. torchtitan counts that a token attends to
         # all of its sample, twice what it sees, and a backward pass of 4 products, where the kernel has 5.
         again = 2 * 151_936 * 4096 * 8192
         assert found.matrix_flops - again + found.attention_flops * 2 * 6 / 7 == pytest.approx(found.model_flops, rel=0.01)
+
+
+WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "item"}
+"""Operations that ask a GPU for a value, and so wait for all that it has to do."""
+
+
+def test_a_microbatch_does_not_wait_for_its_gpu(two_layers, monkeypatch):
+    """From the second microbatch's beginning to the last one's end. A copy to or from the GPU would be a wait too: on a GPU all
+    of a step's batches are there before the first."""
+    config, seen, microbatches = rl_grpo_qwen3_8b(), [], []
+    config.trainer.compile, known, forward_backward = False, fake_step.known_value, learner.Learner.forward_backward
+
+    def noted(func, args):
+        name = func.overloadpacket.__name__
+        if microbatches and (
+            name in WAITS or (name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1]))
+        ):
+            seen.append(name)
+        return known(func, args)
+
+    def mismatch(*given):
+        microbatches.clear()
+        return losses.MetricSums()
+
+    monkeypatch.setattr(fake_step, "known_value", noted)
+    monkeypatch.setattr(learner, "mismatch_metrics", mismatch)
+    monkeypatch.setattr(
+        learner.Learner,
+        "forward_backward",
+        lambda self, batches, version: forward_backward(self, batches, version, on_microbatch=lambda: microbatches.append(1)),
+    )
+    traced(config, 4096)
+    assert seen == []

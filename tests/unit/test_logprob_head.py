@@ -58,6 +58,26 @@ def test_log_probabilities_entropy_and_gradients_are_those_of_log_softmax(chunk,
         torch.testing.assert_close(ours, reference, rtol=1e-9, atol=1e-9)
 
 
+def test_compiled_chunks_are_the_eager_ones_to_rounding_and_one_length_whatever_the_tokens():
+    head, seen = head_of(torch.float32, chunk_tokens=8), set()
+    eager = logprob_head._compiled()
+    for tokens in (0, 3, 8, 21):
+        hidden, targets, temperatures, upstream = inputs_of(tokens, torch.float32)
+        found = []
+        for head.compile_chunks in (False, True):
+            inputs = hidden.detach().clone().requires_grad_()
+            head.weight.grad = None
+            with pytest.MonkeyPatch.context() as patch:
+                noted = eager._replace(statistics=lambda *of: seen.add(of[0].shape) or eager.statistics(*of))
+                patch.setattr(logprob_head, "_compiled", lambda noted=noted: noted)
+                logprobs, entropy = head(inputs, targets, temperatures)
+            (logprobs * upstream).sum().backward()
+            found.append((logprobs, entropy, inputs.grad, head.weight.grad))
+        for compiled, plain in zip(*reversed(found), strict=True):
+            torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
+    assert {shape[0] for shape in seen} == {8}
+
+
 def test_chunk_size_of_the_config_is_the_most_at_once():
     head, (hidden, targets, temperatures, _) = head_of(chunk_tokens=3), inputs_of(TOKENS)
     with Largest(watched=lambda tensor: tensor.shape[1:] == (VOCABULARY,) and len(tensor) != WIDTH) as seen:

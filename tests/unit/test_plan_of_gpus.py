@@ -90,7 +90,7 @@ def test_a_step_of_the_8b_by_hand_and_the_side_that_takes_longer():
 def test_the_plan_prints_degrees_shapes_and_the_bottleneck():
     lines = plan_of("rl_grpo_qwen3_14b").lines()
     assert "4 trainer rank(s) (2 data-parallel x 2 tensor-parallel), 2 generator(s) of 2" in lines[4]
-    assert lines[-2] == "shapes         4 of rows x tokens: 1 x 128, 1 x 2048, 1 x 4096, 1 x 8192"
+    assert lines[-2] == "shapes         3 of rows x tokens: 1 x 2048, 1 x 4096, 1 x 8192"
     assert lines[-1].startswith("bottleneck ")
     debug = plan_run(config_registry.rl_grpo_qwen3_debug()).lines()
     assert [line.split()[0] for line in debug[-3:]] == ["memory", "shared", "disk"], (
@@ -99,7 +99,7 @@ def test_the_plan_prints_degrees_shapes_and_the_bottleneck():
 
 
 def test_shapes_are_a_quarter_a_half_and_all_of_a_row_in_whole_blocks():
-    assert RowShapes.of(8, 500).shapes == ((1, 128), (8, 128), (8, 256), (8, 512))
+    assert RowShapes.of(8, 500).shapes == ((8, 128), (8, 256), (8, 512))
     assert RowShapes.of(1, 512).shapes == ((1, 128), (1, 256), (1, 512))
 
 

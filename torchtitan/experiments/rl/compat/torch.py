@@ -1,4 +1,4 @@
-"""torch 2.13.0: the place of a shard, and checkpoints whose pickles may be anybody's."""
+"""torch 2.13.0: the place of a shard, checkpoints whose pickles may be anybody's, and what the compiler takes for granted."""
 
 import ctypes
 import io
@@ -94,3 +94,9 @@ def take_cuda_error() -> int:
     """
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcudart" in line}
     return max((ctypes.CDLL(path).cudaGetLastError() for path in loaded), default=0)
+
+
+def compile_each_shape() -> None:
+    """In this process: a graph for each shape. By default the second shape's graph serves all lengths, and then compiled flex
+    attention checks the bounds of each of its blocks."""
+    torch._dynamo.config.automatic_dynamic_shapes = False

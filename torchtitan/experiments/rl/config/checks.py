@@ -145,6 +145,8 @@ def check_relations(config: RunConfig) -> None:
     Raises:
         ConfigError: by the first such field.
     """
+    if config.trainer.async_tensor_parallel and not config.trainer.compile:
+        raise ConfigError("trainer.async_tensor_parallel", True, "the compiler does it: set trainer.compile")
     profiled_steps(config.profile_steps)
     first, second = config.trainer.optimizer.betas
     if first > second:

@@ -135,8 +135,12 @@ def trainer_memory(
     # The head takes at most a quarter of a row at once.
     logits = min(trainer.logprob_chunk_tokens, max(1, row_length // 4)) * sizes.vocabulary / tensor_parallel
     value = tokens * compute
-    kept = (sizes.dim / tensor_parallel if trainer.activation_checkpoint else sizes.layer_values(tensor_parallel)) * value
-    again = sizes.layer_values(tensor_parallel) * value if trainer.activation_checkpoint else 0
+    values = sizes.layer_values(tensor_parallel)
+    # What selective checkpointing keeps beside the input: the products of queries, keys and values, of one of the two that go
+    # into the feed-forward part, and of the one that comes out of it; and attention's output.
+    selected = (2 * sizes.dim + 2 * sizes.query_width + 2 * sizes.key_width + sizes.feed_forward_width) / tensor_parallel
+    kept = {"none": values, "selective": selected, "full": sizes.dim / tensor_parallel}[trainer.activation_checkpoint] * value
+    again = values * value if trainer.activation_checkpoint != "none" else 0
     backward = (0 if frozen else 4 * head) + max((compute + 4) * logits, compute * (head + logits))
     reduced, stays = (0, 2 * compute * head) if sizes.tied else (4 * head, 0)
     gradient = compute + 4
@@ -189,8 +193,8 @@ class Balance:
 
     train_s: float
     """For each token 6 operations a parameter of a layer, 8 of the head, which always computes its logits again, and 7 products
-    of attention with what the token sees, half of its rollout on average. Where activations are computed again 2 more of each,
-    the head aside. Shared by all trainer ranks."""
+    of attention with what the token sees, half of its rollout on average. Full checkpointing takes 2 more of each, the head
+    aside. Shared by all trainer ranks."""
     generate_s: float
     """Each step of an engine reads the weights and the keys and values of its sequences once, shared by its GPUs. A sequence
     takes a step a token. Prompts cost 2 operations a parameter and token."""
@@ -207,14 +211,17 @@ class Balance:
 
 def balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
     """With every rollout as long as the longest of any task. ``rollouts``: of one optimizer step."""
-    engine, recompute = config.generator.engine, config.trainer.activation_checkpoint
+    engine, checkpointing = config.generator.engine, config.trainer.activation_checkpoint
     longest = max(config.tasks.values(), key=lambda task: task.env.max_rollout_tokens)
     tokens = longest.env.max_rollout_tokens
     sampled = min(tokens, longest.env.max_turns * longest.sampling.max_tokens)
     itemsize = engine.torch_dtype.itemsize
     layers = sizes.layer_parameters * sizes.layers
-    matrices = (8 if recompute else 6) * layers + 8 * sizes.vocabulary_parameters
-    attention = (9 if recompute else 7) * 2 * sizes.query_width * sizes.layers * tokens / 2
+    # Selective checkpointing computes attention's way out and one product of the feed-forward part again.
+    selected = 2 * sizes.layers * sizes.dim * (sizes.query_width + sizes.feed_forward_width)
+    again = {"none": 0, "selective": selected, "full": 2 * layers}[checkpointing]
+    matrices = 6 * layers + again + 8 * sizes.vocabulary_parameters
+    attention = (9 if checkpointing == "full" else 7) * 2 * sizes.query_width * sizes.layers * tokens / 2
     train = (matrices + attention) * rollouts * tokens / (config.trainer.ranks * FLOPS)
     mine = math.ceil(rollouts / config.generator.replicas)
     at_once = min(mine, getattr(engine, "max_num_seqs", rollouts))
@@ -320,6 +327,9 @@ class RunPlan:
             f"disk           about {self.disk_gib:.2f} GiB: {self.checkpoints_kept} checkpoints of {self.checkpoint_gib:.2f} "
             "GiB are kept, another while it is written, and the policy",
         ]
+        if self.device == "cuda":
+            staged = self.checkpoint_gib / self.trainer_ranks
+            lines.append(f"host memory    {staged:.2f} GiB a trainer rank, page-locked: a checkpoint is copied there first")
         if self.shared_gpu is not None:
             lines.append(f"shared GPUs    {self._shared_gpu(self.shared_gpu)}")
         if self.row_shapes:

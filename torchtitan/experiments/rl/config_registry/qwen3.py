@@ -1,7 +1,7 @@
 """Configs of Qwen3 from the hub, on GPUs."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
@@ -147,6 +147,7 @@ def _qwen3(
     replicas: int,
     trainer_tensor_parallel_degree: int = 1,
     tensor_parallel_degree: int = 1,
+    checkpointing: Literal["selective", "full"] = "full",
 ) -> RunConfig:
     """A real model on GPUs, in bfloat16 with float32 master weights. Its sums are longer than the demo's."""
     config = RunConfig(
@@ -168,7 +169,9 @@ def _qwen3(
             parallelism=Parallelism(tensor_parallel_degree=trainer_tensor_parallel_degree),
             optimizer=OptimizerConfig(lr=1e-6),
             mixed_precision_param="bfloat16",
-            activation_checkpoint=True,
+            activation_checkpoint=checkpointing,
+            compile=True,
+            async_tensor_parallel=trainer_tensor_parallel_degree > 1,
         ),
         generator=GeneratorConfig(
             replicas=replicas,

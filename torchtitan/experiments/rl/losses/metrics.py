@@ -62,9 +62,8 @@ class MetricSums:
         """
         if not dist.is_initialized():
             return
-        mine = {name: (kind, value.tolist()) for name, (kind, value) in self._entries.items()}
         ranks: list[dict[str, tuple[Kind, list[float]]]] = [{}] * dist.get_world_size(group)
-        dist.all_gather_object(ranks, mine, group=group)
+        dist.all_gather_object(ranks, self._numbers(), group=group)
         self._entries = {}
         for entries in ranks:
             for name, (kind, value) in entries.items():
@@ -72,20 +71,20 @@ class MetricSums:
 
     def compute(self) -> dict[str, float]:
         """Floats by name, sorted. A mean or maximum of no token is left out: there is no number to report."""
-        if not self._entries:
-            return {}
-        names = sorted(self._entries)
-        # One transfer for all of them: each would wait for the device.
-        numbers = iter(torch.cat([self._entries[name][1] for name in names]).tolist())
         floats = {}
-        for name in names:
-            kind, value = self._entries[name][0], next(numbers)
-            if kind == "mean":
-                weight = next(numbers)
-                value = value / weight if weight else None
-            if value is not None and not (kind == "max" and value == -math.inf):
-                floats[name] = value
+        for name, (kind, (value, *weight)) in sorted(self._numbers().items()):
+            if any(weight) or kind == "sum" or (kind == "max" and value != -math.inf):
+                floats[name] = value / weight[0] if weight else value
         return floats
+
+    def _numbers(self) -> dict[str, tuple[Kind, list[float]]]:
+        """By name. One transfer from a device for all of them: each would wait for it."""
+        found: dict[str, tuple[Kind, list[float]]] = {}
+        for device in {value.device for _, value in self._entries.values()}:
+            own = [(name, kind, value) for name, (kind, value) in self._entries.items() if value.device == device]
+            numbers = iter(torch.cat([value for *_, value in own]).tolist())
+            found |= {name: (kind, [next(numbers) for _ in value]) for name, kind, value in own}
+        return found
 
     def _add(self, name: str, kind: Kind, value: torch.Tensor) -> None:
         if name not in self._entries:
@@ -130,10 +129,11 @@ def mismatch_metrics(policy_logprobs: torch.Tensor, batch: TrainingBatch, policy
 
     Also ``ref_kl/kl/task/<name>``, the distance to each task's reference model, E[logp - ref_logp] over its ref_kl tokens.
 
-    Counts every token the policy sampled, whatever component it feeds. Waits for the device once, to learn which ages occur.
+    Counts every token the policy sampled, whatever component it feeds. Which ages and replicas occur is read from the batch: on
+    a GPU each would wait for it, so a step calls this on the CPU, at its end.
 
     Args:
-        policy_logprobs: [B, L].
+        policy_logprobs: [B, L], where the batch is.
         policy_version: the trainer's, before this step's update. A token's age is this less the version it was sampled with.
     """
     metrics = MetricSums()

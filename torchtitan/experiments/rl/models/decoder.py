@@ -33,7 +33,8 @@ class LogprobDecoder(HiddenStateDecoder):
         Args:
             tokens, positions: int [B, L]; rows of samples or prefix trees (`attention.py`).
             temperatures: float [B, L].
-            needed: bool [B, L]; the other tokens cost no logits. Never a sample's first token: nothing predicts it.
+            needed: bool [B, L]; or int64 [N], row * L + column of each, for which a GPU is not asked. The other tokens cost no
+                logits. Never a sample's first token: nothing predicts it.
 
         Returns:
             logprobs and entropy [B, L]; 0 where not needed. Entropy is detached.
@@ -43,7 +44,8 @@ class LogprobDecoder(HiddenStateDecoder):
         if isinstance(hidden_BLD, DTensor):
             # Tensor parallelism: every rank has all of it. The head's gradient is each rank's part of the sum.
             hidden_BLD = hidden_BLD.to_local(grad_placements=[Partial()] * hidden_BLD.device_mesh.ndim)
-        rows, columns = needed.nonzero(as_tuple=True)
+        places = places_of(needed)
+        rows, columns = places // tokens.shape[1], places % tokens.shape[1]
         logprobs_N, entropy_N = self.lm_head(
             hidden_BLD[rows, parent_columns(positions)[rows, columns]],
             tokens[rows, columns],
@@ -68,20 +70,34 @@ class LogprobDecoder(HiddenStateDecoder):
         return super().get_attention_masks(positions)
 
 
-def batch_logprobs(policy: Callable[..., tuple[torch.Tensor, torch.Tensor]], batch: TrainingBatch) -> tuple[torch.Tensor, ...]:
+def places_of(needed: torch.Tensor) -> torch.Tensor:
+    """int64 [N]: row * L + column of each token where ``needed``, bool [B, L], is True. Places are returned as they are."""
+    return needed.flatten().nonzero().squeeze(-1) if needed.dtype == torch.bool else needed
+
+
+def needed_places(batch: TrainingBatch) -> torch.Tensor:
+    """Of the tokens that a loss or a metric reads, in the rows that the model computes. Take them of a batch on the CPU."""
+    needed = (batch.loss_mask | (batch.ce_weights != 0) | (batch.ref_kl_weights != 0)) & (batch.positions != 0)
+    return places_of(needed if batch.trees is None else batch.trees.any_of(needed))
+
+
+def batch_logprobs(
+    policy: Callable[..., tuple[torch.Tensor, torch.Tensor]], batch: TrainingBatch, places: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
     """Log-probability and entropy of the tokens of a batch that a loss or a metric reads, each given its own sample.
 
     Args:
         policy: a LogprobDecoder. It computes what samples share once.
+        places: the batch's ``needed_places``, on its device.
 
     Returns:
         logprobs and entropy [B, L]. Those of other tokens are 0, or what another sample needs of a token they share.
     """
-    needed = (batch.loss_mask | (batch.ce_weights != 0) | (batch.ref_kl_weights != 0)) & (batch.positions != 0)
+    places = needed_places(batch) if places is None else places
     trees = batch.trees
     if trees is None:
-        return policy(batch.token_ids, batch.positions, batch.temperatures, needed)
-    values = policy(trees.token_ids, trees.positions, trees.temperatures, trees.any_of(needed))
+        return policy(batch.token_ids, batch.positions, batch.temperatures, places)
+    values = policy(trees.token_ids, trees.positions, trees.temperatures, places)
     return tuple(trees.of_each(of_trees) for of_trees in values)
 
 
@@ -97,13 +113,13 @@ def conditioned_logprobs(policy: Callable[..., tuple[torch.Tensor, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class RowShapes:
     shapes: tuple[tuple[int, int], ...]
-    """[B, L], smallest first. The first is the canary's; training rows are a quarter, a half or all of the longest."""
+    """[B, L], smallest first: a quarter, a half or all of the longest row."""
 
     @classmethod
     def of(cls, rows: int, row_length: int) -> "RowShapes":
         """Of batches of at most ``rows`` rows of at most ``row_length`` tokens."""
         lengths = sorted({-(-row_length // (part * BLOCK)) * BLOCK for part in (4, 2, 1)})
-        return cls(tuple(dict.fromkeys([(1, BLOCK), *((rows, length) for length in lengths)])))
+        return cls(tuple((rows, length) for length in lengths))
 
     def smallest(self, rows: int, length: int) -> tuple[int, int]:
         """The first that holds so much; what is larger than all keeps its shape."""
@@ -123,12 +139,13 @@ class RowShapes:
         Each token of the padding is a sample by itself: it attends to nothing, and nothing to it.
         """
         rows, length = tokens.shape
+        places = places_of(needed)
         to_rows, to_length = self.smallest(rows, length)
         padding = (0, to_length - length, 0, to_rows - rows)
         logprobs, entropy = policy(
             F.pad(tokens, padding),
             F.pad(positions, padding),
             F.pad(temperatures, padding, value=1.0),
-            F.pad(needed, padding, value=False),
+            places // length * to_length + places % length,
         )
         return logprobs[:rows, :length], entropy[:rows, :length]

@@ -3,7 +3,10 @@
 Ranks that share a vocabulary tell each other a few numbers a token.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,6 +81,9 @@ class LogprobHead(Linear):
     def __init__(self, config: Config):
         super().__init__(config)
         self.chunk_tokens = config.chunk_tokens
+        self.compile_chunks = False
+        """Fuse what follows each chunk's product: five passes over float32 logits, forward and backward, become one or two. All
+        chunks are then filled up to one length."""
         self._shard = VocabularyShard()
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
@@ -98,22 +104,31 @@ class LogprobHead(Linear):
         """
         chunk = min(self.chunk_tokens, chunk_tokens or self.chunk_tokens)
         weight_VD = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        return _ChunkedLogprobs.apply(hidden_ND, weight_VD, targets_N.long(), temperatures_N, chunk, self._shard)
+        count, missing = len(targets_N), -len(targets_N) % chunk if self.compile_chunks else 0
+        if missing:
+            hidden_ND, targets_N = F.pad(hidden_ND, (0, 0, 0, missing)), F.pad(targets_N, (0, missing))
+            temperatures_N = F.pad(temperatures_N, (0, missing), value=1.0)
+        computed = _compiled() if self.compile_chunks else _EAGER
+        logprobs_N, entropy_N = _ChunkedLogprobs.apply(
+            hidden_ND, weight_VD, targets_N.long(), temperatures_N, chunk, self._shard, computed
+        )
+        # FSDP waits for the gradient of what a module returns, and wants no views of it.
+        return (logprobs_N[:count].clone(), entropy_N[:count].clone()) if missing else (logprobs_N, entropy_N)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
     """Forward keeps one log-normaliser per token; backward makes each chunk's logits again."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, chunk, shard):
+    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, chunk, shard, computed):
         logprobs, entropies, normalisers = [], [], []
         for part in _chunks(len(targets_N), chunk):
-            logits_CV = _logits(hidden_ND[part], weight_VD, temperatures_N[part])
-            target_C, normaliser_C, mean_C = shard.statistics(logits_CV, targets_N[part])
+            statistics = computed.statistics(hidden_ND[part], weight_VD, temperatures_N[part], targets_N[part], shard)
+            target_C, normaliser_C, mean_C = statistics
             logprobs.append(target_C - normaliser_C)
             entropies.append(normaliser_C - mean_C)
             normalisers.append(normaliser_C)
-        ctx.chunk, ctx.shard = chunk, shard
+        ctx.chunk, ctx.shard, ctx.computed = chunk, shard, computed
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, temperatures_N, _cat(normalisers, hidden_ND))
         entropy_N = _cat(entropies, hidden_ND)
         ctx.mark_non_differentiable(entropy_N)
@@ -129,15 +144,40 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for part in _chunks(len(targets_N), ctx.chunk):
             # d logp / d logits = onehot(target) - softmax, and the logits were divided by the temperature.
             scale_C1 = (grad_N[part] / temperatures_N[part])[:, None].to(normaliser_N.dtype)
-            grad_logits_CV = _logits(hidden_ND[part], weight_VD, temperatures_N[part]).sub_(normaliser_N[part, None]).exp_()
-            grad_logits_CV.mul_(-scale_C1)
-            ctx.shard.add_to_target(grad_logits_CV, targets_N[part], scale_C1)
-            grad_logits_CV = grad_logits_CV.to(weight_VD.dtype)
+            grad_logits_CV = ctx.computed.gradient(
+                hidden_ND[part], weight_VD, temperatures_N[part], targets_N[part], normaliser_N[part], scale_C1, ctx.shard
+            )
             grad_hidden_ND[part] = grad_logits_CV @ weight_VD
             if grad_weight_VD is not None:
                 grad_weight_VD += grad_logits_CV.T @ hidden_ND[part]
         grad_weight = None if grad_weight_VD is None else grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight, None, None, None, None
+        return grad_hidden_ND, grad_weight, None, None, None, None, None
+
+
+def _statistics(hidden_CD, weight_VD, temperatures_C, targets_C, shard):
+    """``VocabularyShard.statistics`` of a chunk."""
+    return shard.statistics(_logits(hidden_CD, weight_VD, temperatures_C), targets_C)
+
+
+def _gradient(hidden_CD, weight_VD, temperatures_C, targets_C, normaliser_C, scale_C1, shard):
+    """[C, V], of a chunk's logits before the temperature, in the weight's dtype."""
+    grad_logits_CV = _logits(hidden_CD, weight_VD, temperatures_C).sub_(normaliser_C[:, None]).exp_()
+    grad_logits_CV.mul_(-scale_C1)
+    shard.add_to_target(grad_logits_CV, targets_C, scale_C1)
+    return grad_logits_CV.to(weight_VD.dtype)
+
+
+class _Computed(NamedTuple):
+    statistics: Callable[..., Any]
+    gradient: Callable[..., Any]
+
+
+_EAGER = _Computed(_statistics, _gradient)
+
+
+@cache
+def _compiled() -> _Computed:
+    return _Computed(torch.compile(_statistics), torch.compile(_gradient))
 
 
 def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperatures_C: torch.Tensor) -> torch.Tensor:

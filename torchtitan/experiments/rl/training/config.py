@@ -123,10 +123,15 @@ class TrainerConfig:
     """Of the forward and backward pass (FSDP mixed precision)."""
     enable_cpu_offload: Changeable[bool] = False
     """Keep parameters, gradients and optimizer state in the host's memory. CUDA only."""
-    activation_checkpoint: Changeable[bool] = False
-    """Keep only each transformer block's input, and compute the rest again in the backward pass."""
+    activation_checkpoint: Changeable[Literal["none", "selective", "full"]] = "none"
+    """full: keep only each transformer block's input, and compute the rest again in the backward pass. selective: of its matrix
+    products keep every second, and attention; the rest is computed again (torchtitan's SelectiveAC)."""
     compile: Changeable[bool] = False
-    """torch.compile of each transformer block."""
+    """torch.compile of each transformer block, and of what follows the head's product. Rows are padded to a few shapes, which
+    are compiled before the first step."""
+    async_tensor_parallel: Changeable[bool] = False
+    """Exchange activations between tensor-parallel ranks while their products are computed. With ``compile``, and GPUs that
+    reach each other's memory."""
     logprob_chunk_tokens: Changeable[PositiveInt] = 1024
     """Tokens whose full-vocabulary logits exist at once."""
     save_final_model: Changeable[bool] = True

@@ -18,9 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.experiments.rl.compat.torch import compile_each_shape
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import (
     LossConfig,
@@ -34,7 +35,7 @@ from torchtitan.experiments.rl.losses import (
     with_normalized_advantages,
 )
 from torchtitan.experiments.rl.losses.variants import loss_name
-from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs
+from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs, needed_places
 from torchtitan.experiments.rl.models.lora import Adapters
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.process import trace
@@ -194,11 +195,8 @@ class Learner:
         self.model.train()
         self._policy: Policy = self.model
         self._row_shapes = RowShapes.of(rows, max_seq_len)
-        self._uncompiled: set[tuple[int, int]] = set()
-        """Shapes of rows that no step has had yet, on CUDA."""
-        if device == "cuda":
+        if device == "cuda" or config.compile:
             self._policy = functools.partial(self._row_shapes.compute, self.model)
-            self._uncompiled.update(self._row_shapes.shapes)
         assert spec.state_dict_adapter is not None, "every family has one"
         adapter = spec.state_dict_adapter(spec.model, model.hf_assets_path)
         self.adapters = Adapters(self.model, spec, config.lora) if config.lora is not None else None
@@ -222,13 +220,28 @@ class Learner:
             start=start,
             states={"reference": self.reference} if self.reference is not None else None,
             adapters=self.adapters,
+            page_locked=device == "cuda",
         )
         if self.reference is not None and (start is None or start.weights_only):
             self.reference.restart()
         self.steps_taken: int | None = start.step if start is not None else 0
         """Optimizer steps behind the weights; None while one is taken, and for good if it failed in its middle."""
+        if self._device.type == "cuda" or config.compile:
+            self._compile_shapes()
         self.logprobs: list[np.ndarray] = []
         """float32 [B, L] of each microbatch of the last step, 0 where nothing was sampled; empty where they were not kept."""
+
+    def _compile_shapes(self) -> None:
+        """Compute rows of each shape once, forward and backward, and the canary's without gradients. Collective."""
+        for rows, length in self._row_shapes.shapes:
+            with self._traced(f"compile {rows} x {length}"):
+                tokens = torch.zeros((rows, length), dtype=torch.int32, device=self._device)
+                positions = torch.arange(length, dtype=torch.int32, device=self._device).expand(rows, length)
+                places = torch.arange(1, length, device=self._device)
+                logprobs, _ = self._policy(tokens, positions, torch.ones_like(tokens, dtype=torch.float32), places)
+                (logprobs.sum() * 0).backward()
+        self.optimizers.zero_grad()
+        self.score(np.zeros(2, np.int32))
 
     def of_first_rank(self, content: bytes) -> bytes:
         """What the first of the ranks that compute the same rows was given. Collective."""
@@ -250,7 +263,7 @@ class Learner:
         policy_version: int,
         *,
         keep_logprobs: bool = False,
-        on_microbatch: Callable[[bool], None] = lambda compiles: None,
+        on_microbatch: Callable[[], None] = lambda: None,
     ) -> MetricSums:
         """Accumulate the gradient of one optimizer step. Collective.
 
@@ -258,27 +271,27 @@ class Learner:
             microbatches: the step's rows of this rank's data-parallel coordinate; every rank has the same number.
             policy_version: version of the weights being trained, for metrics by policy age.
             keep_logprobs: leave the log-probabilities in ``logprobs``.
-            on_microbatch: called when each begins, with whether it is the first of its shape: compiled attention then compiles,
-                for minutes.
+            on_microbatch: called when each begins.
 
         Returns:
             Metrics of the whole step, the same on every rank.
         """
         denominators = self._denominators(microbatches)
         advantages = self._summed(map(advantage_sums, microbatches)) if self.config.loss.normalize_advantages else None
-        references, conditioned = self._reference_logprobs(microbatches, on_microbatch)
+        # All of it before the first: a copy to a GPU, or a question to it, waits for what it computes. 62 bytes a token.
+        batches = [microbatch.to(self._device) for microbatch in microbatches]
+        places = [needed_places(microbatch).to(self._device) for microbatch in microbatches]
+        references, conditioned = self._reference_logprobs(batches, places, on_microbatch)
         sums, kept = MetricSums(), list[torch.Tensor]()
-        for index, microbatch in enumerate(microbatches):
-            on_microbatch(self._compiles(microbatch))
+        for index, batch in enumerate(batches):
+            on_microbatch()
             synchronise_gradients(self.model, shards=self._shards, last=index == len(microbatches) - 1)
-            self.flops.add(microbatch)
-            batch = microbatch.to(self._device)
             if conditioned:
                 batch = replace(batch, ref_logprobs=conditioned[index])
             if advantages is not None:
                 batch = with_normalized_advantages(batch, advantages)
             with self._traced("forward"):
-                logprobs, entropy = batch_logprobs(self._policy, batch)
+                logprobs, entropy = batch_logprobs(self._policy, batch, places[index])
                 loss, metrics = compute_loss(logprobs, batch, denominators, self.config.loss)
                 if self.config.reference is not None:
                     coefficient = self.config.reference.kl_coef
@@ -287,18 +300,25 @@ class Learner:
                     metrics.merge(own)
             with self._traced("backward"):
                 loss.backward()
-            if keep_logprobs:
-                kept.append(logprobs.detach().float().masked_fill(~batch.loss_mask, 0))
+            kept.append(logprobs.detach())
             metrics.add_mean("policy/entropy", entropy, batch.loss_mask)
             sums.merge(metrics)
-            sums.merge(mismatch_metrics(logprobs.detach(), batch, policy_version))
+        for index, microbatch in enumerate(microbatches):
+            if conditioned:
+                microbatch = replace(microbatch, ref_logprobs=conditioned[index].cpu())
+            kept[index] = kept[index].cpu()
+            sums.merge(mismatch_metrics(kept[index], microbatch, policy_version))
+            self.flops.add(microbatch)
         if self._data_parallel_group is not None:
             sums.all_reduce(self._data_parallel_group)
-        self.logprobs = [values.cpu().numpy() for values in kept]  # at the end: a copy from a GPU waits for it
+        self.logprobs = [
+            values.float().masked_fill(~microbatch.loss_mask, 0).numpy()
+            for values, microbatch in zip(kept, microbatches if keep_logprobs else (), strict=False)
+        ]
         return sums
 
     def _reference_logprobs(
-        self, microbatches: list[TrainingBatch], on_microbatch: Callable[[bool], None]
+        self, batches: list[TrainingBatch], places: list[torch.Tensor], on_microbatch: Callable[[], None]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """[B, L] of each microbatch, under the reference: log-probabilities of its tokens, and its ref_logprobs where samples
         have reference_ids. None where there is no reference, or are no such samples. Collective.
@@ -309,14 +329,13 @@ class Learner:
         conditioned: list[torch.Tensor] = []
         found: list[torch.Tensor] = []
         if self.reference is None:
-            if any(microbatch.conditioned is not None for microbatch in microbatches):
+            if any(batch.conditioned is not None for batch in batches):
                 raise RunError("an algorithm leaves its reference to the trainer, which has none: set trainer.reference")
             return found, conditioned
         with self._traced("reference"), self.reference.in_place():
-            for microbatch in microbatches:
-                on_microbatch(bool(self._uncompiled))
-                batch = microbatch.to(self._device)
-                found.append(batch_logprobs(self._policy, batch)[0])
+            for batch, needed in zip(batches, places, strict=True):
+                on_microbatch()
+                found.append(batch_logprobs(self._policy, batch, needed)[0])
                 if batch.conditioned is not None:
                     conditioned.append(conditioned_logprobs(self._policy, batch))
         return found, conditioned
@@ -371,13 +390,6 @@ class Learner:
             if trace.recording() and self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
 
-    def _compiles(self, batch: TrainingBatch) -> bool:
-        """Whether a training step meets the batch's shape for the first time."""
-        shape = self._row_shapes.smallest(*batch.token_ids.shape)
-        first = shape in self._uncompiled
-        self._uncompiled.discard(shape)
-        return first
-
     def _denominators(self, microbatches: list[TrainingBatch]) -> LossDenominators:
         wanted = self.config.loss.denominators
         return step_denominators(self._summed(count_denominators(batch, wanted) for batch in microbatches), wanted)
@@ -421,8 +433,12 @@ def parallelize(
     Args:
         dtype: of the parameters.
     """
-    activation_checkpoint = FullAC.Config() if config.activation_checkpoint else None
-    compile_config = CompileConfig(enable=config.compile)
+    policies = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    activation_checkpoint = policies[config.activation_checkpoint]
+    compile_config = CompileConfig(enable=config.compile, enable_async_tensor_parallel=config.async_tensor_parallel)
+    model.lm_head.compile_chunks = config.compile
+    if config.compile or device.type == "cuda":
+        compile_each_shape()
     computes_as_held = getattr(torch, config.mixed_precision_param) == dtype
     if dims.world_size == 1 and computes_as_held and not config.enable_cpu_offload:
         if activation_checkpoint is not None:

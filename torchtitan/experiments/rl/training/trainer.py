@@ -147,8 +147,8 @@ class PolicyTrainer(WatchedActor):
 
         first = self._steps_taken < FIRST_STEPS
 
-        def begin_microbatch(compiles: bool) -> None:
-            self.heartbeat.beat(slow=first or compiles)
+        def begin_microbatch() -> None:
+            self.heartbeat.beat(slow=first)
 
         def accumulate() -> dict[str, float]:
             sums = self._learner.forward_backward(

@@ -181,7 +181,8 @@ class SnapshotLoader:
         with trace.span("digests of what is held"):
             for name, held, share in compat.held_adapter(self, tensors) if verify else ():
                 whole = tensors[name]
-                row, column = divmod(share.storage_offset() - whole.storage_offset(), whole.shape[1])  # it is a view of the whole
+                # The share is a view of the whole.
+                row, column = divmod(share.storage_offset() - whole.storage_offset(), whole.shape[1])
                 place = ((row, row + share.shape[0]), (column, column + share.shape[1]))
                 parts[name].append((place, int(digest(held.to(whole.dtype), place, tuple(whole.shape)))))
         return LoadedParts(
