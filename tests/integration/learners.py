@@ -49,6 +49,16 @@ def samples_of(count: int = 24, *, vocabulary: int = 768, seed: int = 0) -> list
     return samples
 
 
+def tree_samples() -> list[TrainingSample]:
+    """The fixed samples, as completions of one prompt: they become prefix trees."""
+    samples = samples_of()
+    prompt = np.random.default_rng(9).integers(0, 768, 60).astype(np.int32)
+    for sample in samples:
+        sample.temperature = 1.0
+        sample.token_ids[: len(sample) // 2] = prompt[: len(sample) // 2]
+    return samples
+
+
 def conditioned_samples(*, given=None) -> list[TrainingSample]:
     """The fixed samples, distilled: every third one from what the reference says behind another prompt.
 

@@ -21,6 +21,7 @@ from tests.integration.learners import (
     one_step,
     snapshot,
     snapshot_of_two_hosts,
+    tree_samples,
 )
 from tests.integration.models import MODEL, llama_folder
 from tests.integration.ranks import run_ranks
@@ -36,8 +37,10 @@ MESHES = {
     "tensor 2": Parallelism(tensor_parallel_degree=2),
     "tensor 2, shards 2": Parallelism(tensor_parallel_degree=2, data_parallel_shard_degree=2),
     "copies 2, shards 2": Parallelism(data_parallel_replicate_degree=2),
+    "context 2": Parallelism(context_parallel_degree=2),
+    "context 2, shards 2": Parallelism(context_parallel_degree=2),
 }
-RANKS = {"tensor 2": 2, "tensor 2, shards 2": 4, "copies 2, shards 2": 4}
+RANKS = {"tensor 2": 2, "tensor 2, shards 2": 4, "copies 2, shards 2": 4, "context 2": 2, "context 2, shards 2": 4}
 
 
 def work_of_a_rank(rank: int, folder: str, fused: str, llama: str) -> None:
@@ -68,6 +71,7 @@ def work_on(mesh: str, parallelism: Parallelism, folder: str, fused: str, llama:
         compute_in_float64(patch.setattr)
         learner = learner_of(f"{folder}/float64", dtype=torch.float64, parallelism=parallelism)
         results["float64"] = loss_and_gradient(learner, LAYOUTS["short rows"])
+        results["trees"] = loss_and_gradient(learner, LAYOUTS["long rows"], tree_samples())
         learner.close()
     return results
 
@@ -121,16 +125,22 @@ def test_in_float64_nothing_but_rounding_depends_on_the_mesh(one_rank, ranks, me
     compute_in_float64(monkeypatch.setattr)
     learner = learner_of(tmp_path, dtype=torch.float64)
     expected = loss_and_gradient(learner, REFERENCE_LAYOUT)
+    of_trees = loss_and_gradient(learner, REFERENCE_LAYOUT | {"share_prefixes": False}, tree_samples())
     learner.close()
     for results in ranks:
         if mesh in results:
             assert_same_step(results[mesh]["float64"], expected)
+            loss, gradient = results[mesh]["trees"]
+            assert loss == pytest.approx(of_trees[0], rel=1e-6)
+            # torchtitan rotates queries and keys in float32, here those of a whole tree at once.
+            assert_same(gradient, of_trees[1], rtol=1e-5, atol=1e-7)
 
 
 def test_tensor_parallel_ranks_have_one_data_parallel_coordinate(ranks):
     assert [results["tensor 2"]["coordinate"] for results in ranks[:2]] == [DataParallel(rank=0, size=1)] * 2
     coordinates = [results["tensor 2, shards 2"]["coordinate"] for results in ranks]
     assert [coordinate.rank for coordinate in coordinates] == [0, 0, 1, 1] and {c.size for c in coordinates} == {2}
+    assert [results["context 2, shards 2"]["coordinate"] for results in ranks] == coordinates
 
 
 @pytest.mark.parametrize("name", ["fused", "llama"])

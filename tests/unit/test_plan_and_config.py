@@ -157,10 +157,15 @@ MISTAKES = {
         "trainer.parallelism.tensor_parallel_degree = 4",
         "must divide the model's 2 key and value heads",
     ),
-    "rows in parts": (
-        [*DEBUG, "--trainer.ranks", "2", "--trainer.parallelism.context-parallel-degree", "2"],
+    "heads that rows' parts can't share out": (
+        [*DEBUG, "--trainer.ranks", "4", "--trainer.parallelism.context-parallel-degree", "4"],
+        "trainer.parallelism.context_parallel_degree = 4",
+        "must divide the model's 2 key and value heads",
+    ),
+    "rows in parts, and tensors": (
+        [*DEBUG, "--trainer.ranks", "4", "--trainer.parallelism.context-parallel-degree", "2", *PARALLEL, "2"],
         "trainer.parallelism.context_parallel_degree = 2",
-        "can't be divided along its length",
+        "the two are not tried together",
     ),
     "mixture of experts": (
         [*DEBUG, "--model.flavor", "qwen3/30B-A3B"],

@@ -147,6 +147,8 @@ def check_relations(config: RunConfig) -> None:
     """
     if config.trainer.async_tensor_parallel and not config.trainer.compile:
         raise ConfigError("trainer.async_tensor_parallel", True, "the compiler does it: set trainer.compile")
+    if config.trainer.compile and config.trainer.parallelism.context_parallel_degree > 1:
+        raise ConfigError("trainer.compile", True, "set it to False: with context_parallel_degree above 1 it is not tried")
     profiled_steps(config.profile_steps)
     first, second = config.trainer.optimizer.betas
     if first > second:

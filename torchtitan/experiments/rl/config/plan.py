@@ -126,7 +126,8 @@ def trainer_memory(
     """``trained``: parameters of the adapters, where the others are frozen and have no gradient."""
     trainer, row_length = config.trainer, config.batcher.row_length
     tensor_parallel = trainer.parallelism.tensor_parallel_degree
-    shards = trainer.parallelism.shards(trainer.ranks) * tensor_parallel
+    divided = trainer.parallelism.context_parallel_degree
+    shards = trainer.parallelism.shards(trainer.ranks) * tensor_parallel * divided
     frozen = trainer.lora is not None
     own = sizes.parameters if trained is None else trained
     held = 0 if trainer.enable_cpu_offload else sizes.parameters + (3 if trainer.reference is None else 4) * own
@@ -134,7 +135,7 @@ def trainer_memory(
     layer, head = sizes.layer_parameters / tensor_parallel, sizes.vocabulary_parameters / tensor_parallel
     # The head takes at most a quarter of a row at once.
     logits = min(trainer.logprob_chunk_tokens, max(1, row_length // 4)) * sizes.vocabulary / tensor_parallel
-    value = tokens * compute
+    value = tokens * compute / divided
     values = sizes.layer_values(tensor_parallel)
     # What selective checkpointing keeps beside the input: the products of queries, keys and values, of one of the two that go
     # into the feed-forward part, and of the one that comes out of it; and attention's output.
@@ -308,6 +309,9 @@ class RunPlan:
         degrees = f"{self.trainer_ranks} trainer rank(s)"
         if self.trainer_tensor_parallel_degree > 1:
             degrees += f" ({self.data_parallel_size} data-parallel x {self.trainer_tensor_parallel_degree} tensor-parallel)"
+        elif self.data_parallel_size < self.trainer_ranks:
+            sharing = self.trainer_ranks // self.data_parallel_size
+            degrees += f" ({self.data_parallel_size} data-parallel x {sharing} parts of a row)"
         memory = self.trainer_memory
         parts = {
             "state": memory.state,

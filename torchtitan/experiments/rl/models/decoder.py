@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from torchtitan.experiments.rl.compat.torchtitan.models import HiddenStateDecoder
 from torchtitan.experiments.rl.models.attention import CPUVarlenAttention, packed_metadata, parent_columns, tree_mask
+from torchtitan.experiments.rl.models.context_parallel import Context
 from torchtitan.experiments.rl.types import TrainingBatch
 from torchtitan.models.common.attention import AttentionMasksType, FlexAttention, create_attention_mask
 
@@ -24,6 +25,9 @@ Policy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tupl
 
 class LogprobDecoder(HiddenStateDecoder):
     """Mixin: ``class Policy(LogprobDecoder, SomeDecoder)`` is that decoder with this forward pass and a LogprobHead."""
+
+    context: Context | None = None
+    """Ranks that divide each row; all of them are given whole rows, and return what is of these."""
 
     def forward(  # type: ignore[override]  # torchtitan's returns logits
         self, tokens: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor, needed: torch.Tensor
@@ -40,14 +44,24 @@ class LogprobDecoder(HiddenStateDecoder):
             logprobs and entropy [B, L]; 0 where not needed. Entropy is detached.
         """
         # Under FSDP everything runs inside this forward, so the head's weight is gathered when the head is called.
-        hidden_BLD = self.hidden_states(tokens.long(), positions.long(), self.get_attention_masks(positions))
+        computed, places_BL, part = tokens, positions, slice(0, tokens.shape[1])
+        if self.context is not None:
+            missing = -tokens.shape[1] % self.context.size
+            computed, places_BL = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
+            part = self.context.part(computed.shape[1])
+        masks = self.get_attention_masks(places_BL)
+        hidden_BLD = self.hidden_states(computed[:, part].long(), places_BL[:, part].long(), masks)
         if isinstance(hidden_BLD, DTensor):
             # Tensor parallelism: every rank has all of it. The head's gradient is each rank's part of the sum.
             hidden_BLD = hidden_BLD.to_local(grad_placements=[Partial()] * hidden_BLD.device_mesh.ndim)
         places = places_of(needed)
         rows, columns = places // tokens.shape[1], places % tokens.shape[1]
+        parents = parent_columns(positions)[rows, columns]
+        if self.context is not None:
+            own = ((parents >= part.start) & (parents < part.stop)).nonzero().squeeze(-1)
+            rows, columns, parents = rows[own], columns[own], parents[own] - part.start
         logprobs_N, entropy_N = self.lm_head(
-            hidden_BLD[rows, parent_columns(positions)[rows, columns]],
+            hidden_BLD[rows, parents],
             tokens[rows, columns],
             temperatures[rows, columns],
             # Short rows fit one chunk whole; a quarter of a row at a time bounds the logits of these too. Each chunk reads the
@@ -55,7 +69,9 @@ class LogprobDecoder(HiddenStateDecoder):
             chunk_tokens=max(32, tokens.shape[1] // 4),
         )
         zeros = logprobs_N.new_zeros(tokens.shape)
-        return zeros.index_put((rows, columns), logprobs_N), zeros.index_put((rows, columns), entropy_N)
+        found = [zeros.index_put((rows, columns), values) for values in (logprobs_N, entropy_N)]
+        logprobs, entropy = found if self.context is None else map(self.context.sum, found)
+        return logprobs, entropy
 
     def get_attention_masks(self, positions: torch.Tensor) -> AttentionMasksType | None:
         attention = self.config.first_attention

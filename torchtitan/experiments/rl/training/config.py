@@ -36,7 +36,8 @@ class Parallelism:
     """Ranks that share each layer's matrices and the vocabulary, on the same rows. Between layers each holds a part of the
     tokens (sequence parallelism). Within one host: they exchange activations in every layer."""
     context_parallel_degree: PositiveInt = 1
-    """Only 1: rows hold packed samples, and a row can't be divided along its length."""
+    """Ranks that divide each row along its length, for rows whose activations one rank can't hold. In attention they divide the
+    heads, so it divides the model's key and value heads. Not with ``tensor_parallel_degree`` yet."""
 
     def shards(self, ranks: int) -> int:
         """Ranks that share a copy's parameters by FSDP."""
@@ -52,17 +53,18 @@ class Parallelism:
         Raises:
             ConfigError: the product of the degrees is not ``ranks``, or a degree that is not supported.
         """
-        if self.context_parallel_degree > 1:
-            cure = "a row of packed samples can't be divided along its length; set 1, and tensor_parallel_degree for long rows"
-            raise ConfigError(f"{field}.context_parallel_degree", self.context_parallel_degree, cure)
         fixed = {
             "data_parallel_replicate_degree": self.data_parallel_replicate_degree,
             "tensor_parallel_degree": self.tensor_parallel_degree,
+            "context_parallel_degree": self.context_parallel_degree,
         }
         for name, degree in fixed.items():
             if ranks % degree:
                 raise ConfigError(f"{field}.{name}", degree, f"must divide trainer.ranks = {ranks}")
-        product = self.data_parallel_size(ranks) * self.tensor_parallel_degree
+        if self.tensor_parallel_degree > 1 < self.context_parallel_degree:
+            cure = f"set it to 1, or {field}.tensor_parallel_degree: the two are not tried together"
+            raise ConfigError(f"{field}.context_parallel_degree", self.context_parallel_degree, cure)
+        product = self.data_parallel_size(ranks) * self.tensor_parallel_degree * self.context_parallel_degree
         if product != ranks:
             name = "tensor_parallel_degree" if self.data_parallel_shard_degree is None else "data_parallel_shard_degree"
             cure = f"the product of the degrees is {product} and trainer.ranks = {ranks}: make them equal"
@@ -73,17 +75,19 @@ class Parallelism:
         Raises:
             ConfigError: the heads of the model can't be shared out evenly.
         """
-        degree, attention = self.tensor_parallel_degree, decoder.first_attention
+        which = "tensor_parallel_degree" if self.context_parallel_degree == 1 else "context_parallel_degree"
+        degree, attention = getattr(self, which), decoder.first_attention
         for name in ("n_heads", "n_kv_heads"):
             heads = getattr(attention, name, None)
             if heads is not None and heads % degree:
                 what = "attention heads" if name == "n_heads" else "key and value heads"
-                raise ConfigError(f"{field}.tensor_parallel_degree", degree, f"must divide the model's {heads} {what}")
+                raise ConfigError(f"{field}.{which}", degree, f"must divide the model's {heads} {what}")
 
     def for_torchtitan(self) -> ParallelismConfig:
         return ParallelismConfig(
             data_parallel_replicate_degree=self.data_parallel_replicate_degree,
-            data_parallel_shard_degree=self.data_parallel_shard_degree or -1,
+            # torchtitan's own context parallelism knows no prefix trees: to it, ranks that divide a row only share a copy.
+            data_parallel_shard_degree=(self.data_parallel_shard_degree or 0) * self.context_parallel_degree or -1,
             tensor_parallel_degree=self.tensor_parallel_degree,
             # The default backend fails with torch 2.13 and more than one rank.
             spmd_backend="partial_dtensor",

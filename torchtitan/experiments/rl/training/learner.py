@@ -35,6 +35,7 @@ from torchtitan.experiments.rl.losses import (
     with_normalized_advantages,
 )
 from torchtitan.experiments.rl.losses.variants import loss_name
+from torchtitan.experiments.rl.models.context_parallel import Context, ContextGroups
 from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs, needed_places
 from torchtitan.experiments.rl.models.lora import Adapters
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
@@ -162,15 +163,23 @@ class Learner:
         self.rank = dist.get_rank()
         parallelism = config.parallelism.for_torchtitan()
         dims = ParallelDims.from_config(parallelism, dist.get_world_size())
-        self._shards = dims.dp_shard * dims.cp
+        self._shards = dims.dp_shard
         # torchtitan's mesh over ranks that are sent different rows: dp_replicate x dp_shard. None where it has one rank.
         mesh = dims.get_optional_mesh("batch")
         self._data_parallel_group = None if mesh is None else mesh.get_group()
         self.data_parallel = DataParallel(rank=0, size=1)
         if mesh is not None:
             self.data_parallel = DataParallel(rank=mesh.get_local_rank(), size=mesh.size())
-        self._same_rows = dims.get_optional_mesh("tp")
+        tensor, divided = dims.get_optional_mesh("tp"), config.parallelism.context_parallel_degree
+        self._same_rows = None if tensor is None else tensor.get_group()
         """Ranks that compute the same rows."""
+        context = None
+        if divided > 1:
+            groups = ContextGroups.of(divided, dims.tp)
+            context, self._same_rows = Context(groups.context), groups.same_rows
+            self._data_parallel_group = groups.other_rows
+            block = divided * dims.tp
+            self.data_parallel = DataParallel(rank=self.rank // block, size=dist.get_world_size() // block)
         self._device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
         spec = policy_spec(
             model, device=device, max_seq_len=max_seq_len, chunk_tokens=config.logprob_chunk_tokens, lora=config.lora
@@ -180,7 +189,10 @@ class Learner:
         dtype = dtype or getattr(torch, config.dtype)
         with torch.device("meta"):
             self.model = spec.model.build().to(dtype)
-        self.flops = ModelFlops.of(spec.model, self.model, peak=peak_flops(self._device), ranks=dims.tp)
+        self.flops = ModelFlops.of(spec.model, self.model, peak=peak_flops(self._device), ranks=dims.tp * divided)
+        self.model.context = context
+        if context is not None:
+            context.divide_attention(self.model)
         parallelize(
             self.model,
             spec.parallelize_fn,
@@ -247,7 +259,7 @@ class Learner:
         """What the first of the ranks that compute the same rows was given. Collective."""
         if self._same_rows is None:
             return content
-        group = self._same_rows.get_group()
+        group = self._same_rows
         size = torch.tensor([len(content)], device=self._device)
         dist.broadcast(size, group=group, group_src=0)
         held = torch.empty(int(size), dtype=torch.uint8)

@@ -226,8 +226,8 @@ def _sum_on_cpu(words_RC: np.ndarray, row_keys_R: np.ndarray, keys_C: np.ndarray
 
 @cache
 def _compiled_sum() -> Callable[..., int]:
-    """One pass at the speed of memory, without the lock of Python; torch has five on a CPU, at a sixth. numba takes half a second
-    to import."""
+    """One pass at the speed of memory, without the lock of Python; torch has five on a CPU, at a sixth of it.
+    Importing numba takes half a second."""
     import numba  # type: ignore[import-untyped]
 
     return numba.njit(_sum_on_cpu, nogil=True, cache=True)

@@ -182,7 +182,7 @@ class SnapshotLoader:
             for name, held, share in compat.held_adapter(self, tensors) if verify else ():
                 whole = tensors[name]
                 # The share is a view of the whole.
-                row, column = divmod(share.storage_offset() - whole.storage_offset(), whole.shape[1])
+                row, column = divmod(int(share.storage_offset() - whole.storage_offset()), whole.shape[1])
                 place = ((row, row + share.shape[0]), (column, column + share.shape[1]))
                 parts[name].append((place, int(digest(held.to(whole.dtype), place, tuple(whole.shape)))))
         return LoadedParts(
