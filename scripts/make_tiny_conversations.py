@@ -174,11 +174,12 @@ async def reward(model, task: Task, *, temperature: float) -> float:
     envs = [
         RendererEnv(message_env=task.make_env(example), renderer=task.renderer, config=task.config.env) for example in examples
     ]
-    steps = [await env.initial_prompt() for env in envs]
-    while open_ := [index for index, step in enumerate(steps) if not step.status.is_terminal()]:
-        prompts = [steps[index].next_prompt_token_ids for index in open_]
+    for env in envs:
+        await env.initial_prompt()
+    while open_ := [index for index, env in enumerate(envs) if not env.status.is_terminal()]:
+        prompts = [env_prompt.tolist() for index in open_ if (env_prompt := envs[index].prompt_token_ids) is not None]
         for index, sampled in zip(open_, sample_batch(model, prompts, task, temperature=temperature), strict=True):
-            steps[index] = await envs[index].step_completion(sampled)
+            await envs[index].step_completion(sampled)
     rewards = []
     for example, env in zip(examples, envs, strict=True):
         rollout = Rollout(group_id=example.sample_id, index_in_group=0, task_name=task.name, turns=env.turns, status=env.status)

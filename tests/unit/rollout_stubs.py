@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -145,3 +146,19 @@ FAILURES = {
     "returns a dict": (lambda: {"done": True}, "error", "returned dict, want "),
 }
 """What env code may do, the status it ends in, and a part of the cause."""
+
+
+async def stepped(env, completion=None):
+    """Where the conversation stands after a reset or a completion."""
+    before = len(env.turns)
+    await (env.initial_prompt() if completion is None else env.step_completion(completion))
+    turn = env.turns[before] if len(env.turns) > before else None
+    return SimpleNamespace(
+        next_prompt_token_ids=None if env.prompt_token_ids is None else env.prompt_token_ids.tolist(),
+        next_prompt_messages=list(env._conversation.messages),
+        status=env.status,
+        env_messages=turn.env_messages if turn else [],
+        env_reward_components=turn.reward_components if turn else {},
+        assistant_message=turn.assistant_message if turn else None,
+        error=env.error,
+    )

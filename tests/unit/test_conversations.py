@@ -157,13 +157,13 @@ async def play(script: Script, family: str, folder, *, first_token: int = 0) -> 
     stop = renderer.get_stop_token_ids()[0]
     numbers = itertools.count(first_token + 1)
     env = RendererEnv(message_env=script, renderer=renderer, config=RendererEnvConfig(max_rollout_tokens=10**5))
-    step = await env.initial_prompt()
+    await env.initial_prompt()
     before: list[int] = []
     prompts, chains, forks = [], [[]], 0
     for words in script.said:
-        if step.status.is_terminal():
+        if env.status.is_terminal():
             break
-        prompt = step.next_prompt_token_ids
+        prompt = env.prompt_token_ids.tolist()
         prompts.append(prompt)
         if words.text is not None:
             ids = tokenizer.encode(words.text, add_special_tokens=False)
@@ -186,8 +186,8 @@ async def play(script: Script, family: str, folder, *, first_token: int = 0) -> 
             policy_versions=np.full(len(ids), len(prompts), np.int32),
             finish_reason=words.finish_reason,
         )
-        step = await env.step_completion(sampled)
-    assert step.status.is_terminal() and step.status not in (RolloutStatus.ERROR, RolloutStatus.TIMEOUT), step.error
+        await env.step_completion(sampled)
+    assert env.status.is_terminal() and env.status not in (RolloutStatus.ERROR, RolloutStatus.TIMEOUT), env.error
     rollout = Rollout(group_id="g", index_in_group=first_token, task_name="talk", turns=env.turns, status=env.status)
     rollout.samples = samples_from_turns(env.turns, task_name="talk", rollout_id=rollout.rollout_id, temperature=0.5)
     return Played(rollout=rollout, prompts=prompts, chains=chains, forks=forks)

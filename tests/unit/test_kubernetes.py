@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.hosts.jobs import KubernetesJob
 
@@ -105,7 +106,7 @@ def test_a_dry_run_prints_the_manifest(command, tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "cure"),
     [
-        ("image", "", "name the container image"),
+        ("image", "", "the container image"),
         ("namespace", "My Space", "must be a name of lower-case letters"),
         ("volume_claim", "", "must be a name of lower-case letters"),
         ("mount_path", "shared", "must be an absolute path"),
@@ -115,7 +116,7 @@ def test_a_dry_run_prints_the_manifest(command, tmp_path):
 )
 def test_bad_values_are_refused_by_field_value_and_cure(field, value, cure):
     with pytest.raises(ConfigError, match=cure) as error:
-        KubernetesJob(**{**JOB, field: value}).validate(field="provision.job")
+        check_fields(KubernetesJob(**{**JOB, field: value}), field="provision.job")
     assert f"provision.job.{field}" in str(error.value)
 
 
@@ -129,7 +130,7 @@ def test_a_pod_is_ready_when_its_agent_listens_and_asks_for_what_the_config_says
         tolerations=("nvidia.com/gpu:NoSchedule", "pool=rl:NoExecute"),
         node_selector={"gpu": "h100"},
     )
-    job.validate(field="provision.job")
+    check_fields(job, field="provision.job")
     pod = job.pod_template()["spec"]
     (worker,) = pod["containers"]
     assert worker["readinessProbe"]["tcpSocket"] == {"port": 4000}

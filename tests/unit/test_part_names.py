@@ -47,7 +47,8 @@ def test_filters_and_corrections_are_lists_whose_fields_have_an_index():
     )
     assert config.pre_batch_filters == [ZeroAdvantage.Config(), Repetition.Config(window=100)]
     assert config.trainer.loss.corrections == [IcePop.Config(high=4.0), ProbabilityMask.Config()]
-    assert config_of("--post-batch-filters truncated --post-batch-filters none").post_batch_filters == []
+    for nothing in ("none", "[]"):
+        assert config_of(f"--post-batch-filters truncated --post-batch-filters {nothing}").post_batch_filters == []
 
 
 def test_the_part_that_the_config_has_keeps_its_fields():
@@ -93,6 +94,16 @@ def test_parts_of_ones_own_are_named_by_their_place(tmp_path, monkeypatch):
     assert config.pre_batch_filters[0] == Truncated.Config() and type(config.pre_batch_filters[1].build()).__name__ == "Cut"
     with pytest.raises(ConfigError, match="pre-batch-filters = 'my_parts:Mine': Mine is no Filter"):
         config_of("--pre-batch-filters my_parts:Mine")
+
+
+def test_a_function_of_ones_own_is_named_by_its_place(tmp_path, monkeypatch):
+    (tmp_path / "my_filter.py").write_text("def keep(rollout, turn): return True\nlimit = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = config_of("--tasks.sum-digits.algorithm echo --tasks.sum-digits.algorithm.keep my_filter:keep")
+    assert config.tasks["sum_digits"].algorithm.keep(None, None) is True
+    for place, cure in (("my_filter:limit", "is no class with a Config"), ("my_filter:no", "my_filter has no 'no'")):
+        with pytest.raises(ConfigError, match=cure):
+            config_of(f"--tasks.sum-digits.algorithm echo --tasks.sum-digits.algorithm.keep {place}")
 
 
 def test_every_part_can_be_named_and_a_name_is_of_one_part():

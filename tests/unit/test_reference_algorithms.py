@@ -531,7 +531,7 @@ REFUSED = {
         "a.teacher.engine.max_model_len = 2048: must be above the task's env.max_rollout_tokens = 2048",
     ),
     "Echo with no role": (Echo.Config(alpha={}), r"a.alpha = \{\}: no role has a weight"),
-    "Echo with an unknown role": (Echo.Config(alpha={"assistant": 1.0}), "a.alpha = 'assistant': .*use one of system"),
+    "Echo with an unknown role": (Echo.Config(alpha={"human": 1.0}), "a.alpha = 'human': .*use one of system"),
     "Echo with a weight of 0": (
         Echo.Config(alpha={"tool": 0.0}),
         "a.alpha.tool = 0.0: must be above 0; to leave a role out, don't name it",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.unit.model_shapes import CHATML, SMOLLM2, write_model
-from tests.unit.rollout_stubs import FAILURES, BrokenEnv, TalkingEnv, answer_with, completion_of, hang
+from tests.unit.rollout_stubs import FAILURES, BrokenEnv, TalkingEnv, answer_with, completion_of, hang, stepped
 from tests.unit.waiting import until
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer import (
@@ -41,7 +41,7 @@ def wrap(renderer):
 
 
 async def test_prompt_is_the_rendered_opening_conversation(wrap, renderer, tokenizer):
-    step = await wrap(TalkingEnv(opening="héllo")).initial_prompt()
+    step = await stepped(wrap(TalkingEnv(opening="héllo")))
     assert tokenizer.decode(step.next_prompt_token_ids) == (
         "<|im_start|>user\nhéllo<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
@@ -50,13 +50,13 @@ async def test_prompt_is_the_rendered_opening_conversation(wrap, renderer, token
 
 async def test_next_prompt_extends_prompt_and_completion_token_for_token(wrap, tokenizer):
     env = wrap(TalkingEnv(turns=3))
-    step = await env.initial_prompt()
+    step = await stepped(env)
     for reply in ("one", "two"):
         sampled = completion_of(tokenizer, reply)
         before = step.next_prompt_token_ids + sampled.token_ids.tolist()
-        step = await env.step_completion(sampled)
+        step = await stepped(env, sampled)
         assert step.next_prompt_token_ids[: len(before)] == before
-    step = await env.step_completion(completion_of(tokenizer, "three"))
+    step = await stepped(env, completion_of(tokenizer, "three"))
     assert step.status is RolloutStatus.COMPLETED and step.next_prompt_token_ids is None
     assert [turn.assistant_message["content"] for turn in env.turns] == ["one", "two", "three"]
     assert [message["role"] for message in step.next_prompt_messages] == ["user", "assistant"] * 3 + ["user"]
@@ -65,12 +65,12 @@ async def test_next_prompt_extends_prompt_and_completion_token_for_token(wrap, t
 
 async def test_prompts_of_a_conversation_share_their_memory(wrap, tokenizer):
     env = wrap(TalkingEnv(turns=9))
-    step = await env.initial_prompt()
+    step = await stepped(env)
     given = []
     for reply in ("one", "two", "three"):
         given.append(list(step.next_prompt_token_ids))
         assert env.prompt_token_ids.tolist() == given[-1] and env.prompt_token_ids.dtype == np.int32
-        step = await env.step_completion(completion_of(tokenizer, reply))
+        step = await stepped(env, completion_of(tokenizer, reply))
     assert [turn.prompt_token_ids.tolist() for turn in env.turns] == given
     # A long conversation would otherwise be in memory once for each of its turns.
     assert all(np.shares_memory(turn.prompt_token_ids, env.prompt_token_ids) for turn in env.turns)
@@ -81,10 +81,10 @@ async def test_text_too_long_for_any_tokenizer_overflows_without_being_tokenised
         inner = TalkingEnv(turns=9, opening=opening, role=role)
         env, on_main = wrap(inner), []
         env._conversation._renderer = Noting(env._conversation._renderer, on_main)
-        step = await env.initial_prompt()
+        step = await stepped(env)
         if opening == "start":
             inner.step_message = BrokenEnv("step_message", answer_with(env_messages=[tool("y" * 10**6)])).step_message
-            step = await env.step_completion(completion_of(tokenizer, "one"))
+            step = await stepped(env, completion_of(tokenizer, "one"))
             assert len(env.turns) == 1 and len(env.turns[0].env_messages[0]["content"]) == 10**6
         assert step.status is RolloutStatus.TRUNCATED_PROMPT_OVERFLOW and inner.closed == 1
         assert len(on_main) == (opening == "start")  # the short opening alone
@@ -99,9 +99,9 @@ async def test_large_text_is_tokenised_off_the_event_loop_with_the_same_tokens(w
     env = wrap(inner, max_rollout_tokens=100_000)
     threads: list[bool] = []
     env._conversation._renderer = Noting(env._conversation._renderer, threads)
-    step = await env.initial_prompt()
+    step = await stepped(env)
     if where == "answer":
-        step = await env.step_completion(completion_of(tokenizer, "one"))
+        step = await stepped(env, completion_of(tokenizer, "one"))
     assert threads == ([False] if where == "opening" else [True, False])
     assert step.status is RolloutStatus.ONGOING and text in tokenizer.decode(step.next_prompt_token_ids)
 
@@ -180,11 +180,11 @@ async def test_every_prompt_says_which_message_each_of_its_tokens_is_of(tokenize
 
 async def test_completion_that_goes_on_after_its_end_is_cut_there_and_the_rest_keeps_its_roles(wrap, tokenizer):
     env = wrap(TalkingEnv(turns=2, role="tool"))
-    first = (await env.initial_prompt()).next_prompt_token_ids
+    first = (await stepped(env)).next_prompt_token_ids
     sampled = completion_of(tokenizer, "one<|im_end|>two")
     sampled.token_ids, sampled.logprobs = sampled.token_ids[:-1], sampled.logprobs[:-1]
     sampled.policy_versions = sampled.policy_versions[:-1]
-    second = (await env.step_completion(sampled)).next_prompt_token_ids
+    second = (await stepped(env, sampled)).next_prompt_token_ids
     await env.step_completion(completion_of(tokenizer, "three"))
     kept = len(first) + len(completion_of(tokenizer, "one").token_ids)
     assert second[:kept] == [*first, *sampled.token_ids.tolist()][:kept]
@@ -199,7 +199,7 @@ async def test_prompt_is_rendered_anew_where_the_renderer_does_not_bridge(tokeni
     renderer = build_renderer(RendererConfig(enable_thinking=True, thinking_retention="tool_cycle"), tokenizer_path)
     env = RendererEnv(message_env=TalkingEnv(turns=2), renderer=renderer, config=RendererEnvConfig())
     await env.initial_prompt()
-    step = await env.step_completion(completion_of(tokenizer, "<think>\nhmm\n</think>\n\none"))
+    step = await stepped(env, completion_of(tokenizer, "<think>\nhmm\n</think>\n\none"))
     assert step.assistant_message == {"role": "assistant", "content": "one", "reasoning_content": "hmm"}
     assert tokenizer.decode(step.next_prompt_token_ids) == (
         "<|im_start|>user\nstart<|im_end|>\n<|im_start|>assistant\none<|im_end|>\n<|im_start|>user\nmore 1<|im_end|>\n"
@@ -260,7 +260,7 @@ async def test_env_that_edits_its_messages_does_not_change_the_record(wrap, toke
 
     env = wrap(Editing())
     await env.initial_prompt()
-    step = await env.step_completion(completion_of(tokenizer, "one"))
+    step = await stepped(env, completion_of(tokenizer, "one"))
     assert [message["content"] for message in step.next_prompt_messages] == ["start", "one", "more 1"]
 
 
@@ -271,7 +271,7 @@ async def test_cut_completion_ends_the_rollout_and_the_env_is_not_stepped(wrap, 
     inner = TalkingEnv()
     env = wrap(inner)
     await env.initial_prompt()
-    step = await env.step_completion(completion_of(tokenizer, "half an ans", finish_reason="length"))
+    step = await stepped(env, completion_of(tokenizer, "half an ans", finish_reason="length"))
     assert step.status is RolloutStatus.TRUNCATED_LENGTH and step.assistant_message["content"] == "half an ans"
     assert len(env.turns) == 1 and inner.received == [] and inner.closed == 1
 
@@ -280,8 +280,8 @@ async def test_max_turns(wrap, tokenizer):
     inner = TalkingEnv(turns=9)
     env = wrap(inner, max_turns=2)
     await env.initial_prompt()
-    assert (await env.step_completion(completion_of(tokenizer, "one"))).status is RolloutStatus.ONGOING
-    step = await env.step_completion(completion_of(tokenizer, "two"))
+    assert (await stepped(env, completion_of(tokenizer, "one"))).status is RolloutStatus.ONGOING
+    step = await stepped(env, completion_of(tokenizer, "two"))
     assert step.status is RolloutStatus.TRUNCATED_MAX_TURNS and step.env_reward_components == {"steps": 1.0}
     assert inner.closed == 1
 
@@ -289,26 +289,26 @@ async def test_max_turns(wrap, tokenizer):
 async def test_done_in_the_last_turn_allowed_is_completed(wrap, tokenizer):
     env = wrap(TalkingEnv(turns=1), max_turns=1)
     await env.initial_prompt()
-    assert (await env.step_completion(completion_of(tokenizer, "one"))).status is RolloutStatus.COMPLETED
+    assert (await stepped(env, completion_of(tokenizer, "one"))).status is RolloutStatus.COMPLETED
 
 
 async def test_completion_budget_is_what_the_prompt_leaves(wrap, tokenizer):
     env = wrap(TalkingEnv(turns=3), max_rollout_tokens=200)
-    step = await env.initial_prompt()
+    step = await stepped(env)
     while not step.status.is_terminal():
         assert env.max_completion_tokens == 200 - len(step.next_prompt_token_ids)
-        step = await env.step_completion(completion_of(tokenizer, "one"))
+        step = await stepped(env, completion_of(tokenizer, "one"))
     assert env.max_completion_tokens == 0
 
 
 async def test_prompt_that_leaves_no_room_overflows(wrap, tokenizer):
-    size = len((await wrap(TalkingEnv()).initial_prompt()).next_prompt_token_ids)
+    size = len((await stepped(wrap(TalkingEnv()))).next_prompt_token_ids)
     inner = TalkingEnv(turns=9)
-    assert (await wrap(inner, max_rollout_tokens=size).initial_prompt()).status is RolloutStatus.TRUNCATED_PROMPT_OVERFLOW
+    assert (await stepped(wrap(inner, max_rollout_tokens=size))).status is RolloutStatus.TRUNCATED_PROMPT_OVERFLOW
     assert inner.closed == 1
     env = wrap(TalkingEnv(turns=9), max_rollout_tokens=size + 3)
-    assert (await env.initial_prompt()).status is RolloutStatus.ONGOING and env.max_completion_tokens == 3
-    step = await env.step_completion(completion_of(tokenizer, "x"))
+    assert (await stepped(env)).status is RolloutStatus.ONGOING and env.max_completion_tokens == 3
+    step = await stepped(env, completion_of(tokenizer, "x"))
     assert step.status is RolloutStatus.TRUNCATED_PROMPT_OVERFLOW and len(env.turns) == 1
 
 
@@ -316,7 +316,7 @@ async def test_aborted_completion_keeps_its_tokens(wrap, tokenizer):
     inner = TalkingEnv()
     env = wrap(inner)
     await env.initial_prompt()
-    step = await env.step_completion(completion_of(tokenizer, "one", finish_reason="abort"))
+    step = await stepped(env, completion_of(tokenizer, "one", finish_reason="abort"))
     assert step.status is RolloutStatus.ABORTED and len(env.turns) == 1 and inner.received == [] and inner.closed == 1
 
 
@@ -329,9 +329,9 @@ async def test_failing_env_ends_in_a_status_with_its_cause_and_is_closed_once(wr
     what, status, cause = FAILURES[failure]
     inner = BrokenEnv(where, what)
     env = wrap(inner, step_timeout_s=0.2)
-    step = await env.initial_prompt()
+    step = await stepped(env)
     if where == "step_message":
-        step = await env.step_completion(completion_of(tokenizer, "one"))
+        step = await stepped(env, completion_of(tokenizer, "one"))
     assert step.status == status
     assert f"BrokenEnv.{where}" in step.error and cause in step.error and "\n" not in step.error
     assert step.next_prompt_token_ids is None and len(env.turns) == (where == "step_message")
@@ -388,7 +388,7 @@ BAD_PARTS = [
 )
 async def test_rubbish_in_reset_is_an_error_that_names_it(wrap, output, cause):
     inner = BrokenEnv("reset", output)
-    step = await wrap(inner).initial_prompt()
+    step = await stepped(wrap(inner))
     assert step.status is RolloutStatus.ERROR and cause in step.error and inner.closed == 1
     assert "BrokenEnv.reset" in step.error or "renderer dropped" in step.error
     step.error.encode()  # whatever the env sent, the error can be written
@@ -398,7 +398,7 @@ async def test_text_parts_and_tools_with_and_without_their_wrapping_are_taken(wr
     function = {"name": "add", "description": "é", "parameters": {"type": "object"}}
     for tools in ([function], ({"type": "function", "function": function},)):
         env = wrap(BrokenEnv("reset", lambda tools=tools: opened_with({"type": "text", "text": "é?"}, tools=tools)))
-        step = await env.initial_prompt()
+        step = await stepped(env)
         assert step.status is RolloutStatus.ONGOING, step.error
         prompt = tokenizer.decode(step.next_prompt_token_ids)
         assert "é?" in prompt and '"add"' in prompt
@@ -430,7 +430,7 @@ async def test_rubbish_in_a_step_is_an_error_that_names_it(wrap, tokenizer, outp
     inner = BrokenEnv("step_message", output)
     env = wrap(inner)
     await env.initial_prompt()
-    step = await env.step_completion(completion_of(tokenizer, "one"))
+    step = await stepped(env, completion_of(tokenizer, "one"))
     assert step.status is RolloutStatus.ERROR and cause in step.error and inner.closed == 1 and len(env.turns) == 1
 
 
@@ -439,7 +439,7 @@ async def test_completion_with_uneven_streams_is_an_error_and_no_turn(wrap, toke
     await env.initial_prompt()
     completion = completion_of(tokenizer, "one")
     completion.logprobs = completion.logprobs[1:]
-    step = await env.step_completion(completion)
+    step = await stepped(env, completion)
     assert step.status is RolloutStatus.ERROR and "stream lengths" in step.error and env.turns == []
 
 
@@ -450,7 +450,7 @@ async def test_log_probability_that_is_not_finite_fails_the_rollout_alone(wrap, 
     await env.initial_prompt()
     completion = completion_of(tokenizer, "one two")
     completion.logprobs[1] = value
-    step = await env.step_completion(completion)
+    step = await stepped(env, completion)
     assert step.status is RolloutStatus.ERROR and inner.closed == 1 and env.turns == []
     assert f"the generator's log-probability of its token 1 is {value}, want a finite number" in step.error
 
@@ -485,7 +485,7 @@ async def test_env_that_fails_to_close_does_not_undo_its_rollout(wrap, tokenizer
     inner = Clinging()
     env = wrap(inner, step_timeout_s=0.2)
     await env.initial_prompt()
-    step = await env.step_completion(completion_of(tokenizer, "one"))
+    step = await stepped(env, completion_of(tokenizer, "one"))
     await env.close()
     assert step.status is RolloutStatus.COMPLETED and inner.closed == 1
     assert "Clinging.close failed" in caplog.text
@@ -518,7 +518,7 @@ async def test_closing_early_closes_once(wrap):
 async def test_env_that_answers_with_done_as_a_numpy_bool_is_fine(wrap, tokenizer):
     env = wrap(BrokenEnv("step_message", lambda: StepOutput(env_messages=[], done=np.bool_(True))))
     await env.initial_prompt()
-    assert (await env.step_completion(completion_of(tokenizer, "one"))).status is RolloutStatus.COMPLETED
+    assert (await stepped(env, completion_of(tokenizer, "one"))).status is RolloutStatus.COMPLETED
 
 
 # ---- the renderer
@@ -557,11 +557,11 @@ async def test_default_renderer_follows_the_tokenizers_template_and_attributes_n
     default = build_renderer(RendererConfig(name="default"), tokenizer_path)
     assert attributes_roles(renderer) and not attributes_roles(default)
     env = RendererEnv(message_env=TalkingEnv(turns=2), renderer=default, config=RendererEnvConfig())
-    first = await env.initial_prompt()
+    first = await stepped(env)
     assert tokenizer.decode(first.next_prompt_token_ids) == "<|im_start|>user\nstart<|im_end|>\n<|im_start|>assistant\n"
-    second = await env.step_completion(completion_of(tokenizer, "one"))
+    second = await stepped(env, completion_of(tokenizer, "one"))
     assert "<|im_start|>assistant\none<|im_end|>\n<|im_start|>user\nmore 1" in tokenizer.decode(second.next_prompt_token_ids)
-    assert (await env.step_completion(completion_of(tokenizer, "two"))).status is RolloutStatus.COMPLETED
+    assert (await stepped(env, completion_of(tokenizer, "two"))).status is RolloutStatus.COMPLETED
     assert {int(role) for turn in env.turns for role in turn.prompt_role_ids} <= {-1, ROLES.index("assistant")}
     assert {int(index) for turn in env.turns for index in turn.prompt_message_indices} <= {-1, 1}
 
@@ -622,12 +622,12 @@ async def test_env_of_plain_functions_runs_in_threads_and_the_event_loop_goes_on
     ticker = asyncio.ensure_future(tick())
     env = wrap(inner)
     await env.initial_prompt()
-    step = await env.step_completion(completion_of(tokenizer, "one"))
+    step = await stepped(env, completion_of(tokenizer, "one"))
     ticker.cancel()
     assert step.status is RolloutStatus.COMPLETED and ticks >= 10
     assert len(inner.threads) == 3 and threading.main_thread() not in inner.threads
 
 
 async def test_plain_function_that_hangs_is_a_timeout(wrap):
-    step = await wrap(SyncEnv(1.0), step_timeout_s=0.2).initial_prompt()
+    step = await stepped(wrap(SyncEnv(1.0), step_timeout_s=0.2))
     assert step.status is RolloutStatus.TIMEOUT and "SyncEnv.reset: no answer within 0.2 s" in step.error

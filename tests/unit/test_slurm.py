@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.command_line import assert_one_line
 from tests.unit.waiting import wait_until
+from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.hosts import slurm
 from torchtitan.experiments.rl.hosts.jobs import JobConfig, SlurmJob
@@ -191,14 +192,14 @@ def test_a_machine_without_slurm_is_named(monkeypatch, tmp_path):
     [
         ("partition", "a b", "must be one word"),
         ("account", "x\n#SBATCH --uid=0", "must be one word"),
-        ("time_limit", "two hours", "write it as HH:MM:SS or D-HH:MM:SS"),
+        ("time_limit", "two hours", "HH:MM:SS or D-HH:MM:SS"),
         ("sbatch_options", ("constraint=h100",), r"must be an option of sbatch"),
         ("setup", "module load cuda\nrm -r x", "must be one line of bash"),
     ],
 )
 def test_bad_values_are_refused_by_field_value_and_cure(field, value, cure):
     with pytest.raises(ConfigError, match=cure) as error:
-        SlurmJob(**{field: value}).validate(field="provision.job")
+        check_fields(SlurmJob(**{field: value}), field="provision.job")
     assert f"provision.job.{field}" in str(error.value) and "\n" not in str(error.value)
 
 

@@ -3,7 +3,6 @@
 import asyncio
 from dataclasses import dataclass, field
 
-import numpy as np
 import pytest
 
 from tests.unit.rollout_stubs import FAILURES, BrokenEnv, ScriptedPolicy, TalkingEnv, hang, raise_value_error
@@ -13,6 +12,7 @@ from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, env_component, last_assistant_text
 from torchtitan.experiments.rl.tasks.group import derive_seed, first_use
@@ -154,10 +154,10 @@ async def test_validation_gets_rewards_without_credit(build, tokenizer):
 async def test_turn_loop_can_be_overridden(build, tokenizer):
     class OneTurn(ListTask):
         async def run_rollout(self, env, policy):
-            step = await env.initial_prompt()
-            completion = await policy.generate(np.asarray(step.next_prompt_token_ids, np.int32), max_tokens=50)
-            step = await env.step_completion(completion)
-            if not step.status.is_terminal():
+            await env.initial_prompt()
+            completion = await policy.generate(env.prompt_token_ids, max_tokens=50)
+            await env.step_completion(completion)
+            if not env.status.is_terminal():
                 env.finish(RolloutStatus.TRUNCATED_MAX_TURNS)
 
     task, policy = build(envs=[TalkingEnv(turns=5) for _ in range(3)], kind=OneTurn), ScriptedPolicy(tokenizer)
@@ -456,3 +456,39 @@ def test_default_config_is_valid():
 def test_config_errors_name_field_value_and_cure(changes, message):
     with pytest.raises(ConfigError, match=message):
         ListTask.Config(**changes).validate(field="tasks.talk")
+
+
+# ---- what an env says of its rollout at its end
+
+
+class Sandbox(TalkingEnv):
+    says: object = None
+
+    async def metadata(self):
+        assert self.closed == 0
+        return {"files": ["a.txt"]} if self.says is None else self.says
+
+
+async def test_rewards_and_records_see_what_an_env_says_of_its_rollout_before_it_is_closed(build, tokenizer):
+    def files(rollout, env_input):
+        rollout.metadata["files"].append("b.txt")  # a copy
+        return len(rollout.metadata["files"])
+
+    task = build(envs=[Sandbox() for _ in range(3)], rubric=Rubric.Config(reward_fns=[RewardFn(files)]))
+    group = await run(task, policy := ScriptedPolicy(tokenizer))
+    assert await task.score_group(group) is None
+    assert [rollout.reward for rollout in group.rollouts] == [2.0] * 3
+    assert [rollout.metadata for rollout in group.rollouts] == [{"files": ["a.txt"]}] * 3
+    assert_all_closed_once(task, policy)
+    line = encode_rollout(group.rollouts[0], outcome=None, admitted_version=0, max_bytes=10**6)
+    assert decode_rollout(line).rollout.metadata == {"files": ["a.txt"]}
+
+
+@pytest.mark.parametrize("says, cause", [(["a"], "returned list, want dict"), ({"a": object()}, "not JSON serializable")])
+async def test_metadata_that_no_record_holds_fails_the_rollout_and_names_the_env(build, tokenizer, says, cause):
+    made = Sandbox()
+    made.says = says
+    task = build(envs=[made], group_size=1, min_group_size=1, max_retries=0)
+    (rollout,) = (await run(task, policy := ScriptedPolicy(tokenizer))).rollouts
+    assert rollout.status is RolloutStatus.ERROR and "Sandbox.metadata" in rollout.error and cause in rollout.error
+    assert_all_closed_once(task, policy)

@@ -221,6 +221,7 @@ PLACES: dict[str, Place] = {
     "env.reset, plain": env("reset", plain=True),
     "env.step_message": env("step_message"),
     "env.step_message, plain": env("step_message", plain=True),
+    "env.metadata": env("metadata"),
     "env.close": env("close"),
     "env.close, plain": env("close", plain=True),
     "env.__init__": env("__init__", plain=True),

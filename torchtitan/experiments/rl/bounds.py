@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import re
 import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
@@ -31,6 +32,15 @@ class Cure:
     """Metadata of a field: what to do about a wrong value. The error shows it after the bound."""
 
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Matches:
+    """Bound of a text: the whole of it matches ``pattern``, which is ``said`` in the error."""
+
+    pattern: str
+    said: str
+    """Completes "must be"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +244,20 @@ _BOUNDS = {
         lambda value, bound: len(value) >= bound.min_length,
         lambda bound: "not be empty" if bound.min_length == 1 else f"have at least {bound.min_length} entries",
     ),
+    Matches: _Bound(lambda value, bound: re.fullmatch(bound.pattern, value), lambda bound: f"be {bound.said}"),
 }
 
 
 def _bound_text(bound: Any) -> str:
     return _BOUNDS[type(bound)].text(bound)
+
+
+def bounds_said(annotation: Any) -> str:
+    """The bounds of a field, or of what it holds, in the words of its errors; empty where it has none."""
+    plain, bounds, *_ = declared(annotation)
+    if bounds:
+        return _sentence(map(_bound_text, bounds), "")
+    return next(filter(None, map(bounds_said, get_args(plain))), "")
 
 
 def _sentence(parts: Collection[str] | Iterator[str], cure: str) -> str:

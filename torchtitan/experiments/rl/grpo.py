@@ -84,12 +84,14 @@ def _list(module: str) -> int:
     width = max(map(len, functions), default=0)
     groups = config_groups(module)
     named = {name for names in groups.values() for name in names}
+    lines = []
     for title, names in {**groups, "Others" if groups else "": [name for name in functions if name not in named]}.items():
         if names and title:
-            print(title)
+            lines.append(title)
         for name in names:
             line = f"{name:<{width}}  {(functions[name].__doc__ or '').strip().partition(chr(10))[0]}".rstrip()
-            print(f"  {line}" if title else line)
+            lines.append(f"  {line}" if title else line)
+    write_line(sys.stdout, "\n".join(lines))  # whose reader may have seen enough
     return 0
 
 

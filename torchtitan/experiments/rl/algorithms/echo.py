@@ -15,8 +15,6 @@ from torchtitan.experiments.rl.rollouts.samples import turn_spans
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutTurn
 from torchtitan.experiments.rl.types import ROLES
 
-ENV_ROLES = tuple(role for role in ROLES if role != "assistant")
-
 RoleWeight = Annotated[float, Gt(0), Cure("to leave a role out, don't name it")]
 
 
@@ -35,7 +33,7 @@ class Echo(GRPO):
     @dataclass(kw_only=True, slots=True)
     class Config(GRPO.Config):
         alpha: dict[str, RoleWeight] = field(default_factory=lambda: {"tool": 0.1})
-        """Weight by message role. Setting any role replaces the whole table."""
+        """Weight by message role. Setting any role replaces the whole table. An assistant's is one that the env gave."""
         tool_names: dict[str, RoleWeight] = field(default_factory=dict)
         """Weight of what a tool answers by the tool's name, in the place of ``alpha["tool"]``. Other tools have that one, and
         none if ``alpha`` doesn't name the role."""
@@ -53,8 +51,8 @@ class Echo(GRPO):
                     f"{field}.alpha", self.alpha, 'no role has a weight: name one, such as {"tool": 0.1}, or use GRPO'
                 )
             for role in self.alpha:
-                if role not in ENV_ROLES:
-                    cure = f"is no role of an env's message: use one of {', '.join(ENV_ROLES)}"
+                if role not in ROLES:
+                    cure = f"is no role of a message: use one of {', '.join(ROLES)}"
                     raise ConfigError(f"{field}.alpha", role, cure)
 
     config: Config

@@ -215,7 +215,8 @@ def newest_valid(run_dir: Path) -> tuple[Path, list[str]]:
             refused.append(str(error))
         else:
             return path, refused
-    why = "; ".join(refused) or "it has no complete checkpoint"
+    there = sorted(path.name for path in Path(run_dir).iterdir() if not path.name.startswith("."))
+    why = "; ".join(refused) or f"it has no complete checkpoint, only {', '.join(there) or 'nothing'}"
     raise CheckpointError(f"{run_dir} can't be resumed: {why}; start a new run")
 
 

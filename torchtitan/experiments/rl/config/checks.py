@@ -332,7 +332,8 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     hosted = tuple(hosted_models(config.tasks).values())
     for field, reference in find_references(config.tasks, field="tasks"):
         if isinstance(reference, HostedModel) and has_config(reference.path):
-            check_engine_fits(reference.engine, HubConfig.read(reference.path), field=f"{field}.engine")
+            theirs = HubConfig.read(reference.path, field=f"{field}.path")
+            check_engine_fits(reference.engine, theirs, field=f"{field}.engine")
     parameters = trained = published = parameter_count(spec)
     if (lora := config.trainer.lora) is not None:
         trained = parameter_count(with_lora(policy_spec(config.model, device=device, max_seq_len=1), lora)) - parameters

@@ -1,10 +1,10 @@
 """Parts of a config that the command line names.
 
 By a short name, where the library has it: ``--tasks.sums.algorithm max_rl``, ``--trainer.loss.rl ppo_clip``,
-``--provision.job slurm``; a list with commas between, or none: ``--pre-batch-filters zero_advantage,repetition``. By its place,
-where it is yours: ``--tasks.sums.rubric my_rewards.py:exact``. The place is a file or a module, a colon, and a name in it: a
-class with a Config that fits the field, or, for a rubric, reward functions, several of them with commas between. Data is named
-by its file: ``--tasks.sums.validation held_out.jsonl``.
+``--provision.job slurm``; a list with commas between, or empty: ``--pre-batch-filters zero_advantage,repetition``, or ``[]``.
+By its place, where it is yours: ``--tasks.sums.rubric my_rewards.py:exact``. The place is a file or a module, a colon, and a
+name in it: a class with a Config that fits the field, or, for a rubric, reward functions, several of them with commas between;
+for any other field that takes a function, one. Data is named by its file: ``--tasks.sums.validation held_out.jsonl``.
 
 Options that set fields of the part follow as for any other, and make a part that the config leaves out. tyro, which reads
 these, knows only what the config already holds.
@@ -22,7 +22,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from tyro.conf import Fixed, arg
 from tyro.constructors import (
     ConstructorRegistry,
@@ -38,7 +37,7 @@ import torchtitan.experiments.rl.data.replay
 import torchtitan.experiments.rl.rollouts.filters  # noqa: F401 - each defines parts that no config may have named yet
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms import Algorithm
-from torchtitan.experiments.rl.bounds import FieldTypes, declared, field_annotations, is_union
+from torchtitan.experiments.rl.bounds import FieldTypes, bounds_said, declared, field_annotations, is_union
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
@@ -127,7 +126,7 @@ def _choose_list(place: "_Place", value: str, *, field: str) -> bool:
     if not parts or value.startswith("-"):
         return False
     entries = []
-    for name in value.split(",") if value not in ("", "none", "None") else []:
+    for name in value.split(",") if value not in ("", "[]", "none", "None") else []:
         if ":" in name:
             entries.append(_part(_Place({field: None}, field, entry=place.wanted_entry), name, field=field))
         else:
@@ -189,6 +188,11 @@ class _Place:
         return arguments[0] if len(arguments) == 1 and inspect.isclass(arguments[0]) else Configurable.Config
 
     @property
+    def takes_function(self) -> bool:
+        plain = declared(self._annotation).type
+        return any(get_origin(option) is Callable for option in (plain, *get_args(plain)))
+
+    @property
     def _annotation(self) -> Any:
         return None if isinstance(self.holder, dict) else field_annotations(type(self.holder), {}).get(self.key)
 
@@ -206,7 +210,8 @@ def _find(config: Any, path: list[str]) -> _Place | None:
         place = _Place(holder, key)
         holder = place.value
     data = place is not None and isinstance(place.holder, Task.Config) and place.key == "validation"
-    return place if data or isinstance(holder, Configurable.Config | JobConfig | list) else None
+    part = data or isinstance(holder, Configurable.Config | JobConfig | list)
+    return place if part or (place is not None and place.takes_function) else None
 
 
 def _part(place: _Place, value: str, *, field: str) -> Any:
@@ -219,6 +224,8 @@ def _part(place: _Place, value: str, *, field: str) -> Any:
             raise ConfigError(field, value, f"{path} has no {name!r}; it defines {', '.join(own) or 'nothing'}")
         found[name] = getattr(module, name)
     first, *others = found.values()
+    if place.takes_function and callable(first) and not others:
+        return first
     if inspect.isclass(first) and not others:
         config = getattr(first, "Config", None)
         if not inspect.isclass(config) or not issubclass(config, place.wanted):
@@ -296,8 +303,8 @@ _LEFT_OUT = (
 
 
 def registry_with_bounds(field_types: FieldTypes) -> ConstructorRegistry:
-    """tyro's rules, and one that names an option's value by its bounds and leaves out what no words can say. How a word becomes
-    a value stays the same.
+    """tyro's rules, and one that adds bounds to an option's help and leaves out what no words can say. How a word becomes a
+    value stays the same.
 
     Args:
         field_types: as for ``check_fields``.
@@ -318,20 +325,20 @@ def registry_with_bounds(field_types: FieldTypes) -> ConstructorRegistry:
         if not isinstance(spec, StructConstructorSpec):
             return None
         annotations = field_annotations(info.type, field_types) if dataclasses.is_dataclass(info.type) else {}
-        types_shown = (_option_type(annotations.get(entry.name, entry.type), entry) for entry in spec.fields)
-        fields = (
-            dataclasses.replace(entry, type=shown, helptext=_in_our_words(entry.helptext))
-            for entry, shown in zip(spec.fields, types_shown, strict=True)
-        )
+        fields = []
+        for entry in spec.fields:
+            annotation = annotations.get(entry.name, entry.type)
+            said = _in_our_words(entry.helptext, bounds_said(annotation))
+            fields.append(dataclasses.replace(entry, type=_option_type(annotation, entry), helptext=said))
         return dataclasses.replace(spec, fields=tuple(fields))
 
     return registry
 
 
 def _option_type(annotation: Any, entry: StructFieldSpec) -> Any:
-    """The annotation as tyro reads it: with bounds, less what no words can say."""
+    """The annotation as tyro reads it, less what no words can say."""
     if _has_options(entry.default) or _read_from_words(annotation) is not None:
-        return _named_by_bounds(annotation)
+        return annotation
     plain = declared(annotation).type
     said = [option for option in get_args(plain) if option is not types.NoneType and _read_from_words(option) is not None]
     annotated: Any = Annotated  # a type made at run time, which no type checker can follow
@@ -342,12 +349,13 @@ def _option_type(annotation: Any, entry: StructFieldSpec) -> Any:
     return annotated[Any, dataclasses.replace(spec, is_instance=lambda _: True, str_from_instance=lambda value: [_text(value)])]
 
 
-def _in_our_words(text: str | Callable[[], str | None] | None) -> Callable[[], str | None]:
-    """A field's help. torchtitan's own names an option of its trainer."""
+def _in_our_words(text: str | Callable[[], str | None] | None, bounds: str) -> Callable[[], str | None]:
+    """A field's help, and its bounds. torchtitan's own help names an option of its trainer."""
 
     def read() -> str | None:
-        found = text() if callable(text) else text
-        return None if found is None else found.replace("training.steps", "steps")
+        found = (text() if callable(text) else text) or ""
+        said = [found.replace("training.steps", "steps"), bounds and f"({bounds})"]
+        return " ".join(filter(None, said)) or None
 
     return read
 
@@ -368,34 +376,3 @@ def _text(value: Any) -> str:
 def _read_from_words(annotation: Any) -> PrimitiveConstructorSpec | None:
     spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(annotation, set()))
     return spec if isinstance(spec, PrimitiveConstructorSpec) else None
-
-
-def _named_by_bounds(annotation: Any) -> Any:
-    """The annotation with each bounded number in it named by its bounds."""
-    plain, bounds, *_ = declared(annotation)
-    if plain is not annotation:
-        name = (_named_number(plain, bounds),) if plain in (int, float) and bounds else ()
-        annotated: Any = Annotated  # a type made at run time, which no type checker can follow
-        return annotated[_named_by_bounds(plain), *annotation.__metadata__, *name]
-    if is_union(plain):
-        return Union[tuple(map(_named_by_bounds, get_args(plain)))]  # noqa: UP007 - of a list of types
-    if get_origin(plain) in (dict, list, tuple):
-        return types.GenericAlias(get_origin(plain), tuple(map(_named_by_bounds, get_args(plain))))
-    return annotation
-
-
-def _named_number(plain: type, bounds: tuple[Any, ...]) -> PrimitiveConstructorSpec:
-    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(plain, set()))
-    assert isinstance(spec, PrimitiveConstructorSpec)  # tyro knows int and float
-    return dataclasses.replace(spec, metavar=_metavar(spec.metavar, bounds))
-
-
-def _metavar(name: str, bounds: tuple[Any, ...]) -> str:
-    low = next((bound for bound in bounds if isinstance(bound, Ge | Gt)), None)
-    high = next((bound for bound in bounds if isinstance(bound, Le | Lt)), None)
-    upper = "" if high is None else f"<={high.le}" if isinstance(high, Le) else f"<{high.lt}"
-    if low is None:
-        return f"{name}{upper}"
-    least = low.ge if isinstance(low, Ge) else low.gt
-    sign = ">=" if isinstance(low, Ge) else ">"
-    return f"{least}{sign.replace('>', '<')}{name}{upper}" if upper else f"{name}{sign}{least}"

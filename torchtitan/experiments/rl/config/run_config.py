@@ -78,9 +78,8 @@ class ProvisionConfig:
     def validate(self) -> None:
         """
         Raises:
-            ConfigError: the job's own check, or a host named twice.
+            ConfigError: a host named twice, or one that the job has not.
         """
-        self.job.validate(field="provision.job")
         for name in ("trainer_hosts", "generator_hosts"):
             hosts = getattr(self, name)
             if len(set(hosts)) < len(hosts):

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,6 +15,8 @@ from typing import Any, BinaryIO
 
 from torchtitan.experiments.rl.checkpointing.folder import write_durably
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.printable import printable_line
 
 _LONGEST_FILE = "checkpoint-step-000000000-sharded-and-the-name-of-a-file-in-it-which-may-have-sixty-characters.safetensors"
 """As long as the paths that a run writes in its folder."""
@@ -178,7 +181,9 @@ def lock_run_folder(run_dir: Path, *, field: str) -> BinaryIO:
         owner = file.read(20).decode(errors="replace").strip() or "?"
         file.close()
         raise ConfigError(field, str(run_dir), f"process {owner} runs in it: wait until it ends, or stop it") from None
-    except OSError:  # a file system without locks
+    except OSError as error:  # a file system without locks
+        line = f"warning: {run_dir} can't be locked ({error.strerror}): nothing stops a second command from running in it"
+        write_line(sys.stderr, printable_line(line))
         return file
     file.truncate(0)
     file.write(f"{os.getpid()}\n".encode())

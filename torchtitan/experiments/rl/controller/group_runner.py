@@ -9,7 +9,7 @@ import functools
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from renderers import Renderer
 
@@ -108,7 +108,21 @@ class Measurement:
     group_size: int
 
 
-class GroupRunner(Protocol):
+@dataclass(kw_only=True, slots=True)
+class GroupRequest:
+    """The arguments of ``GroupRunner.run``."""
+
+    task: str
+    data_sample: DataSample
+    group_id: str
+    credit: bool
+    measured: Measurement | None
+    uncredited: RolloutGroup | None
+    policy_version: int = 0
+    """Policy version that the generators hold now: a rollout worker is told."""
+
+
+class GroupRunner:
     async def run(
         self,
         task: Task,
@@ -128,61 +142,47 @@ class GroupRunner(Protocol):
             measured: for validation. None: a training group, sampled with the task's own config.
             uncredited: a group that was run without credit, and gets it now. What is returned may be another object.
         """
+        request = GroupRequest(
+            task=task.name, data_sample=sample, group_id=group_id, credit=credit, measured=measured, uncredited=uncredited
+        )
+        return await self.answer(task, request)
+
+    async def answer(self, task: Task, request: GroupRequest) -> RolloutGroup:
+        """See ``run``."""
+        raise NotImplementedError
 
     def lap(self) -> tuple[float, int]:
         """Since the last call: the longest lag in seconds of other processes' event loops, and how many calls of user code have
         held up an event loop beyond their limit."""
+        raise NotImplementedError
 
 
-class LocalRunner:
+class LocalRunner(GroupRunner):
     """Runs groups on this process's event loop."""
 
     def __init__(self, policy: PolicyClient, *, seed: int):
         self._policy, self._seed = policy, seed
 
-    async def run(
-        self,
-        task: Task,
-        sample: DataSample,
-        *,
-        group_id: str,
-        credit: bool = True,
-        measured: Measurement | None = None,
-        uncredited: RolloutGroup | None = None,
-    ) -> RolloutGroup:
-        """See GroupRunner."""
+    async def answer(self, task: Task, request: GroupRequest) -> RolloutGroup:
         own: dict[str, Any] = {}  # a task's own run_group may not take them, and needs its group
+        measured = request.measured
         if measured is not None:
             own = {"sampling": measured.sampling, "group_size": measured.group_size, "credit": False}
         elif not task.needs_group:
-            own = {"group_size": 1, "credit": credit}
-        with trace.lane("group", group=group_id):
-            if uncredited is not None:
+            own = {"group_size": 1, "credit": request.credit}
+        with trace.lane("group", group=request.group_id):
+            if request.uncredited is not None:
                 with trace.span("score"):
-                    await task.credit_group(uncredited)
-                return uncredited
-            group = await task.run_group(sample, self._policy, group_id=group_id, seed=self._seed, **own)
+                    await task.credit_group(request.uncredited)
+                return request.uncredited
+            group = await task.run_group(request.data_sample, self._policy, group_id=request.group_id, seed=self._seed, **own)
             with trace.span("score"):
-                await (task.score_group(group) if credit and measured is None else task.score_rewards(group))
+                await (task.score_group(group) if request.credit and measured is None else task.score_rewards(group))
         return group
 
     def lap(self) -> tuple[float, int]:
         """See GroupRunner."""
         return 0.0, BLOCKING.lap()
-
-
-@dataclass(kw_only=True, slots=True)
-class GroupRequest:
-    """A group for a rollout worker to run: the arguments of ``GroupRunner.run``."""
-
-    task: str
-    data_sample: DataSample
-    group_id: str
-    policy_version: int
-    """Policy version that the generators hold now."""
-    credit: bool
-    measured: Measurement | None
-    uncredited: RolloutGroup | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -201,7 +201,7 @@ class _Worker:
     open_rollouts: int = 0
 
 
-class WorkerRunner:
+class WorkerRunner(GroupRunner):
     """Sends each group to the worker with the fewest open rollouts. Envs, rubrics and algorithms run there.
 
     The groups of a worker that dies are run again, under the same ids, by another one or when it is back.
@@ -222,41 +222,24 @@ class WorkerRunner:
         """Give it no more."""
         self._workers.pop(index, None)
 
-    async def run(
-        self,
-        task: Task,
-        sample: DataSample,
-        *,
-        group_id: str,
-        credit: bool = True,
-        measured: Measurement | None = None,
-        uncredited: RolloutGroup | None = None,
-    ) -> RolloutGroup:
-        """See GroupRunner."""
+    async def answer(self, task: Task, request: GroupRequest) -> RolloutGroup:
+        measured = request.measured
         group_size = task.config.group_size if measured is None else measured.group_size
         rollouts = group_size if task.needs_group or measured is not None else 1
         while True:
             worker = await self._least_busy()
-            request = GroupRequest(
-                task=task.name,
-                data_sample=sample,
-                group_id=group_id,
-                policy_version=self._policy.version,
-                credit=credit,
-                measured=measured,
-                uncredited=uncredited,
-            )
+            request.policy_version = self._policy.version
             worker.open_rollouts += rollouts
             try:
                 result = await worker.life.call(ask(worker.actor.run, request))
                 break
             except ProcessLost as lost:
-                logger.info("group %s is run again: %s", group_id, lost)
+                logger.info("group %s is run again: %s", request.group_id, lost)
             finally:
                 worker.open_rollouts -= rollouts
         self._lag_s = max(self._lag_s, result.event_loop_lag_s)
         self._blocking_calls += result.blocking_calls
-        if uncredited is None:
+        if request.uncredited is None:
             self._policy.generated_tokens += sum(rollout.completion_tokens for rollout in result.group.rollouts)
         return result.group
 
@@ -369,12 +352,5 @@ class RolloutWorker(WatchedActor):
 
     async def _run(self, request: GroupRequest) -> GroupResult:
         self._policy.version = max(self._policy.version, request.policy_version)
-        group = await self._runner.run(
-            self._task_set.tasks[request.task],
-            request.data_sample,
-            group_id=request.group_id,
-            credit=request.credit,
-            measured=request.measured,
-            uncredited=request.uncredited,
-        )
+        group = await self._runner.answer(self._task_set.tasks[request.task], request)
         return GroupResult(group=group, event_loop_lag_s=self._lag.lap(), blocking_calls=BLOCKING.lap())

@@ -42,5 +42,13 @@ class MessageEnv(abc.ABC):
     async def step_message(self, message: Message) -> StepOutput:
         """Answer one assistant message (content, reasoning_content and tool_calls as the renderer parsed them)."""
 
+    async def metadata(self) -> dict[str, Any]:
+        """What rewards and credit are to know of the rollout beside its turns: ``Rollout.metadata``. JSON values.
+
+        Called once, when the rollout has ended and before ``close``, so it may look at what the env still holds: files of a
+        sandbox, the state of a game. Not called where the env failed.
+        """
+        return {}
+
     async def close(self) -> None:
         """Release what the env holds. Called exactly once, also after an error."""

@@ -1,15 +1,16 @@
 """Plays a MessageEnv: calls its methods within their limits, and says how the rollout ends."""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge
-from renderers import Message, Renderer
+from renderers import Renderer
 
 from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.envs.conversation import Conversation
@@ -41,25 +42,6 @@ class RendererEnvConfig:
     """From reset to the terminal status, sampling included. Enforced by the task that runs the rollout."""
 
 
-@dataclass(kw_only=True, slots=True)
-class TokenizedStepOutput:
-    """Where the conversation stands after a reset or a completion."""
-
-    next_prompt_token_ids: list[int] | None
-    """[P]. What to sample from next; None on a terminal status."""
-    next_prompt_messages: list[Message]
-    """The whole conversation so far."""
-    status: RolloutStatus
-    env_messages: list[Message] = field(default_factory=list)
-    """The env's answer to the completion; empty after initial_prompt."""
-    env_reward_components: dict[str, float] = field(default_factory=dict)
-    """What the env rewarded in this step."""
-    assistant_message: Message | None = None
-    """The completion, parsed; None after initial_prompt."""
-    error: str | None = None
-    """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
-
-
 class RendererEnv:
     """One conversation in tokens. Single use: initial_prompt once, then step_completion until the status is terminal.
 
@@ -89,6 +71,8 @@ class RendererEnv:
         self._conversation = Conversation(renderer, max_tokens=config.max_rollout_tokens, group=group)
         self._status = RolloutStatus.ONGOING
         self._error: str | None = None
+        self.metadata: dict[str, Any] = {}
+        """Of the MessageEnv, once it is closed."""
         self._started = self._closed = False
         self._reset_s = 0.0
 
@@ -108,7 +92,7 @@ class RendererEnv:
 
     @property
     def prompt_token_ids(self) -> np.ndarray | None:
-        """int32 [P]. The next prompt as generators take it; None where TokenizedStepOutput.next_prompt_token_ids is."""
+        """int32 [P]. The next prompt as generators take it; None before the first and on a terminal status."""
         return self._conversation.prompt.token_ids if self._conversation.prompt else None
 
     @property
@@ -116,7 +100,7 @@ class RendererEnv:
         """Tokens the next completion may have within max_rollout_tokens; 0 when there is no next prompt."""
         return self._conversation.max_completion_tokens
 
-    async def initial_prompt(self) -> TokenizedStepOutput:
+    async def initial_prompt(self) -> None:
         """Reset the env and render its opening conversation.
 
         Raises:
@@ -126,9 +110,8 @@ class RendererEnv:
             raise RuntimeError("this RendererEnv was used already: make a new one for each rollout")
         self._started = True
         await self._until_settled(self._reset)
-        return self._output(None)
 
-    async def step_completion(self, completion: Completion) -> TokenizedStepOutput:
+    async def step_completion(self, completion: Completion) -> None:
         """Parse a completion, step the env with it and render the next prompt.
 
         The completion is recorded as a turn first: its tokens are kept whatever the env does then. A completion cut off at its
@@ -140,9 +123,7 @@ class RendererEnv:
         """
         if self.prompt_token_ids is None:
             raise RuntimeError(f"no prompt to complete: the rollout is {'over' if self._started else 'not started'}")
-        before = len(self.turns)
         await self._until_settled(lambda: self._step(completion))
-        return self._output(self.turns[before] if len(self.turns) > before else None)
 
     def finish(self, status: RolloutStatus, error: str | None = None) -> None:
         """End the rollout from outside, as a turn loop of one's own may; the first terminal status stays."""
@@ -152,10 +133,18 @@ class RendererEnv:
             self._conversation.end()
 
     async def close(self) -> None:
-        """Close the MessageEnv unless that was done. What goes wrong in it is logged: it can't undo the rollout."""
+        """Ask the MessageEnv for its metadata, and close it, unless that was done. What goes wrong in ``close`` is logged: it
+        can't undo the rollout."""
         if self._closed:
             return
         self._closed = True
+        ended_well = self._status.is_terminal() and not self._status.is_error()
+        if ended_well and type(self._env).metadata is not MessageEnv.metadata:
+            try:
+                self.metadata = json.loads(json.dumps(await self._call_env("metadata", dict)))
+            except (UserCodeError, TypeError, ValueError) as error:
+                cause = str(error) if isinstance(error, UserCodeError) else f"{self._name}.metadata: {cause_of(error)}"
+                self._status, self._error = RolloutStatus.ERROR, cause
         if type(self._env).close is MessageEnv.close:
             return
         try:
@@ -228,15 +217,3 @@ class RendererEnv:
         if not isinstance(output, wanted):
             raise TypeError(f"{name} returned {type(output).__name__}, want {wanted.__name__}")
         return output
-
-    def _output(self, turn: RolloutTurn | None) -> TokenizedStepOutput:
-        prompt = self._conversation.prompt
-        return TokenizedStepOutput(
-            next_prompt_token_ids=list(prompt.ids) if prompt else None,
-            next_prompt_messages=list(self._conversation.messages),
-            status=self._status,
-            env_messages=turn.env_messages if turn else [],
-            env_reward_components=turn.reward_components if turn else {},
-            assistant_message=turn.assistant_message if turn else None,
-            error=self._error,
-        )

@@ -37,16 +37,6 @@ class JobConfig:
         """Whether its hosts have GPUs; None: as this host."""
         return None
 
-    def validate(self, *, field: str) -> None:
-        """Check what needs no other part of the config.
-
-        Args:
-            field: of this config, "provision.job".
-
-        Raises:
-            ConfigError: by field, value and cure.
-        """
-
     def devices(self, device: Device, hosts: int) -> list[list[int]] | None:
         """Cores or indices of GPUs of each host, as far as they are known before it is there. None: those of this host.
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,30 +9,36 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Le
 
-from torchtitan.experiments.rl.bounds import PositiveInt
+from torchtitan.experiments.rl.bounds import Matches, PositiveInt
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.job import ClusterJob, Device
 from torchtitan.experiments.rl.hosts.pool import HostPool
 
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-_TAINT = re.compile(r"[^=:\s]+(=[^=:\s]*)?:(NoSchedule|PreferNoSchedule|NoExecute)")
-_SIZE = re.compile(r"\d+(Ki|Mi|Gi|Ti)")
+Label = Annotated[str, Matches(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "a name of lower-case letters, digits and hyphens")]
+Taint = Annotated[
+    str,
+    Matches(
+        r"[^=:\s]+(=[^=:\s]*)?:(NoSchedule|PreferNoSchedule|NoExecute)",
+        'written as kubectl does, such as "nvidia.com/gpu:NoSchedule"',
+    ),
+]
+PodPath = Annotated[str, Matches(r"/.*", "an absolute path in the pods")]
 
 
 @dataclass(kw_only=True, slots=True)
 class KubernetesJob(ClusterJob):
     name: ClassVar[str] = "kubernetes"
-    namespace: str = "default"
-    image: str = ""
+    namespace: Label = "default"
+    image: Annotated[str, Matches(r"\S+", "the name of the container image that the pods run")] = ""
     """Of the pods: this checkout's packages, and ``python`` on PATH."""
-    work_dir: str = "/workspace"
+    work_dir: PodPath = "/workspace"
     """Folder of the checkout in the pods."""
-    volume_claim: str = ""
+    volume_claim: Label = ""
     """Persistent volume claim that every pod mounts, the command's too: run folders and models are in it."""
-    mount_path: str = "/shared"
+    mount_path: PodPath = "/shared"
     """Where it is mounted."""
-    shared_memory: str = "16Gi"
+    shared_memory: Annotated[str, Matches(r"\d+(Ki|Mi|Gi|Ti)", 'written as Kubernetes does, such as "16Gi"')] = "16Gi"
     """Of each pod, at /dev/shm."""
     port: Annotated[int, Ge(1024), Le(65535)] = 26600
     """Of the agents."""
@@ -43,28 +48,12 @@ class KubernetesJob(ClusterJob):
     """Of each pod, such as {"NCCL_IB_HCA": "mlx5"}."""
     capabilities: tuple[str, ...] = ()
     """Of each pod's container, such as IPC_LOCK, without which RDMA devices lock little memory."""
-    tolerations: tuple[str, ...] = ()
+    tolerations: tuple[Taint, ...] = ()
     """Taints that the pods tolerate, as kubectl writes them: "nvidia.com/gpu:NoSchedule", "pool=rl:NoExecute"."""
     node_selector: dict[str, str] = field(default_factory=dict)
     """Labels of the nodes."""
     start_timeout_s: PositiveInt = 600
     """How long pods may take until they are ready, and agents until they answer."""
-
-    def validate(self, *, field: str) -> None:
-        for index, taint in enumerate(self.tolerations):
-            if not _TAINT.fullmatch(taint):
-                cure = 'write it as kubectl does, such as "nvidia.com/gpu:NoSchedule"'
-                raise ConfigError(f"{field}.tolerations[{index}]", taint, cure)
-        for name in ("namespace", "volume_claim"):
-            if not _LABEL.fullmatch(value := getattr(self, name)):
-                raise ConfigError(f"{field}.{name}", value, "must be a name of lower-case letters, digits and hyphens")
-        if not self.image or re.search(r"\s", self.image):
-            raise ConfigError(f"{field}.image", self.image, "name the container image that the pods run")
-        for name in ("work_dir", "mount_path"):
-            if not Path(value := getattr(self, name)).is_absolute():
-                raise ConfigError(f"{field}.{name}", value, "must be an absolute path in the pods")
-        if not _SIZE.fullmatch(self.shared_memory):
-            raise ConfigError(f"{field}.shared_memory", self.shared_memory, 'write it as Kubernetes does, such as "16Gi"')
 
     def pod_template(self) -> dict[str, Any]:
         """Kubernetes' V1PodTemplateSpec of a host."""

@@ -5,7 +5,6 @@ taken, and keeps its state in a file of the working folder, which two runs would
 """
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -18,9 +17,9 @@ from typing import Annotated, ClassVar, NamedTuple
 
 from annotated_types import Ge, Le
 
-from torchtitan.experiments.rl.bounds import PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import Matches, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.job import ClusterJob, Device
 from torchtitan.experiments.rl.hosts.pool import HostPool, attach
 from torchtitan.experiments.rl.process.host import network_address
@@ -31,7 +30,8 @@ SCRIPT_FILE = "job.sh"
 LOG_FILE = "slurm-{job}.log"
 ENDING_S = 15.0
 """Of the time that Slurm leaves: for the end of the command and its agents after the checkpoint."""
-_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}")
+_TIME = r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}"
+Word = Annotated[str, Matches(r"[^\s#]+", "one word, as sbatch takes it")]
 POLL_S = 10.0
 WAITING = ("PENDING", "CONFIGURING")
 """States of a job that has not started."""
@@ -78,20 +78,20 @@ def _job_state(job: str) -> JobState | None:
 class SlurmJob(ClusterJob):
     name: ClassVar[str] = "slurm"
     files: ClassVar[tuple[str, ...]] = (SCRIPT_FILE, LOG_FILE.format(job="*"))
-    memory_per_host: str | None = None
+    memory_per_host: Word | None = None
     """As sbatch takes it, such as "500G"."""
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    time_limit: str | None = None
+    partition: Word | None = None
+    account: Word | None = None
+    qos: Word | None = None
+    time_limit: Annotated[str, Matches(_TIME, "written as HH:MM:SS or D-HH:MM:SS")] | None = None
     """HH:MM:SS or D-HH:MM:SS. The run takes a checkpoint ``stop_before_s`` earlier and ends."""
     stop_before_s: PositiveInt = 300
     """A step and a checkpoint have to fit into it; ``--dry-run`` says how long the latter takes."""
     exclusive: bool = True
     """No other job has processes on the run's hosts."""
-    sbatch_options: tuple[str, ...] = ()
+    sbatch_options: tuple[Annotated[str, Matches(r"-.*", "an option of sbatch, such as --constraint=h100")], ...] = ()
     """Others, such as "--constraint=h100"."""
-    setup: str | None = None
+    setup: Annotated[str, Matches(r".*\S.*", "one line of bash")] | None = None
     """A line of bash that each host runs first, such as "module load cuda"."""
     port: Annotated[int, Ge(1024), Le(65535)] = 22222
     """Of the agents. Two runs that share a host need two ports."""
@@ -99,21 +99,6 @@ class SlurmJob(ClusterJob):
     """The command stays until the job starts, and says why it waits. Ctrl-C then leaves the job in the queue."""
     start_timeout_s: PositiveFloat = 600.0
     """How long agents may take to answer once the allocation is there."""
-
-    def validate(self, *, field: str) -> None:
-        for name in ("partition", "account", "qos", "memory_per_host"):
-            value = getattr(self, name)
-            if value is not None and (not value or re.search(r"[\s#]", value)):
-                raise ConfigError(f"{field}.{name}", value, "must be one word, as sbatch takes it")
-        if self.time_limit is not None and not _TIME.fullmatch(self.time_limit):
-            raise ConfigError(f"{field}.time_limit", self.time_limit, "write it as HH:MM:SS or D-HH:MM:SS")
-        for index, option in enumerate(self.sbatch_options):
-            if not option.startswith("-") or "\n" in option:
-                raise ConfigError(
-                    f"{field}.sbatch_options[{index}]", option, "must be an option of sbatch, such as --constraint=h100"
-                )
-        if self.setup is not None and ("\n" in self.setup or not self.setup.strip()):
-            raise ConfigError(f"{field}.setup", self.setup, "must be one line of bash")
 
     def script(self, words: Sequence[str], run_dir: str, hosts: int) -> str | None:
         if HOSTS_VARIABLE in os.environ:  # this is the command in the allocation

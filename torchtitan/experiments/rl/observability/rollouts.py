@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,61 +121,100 @@ def lines_of(
         tokens: each completion's token ids too, with their log-probabilities.
         typed: turns whose tokens no model has sampled: these have none.
     """
-    rollout = record.rollout
+    rollout, shown = record.rollout, shown_turns(record.rollout, chars)
     reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:.3g}"
-    facts = [rollout.rollout_id, rollout.status.value, reward, record.outcome or "not counted", f"policy {_versions(record)}"]
+    versions = sorted({version for turn in shown for version in turn["versions"]})
+    sampled_by = str(record.admitted_version) if len(versions) < 2 else f"{versions[0]}-{versions[-1]}"
+    facts = [rollout.rollout_id, rollout.status.value, reward, record.outcome or "not counted", f"policy {sampled_by}"]
     facts += [] if group_mean is None else [f"group's mean {group_mean:.3g}"]
     lines = [f"━━ {' · '.join(facts)} ".ljust(WIDTH, "━")]
-    seen: list[int] = []
-    for number, turn in enumerate(rollout.turns):
-        conversation = [id(message) for message in turn.prompt_messages]
-        if conversation[: len(seen)] != seen:
-            lines.append("   (the conversation was rewritten)")
-            seen = []
-        for message in turn.prompt_messages[len(seen) :]:
-            lines += _message(message, chars=chars)
-        note = f"{len(turn.completion.token_ids)} tokens, {turn.generate_s:.2f} s, {turn.completion.finish_reason}"
-        lines += _message(turn.assistant_message, note=note, chars=chars)
+    for number, turn in enumerate(shown):
+        lines += ["   (the conversation was rewritten)"] if turn["rewritten"] else []
+        for message in turn["messages"]:
+            lines += _message(message)
+        note = f"{turn['tokens']} tokens, {turn['generate_s']:.2f} s, {turn['finish_reason']}"
+        lines += _message(turn["reply"], note=note)
         if tokens:
-            lines.append(f"   tokens {_tokens(turn.completion, typed=number in typed)}")
-        seen = [*conversation, id(turn.assistant_message)]
-        if turn.reward_components:
-            lines.append(f"   env rewards {_components(turn.reward_components)} ({turn.env_s:.2f} s)")
-    if rollout.turns:  # the env's last messages, which are in no prompt
-        for message in rollout.turns[-1].env_messages:
-            lines += _message(message, chars=chars)
+            lines.append(f"   tokens {_tokens(rollout.turns[number].completion, typed=number in typed)}")
+        if turn["reward_components"]:
+            lines.append(f"   env rewards {_components(turn['reward_components'])} ({turn['env_s']:.2f} s)")
+    for message in last_messages(rollout, chars):
+        lines += _message(message)
     if record.left_out:
         lines.append(f"   left out: {record.left_out}")
     if rollout.error:
         lines.append(f"   {rollout.status.value}: {rollout.error}")
     if rollout.reward_components:
         lines.append(f"   rewards {_components(rollout.reward_components)}")
-    lines.append(f"   {_samples(record)}; made from {_cut(_plain(_env_input(record)), 200)}")
+    lines.append(f"   {_samples(record)}; made from {cut(_env_input(record), 200)}")
     return [*lines, ""]
 
 
-def _message(message: dict, *, note: str = "", chars: int) -> list[str]:
-    parts = []
-    if thought := message.get("reasoning_content"):
-        parts.append(f"(thinks) {_cut(thought, chars)}")
-    content = message.get("content")
-    if content or not message.get("tool_calls"):
-        parts.append(_cut(_plain(content), chars))
-    for call in message.get("tool_calls") or []:
-        function = call.get("function", {})
-        parts.append(f"(calls) {function.get('name')}({_cut(_plain(function.get('arguments')), chars)})")
-    text = "\n".join(parts).split("\n")
-    name = str(message.get("role"))
-    head = f"{name:>9} │ "
-    lines = [head + text[0], *(f"{'':>9} │ {line}" for line in text[1:])]
+def shown_turns(rollout: Rollout, most: int) -> list[dict[str, Any]]:
+    """The turns as people read them, each with those of its prompt's messages that are new. Values are JSON's.
+
+    Args:
+        most: characters of a text; 0: all.
+    """
+    turns: list[dict[str, Any]] = []
+    seen: list[int] = []
+    for turn in rollout.turns:
+        conversation = [id(message) for message in turn.prompt_messages]
+        continues = conversation[: len(seen)] == seen
+        new = turn.prompt_messages[len(seen) :] if continues else turn.prompt_messages
+        turns.append(
+            {
+                "rewritten": not continues,
+                "messages": [shown_message(message, most) for message in new],
+                "reply": shown_message(turn.assistant_message, most),
+                "tokens": len(turn.completion.token_ids),
+                "finish_reason": turn.completion.finish_reason,
+                "generate_s": turn.generate_s,
+                "env_s": turn.env_s,
+                "reward_components": turn.reward_components,
+                "versions": sorted({int(v) for v in turn.completion.policy_versions}),
+                "tools": None if turns else turn.tools,
+            }
+        )
+        seen = [*conversation, id(turn.assistant_message)]
+    return turns
+
+
+def last_messages(rollout: Rollout, most: int) -> list[dict[str, Any]]:
+    """The env's last messages, which are in no prompt."""
+    return [shown_message(message, most) for message in (rollout.turns[-1].env_messages if rollout.turns else [])]
+
+
+def shown_message(message: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """A message's role and texts, each of at most ``most`` characters."""
+    functions = [call.get("function") or {} for call in message.get("tool_calls") or []]
+    return {
+        "role": str(message.get("role")),
+        "text": cut(message.get("content"), most),
+        "thought": cut(message.get("reasoning_content"), most),
+        "calls": [{"name": str(call.get("name")), "arguments": cut(call.get("arguments"), most)} for call in functions],
+    }
+
+
+def cut(value: Any, most: int) -> str:
+    """A value as text, without what is beyond ``most`` characters. "" of None."""
+    text = plain(value)
+    return text if not most or len(text) <= most else f"{text[:most]}… ({len(text) - most:,} characters more)"
+
+
+def plain(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _message(message: Mapping[str, Any], *, note: str = "") -> list[str]:
+    parts = [f"(thinks) {message['thought']}"] if message["thought"] else []
+    parts += [message["text"]] if message["text"] or not message["calls"] else []
+    parts += [f"(calls) {call['name']}({call['arguments']})" for call in message["calls"]]
+    first, *others = "\n".join(parts).split("\n")
+    lines = [f"{message['role']:>9} │ {first}", *(f"{'':>9} │ {line}" for line in others)]
     if note:
         lines[-1] += f"   [{note}]"
     return lines
-
-
-def _versions(record: RecordedRollout) -> str:
-    versions = sorted({int(v) for turn in record.rollout.turns for v in set(turn.completion.policy_versions.tolist())})
-    return str(record.admitted_version) if len(versions) < 2 else f"{versions[0]}-{versions[-1]}"
 
 
 def _samples(record: RecordedRollout) -> str:
@@ -215,14 +254,6 @@ def _components(components: dict[str, float]) -> str:
     return ", ".join(
         f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in components.items()
     )
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _cut(text: str, chars: int) -> str:
-    return text if not chars or len(text) <= chars else f"{text[:chars]}… ({len(text) - chars:,} characters more)"
 
 
 if __name__ == "__main__":

@@ -49,10 +49,6 @@ class _Sealed:
     names: ClassVar[tuple[str, ...]]
     settable: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls) -> None:
-        cls.names = tuple(field.name for field in fields(cls.plain))
-        cls.__name__ = cls.plain.__name__  # as Python's own errors name it
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         return cls.plain(*args, **kwargs)
 
@@ -68,34 +64,15 @@ class _Sealed:
         raise AttributeError(f"can't change {name} of a rollout that has ended ({self.plain.__name__})")
 
 
-class _SealedGroup(_Sealed, RolloutGroup):
-    __slots__ = ()
-    plain = RolloutGroup
+def _sealed(plain: type, *settable: str) -> type[_Sealed]:
+    names = tuple(field.name for field in fields(plain))
+    # By the name of the plain record, as Python's own errors say it.
+    return type(plain.__name__, (_Sealed, plain), {"__slots__": (), "plain": plain, "names": names, "settable": settable})
 
 
-class _SealedRollout(_Sealed, Rollout):
-    __slots__ = ()
-    plain = Rollout
-
-
-class _RubricsRollout(_SealedRollout):
-    __slots__ = ()
-    settable = ("status", "error")
-
-
-class _SealedTurn(_Sealed, RolloutTurn):
-    __slots__ = ()
-    plain = RolloutTurn
-
-
-class _SealedCompletion(_Sealed, Completion):
-    __slots__ = ()
-    plain = Completion
-
-
-class _SealedSample(_Sealed, TrainingSample):
-    __slots__ = ()
-    plain = TrainingSample
+_SealedGroup, _SealedTurn, _SealedSample = _sealed(RolloutGroup), _sealed(RolloutTurn), _sealed(TrainingSample)
+_SealedRollout, _RubricsRollout = _sealed(Rollout), _sealed(Rollout, "status", "error")
+_SealedCompletion = _sealed(Completion)
 
 
 def _made(plain: type, values: dict[str, Any]) -> Any:
@@ -149,6 +126,7 @@ def sealed_rollout(rollout: Rollout, *, for_rubric: bool = False, lends_samples:
         turns=turns,
         samples=tuple(_lent(sample) if lends_samples else _seal(_SealedSample, sample) for sample in rollout.samples),
         reward_components=dict(rollout.reward_components),
+        metadata=copied(rollout.metadata),
     )
 
 

@@ -124,6 +124,8 @@ class Rollout:
     reward_components: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """What its env said of it at its end (``MessageEnv.metadata``), for rewards and credit."""
     static: bool = False
     """A conversation of a dataset: nothing was sampled, and its reward says nothing."""
     samples: list[TrainingSample] = field(default_factory=list)

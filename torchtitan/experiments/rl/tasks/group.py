@@ -180,6 +180,7 @@ class GroupRun:
             if isinstance(env, UserCodeError):
                 raise env
             await call_bounded(lambda: self._task.run_rollout(env, checked), timeout_s=limit_s)
+            await env.close()  # its metadata may fail
             rollout.status, rollout.error = env.status, env.error
             if not rollout.status.is_terminal():
                 rollout.status = RolloutStatus.ERROR
@@ -198,6 +199,7 @@ class GroupRun:
             self._close_session(session)
             if isinstance(env, RendererEnv):
                 await env.close()
+                rollout.metadata = env.metadata
         rollout.turns = env.turns if isinstance(env, RendererEnv) else []
 
     async def _make_envs(self, n: int) -> list[RendererEnv | UserCodeError]:

@@ -1,6 +1,5 @@
 """The page Rollouts: which ones match, a group side by side, and one rollout as a conversation."""
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from tokenizers import Tokenizer
 
 from torchtitan.experiments.rl.checkpointing.folder import policies
 from torchtitan.experiments.rl.config.run_folder import read_config
+from torchtitan.experiments.rl.observability.rollouts import cut, last_messages, plain, shown_turns
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_rollout
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 from torchtitan.experiments.rl.types import ROLES, STREAMS, TrainingSample
@@ -105,7 +105,7 @@ def group(run: ReportedRun, place: int) -> dict[str, Any]:
         sample, turns = rollout.rollout.data_sample, rollout.rollout.turns
         sample_id = sample_id if sample is None else str(sample.sample_id)
         if prompt is None and turns:
-            prompt = _cut(turns[0].prompt_messages[-1].get("content"), MOST_CHARACTERS) if turns[0].prompt_messages else None
+            prompt = cut(turns[0].prompt_messages[-1].get("content"), MOST_CHARACTERS) if turns[0].prompt_messages else None
     if not members:
         raise LookupError(f"no group at {place}")
     rewards = [member["reward"] for member in members if member["reward"] is not None]
@@ -133,36 +133,14 @@ def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> 
         LookupError: there is none.
     """
     recorded = decode_rollout(run.index.record(place, line))
-    most = None if whole else MOST_CHARACTERS
-    turns: list[dict[str, Any]] = []
-    seen: list[int] = []
-    for number, turn in enumerate(recorded.rollout.turns):
-        conversation = [id(message) for message in turn.prompt_messages]
-        continues = conversation[: len(seen)] == seen
-        new = turn.prompt_messages[len(seen) :] if continues else turn.prompt_messages
-        turns.append(
-            {
-                "rewritten": not continues,
-                "messages": [_message(message, most) for message in new],
-                "reply": _message(turn.assistant_message, most),
-                "tokens": len(turn.completion.token_ids),
-                "finish_reason": turn.completion.finish_reason,
-                "generate_s": turn.generate_s,
-                "env_s": turn.env_s,
-                "reward_components": turn.reward_components,
-                "versions": sorted({int(v) for v in turn.completion.policy_versions}),
-                "tools": turn.tools if number == 0 else None,
-            }
-        )
-        seen = [*conversation, id(turn.assistant_message)]
-    last = recorded.rollout.turns[-1].env_messages if recorded.rollout.turns else []
+    most = 0 if whole else MOST_CHARACTERS
     sample = recorded.rollout.data_sample
     return _head(recorded, place, line) | {
-        "turns": turns,
-        "last_messages": [_message(message, most) for message in last],
+        "turns": shown_turns(recorded.rollout, most),
+        "last_messages": last_messages(recorded.rollout, most),
         "left_out": recorded.left_out,
         "samples": [{"tokens": len(s), "trained": int(_members(s).sum())} for s in recorded.rollout.samples],
-        "example": None if sample is None else {"sample_id": sample.sample_id, "env_input": _cut(sample.env_input, most)},
+        "example": None if sample is None else {"sample_id": sample.sample_id, "env_input": cut(sample.env_input, most)},
         "advantage_is": _advantage_note(recorded),
     }
 
@@ -278,42 +256,15 @@ def _advantage_note(recorded: RecordedRollout) -> str | None:
     return None
 
 
-def _message(message: Any, most: int | None) -> dict[str, Any]:
-    calls = [
-        {
-            "name": str((call.get("function") or {}).get("name")),
-            "arguments": _cut((call.get("function") or {}).get("arguments"), most),
-        }
-        for call in message.get("tool_calls") or []
-    ]
-    return {
-        "role": str(message.get("role")),
-        "text": _cut(message.get("content"), most),
-        "thought": _cut(message.get("reasoning_content"), most),
-        "calls": calls,
-    }
-
-
 def _text_of(message: Any) -> str:
-    parts = [_shown(message.get("content")), _shown(message.get("reasoning_content"))]
-    parts += [_shown((call.get("function") or {}).get("arguments")) for call in message.get("tool_calls") or []]
+    parts = [plain(message.get("content")), plain(message.get("reasoning_content"))]
+    parts += [plain((call.get("function") or {}).get("arguments")) for call in message.get("tool_calls") or []]
     return "\n".join(parts)
 
 
 def _last_text(recorded: RecordedRollout) -> str:
     turns = recorded.rollout.turns
-    return _shown(turns[-1].assistant_message.get("content"))[:500] if turns else ""
-
-
-def _shown(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _cut(value: Any, most: int | None) -> str | None:
-    if value is None:
-        return None
-    text = _shown(value)
-    return text if most is None or len(text) <= most else f"{text[:most]}\n… {len(text) - most:,} characters more"
+    return plain(turns[-1].assistant_message.get("content"))[:500] if turns else ""
 
 
 TOKENIZER_FILE = "tokenizer.json"
