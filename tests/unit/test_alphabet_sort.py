@@ -127,7 +127,7 @@ def test_a_config_that_works_is_let_through():
         ({"min_rounds": 4}, "tasks.sort.dataset.min_rounds = 4: must be at most max_rounds = 3"),
         ({"min_names": 1}, "tasks.sort.dataset.min_names = 1: must be at least 2"),
         ({"max_names": 16}, "tasks.sort.dataset.max_names = 16: with max_rounds = 3 more than the 46 names there are"),
-        ({"max_rounds": 9}, "tasks.sort.env.max_turns = 8: tasks.sort.dataset has up to 9 rounds"),
+        ({"max_rounds": 9}, "tasks.sort.env.max_turns = 8: an example of tasks.sort.dataset may take 9 turns: raise this"),
     ],
 )
 def test_a_config_that_cannot_work_says_what_to_change(changes, message):

@@ -13,7 +13,9 @@ from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen, Predicate
 from torchtitan.config import Configurable
 
 from torchtitan.experiments.rl.bounds import (
+    AtMost,
     Cure,
+    Matches,
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
@@ -172,6 +174,24 @@ def test_a_users_own_config_is_checked_for_what_it_declares():
         with pytest.raises(ConfigError) as error:
             check_fields(Blob.Config(**{name: value}), field="b")
         assert (error.value.field, error.value.cure) == (f"b.{name}", cure)
+
+
+def test_texts_match_and_a_field_is_at_most_another():
+    @dataclass(kw_only=True)
+    class Span:
+        low: Annotated[int, AtMost("high")] = 1
+        high: int = 2
+        unit: Annotated[str, Matches("k?m", "a length")] | None = None
+
+    check_fields(Span(low=2, unit="km"), field="s")
+    for span, message in (
+        (Span(low=3), "s.low = 3: must be at most high = 2"),
+        (Span(high="2"), "s.high = '2': must be a whole number"),
+        (Span(unit="m\n"), "s.unit = 'm\\n': must be a length"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            check_fields(span, field="s")
+        assert str(error.value) == message
 
 
 def test_a_field_declared_anew_with_its_type_alone_keeps_the_bounds_and_one_with_bounds_changes_them():

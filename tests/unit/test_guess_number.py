@@ -141,7 +141,7 @@ async def test_a_game_cut_short_found_nothing(renderer, tokenizer):
         ({"numbers": 1}, "tasks.g.dataset.numbers = 1: must be at least 2"),
         ({"guesses": 0}, "tasks.g.dataset.guesses = 0: must be at least 1"),
         ({"max_number": 99}, "tasks.g.dataset.max_number = 99: leaves no range of 100 numbers to train: raise it"),
-        ({"guesses": 9}, "tasks.g.env.max_turns = 8: tasks.g.dataset allows 9 guesses, a turn each: raise this"),
+        ({"guesses": 9}, "tasks.g.env.max_turns = 8: an example of tasks.g.dataset may take 9 turns: raise this"),
     ],
 )
 def test_a_dataset_that_cannot_work_says_what_to_change(dataset, message):

@@ -172,7 +172,10 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda task: setattr(task, "template", "Solve it."), "tasks.t.template = 'Solve it.': must contain {question}"),
+        (
+            lambda task: setattr(task, "template", "Solve it."),
+            "tasks.t.template = 'Solve it.': must be a text",
+        ),
         (lambda task: setattr(task.dataset, "path", ""), "tasks.t.dataset.path = '': must not be empty"),
         (
             lambda task: setattr(task.dataset, "name", "main"),

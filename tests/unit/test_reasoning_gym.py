@@ -170,7 +170,7 @@ MISTAKES = {
         {"dataset": dataset({"chain_sum": PuzzleGenerator(weight=0.0)})},
         "tasks.t.dataset.generators.chain_sum.weight = 0.0: must be above 0",
     ),
-    "no question": ({"template": "Solve it."}, "tasks.t.template = 'Solve it.': must contain {question}"),
+    "no question": ({"template": "Solve it."}, "tasks.t.template = 'Solve it.': must be a text that contains {question}"),
     "validation among the training's seeds": (
         {"validation": dataset({"chain_sum": PuzzleGenerator(config=SMALL_SUMS, weight=2.0)}, seed=1)},
         "tasks.t.validation.seed = 1: puzzle i is made from seed + i, and chain_sum trains on seeds 0 to 19: take 20 or more",

@@ -44,6 +44,13 @@ class Matches:
 
 
 @dataclass(frozen=True, slots=True)
+class AtMost:
+    """Metadata of a field: it is at most ``field``, another of the same config."""
+
+    field: str
+
+
+@dataclass(frozen=True, slots=True)
 class _MayChange:
     """Metadata of a field: a run that is resumed may have another value."""
 
@@ -98,6 +105,8 @@ class Declared(NamedTuple):
     """Empty: none is declared."""
     may_change: bool = False
     """When a run is resumed."""
+    at_most: str = ""
+    """Another field."""
 
 
 def declared(annotation: Any) -> Declared:
@@ -108,7 +117,8 @@ def declared(annotation: Any) -> Declared:
     flat = [part for entry in metadata for part in (entry if isinstance(entry, GroupedMetadata) else (entry,))]
     bounds = tuple(entry for entry in flat if type(entry) in _BOUNDS)
     cure = "; ".join(entry.text for entry in flat if isinstance(entry, Cure))
-    return Declared(plain, bounds, cure, any(isinstance(entry, _MayChange) for entry in flat))
+    at_most = "".join(entry.field for entry in flat if isinstance(entry, AtMost))
+    return Declared(plain, bounds, cure, any(isinstance(entry, _MayChange) for entry in flat), at_most)
 
 
 def field_annotations(config_class: type, field_types: FieldTypes) -> dict[str, Any]:
@@ -137,7 +147,7 @@ def _own_annotations(config_class: type) -> Mapping[str, Any]:
 
 
 def _check(value: Any, annotation: Any, field: str, field_types: FieldTypes) -> None:
-    wanted, bounds, cure, _ = declared(annotation)
+    wanted, bounds, cure, *_ = declared(annotation)
     if value is None and bounds:  # None where a bound stands beside it: Annotated[float | None, Gt(0)]
         bounds = ()
     if is_union(wanted):
@@ -149,8 +159,12 @@ def _check(value: Any, annotation: Any, field: str, field_types: FieldTypes) -> 
     if not all(_BOUNDS[type(bound)].holds(value, bound) for bound in bounds):
         raise ConfigError(field, value, _sentence(map(_bound_text, bounds), cure))
     if not is_union(wanted):  # else the option that fits has looked inside
-        for entry, entry_annotation, entry_field in _entries(value, get_args(wanted), field, field_types):
+        entries = list(_entries(value, get_args(wanted), field, field_types))
+        for entry, entry_annotation, entry_field in entries:
             _check(entry, entry_annotation, entry_field, field_types)
+        for entry, entry_annotation, entry_field in entries:
+            if (limit := declared(entry_annotation).at_most) and entry > (most := getattr(value, limit)):
+                raise ConfigError(entry_field, entry, f"must be at most {limit} = {most}")
 
 
 def _config_of(value: Any) -> str:

@@ -36,6 +36,11 @@ class Dataset(UserConfigurable, abc.ABC):
         def validate(self, *, field: str) -> None:
             """Refuse what can't work, before any process starts. Raises ConfigError."""
 
+        @property
+        def turns_needed(self) -> int:
+            """That an example may take: a task of fewer (``env.max_turns``) is refused."""
+            return 1
+
         def rest(self) -> "Dataset.Config | None":
             """The examples that this one leaves of the same data, for validation; None: there are none."""
             return None

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from annotated_types import Ge
 from renderers import Message
 
-from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import AtMost, NonNegativeFloat, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset, MadeDataset, Split, split_of_text
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
@@ -137,19 +137,20 @@ def _lines(text: str) -> list[str]:
 class AlphabetSortDataset(MadeDataset):
     @dataclass(kw_only=True, slots=True)
     class Config(MadeDataset.Config):
-        min_rounds: PositiveInt = 2
+        min_rounds: Annotated[PositiveInt, AtMost("max_rounds")] = 2
         max_rounds: PositiveInt = 3
         """Lists of names in an example. The model has one turn for each."""
-        min_names: Annotated[int, Ge(2)] = 2
+        min_names: Annotated[int, Ge(2), AtMost("max_names")] = 2
         """At least 2: a single name needs no sorting, and there are too few single names for two splits."""
         max_names: Annotated[int, Ge(2)] = 5
         """Names in each list."""
 
+        @property
+        def turns_needed(self) -> int:
+            return self.max_rounds
+
         def validate(self, *, field: str) -> None:
             """Raises ConfigError where no example can be made."""
-            for name, low, high in (("rounds", self.min_rounds, self.max_rounds), ("names", self.min_names, self.max_names)):
-                if low > high:
-                    raise ConfigError(f"{field}.min_{name}", low, f"must be at most max_{name} = {high}")
             if self.max_rounds * self.max_names > len(NAMES):
                 cure = f"with max_rounds = {self.max_rounds} more than the {len(NAMES)} names there are; lower either"
                 raise ConfigError(f"{field}.max_names", self.max_names, cure)
@@ -170,13 +171,6 @@ class AlphabetSortTask(Task):
         rubric: Rubric.Config = field(default_factory=AlphabetSortRubric.Config)
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=8, max_rollout_tokens=1024))
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=128))
-
-        def validate(self, *, field: str, policy_path: str | None = None) -> None:
-            super(AlphabetSortTask.Config, self).validate(field=field, policy_path=policy_path)
-            for name, dataset in (("dataset", self.dataset), ("validation", self.validation)):
-                if isinstance(dataset, AlphabetSortDataset.Config) and dataset.max_rounds > self.env.max_turns:
-                    cure = f"{field}.{name} has up to {dataset.max_rounds} rounds, a turn each: raise this"
-                    raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, cure)
 
     def make_env(self, sample: DataSample) -> AlphabetSortEnv:
         return AlphabetSortEnv(sample.env_input)

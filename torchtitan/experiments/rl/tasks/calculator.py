@@ -16,10 +16,10 @@ from typing import Annotated, Any
 from annotated_types import Interval
 from renderers import Message, ToolCall
 
+from torchtitan.experiments.rl.bounds import AtMost
 from torchtitan.experiments.rl.data.dataset import Dataset, MadeDataset, Split, split_of_text
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_components
@@ -219,16 +219,14 @@ Operands = Annotated[int, Interval(ge=2, le=20)]
 class CalculatorDataset(MadeDataset):
     @dataclass(kw_only=True, slots=True)
     class Config(MadeDataset.Config):
-        min_operands: Operands = 2
+        min_operands: Annotated[Operands, AtMost("max_operands")] = 2
         max_operands: Operands = 4
         """Numbers in an expression."""
         max_operand: Annotated[int, Interval(ge=9, le=999)] = 999
 
-        def validate(self, *, field: str) -> None:
-            """Raises ConfigError where no example can be made."""
-            if self.min_operands > self.max_operands:
-                cure = f"must be at most max_operands = {self.max_operands}"
-                raise ConfigError(f"{field}.min_operands", self.min_operands, cure)
+        @property
+        def turns_needed(self) -> int:
+            return 2  # a call and an answer
 
     make = staticmethod(make_examples)
 
@@ -243,11 +241,6 @@ class CalculatorTask(Task):
         rubric: Rubric.Config = field(default_factory=CalculatorRubric.Config)
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=4, max_rollout_tokens=1024))
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=128))
-
-        def validate(self, *, field: str, policy_path: str | None = None) -> None:
-            super(CalculatorTask.Config, self).validate(field=field, policy_path=policy_path)
-            if self.env.max_turns < 2:
-                raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, "a call and an answer take 2 turns: raise this")
 
     def make_env(self, sample: DataSample) -> CalculatorEnv:
         return CalculatorEnv(sample.env_input)

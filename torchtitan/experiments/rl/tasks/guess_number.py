@@ -147,6 +147,10 @@ class GuessNumberDataset(MadeDataset):
         """Largest number of any range."""
         guesses: PositiveInt = 7
 
+        @property
+        def turns_needed(self) -> int:
+            return self.guesses
+
         def validate(self, *, field: str) -> None:
             """Raises ConfigError where no game can be made."""
             if not first_numbers(split=self.split, numbers=self.numbers, max_number=self.max_number):
@@ -168,13 +172,6 @@ class GuessNumberTask(Task):
         rubric: Rubric.Config = field(default_factory=GuessNumberRubric.Config)
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=8, max_rollout_tokens=1024))
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=128))
-
-        def validate(self, *, field: str, policy_path: str | None = None) -> None:
-            super(GuessNumberTask.Config, self).validate(field=field, policy_path=policy_path)
-            for name, dataset in (("dataset", self.dataset), ("validation", self.validation)):
-                if isinstance(dataset, GuessNumberDataset.Config) and dataset.guesses > self.env.max_turns:
-                    cure = f"{field}.{name} allows {dataset.guesses} guesses, a turn each: raise this"
-                    raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, cure)
 
     config: Config
 

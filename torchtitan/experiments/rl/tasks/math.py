@@ -7,8 +7,9 @@ import functools
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Annotated
 
-from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveFloat
+from torchtitan.experiments.rl.bounds import Matches, NonEmptyStr, PositiveFloat
 from torchtitan.experiments.rl.data.rows import RowDataset, load_rows
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
@@ -148,17 +149,12 @@ TEMPLATE = "{question}\n\nReason step by step, and put your final answer within 
 class MathTask(Task):
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
-        template: str = TEMPLATE
+        template: Annotated[str, Matches(r"(?s).*\{question\}.*", "a text that contains {question}")] = TEMPLATE
         """The user's message; {question} is replaced. It should ask for \\boxed{}, by which answers are found best."""
         system_prompt: str | None = None
         rubric: Rubric.Config = field(default_factory=MathRubric.Config)
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=4096))
         sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=3072))
-
-        def validate(self, *, field: str, policy_path: str | None = None) -> None:
-            super(MathTask.Config, self).validate(field=field, policy_path=policy_path)
-            if "{question}" not in self.template:
-                raise ConfigError(f"{field}.template", self.template, "must contain {question}")
 
         def check_present(self, *, field: str) -> None:
             if isinstance(self.rubric, MathRubric.Config) and find_spec("math_verify") is None:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from annotated_types import MinLen
 
-from torchtitan.experiments.rl.bounds import Cure, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import Cure, Matches, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
@@ -188,7 +188,7 @@ TEMPLATE = "{question}\n\nReason step by step, and put nothing but your final an
 class ReasoningGymTask(Task):
     @dataclass(kw_only=True, slots=True)
     class Config(Task.Config):
-        template: str = TEMPLATE
+        template: Annotated[str, Matches(r"(?s).*\{question\}.*", "a text that contains {question}")] = TEMPLATE
         """The user's message; {question} is replaced. It should ask for <answer></answer>, by which answers are found best."""
         rubric: Rubric.Config = field(default_factory=PuzzleRubric.Config)
         env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=1, max_rollout_tokens=4096))
@@ -196,8 +196,6 @@ class ReasoningGymTask(Task):
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(ReasoningGymTask.Config, self).validate(field=field, policy_path=policy_path)
-            if "{question}" not in self.template:
-                raise ConfigError(f"{field}.template", self.template, "must contain {question}")
             _check_disjoint(self.dataset, self.validation, field=field)
 
     config: Config

@@ -12,11 +12,10 @@ from typing import Annotated, Any
 from annotated_types import Ge, Le
 from renderers import Message
 
-from torchtitan.experiments.rl.bounds import Cure
+from torchtitan.experiments.rl.bounds import AtMost, Cure
 from torchtitan.experiments.rl.data.dataset import Dataset, MadeDataset, Split, split_of_text
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
@@ -97,13 +96,8 @@ INSTRUCTION = 'End your reply with the line "Answer: N", where N is the sum.'
 class SumDigitsDataset(MadeDataset):
     @dataclass(kw_only=True, slots=True)
     class Config(MadeDataset.Config):
-        min_digits: Annotated[int, Ge(2), Cure("lists of one digit are too few to split")] = 2
+        min_digits: Annotated[int, Ge(2), AtMost("max_digits"), Cure("lists of one digit are too few to split")] = 2
         max_digits: Annotated[int, Ge(2), Le(1000)] = 5
-
-        def validate(self, *, field: str) -> None:
-            """Raises ConfigError where no example can be made."""
-            if self.min_digits > self.max_digits:
-                raise ConfigError(f"{field}.min_digits", self.min_digits, f"must be at most max_digits = {self.max_digits}")
 
     make = staticmethod(make_examples)
 

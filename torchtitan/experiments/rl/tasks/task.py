@@ -103,9 +103,13 @@ class Task(UserConfigurable):
             check_fields(self, field=field)
             if self.group_size > 1 and self.min_group_size > self.group_size:
                 raise ConfigError(f"{field}.min_group_size", self.min_group_size, f"groups have {self.group_size}: lower it")
-            self.dataset.validate(field=f"{field}.dataset")
-            if self.validation is not None:
-                self.validation.validate(field=f"{field}.validation")
+            for part, dataset in (("dataset", self.dataset), ("validation", self.validation)):
+                if dataset is None:
+                    continue
+                dataset.validate(field=f"{field}.{part}")
+                if dataset.turns_needed > self.env.max_turns:
+                    cure = f"an example of {field}.{part} may take {dataset.turns_needed} turns: raise this"
+                    raise ConfigError(f"{field}.env.max_turns", self.env.max_turns, cure)
             if self.validation_schedule is not None:
                 self.validation_schedule.validate(field=f"{field}.validation_schedule")
             self.sampler.validate(field=f"{field}.sampler")
