@@ -17,7 +17,7 @@ from scripts import gpu_smoke
 from torchtitan.experiments.rl import export, script
 from torchtitan.experiments.rl.config import trial
 from torchtitan.experiments.rl.config.checks import check
-from torchtitan.experiments.rl.config.command_line import _option_paths, load_config, parse_command
+from torchtitan.experiments.rl.config.command_line import load_config, option_paths, parse_command
 from torchtitan.experiments.rl.config_registry import rl_math_qwen3, rl_questions_qwen3_debug
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.observability import rollouts
@@ -178,7 +178,7 @@ def test_what_other_libraries_words_are_called_here_is_there():
     """Each path of a table's last column is a field, and each class is one of the library's."""
     rows = re.findall(r"^\|.*\| (.*?) \|$", (ROOT / "docs/coming_from.md").read_text(), re.MULTILINE)
     words = [word for row in rows for word in re.findall(r"`([\w./<>=]+)", row)]
-    fields = {path.replace("-", "_") for path in _option_paths(rl_math_qwen3())}
+    fields = {path.replace("-", "_") for path in option_paths(rl_math_qwen3())}
     paths = [word.replace("tasks.NAME", "tasks.math") for word in words if re.fullmatch(r"[a-z_]+(\.[a-zA-Z_]+)+", word)]
     assert len(paths) > 30 and {path for path in paths if not path.endswith(".py") and path != "config.recipes"} <= fields
     source = "\n".join(path.read_text() for path in (ROOT / "torchtitan/experiments/rl").rglob("*.py"))

@@ -167,6 +167,19 @@ def _check(value: Any, annotation: Any, field: str, field_types: FieldTypes) -> 
                 raise ConfigError(entry_field, entry, f"must be at most {limit} = {most}")
 
 
+def walk(config: Any, field: str = "", *, beside: tuple[type, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """What is in a tree of dataclasses, dicts, lists and tuples, itself first, each with its path; keys of dicts too.
+
+    Args:
+        field: path of the config itself.
+        beside: types that are left out, with what is in them.
+    """
+    if not isinstance(config, beside):
+        yield field, config
+        for entry, _, path in _entries(config, (), field, {}):
+            yield from walk(entry, path, beside=beside)
+
+
 def _config_of(value: Any) -> str:
     """The cure where a class, or what its Config builds, stands in the place of the Config; else empty."""
     owner = value if isinstance(value, type) else type(value)

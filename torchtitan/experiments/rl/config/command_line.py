@@ -2,14 +2,13 @@
 
 import argparse
 import contextlib
-import dataclasses
 import difflib
 import importlib
 import inspect
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +16,7 @@ from typing import Any
 
 import tyro
 
+from torchtitan.experiments.rl.bounds import walk
 from torchtitan.experiments.rl.compat.tyro import error_message
 from torchtitan.experiments.rl.config.hub import model_folder, words_of_run
 from torchtitan.experiments.rl.errors import ConfigError, fault_of, user_code
@@ -291,7 +291,7 @@ def _nearest_option(config: Any, overrides: list[str]) -> str | None:
 
     tyro's own guess for --step is --groups-per-step.
     """
-    paths = list(_option_paths(config))
+    paths = option_paths(config)
     options = (word[2:].partition("=")[0].replace("_", "-") for word in overrides if word.startswith("--"))
     unknown = next((option for option in options if option not in paths), None)
     if unknown is None:
@@ -303,14 +303,6 @@ def _nearest_option(config: Any, overrides: list[str]) -> str | None:
     return ends[near[0]] if near else None
 
 
-def _option_paths(config: Any, before: str = "") -> Iterator[str]:
+def option_paths(config: Any) -> list[str]:
     """Of every field, as the command line writes it."""
-    entries: dict[str, Any] = {}
-    if dataclasses.is_dataclass(config):
-        entries = {entry.name: getattr(config, entry.name) for entry in dataclasses.fields(config)}
-    elif isinstance(config, dict):
-        entries = {name: value for name, value in config.items() if isinstance(name, str)}
-    for name, value in entries.items():
-        path = before + name.replace("_", "-")
-        yield path
-        yield from _option_paths(value, f"{path}.")
+    return [path.replace("_", "-") for path, _ in walk(config) if path and "[" not in path]

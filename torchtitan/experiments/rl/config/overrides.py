@@ -90,9 +90,7 @@ def _make_optional(config: Any, path: list[str]) -> None:
 
 def _choose(place: "_Place", value: str, *, field: str) -> bool:
     """Put the part that ``value`` names in its place. False: it is for tyro to read."""
-    if isinstance(place.value, JobConfig):
-        _choose_job(place, value, field=field)
-    elif isinstance(place.value, list):
+    if isinstance(place.value, list):
         return _choose_list(place, value, field=field)
     elif ":" in value:
         place.put(_part(place, value, field=field))
@@ -102,7 +100,7 @@ def _choose(place: "_Place", value: str, *, field: str) -> bool:
         cure = f"a rubric is reward functions and their place: a file or a module, a colon, names: my_rewards.py:{value}"
         raise ConfigError(field, value, f"{cure}; each is fn(completion, example)")
     else:
-        parts = parts_that_fit(place.wanted)
+        parts: dict[str, type[Any]] = JobConfig.by_name if isinstance(place.value, JobConfig) else parts_that_fit(place.wanted)
         if not parts or value.startswith("-"):
             return False
         wanted = _named(value, parts, field=field, value=value)
@@ -135,7 +133,7 @@ def _choose_list(place: "_Place", value: str, *, field: str) -> bool:
     return True
 
 
-def _named(name: str, parts: dict[str, type[Configurable.Config]], *, field: str, value: str) -> type[Configurable.Config]:
+def _named(name: str, parts: dict[str, type[Any]], *, field: str, value: str) -> type[Any]:
     found = part_named(name, parts)
     if found is None:
         raise ConfigError(field, value, f"name one of {', '.join(parts)}, or a class of yours as my_module:MyClass")
@@ -145,15 +143,6 @@ def _named(name: str, parts: dict[str, type[Configurable.Config]], *, field: str
 def _made(wanted: type[Any], *, field: str, value: str) -> Configurable.Config:
     with user_code(field, value, "its Config can't be made without arguments"):
         return wanted()
-
-
-def _choose_job(place: "_Place", name: str, *, field: str) -> None:
-    """Of the same kind as the config's, the job keeps what the config says of it."""
-    wanted = JobConfig.by_name.get(name.replace("-", "_"))
-    if wanted is None:
-        raise ConfigError(field, name, f"name one of {', '.join(JobConfig.by_name)}")
-    if type(place.value) is not wanted:
-        place.put(wanted())
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +216,8 @@ def _part(place: _Place, value: str, *, field: str) -> Any:
     if place.takes_function and callable(first) and not others:
         return first
     if inspect.isclass(first) and not others:
-        config = getattr(first, "Config", None)
-        if not inspect.isclass(config) or not issubclass(config, place.wanted):
+        config = getattr(first, "Config", first)
+        if not (inspect.isclass(config) and issubclass(config, place.wanted)):
             raise ConfigError(field, value, f"{names} is no {place.wanted.__qualname__.removesuffix('.Config')}")
         return _made(config, field=field, value=value)
     if not isinstance(place.value, Rubric.Config):
@@ -272,7 +261,7 @@ def parts_that_fit(config_class: type) -> dict[str, type[Configurable.Config]]:
     return {snake_case(kind.__name__): kind.Config for kind in sorted(found, key=lambda kind: snake_case(kind.__name__))}
 
 
-def part_named(name: str, parts: dict[str, type[Configurable.Config]]) -> type[Configurable.Config] | None:
+def part_named(name: str, parts: dict[str, type[Any]]) -> type[Any] | None:
     return next((part for known, part in parts.items() if _plain(known) == _plain(name)), None)
 
 

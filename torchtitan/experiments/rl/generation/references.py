@@ -5,7 +5,6 @@ in ``setup``: ``policy.frozen(reference)``. The controller walks ``config.tasks`
 that is to be hosted must be a field of a config, not a value inside a function.
 """
 
-import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -16,7 +15,15 @@ from urllib.parse import urlsplit
 
 from annotated_types import MinLen
 
-from torchtitan.experiments.rl.bounds import Changeable, Cure, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import (
+    Changeable,
+    Cure,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    walk,
+)
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
@@ -123,19 +130,7 @@ def find_references(config: Any, *, field: str, beside: tuple[type, ...] = ()) -
     Args:
         beside: types of configs that are not looked into.
     """
-    if isinstance(config, beside):
-        return
-    if isinstance(config, ModelReference):
-        yield field, config
-    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
-        for entry in dataclasses.fields(config):
-            yield from find_references(getattr(config, entry.name), field=f"{field}.{entry.name}", beside=beside)
-    elif isinstance(config, dict):
-        for key, value in config.items():
-            yield from find_references(value, field=f"{field}.{key}", beside=beside)
-    elif isinstance(config, list | tuple):
-        for index, value in enumerate(config):
-            yield from find_references(value, field=f"{field}[{index}]", beside=beside)
+    return ((path, found) for path, found in walk(config, field, beside=beside) if isinstance(found, ModelReference))
 
 
 def hosted_models(tasks: Any) -> dict[str, HostedModel]:
