@@ -1,14 +1,15 @@
 """The report's page Timeline: what the logs of a run's processes say of them."""
 
+import importlib.util
 import json
 
 import pytest
 
 from tests.unit.report_runs import small_run, write_metrics
-from torchtitan.experiments.rl.tools.report.pages import LOG_BYTES, MOST_CHARACTERS, timeline
+from torchtitan.experiments.rl.tools.report.pages import HEALTH, LOG_BYTES, MOST_CHARACTERS, timeline
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
-OURS = "torchtitan.experiments.rl.controller."
+OURS = "torchtitan.experiments.rl.operations."
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def log(run, process, *lines, end="\n"):
 
 def test_deaths_hangs_and_errors_are_events_the_newest_first(run):
     died = "generator 0 died: killed by SIGKILL"
-    log(run, "controller", (3, "INFO", OURS + "restarts", died), (1, "INFO", OURS + "wiring", "agree"))
+    log(run, "controller", (3, "INFO", OURS + "supervision", died), (1, "INFO", OURS + "assembly", "agree"))
     log(run, "generator-0", (2, "WARNING", "vllm.platform", "slow"), (4, "ERROR", "vllm.engine", "out of memory"))
     found = timeline(run)
     assert [(event["process"], event["text"]) for event in found["events"]] == [
@@ -92,3 +93,7 @@ def test_a_link_is_no_log_and_neither_is_what_lies_behind_one(run, tmp_path):
     (run.folder / "logs").rmdir()
     (run.folder / "logs").symlink_to(tmp_path / "elsewhere")
     assert timeline(run)["processes"] == []
+
+
+def test_the_loggers_of_health_are_modules_of_the_library():
+    assert all(importlib.util.find_spec(name) is not None for name in HEALTH)

@@ -299,7 +299,7 @@ class RolloutWorker(WatchedActor):
 
     @reported_endpoint
     async def admit(self, model: str, index: int, actor: Any) -> None:
-        """Send requests to a replica from now on (``controller.replicas`` says how models are named)."""
+        """Send requests to a replica from now on (``Replicas`` says how models are named)."""
         with suppress(ProcessLost):  # ``lose`` follows
             await self._clients[model].admit(index, actor)
 

@@ -174,7 +174,7 @@ MOST_EVENTS = 200
 MOST_CHARACTERS = 1_000
 """Of an event."""
 OURS = "torchtitan.experiments.rl."
-HEALTH = tuple(f"{OURS}controller.{part}" for part in ("supervision", "restarts", "hang_watch", "part"))
+HEALTH = (f"{OURS}operations.supervision", f"{OURS}operations.hang_watch")
 """Loggers whose every line is about the life of a process."""
 _GRAVE = ("ERROR", "CRITICAL")
 
