@@ -247,7 +247,11 @@ def test_a_damaged_newest_checkpoint_is_refused_by_file_and_the_one_before_is_us
 
 
 def test_a_run_without_a_valid_checkpoint_says_why(tmp_path):
-    with pytest.raises(CheckpointError, match=r"can't be resumed: it has no complete checkpoint; start a new run"):
+    with pytest.raises(CheckpointError, match=r"can't be resumed: it has no complete checkpoint \(there is nothing\); start"):
+        newest_valid(tmp_path)
+    for name in (".lock", "logs", "config.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=r"it has no complete checkpoint \(there is config.json, logs\)"):
         newest_valid(tmp_path)
     os.truncate(write(CheckpointFolder(tmp_path, keep=1), 20) / "controller.json", 1)
     with pytest.raises(

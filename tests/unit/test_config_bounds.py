@@ -268,7 +268,8 @@ def test_help_shows_the_bounds_of_every_option(capsys):
         main(["--config", "rl_grpo_qwen3_debug", "--help"])
     assert not end.value.code
     text = capsys.readouterr().out
-    helps = {words.split()[0]: " ".join(re.sub("[│╭╮╰╯─]", " ", words).split()) for words in re.split(r"(?=--[a-z])", text)[1:]}
+    parts = re.split(r"(?m)^\W*(?=--[a-z])", text)[1:]
+    helps = {part.split()[0]: " ".join(re.sub("[│╭╮╰╯─]", " ", part).split()) for part in reversed(parts)}
     for option, bounds in {
         "--steps": "must be at least 1",
         "--max-offpolicy-steps": "must be at least 0",

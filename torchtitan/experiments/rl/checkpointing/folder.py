@@ -216,7 +216,7 @@ def newest_valid(run_dir: Path) -> tuple[Path, list[str]]:
         else:
             return path, refused
     there = sorted(path.name for path in Path(run_dir).iterdir() if not path.name.startswith("."))
-    why = "; ".join(refused) or f"it has no complete checkpoint, only {', '.join(there) or 'nothing'}"
+    why = "; ".join(refused) or f"it has no complete checkpoint (there is {', '.join(there) or 'nothing'})"
     raise CheckpointError(f"{run_dir} can't be resumed: {why}; start a new run")
 
 

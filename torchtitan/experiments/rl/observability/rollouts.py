@@ -16,7 +16,6 @@ from typing import Any
 
 from torchtitan.experiments.rl.printable import printable
 from torchtitan.experiments.rl.process.setup import escape_unencodable_output
-from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout, RecordKind
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutStatus
 from torchtitan.experiments.rl.types import TrainingSample
@@ -83,6 +82,8 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[RecordedRollout, float
 
 def matching(options: argparse.Namespace) -> Iterator[tuple[RecordedRollout, float | None]]:
     """The records that pass the command's filters, each with the mean reward of its group."""
+    from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # imports torch, which the report's pages need not
+
     kind: RecordKind = "validation" if options.validation else "training"
     for group_id, records in itertools.groupby(read_rollouts(options.path, kind), lambda record: record.rollout.group_id):
         if options.group not in (None, group_id):
