@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -346,6 +347,7 @@ def set_adapter(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
     manager = _adapters_of(worker)
     rank = next(len(tensor) for name, tensor in tensors.items() if name.endswith(".lora_A.weight"))
@@ -354,6 +356,29 @@ def set_adapter(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     manager.remove_adapter(ADAPTER)
     manager.add_adapter(LoRAModel.from_lora_tensors(ADAPTER, given, helper, device="cpu", dtype=manager.lora_config.lora_dtype))
     manager.activate_adapter(ADAPTER)
+    for wrapper in manager.punica_wrapper_mapping.values():
+        if isinstance(wrapper, PunicaWrapperCPU):
+            wrapper.add_lora_linear = partial(_add_one_adapter, wrapper)
+
+
+def _add_one_adapter(
+    wrapper: Any,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    stacked_a: Sequence[torch.Tensor],
+    stacked_b: Sequence[torch.Tensor],
+    scale: float,
+    sizes: Sequence[int],
+    **options: Any,
+) -> None:
+    """As ``PunicaWrapperCPU.add_lora_linear``, which copies the adapter once for every token: a tenth of the tokens a second at
+    rank 64. Here all tokens have the same one."""
+    if wrapper.no_lora:
+        return
+    start = 0
+    for a, b, size in zip(stacked_a, stacked_b, sizes, strict=True):
+        y[:, start : start + size].addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
+        start += size
 
 
 def held_adapter(worker: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
