@@ -358,7 +358,7 @@ def set_adapter(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     manager.activate_adapter(ADAPTER)
     for wrapper in manager.punica_wrapper_mapping.values():
         if isinstance(wrapper, PunicaWrapperCPU):
-            wrapper.add_lora_linear = partial(_add_one_adapter, wrapper)
+            vars(wrapper)["add_lora_linear"] = partial(_add_one_adapter, wrapper)
 
 
 def _add_one_adapter(
