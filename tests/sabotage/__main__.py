@@ -19,7 +19,6 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -67,16 +66,6 @@ def run(dtype: Literal["float32", "bfloat16"], versions: int, seed: int, model: 
         return found
 
 
-def in_a_process(dtype: str, arguments: argparse.Namespace) -> dict[str, str]:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "found")
-        words = ["--dtypes", dtype, "--versions", str(arguments.versions), "--seed", str(arguments.seed), "--json", str(file)]
-        words += ["--model", arguments.model] if arguments.model else []
-        words += ["--adapters"] if arguments.adapters else []
-        subprocess.run([sys.executable, "-m", "tests.sabotage", *words], check=False, stdout=subprocess.DEVNULL)
-        return json.loads(file.read_text())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -87,13 +76,13 @@ def main() -> None:
     parser.add_argument("--json", help="write the outcome of each case here")
     arguments = parser.parse_args()
     set_up_process()
-    found = {}
-    for dtype in arguments.dtypes:
-        if len(arguments.dtypes) > 1:  # in a process of its own: vLLM can't make an engine where numba is imported
-            found |= in_a_process(dtype, arguments)
-            continue
-        faults = (run_adapters if arguments.adapters else run)(dtype, arguments.versions, arguments.seed, arguments.model)
-        found |= {f"{dtype}: {name}": fault for name, fault in faults.items()}
+    found = {
+        f"{dtype}: {name}": fault
+        for dtype in arguments.dtypes
+        for name, fault in (run_adapters if arguments.adapters else run)(
+            dtype, arguments.versions, arguments.seed, arguments.model
+        ).items()
+    }
     missed = {name: fault for name, fault in found.items() if fault}
     for name, fault in missed.items():
         print(f"{name}: {fault}")
