@@ -1,6 +1,7 @@
 """A real engine, the versions published to it, and the checks of generator and controller, with transformers as the trainer."""
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -183,6 +184,7 @@ class World:
             return str(error)
         finally:
             buffer.bytes.copy_(intended)
+            gc.collect()  # a failed update's frames hold copies of the model
         return ""
 
     def _publish(self, lr: float) -> None:
