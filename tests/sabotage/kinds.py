@@ -98,7 +98,7 @@ change("swapped tensors, gate and up")(lambda d, t: t | {GATE: t[UP], UP: t[GATE
 change("scaled tensor")(lambda d, t: t | {GATE: t[GATE] * 1.01})
 change("negated tensor")(lambda d, t: t | {V: -t[V]})
 change("transposed square tensor")(lambda d, t: t | {OUT: t[OUT].t().contiguous()})
-change("two rows of the embedding swapped")(lambda d, t: t | {EMBEDDING: t[EMBEDDING][[1, 0, *range(2, 96)]]})
+change("two rows of the embedding swapped")(lambda d, t: t | {EMBEDDING: t[EMBEDDING][[1, 0, *range(2, len(t[EMBEDDING]))]]})
 change("one layer of the version before")(lambda d, t: t | {n: v for n, v in d.before.items() if ".layers.1." in n})
 change("norm weights of the version before", 1e-2)(lambda d, t: t | {n: v for n, v in d.before.items() if "norm" in n})
 change("bias of the version before")(lambda d, t: t | {BIAS: d.before[BIAS]})
