@@ -118,10 +118,10 @@ def test_a_job_that_counts_its_hosts_gets_as_few_as_hold_the_run():
     plan = plan_run(config)
     assert plan.hosts == 4
     assert plan.placement.lines("cuda", submitted=True) == [
-        "host 0         trainer 0-7 on GPUs 0-7",
-        "host 1         trainer 8-15 on GPUs 0-7",
-        "host 2         generator 0-3 on GPUs 0-7",
-        "host 3         generator 4-7 on GPUs 0-7",
+        "host 0         trainer 0-7 on GPUs 0-7; rollout workers 0,4",
+        "host 1         trainer 8-15 on GPUs 0-7; rollout workers 1,5",
+        "host 2         generator 0-3 on GPUs 0-7; rollout workers 2,6",
+        "host 3         generator 4-7 on GPUs 0-7; rollout workers 3,7",
         "controller     the job's own command, on host 0",
     ]
 

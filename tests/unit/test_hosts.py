@@ -88,7 +88,8 @@ def test_the_hosts_death_ends_the_commands_connection(host):
         command.sendall(host.token)
         for pid in [*host.alive(), host.agent.pid]:
             os.kill(pid, 9)
-        assert command.recv(1) == b""
+        with contextlib.suppress(ConnectionResetError):  # where what was sent had not been read
+            assert command.recv(1) == b""
 
 
 def _lives(pid: int) -> bool:

@@ -112,7 +112,7 @@ def test_runs_that_differ_in_a_number_a_line_or_a_weight_are_told_apart(good, tm
     assert fault == "metrics of step 2: validation/reward = 0.75, and not 0.5 (1 keys differ)"
     assert judge.different_files(run, good) == [
         "rollouts.jsonl.gz: 0 lines that the undisturbed run has not, 1 missing",
-        "final policy: model.safetensors differs",
+        "final policy: policy/step-2/model.safetensors differs",
     ]
 
 
