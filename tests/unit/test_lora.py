@@ -14,12 +14,12 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.models.lora import (
     Adapters,
     LoRA,
-    base_digest,
     trained_state,
     write_adapter,
     write_merged,
 )
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.training.checkpoints import base_digest
 
 PATH = str(MODEL)
 FOLDER = ModelConfig(hf_assets_path=PATH)

@@ -90,8 +90,8 @@ def check(config: RunConfig) -> None:
     with user_code("generator.engine", type(config.generator.engine).__name__, "its validate failed"):
         config.generator.engine.validate(field="generator.engine")
     config.trainer.parallelism.validate(field="trainer.parallelism", ranks=config.trainer.ranks)
-    if config.trainer.lora is not None and config.generator.adapter == "served":
-        config.generator.engine.check_adapter(config.trainer.lora.rank)
+    if config.served_rank:
+        config.generator.engine.check_adapter(config.served_rank)
     check_loss(config)
     if config.rollout_workers and config.max_offpolicy_steps == 0:
         cure = "synchronous runs repeat bit for bit, which takes one process: set it to 0, or max_offpolicy_steps to 1 or more"
@@ -337,7 +337,7 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     parameters = trained = published = parameter_count(spec)
     if (lora := config.trainer.lora) is not None:
         trained = parameter_count(with_lora(policy_spec(config.model, device=device, max_seq_len=1), lora)) - parameters
-        published = trained if config.generator.adapter == "served" else parameters
+        published = trained if config.served_rank else parameters
     on = functools.partial(place, config, device, parameters=parameters)
     if available is not None:
         known: list[list[int]] | None = [available]

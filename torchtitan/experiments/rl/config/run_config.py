@@ -190,3 +190,8 @@ class RunConfig:
     """First and last optimizer step, such as "3:5", of which one file shows what every process did and for how long."""
     output_dir: Changeable[NonEmptyStr] = "outputs"
     """Folder in which the command makes the run folders."""
+
+    @property
+    def served_rank(self) -> int:
+        """Of the adapters that each version is, and that the generators serve; 0: a version is the whole model."""
+        return self.trainer.lora.rank if self.trainer.lora is not None and self.generator.adapter == "served" else 0

@@ -180,26 +180,6 @@ def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {_clean(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@torch.no_grad()
-def base_digest(model: nn.Module) -> torch.Tensor:
-    """int64 [tensors]: of each frozen parameter the sum of its bits, taken as integers. It does not depend on how the ranks
-    share it. Collective."""
-    sums = []
-    for _, parameter in sorted((_clean(name), parameter) for name, parameter in model.named_parameters()):
-        if parameter.requires_grad:
-            continue
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        integers = local.detach().contiguous().view({4: torch.int32, 2: torch.int16, 8: torch.int64}[local.element_size()])
-        total = integers.sum(dtype=torch.int64)
-        if isinstance(parameter, DTensor):
-            sharded = [place.is_shard() for place in parameter.placements]
-            for dim, is_sharded in enumerate(sharded):
-                if is_sharded:
-                    torch.distributed.all_reduce(total, group=parameter.device_mesh.get_group(dim))
-        sums.append(total.cpu())
-    return torch.stack(sums)
-
-
 def adapter_sizes(folder: Path, *, field: str) -> tuple[int, float]:
     """Rank and alpha of a PEFT folder.
 

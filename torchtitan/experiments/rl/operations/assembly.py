@@ -160,7 +160,7 @@ class RunActors:
             generator_dtype=config.generator.engine.torch_dtype,
             start=trainer_start,
             yields_memory=config.generator.engine.sleep,
-            serve_adapters=config.generator.adapter == "served",
+            serve_adapters=config.served_rank > 0,
         )
         self._trainer = owner, trainers
         self._add_generators(placement)
@@ -260,12 +260,6 @@ class RunActors:
 
             self._hosts.on_death(host_died)
 
-    @property
-    def _lora_rank(self) -> int:
-        """Of the adapters that the policy's generators serve; 0: they serve none."""
-        config = self._context.config
-        return config.trainer.lora.rank if config.trainer.lora is not None and config.generator.adapter == "served" else 0
-
     def _add_generators(self, placement: Placement) -> None:
         """Of the policy, which come first, and of the hosted models."""
         config = self._context.config
@@ -304,7 +298,7 @@ class RunActors:
                     "device": device,
                     "role": role,
                     "index": index,
-                    "lora_rank": 0 if model or self._trainer is None else self._lora_rank,
+                    "lora_rank": 0 if model or self._trainer is None else self._context.config.served_rank,
                 },
             ),
             set_up=lambda process: process.actor.setup.call_one(),

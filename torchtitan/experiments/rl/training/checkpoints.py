@@ -12,18 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
 from huggingface_hub import save_torch_state_dict
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from torchtitan.components.checkpoint import MODEL, CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.experiments.rl.checkpointing.folder import POLICY_FOLDER
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.hub import HubConfig
-from torchtitan.experiments.rl.models.lora import Adapters, LoRA, base_digest, trained_state, write_adapter, write_merged
+from torchtitan.experiments.rl.models.lora import Adapters, LoRA, trained_state, write_adapter, write_merged
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.weights.publisher import shard_of
+from torchtitan.experiments.rl.weights.snapshot import digest
 
 SHORTEST = 2
 """Rows of the model that is made here: it computes nothing."""
@@ -186,6 +190,23 @@ class TrainedWeights(Stateful):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, parameter in self._held.items():
             parameter.copy_(state_dict[name])
+
+
+@torch.no_grad()
+def base_digest(model: nn.Module) -> torch.Tensor:
+    """int64 [tensors]: the digest of each frozen parameter, as of one that is published. Collective."""
+    sums = []
+    held: list[tuple[str, Any]] = sorted(model.named_parameters())
+    for _, parameter in held:
+        if parameter.requires_grad:
+            continue
+        shared = isinstance(parameter, DTensor)
+        total = digest(parameter.to_local() if shared else parameter, shard_of(parameter), tuple(parameter.shape))
+        for dim, placement in enumerate(parameter.placements if shared else ()):
+            if placement.is_shard():
+                dist.all_reduce(total, group=parameter.device_mesh.get_group(dim))
+        sums.append(total.cpu())
+    return torch.stack(sums)
 
 
 class BaseDigest(Stateful):

@@ -134,7 +134,7 @@ class SnapshotPublisher:
 
     def _lay_out(self, tensors: Tensors) -> None:
         """Decide who writes what, and make or map this host's buffers."""
-        described = {name: (tuple(tensor.shape), _shard_of(tensor)) for name, tensor in tensors.items()}
+        described = {name: (tuple(tensor.shape), shard_of(tensor)) for name, tensor in tensors.items()}
         shapes = {name: shape for name, (shape, _) in described.items()}
         own_shards = {name: shard for name, (_, shard) in described.items()}
         everyones = _of_every_rank((self._host, own_shards, uuid.uuid4().hex))
@@ -162,7 +162,8 @@ class SnapshotPublisher:
         ]
 
 
-def _shard_of(tensor: torch.Tensor) -> Shard:
+def shard_of(tensor: torch.Tensor) -> Shard:
+    """This rank's part of a tensor: all of one that is not shared out."""
     offset, shape = local_shard(tensor) if isinstance(tensor, DTensor) else ((0,) * tensor.ndim, tuple(tensor.shape))
     return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
 

@@ -137,9 +137,10 @@ class SnapshotLoader:
         It is returned, because an engine of several workers can't be called again after one of them has raised: vLLM 0.32 reads
         the answer of the first, and takes those of the others for the answers to the next call.
         """
+        worker: Any = self
         try:
             # A GPU then reads by itself, and at the full speed of its bus.
-            self._snapshots.map(path, lock=next(self.get_model().parameters()).is_cuda)  # type: ignore[attr-defined]
+            self._snapshots.map(path, lock=next(worker.get_model().parameters()).is_cuda)
         except PeerGone as error:
             return str(error)
         return ""
