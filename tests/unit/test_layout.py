@@ -22,7 +22,7 @@ FLOORS = (
     ("observability",),
     ("checkpointing",),
     ("data", "envs", "rubrics"),
-    ("generation",),
+    ("generation", "gateway"),
     ("training",),
     ("algorithms",),
     ("tasks",),

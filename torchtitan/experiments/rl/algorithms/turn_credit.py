@@ -53,7 +53,7 @@ class TurnCredit(Algorithm):
             for index, advantage in zip(reached, centered(at_k) / scale, strict=True):
                 advantages[index][k] = advantage
         for rollout, own in zip(group.scored, advantages, strict=True):
-            sampled = np.array([len(turn.completion.token_ids) for turn in rollout.turns], int)
+            sampled = [0 if turn.untrained else len(turn.completion.token_ids) for turn in rollout.turns]
             rollout.assign_advantages(np.repeat(own, sampled).tolist())
 
     def _rewarded(self, rollout: Rollout) -> bool:

@@ -308,9 +308,10 @@ class Trial:
             limit = f"{self.field}.env.max_rollout_tokens = {task.config.env.max_rollout_tokens}"
             self.warning = f"{limit}: the prompt of the first example leaves no room for a completion; raise it"
             return None
-        for prompt, turn in zip(policy.prompts, rollout.turns, strict=False):
+        prompts = [str(policy.tokenizer.decode(turn.prompt_token_ids)) for turn in rollout.turns]
+        for prompt, turn in zip(prompts, rollout.turns, strict=True):
             check_prompt(prompt, turn, task.renderer, field=self.field)
-        self.prompt = policy.prompts[0]
+        self.prompt = prompts[0]
         self.prompt_token_ids = rollout.turns[0].prompt_token_ids
         if not own:
             group.rollouts = [_copy(rollout, index) for index in range(task.config.group_size)]

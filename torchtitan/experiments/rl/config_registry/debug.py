@@ -1,5 +1,6 @@
 """Configs of the tiny models under assets/: minutes on two CPU cores."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,15 @@ from torchtitan.experiments.rl.hosts.jobs import ProcessJob
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplayConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.tasks.agent import AgentCommandTask
 from torchtitan.experiments.rl.tasks.alphabet_sort import AlphabetSortDataset, AlphabetSortRubric, AlphabetSortTask
 from torchtitan.experiments.rl.tasks.calculator import CalculatorDataset, CalculatorTask
+from torchtitan.experiments.rl.tasks.calculator_agent import (
+    PROGRAM,
+    CalculatorAgentRubric,
+    ForkingCalculatorTask,
+    VotedRubric,
+)
 from torchtitan.experiments.rl.tasks.demonstrations import DemonstrationTask
 from torchtitan.experiments.rl.tasks.guess_number import GuessNumberDataset, GuessNumberTask
 from torchtitan.experiments.rl.tasks.questions import QuestionTask
@@ -150,6 +158,23 @@ def rl_calculator_qwen3_debug() -> RunConfig:
     )
 
 
+def rl_agent_calculator_qwen3_debug() -> RunConfig:
+    """As rl_calculator_qwen3_debug, by an agent: a child process with its own loop, which asks the policy over HTTP."""
+    config = rl_calculator_qwen3_debug()
+    same = _fields_of(config.tasks["calculator"], rubric=CalculatorAgentRubric.Config())
+    config.tasks = {"calculator": AgentCommandTask.Config(**same, command=PROGRAM, max_processes=8)}
+    return config
+
+
+def rl_agent_forks_qwen3_debug() -> RunConfig:
+    """As rl_agent_calculator_qwen3_debug, by an agent that forks: three branches answer, and most votes win."""
+    config = rl_calculator_qwen3_debug()
+    same = _fields_of(config.tasks["calculator"], rubric=VotedRubric.Config())
+    config.tasks = {"calculator": ForkingCalculatorTask.Config(**same)}
+    config.tasks["calculator"].env.max_turns = 1 + ForkingCalculatorTask.branches
+    return config
+
+
 def rl_guess_number_qwen3_debug() -> RunConfig:
     """A guessing game of up to four turns, rewarded at its end, with the 1M-parameter model on two CPU cores."""
     sizes: dict[str, Any] = {"numbers": 15, "max_number": 99, "guesses": 4}
@@ -211,6 +236,11 @@ def _conversation(steps: int, **tasks: Task.Config) -> RunConfig:
     config.model = ModelConfig(hf_assets_path=TINY_CONVERSATIONS)
     config.generator.engine.max_model_len = 384
     return config
+
+
+def _fields_of(task: Task.Config, **others: Any) -> dict[str, Any]:
+    """A task's fields, for one of another class."""
+    return {field.name: getattr(task, field.name) for field in fields(Task.Config)} | others
 
 
 def _sum_digits(algorithm: Algorithm.Config) -> Task.Config:

@@ -58,6 +58,22 @@ class Conversation:
         """The last turns, whose prompts are prefixes of the next."""
         self._prompted_at = 0.0
 
+    @classmethod
+    def after(cls, turns: list[RolloutTurn], renderer: Renderer, *, max_tokens: int) -> "Conversation":
+        """The conversation as it stood after the last of ``turns``, to go on from there in another way."""
+        last, forked = turns[-1], cls(renderer, max_tokens=max_tokens)
+        assert last.prompt_message_indices is not None, "the turn is of a conversation"
+        forked.turns, forked.tools = list(turns), last.tools
+        forked.messages = [*last.prompt_messages, last.assistant_message]
+        forked.prompt = Prompt(
+            ids=last.prompt_token_ids.tolist(),
+            token_ids=last.prompt_token_ids,
+            role_ids=last.prompt_role_ids,
+            is_content=last.prompt_is_content,
+            message_indices=last.prompt_message_indices,
+        )
+        return forked
+
     @property
     def max_completion_tokens(self) -> int:
         """Tokens the next completion may have; 0 where there is no next prompt."""

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from monarch.actor import Actor, ProcMesh
 
+from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.placement import Place, Placement
 from torchtitan.experiments.rl.config.resume import save_config
 from torchtitan.experiments.rl.controller.events import RunEvents
@@ -109,7 +110,10 @@ class RunActors:
             waits: is told what ``start`` waits for.
         """
         self._context = context
-        config, lockstep = context.config, context.synchronous
+        config = context.config
+        lockstep = context.synchronous and all(
+            getattr(built_class(task), "in_lockstep", True) for task in config.tasks.values()
+        )
         self._hosted = hosted_models(config.tasks)
         self.supervisor = Supervisor(
             config.supervision, restarts=context.restarts, on_death=context.console.note, on_failure=self.fail, waits=waits

@@ -66,13 +66,13 @@ def turn_spans(turns: Sequence[RolloutTurn]) -> list[TurnSpan | None]:
     """Lay turns out in samples by the extension property: a turn joins the sample before it while its prompt starts with that
     sample's tokens exactly; where it doesn't (the prompt was rendered anew, history was cut), a new sample starts.
 
-    None for a turn that sampled nothing (aborted before its first token): there is nothing to train.
+    None for a turn that sampled nothing (aborted before its first token), or that is not to be trained: it is in no sample.
     """
     spans: list[TurnSpan | None] = []
     sample, before = -1, None
     for turn in turns:
         sampled = len(turn.completion.token_ids)
-        if not sampled:
+        if not sampled or turn.untrained is not None:
             spans.append(None)
             continue
         prompt, new = turn.prompt_token_ids, 0

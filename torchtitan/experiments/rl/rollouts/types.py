@@ -106,6 +106,11 @@ class RolloutTurn:
     """Seconds from the prompt to its completion, waiting for a place in the engine included."""
     env_s: float = 0.0
     """Seconds the env took to answer; in the first turn its reset too."""
+    untrained: str | None = None
+    """Why what it sampled is in no training sample, such as "undelivered"; None where it is in one."""
+    call: dict[str, Any] | None = None
+    """Of an agent's turn: its ``chain`` (0, 1, ... in the order they began), ``depth`` (turns before it in the tree), ``at_s``
+    (seconds since the agent began), and the ``dialect`` and ``model`` that it asked in."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -129,6 +134,11 @@ class Rollout:
     static: bool = False
     """A conversation of a dataset: nothing was sampled, and its reward says nothing."""
     samples: list[TrainingSample] = field(default_factory=list)
+    answer: Any = None
+    """What an agent returned."""
+    calls: dict[str, int] = field(default_factory=dict)
+    """An agent's calls by what became of them: "answered", "undelivered", "auxiliary", "frozen model", "aborted", "lost",
+    "refused"; and "retried" ones, which are none of their own."""
 
     @property
     def rollout_id(self) -> str:

@@ -279,8 +279,8 @@ WANTED = "want fn(completion, example), or RewardFn(fn) where fn(rollout, env_in
 class CompletionReward:
     """``fn(completion, example)`` in the form that a rubric calls: ``(rollout, env_input)``.
 
-    The completion is the content of the rollout's last assistant message, without its reasoning. The example is the
-    ``env_input`` of the data sample, a row's dict in a RowDataset.
+    The completion is the content of the rollout's last assistant message, without its reasoning; of an agent that returned
+    something, that. The example is the ``env_input`` of the data sample, a row's dict in a RowDataset.
     """
 
     def __init__(self, fn: Callable[[str, Any], Any]):
@@ -296,7 +296,7 @@ class CompletionReward:
 
     def __call__(self, rollout: Rollout, env_input: Any) -> Any:
         """What ``fn`` returns: a number, or an awaitable of one."""
-        return self.fn(last_assistant_text(rollout), env_input)
+        return self.fn(last_assistant_text(rollout) if rollout.answer is None else rollout.answer, env_input)
 
 
 def check_two_arguments(fn: Callable[..., Any], name: str, wanted: str) -> None:

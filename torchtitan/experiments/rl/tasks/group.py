@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.messages import checked_rewards
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts, Line, yield_queue
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
+from torchtitan.experiments.rl.gateway.session import AgentRollout
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession, SamplingConfig
@@ -36,9 +37,19 @@ logger = logging.getLogger(__name__)
 class CheckedSession:
     """Implements rollouts.policy.PolicySession. An engine may be the user's own."""
 
-    def __init__(self, session: PolicySession, *, vocab_size: int | None = None):
-        """``vocab_size``: ids that the model has; None: not known."""
-        self._session, self._vocab_size = session, vocab_size
+    def __init__(
+        self,
+        session: PolicySession,
+        *,
+        vocab_size: int | None = None,
+        branch: Callable[[str], PolicySession] | None = None,
+    ):
+        """
+        Args:
+            vocab_size: ids that the model has; None: not known.
+            branch: opens another session of the same rollout.
+        """
+        self._session, self._vocab_size, self._branch = session, vocab_size, branch
         self.waits = 0
         """Completions that the generator has not answered."""
 
@@ -76,6 +87,11 @@ class CheckedSession:
         if highest >= self._vocab_size:
             raise UserCodeError(f"{what} the token id {highest}, and the model has {self._vocab_size:,} ids")
 
+    def branch(self, key: str) -> "CheckedSession":
+        """Another session of this rollout, for a chain of its own. Its seed follows from the rollout's and the key."""
+        assert self._branch is not None, "the group's run says how to open one"
+        return CheckedSession(self._branch(key), vocab_size=self._vocab_size)
+
     def close(self) -> None:
         """See PolicySession.close."""
         self._session.close()
@@ -91,6 +107,9 @@ def first_use(env: MessageEnv) -> bool:
     return seen != id(env)
 
 
+OpenRollout = RendererEnv | AgentRollout
+"""What a rollout is run with: has turns, a status and its cause, and is closed."""
+
 RETRIED = (RolloutStatus.ERROR, RolloutStatus.TIMEOUT)
 
 
@@ -98,9 +117,9 @@ class SharedEnv(UserCodeError):
     """A task gave an env to several rollouts. They are not run again: that would hide a fault of the task."""
 
 
-def derive_seed(seed: int, group_id: str, index_in_group: int, attempt: int) -> int:
-    """Seed of one attempt at one rollout: 63 bits, the same in every process (``hash`` of a string is not)."""
-    key = f"{seed}/{group_id}/{index_in_group}/{attempt}".encode()
+def derive_seed(seed: int, group_id: str, index_in_group: int, attempt: int, branch: str = "") -> int:
+    """Seed of one attempt at one rollout, or a branch of it: 63 bits, equal in every process (``hash`` of a string is not)."""
+    key = f"{seed}/{group_id}/{index_in_group}/{attempt}{branch and '/'}{branch}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
@@ -112,9 +131,9 @@ class RolloutTask(Protocol):
     renderer: Renderer
     vocab_size: int | None
 
-    async def make_envs(self, sample: DataSample, n: int) -> list[MessageEnv]: ...
+    async def make_envs(self, sample: DataSample, n: int) -> Any: ...
 
-    async def run_rollout(self, env: RendererEnv, policy: PolicySession) -> None: ...
+    async def run_rollout(self, env: Any, policy: Any) -> None: ...
 
 
 class GroupRun:
@@ -130,7 +149,7 @@ class GroupRun:
         self._sampling = sampling
         self._credit = credit
         self._open_sessions: list[PolicySession] = []
-        self._envs: list[RendererEnv] = []
+        self._envs: list[OpenRollout] = []
         self._prompts = GroupPrompts()
         self._stop_token_ids = task.renderer.get_stop_token_ids()
         self._first_sessions = [self._open_session(rollout, attempt=0) for rollout in group.rollouts]
@@ -149,17 +168,17 @@ class GroupRun:
             for env in self._envs:
                 await env.close()
 
-    async def _traced(self, rollout: Rollout, env: RendererEnv | UserCodeError, session: PolicySession) -> None:
+    async def _traced(self, rollout: Rollout, env: OpenRollout | UserCodeError, session: PolicySession) -> None:
         with trace.lane("rollout", rollout=rollout.rollout_id):
             await self._run_to_status(rollout, env, session)
 
-    async def _run_to_status(self, rollout: Rollout, env: RendererEnv | UserCodeError, session: PolicySession) -> None:
+    async def _run_to_status(self, rollout: Rollout, env: OpenRollout | UserCodeError, session: PolicySession) -> None:
         for attempt in range(self._task.config.max_retries + 1):
             if attempt:
                 logger.info("rollout %s: %s; running it again", rollout.rollout_id, rollout.error)
                 session = self._open_session(rollout, attempt=attempt)
                 (env,) = await self._make_envs(1)
-            await self._attempt(rollout, env, session)
+            await self._attempt(rollout, env, session, attempt)
             if rollout.status not in RETRIED or isinstance(env, SharedEnv):
                 break
         rollout.samples = samples_from_turns(
@@ -172,10 +191,16 @@ class GroupRun:
             limit_s = self._task.config.env.rollout_timeout_s
             await score_rollout(self._task.algorithm, rollout, self._group, timeout_s=limit_s)
 
-    async def _attempt(self, rollout: Rollout, env: RendererEnv | UserCodeError, session: PolicySession) -> None:
+    async def _attempt(self, rollout: Rollout, env: OpenRollout | UserCodeError, session: PolicySession, attempt: int) -> None:
         limit_s = self._task.config.env.rollout_timeout_s
         name = f"{type(self._task).__name__}.run_rollout"
-        checked = CheckedSession(session, vocab_size=self._task.vocab_size)
+        branches: list[PolicySession] = []
+
+        def branch(key: str) -> PolicySession:
+            branches.append(self._open_session(rollout, attempt=attempt, branch=key))
+            return branches[-1]
+
+        checked = CheckedSession(session, vocab_size=self._task.vocab_size, branch=branch)
         try:
             if isinstance(env, UserCodeError):
                 raise env
@@ -193,24 +218,30 @@ class GroupRun:
                 rollout.status, cause = RolloutStatus.TIMEOUT, f"the rollout took longer than {limit_s:g} s{waits}"
             rollout.error = str(error) if error is env else f"{name}: {cause}"
             # An env that had failed before the loop raised, or was late, is the cause.
-            if isinstance(env, RendererEnv) and env.status in RETRIED:
+            if isinstance(env, OpenRollout) and env.status in RETRIED:
                 rollout.status, rollout.error = env.status, env.error
         finally:
-            self._close_session(session)
-            if isinstance(env, RendererEnv):
+            if isinstance(env, OpenRollout):
                 await env.close()
-                rollout.metadata = env.metadata
-        rollout.turns = env.turns if isinstance(env, RendererEnv) else []
+                if isinstance(env, RendererEnv):
+                    rollout.metadata = env.metadata
+            for opened in (session, *branches):
+                self._close_session(opened)
+        rollout.turns = env.turns if isinstance(env, OpenRollout) else []
+        if isinstance(env, AgentRollout):
+            rollout.answer, rollout.calls = env.answer, dict(+env.counts)
 
-    async def _make_envs(self, n: int) -> list[RendererEnv | UserCodeError]:
+    async def _make_envs(self, n: int) -> list[OpenRollout | UserCodeError]:
         """``n`` envs, or ``n`` times the reason there are none."""
         task, name = self._task, f"{type(self._task).__name__}.make_envs"
 
-        async def make() -> tuple[list[RendererEnv], list, int]:
+        async def make() -> tuple[list[OpenRollout], list, int]:
             made = await task.make_envs(self._group.data_sample, n)
             made = list(made) if isinstance(made, list | tuple) else [made]
-            envs = []
+            envs: list[OpenRollout] = []
             for env in made:
+                if isinstance(env, AgentRollout):
+                    envs.append(env)
                 # An env that several rollouts are given is closed by the first of them.
                 if isinstance(env, MessageEnv) and first_use(env):
                     envs.append(
@@ -234,10 +265,10 @@ class GroupRun:
         kinds = ", ".join(sorted({type(env).__name__ for env in made})) or "nothing"
         return [UserCodeError(f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv")] * n
 
-    def _open_session(self, rollout: Rollout, *, attempt: int) -> PolicySession:
+    def _open_session(self, rollout: Rollout, *, attempt: int, branch: str = "") -> PolicySession:
         session = self._source.session(
             rollout_id=f"{rollout.rollout_id}~{attempt}" if attempt else rollout.rollout_id,
-            seed=derive_seed(self._seed, rollout.group_id, rollout.index_in_group, attempt),
+            seed=derive_seed(self._seed, rollout.group_id, rollout.index_in_group, attempt, branch),
             sampling=self._sampling,
             stop_token_ids=self._stop_token_ids,  # one list for all: a message then holds it once
         )

@@ -159,6 +159,8 @@ class Task(UserConfigurable):
         self.algorithm: Algorithm = config.algorithm.build()
         self.algorithm.renderer = renderer
 
+    in_lockstep: ClassVar[bool] = True
+    """Whether a rollout asks the policy as soon as it has been answered. An agent may think as long as it likes."""
     repeats_example: ClassVar[bool] = True
     """Whether rollouts that share a slot are of one example."""
 

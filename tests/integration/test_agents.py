@@ -1,0 +1,33 @@
+"""Agents in a real run: the clients that people have, against the real engine, and what they said is trained."""
+
+import numpy as np
+
+from tests.integration.command_runs import Run
+from tests.unit.agents import assert_accounted
+from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
+
+
+def test_every_client_is_trained_on_what_it_was_answered(tmp_path):
+    words = ["--module", "tests.integration.agents_config", "--steps", "2", "--validation.every", "0"]
+    run = Run(tmp_path, *words, config="rl_clients")
+    try:
+        run.ended_well()
+        records = read_rollouts(run.folder / "rollouts.jsonl.gz")
+        trained = [record.rollout for record in records if record.outcome == "trained"]
+        assert len(trained) == 64
+        ways = {rollout.answer for rollout in trained}
+        assert ways == {
+            f"{ask} {how}" for ask in ("chat", "responses", "messages", "openai_agents") for how in ("plain", "stream")
+        }
+        for rollout in trained:
+            assert_accounted(rollout)
+            assert rollout.calls == {"answered": len(rollout.turns)} and rollout.turns
+            assert all(turn.untrained is None for turn in rollout.turns)
+            # Append-only clients: one sample, unless a completion was cut off within its own markup.
+            stopped = all(turn.completion.finish_reason == "stop" for turn in rollout.turns)
+            assert len(rollout.samples) == 1 or not stopped
+        gap = [metrics["mismatch/logprob_abs_max"] for metrics in run.steps if "mismatch/logprob_abs_max" in metrics]
+        assert all(np.isfinite(gap))
+        run.assert_nothing_left()
+    finally:
+        run.kill()

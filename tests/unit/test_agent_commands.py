@@ -1,0 +1,170 @@
+"""Programs as agents: whatever one does, its rollout has an end with a name, and no process and no folder stays."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.agents import config_of, run_task
+from tests.unit.rollout_stubs import ScriptedPolicy
+from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+from torchtitan.experiments.rl.tasks import AgentCommandTask, Rubric, agent_command_task
+from torchtitan.experiments.rl.tasks.calculator_agent import PROGRAM, CalculatorAgentRubric
+
+ASK = """
+import json, os, urllib.request
+def ask(text="hello", timeout=30, key=os.environ["OPENAI_API_KEY"]):
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    request = urllib.request.Request(url, body, {"Authorization": "Bearer " + key})
+    return json.load(urllib.request.urlopen(request, timeout=timeout))["choices"][0]["message"]["content"]
+"""
+
+WAYS = {
+    "ends well": ("print(ask())", "completed", ""),
+    "asks nothing": ("print('hi')", "error", "had not asked the model anything"),
+    "exits 1": ("ask(); raise SystemExit('out of ideas')", "error", "exited with 1: out of ideas"),
+    "is killed": ("ask(); os.kill(os.getpid(), 9)", "error", "exited with -9"),
+    "hangs": ("ask(); import time; time.sleep(3600)", "timeout", "took longer than 2 s"),
+    "hangs and takes no notice": (
+        "ask(); import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(3600)", "timeout", "took longer than 2 s",
+    ),
+    "prints without end": (
+        "ask(); [os.write(1, b'x' * (1 << 20)) for _ in range(64)]; [os.write(2, b'y' * (1 << 20)) for _ in range(64)]",
+        "completed", "",
+    ),
+    "leaves a child": ("ask(); import subprocess; subprocess.Popen(['sleep', '3600'])", "completed", ""),
+    "forks away": (
+        "ask()\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        os.execlp('sleep', 'sleep', '3600')",
+        "completed", "",
+    ),
+    "uses another key": ("ask(key='rl-guess')", "error", "HTTP Error 401"),
+    "asks fifty times at once": (
+        "from concurrent.futures import ThreadPoolExecutor as T; list(T(50).map(ask, [str(n) for n in range(50)]))",
+        "completed", "",
+    ),
+    "reads half": (
+        "import socket; s = socket.create_connection(os.environ['OPENAI_BASE_URL'].split('/')[2].split(':')); "
+        "s.send(b'POST /v1/chat/completions HTTP/1.1\\r\\nContent-Length: 999\\r\\n\\r\\n{'); s.close(); ask()",
+        "completed", "",
+    ),
+}  # fmt: skip
+
+
+def processes_with(marker: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if marker.encode() in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                pass
+    return found
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+async def run_command(command, renderer, policy, *, row, reward, **fields):
+    rubric = Rubric.Config(reward_fns=[reward])
+    return await run_task(
+        config_of(AgentCommandTask, command=command, rows=[row], rubric=rubric, timeout_s=2.0, **fields), policy, renderer
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_every_end_has_a_name_and_nothing_stays(way, renderer, tokenizer, places):
+    code, status, cause = WAYS[way]
+    marker = f"AGENT_TEST_{os.getpid()}_{list(WAYS).index(way)}"
+    seen = []
+
+    def reward(result, row):
+        seen.append((result.exit_code, len(result.output), len(result.errors), result.folder.is_dir()))
+        return 1.0
+
+    row = {"files": {"agent.py": ASK + code}, "variables": {"MARK": marker}}
+    group = await run_command(
+        [sys.executable, "-S", "agent.py"], renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=reward
+    )
+    (rollout,) = group.rollouts
+    assert rollout.status == status and cause in (rollout.error or ""), rollout.error
+    assert rollout.reward == (1.0 if status == "completed" else None)
+    assert all(kept <= 16_384 for _, *lengths, _ in seen for kept in lengths) and all(there for *_, there in seen)
+    for _ in range(100):  # the kernel takes a moment to take them down
+        if not processes_with(marker):
+            break
+        await asyncio.sleep(0.02)
+    assert processes_with(marker) == [] and list(places.iterdir()) == []
+
+
+async def test_rewards_may_judge_exit_codes(renderer, tokenizer, places):
+    def reward(result, row):
+        return float(result.exit_code == 3 and "bye" in result.errors and (result.folder / "made.txt").read_text() == "this")
+
+    code = "ask(); open('made.txt', 'w').write('this'); import sys; print('bye', file=sys.stderr); sys.exit(3)"
+    row = {"files": {"agent.py": ASK + code}}
+    command = [sys.executable, "-S", "agent.py"]
+    group = await run_command(command, renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=reward, check_exit=False)
+    assert group.rollouts[0].reward == 1.0, group.rollouts[0].error
+
+
+async def test_a_file_outside_the_folder_is_refused(renderer, tokenizer, places):
+    row = {"files": {"../outside.txt": "x"}}
+    group = await run_command(["true"], renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=lambda result, row: 0.0)
+    assert "'../outside.txt' is outside the command's folder" in group.rollouts[0].error
+    assert list(places.iterdir()) == []
+
+
+async def test_a_command_gets_no_secret_of_the_run(renderer, tokenizer, places, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    seen = []
+    row = {"files": {"agent.py": ASK + "ask(); print(sorted(os.environ))"}}
+
+    def reward(result, row):
+        seen.append(result.output)
+        return 0.0
+
+    await run_command([sys.executable, "-S", "agent.py"], renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=reward)
+    assert "ANTHROPIC_BASE_URL" in seen[0] and "WANDB_API_KEY" not in seen[0]
+
+
+async def test_the_calculator_program_earns_what_the_env_gives(places):
+    path = Path(__file__).resolve().parents[2] / "assets/tiny_qwen3_conversations"
+    from transformers import AutoTokenizer
+
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 + 30"}}\n</tool_call>'
+    policy = ScriptedPolicy(AutoTokenizer.from_pretrained(str(path)), lambda rollout_id, turn: [call, "42"][turn])
+    config = config_of(AgentCommandTask, command=PROGRAM, rubric=CalculatorAgentRubric.Config())
+    task = config.build(name="agent", renderer=build_renderer(RendererConfig(), path))
+    sample = task.dataset[0]
+    sample.env_input = "12 + 30"
+    await task.setup(policy)
+    group = await task.run_group(sample, policy, group_id="g", seed=0)
+    await task.score_group(group)
+    await task.close()
+    (rollout,) = group.rollouts
+    assert rollout.status is RolloutStatus.COMPLETED and rollout.reward == 1.0, rollout.error
+    assert len(rollout.samples) == 1 and len(rollout.turns) == 2
+
+
+def test_a_program_that_is_not_there_is_refused_by_its_field():
+    config = agent_command_task([{"q": "x"}], ["no-such-program"], lambda result, row: 0.0)
+    with pytest.raises(ConfigError, match="no such program on PATH") as refused:
+        config.validate(field="tasks.mine")
+    assert refused.value.field == "tasks.mine.command"
+
+
+@pytest.mark.parametrize(("field", "value"), [("models", {"gpt": "trained"}), ("noise", {"date": "("})])
+def test_names_and_patterns_are_checked_before_a_run(field, value):
+    config = agent_command_task([{"q": "x"}], ["true"], lambda result, row: 0.0, **{field: value})
+    with pytest.raises(ConfigError) as refused:
+        config.validate(field="tasks.mine")
+    assert refused.value.field == f"tasks.mine.{field}.{next(iter(value))}"

@@ -1,0 +1,352 @@
+"""Calls of agents through the real server: what was sampled is what is trained, and each call has an end with a name."""
+
+import asyncio
+import json
+import random
+
+import numpy as np
+import pytest
+
+from tests.unit.agents import ADD, CALL, client_of, config_of, run_agent, run_task
+from tests.unit.renderer_families import SETTINGS, family_renderer, family_tokenizer
+from tests.unit.rollout_stubs import ScriptedPolicy
+from torchtitan.experiments.rl.gateway import server
+from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+from torchtitan.experiments.rl.tasks import EnvTask, MessageEnv, ResetOutput, StepOutput
+from torchtitan.experiments.rl.types import STREAMS
+
+HELLO = {"role": "user", "content": "hello"}
+SCRIPT = [CALL, "the sum is 3", "<think>\nwell\n</think>\n\nagain 3"]
+
+
+class Policy(ScriptedPolicy):
+    def frozen(self, model):
+        return ScriptedPolicy(self.tokenizer, "from elsewhere")
+
+
+def answers_to(message):
+    """What the conversation goes on with, in the env and in the agent."""
+    calls = message.get("tool_calls") or ()
+    results = [{"role": "tool", "tool_call_id": call["id"], "name": "add", "content": "3"} for call in calls]
+    return results or [{"role": "user", "content": "and again?"}]
+
+
+class ScriptEnv(MessageEnv):
+    def __init__(self, row):
+        self.turns = 0
+
+    async def reset(self):
+        return ResetOutput(messages=[HELLO], tools=[ADD])
+
+    async def step_message(self, message):
+        self.turns += 1
+        return StepOutput(env_messages=answers_to(message), done=self.turns == len(SCRIPT))
+
+
+async def append_only(sample, endpoint):
+    messages = [HELLO]
+    async with client_of(endpoint) as ask:
+        for _ in SCRIPT:
+            status, reply = await ask(messages, tools=[ADD])
+            assert status == 200, reply
+            said = reply["choices"][0]["message"]
+            messages += [said, *answers_to(said)]
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+async def test_the_gateway_gives_the_samples_of_the_renderer_env_bit_for_bit(family, tmp_path_factory):
+    renderer, tokenizer = family_renderer(family, tmp_path_factory.getbasetemp()), family_tokenizer(SETTINGS[family]["name"])
+    replies = lambda rollout_id, turn: SCRIPT[turn]  # noqa: E731
+    agent = await run_agent(append_only, Policy(tokenizer, replies), renderer)
+    in_process = await run_task(config_of(EnvTask, message_env=ScriptEnv), Policy(tokenizer, replies), renderer)
+    env = in_process.rollouts[0]
+    assert len(agent.samples) == len(env.samples) and len(agent.turns) == 3
+    for ours, theirs in zip(agent.samples, env.samples, strict=True):
+        for name in STREAMS:
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+async def test_a_thousand_append_only_conversations_are_a_sample_each(renderer, tokenizer):
+    draw = random.Random(0)
+    texts = [
+        "12",
+        "ok, 12",
+        "<think>\nlet me see\n</think>\n\n12",
+        CALL,
+        f"I call it.\n{CALL}",
+        f"{CALL}\n{CALL}",
+        "12 \u00e9 你",
+        "",
+    ]
+    conversations = [[draw.choice(texts) for _ in range(draw.randint(1, 4))] for _ in range(1_000)]
+
+    async def agent(sample, endpoint):
+        async def converse(said_turns):
+            messages = [{"role": "user", "content": f"go {draw.random()}"}]
+            for _ in said_turns:
+                _, reply = await ask(messages, tools=[ADD])
+                said = reply["choices"][0]["message"]
+                if draw.random() < 0.3:  # as another client writes it
+                    for call in said.get("tool_calls") or ():
+                        call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
+                    said.pop("reasoning_content", None)
+                messages += [said, *answers_to(said)]
+
+        async with client_of(endpoint) as ask:
+            for conversation in conversations:
+                await converse(conversation)
+
+    script = iter([text for conversation in conversations for text in conversation])
+    policy = Policy(tokenizer, lambda rollout_id, turn: next(script))
+    rollout = await run_agent(agent, policy, renderer, calls=10_000, tokens=4096)
+    assert rollout.status is RolloutStatus.COMPLETED, rollout.error
+    assert len(rollout.turns) == sum(map(len, conversations))
+    assert len(rollout.samples) == 1_000
+
+
+async def test_forks_are_samples_of_one_rollout_and_lose_no_token(renderer, tokenizer):
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            _, reply = await ask([HELLO])
+            history = [HELLO, reply["choices"][0]["message"]]
+            await asyncio.gather(*(ask([*history, {"role": "user", "content": f"branch {n}"}]) for n in range(3)))
+            # A compacted history, and a sub-agent with tools of its own.
+            await ask([{"role": "user", "content": "summary: hello was said"}])
+            await ask([HELLO], tools=[ADD])
+
+    rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer)
+    assert rollout.calls == {"answered": 6} and len(rollout.turns) == 6
+    assert len(rollout.samples) == 5  # the first turn and a branch are one
+    shared = rollout.turns[0]
+    prefix = np.concatenate([shared.prompt_token_ids, shared.completion.token_ids])
+    assert sum(np.array_equal(s.token_ids[: len(prefix)], prefix) for s in rollout.samples) == 3
+    rollout.assign_advantages(0.5)
+    assert all((s.advantages[s.loss_mask] == 0.5).all() for s in rollout.samples)
+
+
+async def test_seeds_follow_from_the_chain_and_not_from_the_order_of_arrival(renderer, tokenizer):
+    async def seeds_of(order):
+        async def agent(sample, endpoint):
+            async with client_of(endpoint) as ask:
+                _, reply = await ask([HELLO])
+                history = [HELLO, reply["choices"][0]["message"]]
+                for number in order:
+                    await ask([*history, {"role": "user", "content": f"branch {number}"}])
+                    await ask([{"role": "user", "content": f"root {number}"}])
+
+        policy = Policy(tokenizer, "ok")
+        await run_agent(agent, policy, renderer)
+        return {tuple(prompt): session.seed for session in policy.sessions for prompt in session.prompts}
+
+    some, others = await seeds_of([1, 2, 3]), await seeds_of([1, 3, 2])
+    assert some == others and len(set(some.values())) == 6  # the first branch goes on with the session of the first turn
+
+
+async def test_a_marked_retry_generates_once_and_an_unmarked_repeat_is_a_sibling(renderer, tokenizer):
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            _, first = await ask([HELLO])
+            _, again = await ask([HELLO], headers={"x-stainless-retry-count": "1"})
+            _, sibling = await ask([HELLO])
+            assert first == again and sibling["id"] != first["id"]
+            both = await asyncio.gather(
+                ask([HELLO], user="x"), *(ask([HELLO], user="x", headers={"x-stainless-retry-count": "2"}) for _ in range(5))
+            )
+            assert len({reply["id"] for _, reply in both}) == 1
+
+    rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer)
+    assert rollout.calls == {"answered": 3, "retried": 6} and len(rollout.turns) == 3
+
+
+async def test_a_client_that_goes_away_ends_its_request_and_a_call_at_the_end_is_not_trained(renderer, tokenizer):
+    ended, begun = [], asyncio.Event()
+
+    async def hang(prompt_token_ids, *, max_tokens):
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            await ask([HELLO])
+            for session in policy.sessions:
+                session.generate = hang
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ask([HELLO, {"role": "assistant", "content": "ok"}, HELLO]), 0.2)
+            for _ in range(100):
+                await asyncio.sleep(0.01)
+                if ended:
+                    break
+            assert ended
+            branches = asyncio.create_task(ask([{"role": "user", "content": "left open"}]))
+            await asyncio.sleep(0.05)
+            branches.cancel()
+
+    policy = Policy(tokenizer, "ok")
+    rollout = await run_agent(agent, policy, renderer)
+    assert rollout.status is RolloutStatus.COMPLETED
+    assert rollout.calls["aborted"] == 1 and rollout.calls["answered"] >= 1
+    assert all(session.closed == 1 for session in policy.sessions)
+
+
+async def test_what_was_not_delivered_is_not_trained(renderer, tokenizer, monkeypatch):
+    monkeypatch.setattr(server, "_is_open", lambda request: False)
+
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            await ask([HELLO])
+
+    rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer)
+    assert rollout.calls == {"undelivered": 1} and rollout.turns[0].untrained == "undelivered" and not rollout.samples
+
+
+async def test_a_key_opens_one_rollout_while_it_runs(renderer, tokenizer):
+    seen = []
+
+    async def agent(sample, endpoint):
+        seen.append(endpoint)
+        async with client_of(endpoint) as ask:
+            if len(seen) == 2:
+                async with client_of(seen[0]) as late:
+                    status, reply = await late([HELLO])
+                    assert status == 401 and "ended" in reply["error"]["message"]
+            await ask([HELLO])
+
+    for _ in range(2):
+        rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer)
+        assert rollout.calls == {"answered": 1}
+    assert seen[0].key != seen[1].key
+
+
+BAD = [
+    ("chat/completions", {"n": 2}, "n"),
+    ("chat/completions", {"logit_bias": {"5": 1}}, "logit_bias"),
+    ("chat/completions", {"frequency_penalty": 0.5}, "frequency_penalty"),
+    ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("chat/completions", {"tool_choice": "required", "tools": [ADD]}, "tool_choice"),
+    ("chat/completions", {"messages": []}, "messages"),
+    ("chat/completions", {"messages": [HELLO, {"role": "assistant", "content": "I"}]}, "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ("chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages"),
+    ("chat/completions", {"messages": "hello"}, "messages"),
+    ("chat/completions", {"model": None}, "model"),
+    ("chat/completions", {"max_tokens": -1}, "max_tokens"),
+    ("chat/completions", {"stop": [1]}, "stop"),
+    ("responses", {"previous_response_id": "resp_1", "input": "x"}, "previous_response_id"),
+    ("responses", {"text": {"format": {"type": "json_schema"}}, "input": "x"}, "text"),
+    ("responses", {"input": [{"type": "image_generation_call"}]}, "input[0]"),
+    ("messages", {"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice"),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+]
+
+
+async def test_what_can_not_be_served_is_refused_by_its_field(renderer, tokenizer):
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            for path, fields, field in BAD:
+                body = {"model": "policy", "messages": [HELLO], "max_tokens": 5, **fields}
+                status, reply = await ask.raw(path, body)
+                error = reply["error"]
+                assert status == 400 and field.partition("[")[0] in error["message"], (path, fields, reply)
+                assert path == "messages" or error["param"] == field, (path, fields, reply)
+            for raw in (b"{", b"[]", b'{"model": ' + b"[" * 100_000, b"\xff", b""):
+                status, reply = await ask.raw("chat/completions", raw)
+                assert status == 400 and reply["error"]["code"] == "invalid_json"
+            status, _ = await ask([HELLO])
+            assert status == 200
+
+    rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer)
+    assert rollout.calls["answered"] == 1 and rollout.calls["refused"] == len(BAD)
+
+
+async def test_a_prompt_without_room_is_an_error_that_clients_compact_on(renderer, tokenizer):
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            for text in ("word " * 200, "x" * 10_000_000):
+                long = [{"role": "user", "content": text}]
+                status, reply = await ask(long)
+                assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
+                status, reply = await ask.raw("messages", {"model": "m", "max_tokens": 9, "messages": long})
+                assert status == 400 and reply["error"]["message"].startswith("prompt is too long: ")
+            if sample.env_input["input"] == "compacts":
+                await ask([HELLO])
+
+    for behaviour, status in (("gives up", RolloutStatus.TRUNCATED_PROMPT_OVERFLOW), ("compacts", RolloutStatus.COMPLETED)):
+        rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer, tokens=128, rows=[{"input": behaviour}])
+        assert rollout.status is status, rollout.error
+
+
+async def test_budgets_end_in_a_truncation_and_not_in_an_error(renderer, tokenizer):
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            while True:
+                status, reply = await ask([HELLO])
+                if status != 200:
+                    raise RuntimeError(reply["error"]["message"])
+
+    for limits in ({"calls": 3}, {"max_sampled_tokens": 7}):
+        rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer, **limits)
+        assert rollout.status is RolloutStatus.TRUNCATED_MAX_TURNS and len(rollout.turns) == 3
+
+
+async def test_models_are_the_policy_auxiliary_or_frozen(renderer, tokenizer):
+    from torchtitan.experiments.rl.generation.references import FrozenModel
+
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            for model in ("policy", "title-writer", "judge", "any-other"):
+                await ask.raw("chat/completions", {"model": model, "messages": [HELLO]})
+
+    judge = FrozenModel(name="judge", base_url="http://localhost:1/v1")
+    models = {"title-writer": "auxiliary", "judge": judge}
+    rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer, models=models)
+    assert {turn.call["model"]: turn.untrained for turn in rollout.turns} == {
+        "policy": None,
+        "title-writer": "auxiliary",
+        "judge": "frozen model",
+        "any-other": None,
+    }
+    assert rollout.calls == {"answered": 2, "auxiliary": 1, "frozen model": 1}
+
+
+async def test_stop_texts_cut_what_is_seen_and_noise_is_left_out(renderer, tokenizer):
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            _, reply = await ask([HELLO], stop=["END", "never"])
+            said = reply["choices"][0]["message"]["content"]
+            assert said == "before " and reply["usage"]["completion_tokens"] == len(policy_tokens)
+            for date in ("Monday", "Tuesday"):
+                system = {"role": "system", "content": f"billing: {date}\nBe brief."}
+                history = [system, HELLO]
+                if date == "Tuesday":
+                    history += [{"role": "assistant", "content": "before END after"}, HELLO]
+                await ask(history)
+
+    policy = Policy(tokenizer, "before END after")
+    policy_tokens = tokenizer.encode("before END after<|im_end|>", add_special_tokens=False)
+    rollout = await run_agent(agent, policy, renderer, noise={"billing": r"billing: .*\n"})
+    assert rollout.turns[0].completion.token_ids.tolist() == policy_tokens
+    assert rollout.calls["noise/billing"] == 2 and len(rollout.samples) == 2
+
+
+async def test_a_stream_lives_while_its_turn_is_sampled(renderer, tokenizer, monkeypatch):
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.02)
+
+    async def slow(prompt_token_ids, *, max_tokens):
+        await asyncio.sleep(0.1)
+        return await original(prompt_token_ids, max_tokens=max_tokens)
+
+    async def agent(sample, endpoint):
+        nonlocal original
+        original, policy.sessions[0].generate = policy.sessions[0].generate, slow
+        async with client_of(endpoint) as ask:
+            body = {"model": "policy", "messages": [HELLO], "stream": True, "stream_options": {"include_usage": True}}
+            async with ask.session.post(f"{endpoint.url}/chat/completions", json=body) as response:
+                text = (await response.read()).decode()
+            assert text.startswith(": keep-alive") and text.endswith("data: [DONE]\n\n") and '"total_tokens"' in text
+
+    original, policy = None, Policy(tokenizer, "ok")
+    rollout = await run_agent(agent, policy, renderer)
+    assert rollout.calls == {"answered": 1}, rollout.error

@@ -1,0 +1,153 @@
+"""Anthropic's messages: ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import anthropic.types as types
+from anthropic.types import Message
+from pydantic import BaseModel
+
+from torchtitan.experiments.rl.gateway.dialects.request import (
+    ModelReply,
+    ModelRequest,
+    Refusal,
+    checked_request,
+    event,
+    json_object,
+    listed,
+    refuse_changed_sampling,
+    text,
+    texts,
+)
+
+NAME = "anthropic"
+KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
+HARMLESS: dict[str, tuple[Any, ...]] = {"tool_choice": ("auto", "none")}
+
+
+def parse(body: Mapping[str, Any]) -> ModelRequest:
+    """Raises Refusal."""
+    choice = body.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    output = body.get("output_config")
+    form = output.get("format") if isinstance(output, dict) else None
+    refuse_changed_sampling({"tool_choice": kind, "output_config": form}, HARMLESS | {"output_config": ()})
+    messages: list[dict[str, Any]] = []
+    if system := text(body.get("system"), "system"):
+        messages.append({"role": "system", "content": system})
+    for index, message in enumerate(listed(body.get("messages"), "messages")):
+        messages += _messages(message, f"messages[{index}]")
+    # A tool without a schema is one that the provider would run itself: the model is not told of it.
+    tools = [_tool(tool) for tool in listed(body.get("tools"), "tools") if "input_schema" in tool]
+    stops = texts(body.get("stop_sequences"), "stop_sequences")
+    return checked_request({**body, "tool_choice": kind}, messages, tools, max_tokens=body.get("max_tokens"), stop=stops)
+
+
+def _messages(message: Mapping[str, Any], field: str) -> Iterator[dict[str, Any]]:
+    """The messages that one is elsewhere: results of tools are a tool's there, and a user's here."""
+    role, content = message.get("role"), message.get("content")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else listed(content, f"{field}.content")
+    texts_, reasoning, calls = [], [], []
+    for index, block in enumerate(blocks):
+        at = f"{field}.content[{index}]"
+        match block.get("type"):
+            case "text":
+                texts_.append(text([{"type": "text", "text": block.get("text")}], at))
+            case "thinking":
+                reasoning.append(str(block.get("thinking", "")))
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"), ensure_ascii=False)}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            case "tool_result":
+                said = text(block.get("content"), f"{at}.content")
+                yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
+            case kind:
+                raise Refusal(
+                    f"{at} has the type {kind!r}: only text and calls of tools reach the model; leave it out", field=at
+                )
+    if role == "assistant":
+        said_: dict[str, Any] = {"role": role, "content": "\n".join(texts_)}
+        yield (
+            said_
+            | ({"reasoning_content": "\n".join(reasoning)} if reasoning else {})
+            | ({"tool_calls": calls} if calls else {})
+        )
+    elif texts_ or not blocks or role != "user":
+        yield {"role": role, "content": "\n".join(texts_)}
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {"name": tool.get("name"), "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+    return {"type": "function", "function": function}
+
+
+FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def reply(answer: ModelReply) -> Message:
+    blocks: list[dict[str, Any]] = []
+    if answer.reasoning:
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+    if answer.content or not answer.tool_calls:
+        blocks.append({"type": "text", "text": answer.content})
+    for call in answer.tool_calls:
+        function = call["function"]
+        blocks.append(
+            {"type": "tool_use", "id": call["id"], "name": function["name"], "input": json_object(function["arguments"])}
+        )
+    return Message.model_validate(
+        {
+            "id": f"msg_{answer.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": answer.model,
+            "content": blocks,
+            "stop_reason": "stop_sequence" if answer.stopped_at is not None else FINISH[answer.finish],
+            "stop_sequence": answer.stopped_at,
+            "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
+        }
+    )
+
+
+def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
+    """The reply as the events of a stream."""
+    complete = reply(answer)
+    for made, fields in _events(complete):
+        kind = made.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]  # the one value of its Literal
+        yield event(made.model_validate({"type": kind, **fields}).model_dump_json(exclude_unset=True), kind)
+
+
+def _events(complete: Message) -> Iterator[tuple[type[BaseModel], dict[str, Any]]]:
+    whole = complete.model_dump(exclude_unset=True)
+    began: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+    yield types.RawMessageStartEvent, {"message": whole | began}
+    for index, block in enumerate(whole["content"]):
+        kind = block["type"]
+        match kind:
+            case "tool_use":
+                empty: dict[str, Any] = {"input": {}}
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            case _:
+                empty, delta = {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+        yield types.RawContentBlockStartEvent, {"index": index, "content_block": block | empty}
+        yield types.RawContentBlockDeltaEvent, {"index": index, "delta": delta}
+        yield types.RawContentBlockStopEvent, {"index": index}
+    ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
+    yield types.RawMessageDeltaEvent, {"delta": ended, "usage": {"output_tokens": complete.usage.output_tokens}}
+    yield types.RawMessageStopEvent, {}
+
+
+def error(refusal: Refusal) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+    kind = "api_error" if refusal.status >= 500 else kinds.get(refusal.status, "invalid_request_error")
+    # Clients of this API know a prompt that is too long by these words.
+    too_long = "prompt is too long: " if refusal.code == "context_length_exceeded" else ""
+    return {"type": "error", "error": {"type": kind, "message": f"{too_long}{refusal}"}}
+
+
+def error_event(refusal: Refusal) -> dict[str, Any]:
+    """The same in a stream that has begun."""
+    return error(refusal)

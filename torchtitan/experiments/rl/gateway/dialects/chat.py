@@ -1,0 +1,103 @@
+"""OpenAI's chat completions: ``POST /v1/chat/completions``."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from openai.types import CompletionUsage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from torchtitan.experiments.rl.gateway.dialects.request import (
+    ModelReply,
+    ModelRequest,
+    Refusal,
+    checked_request,
+    event,
+    listed,
+    refuse_changed_sampling,
+    text,
+    texts,
+)
+
+NAME = "chat"
+KEEP_ALIVE = b": keep-alive\n\n"
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logit_bias": ({},),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+}
+
+
+def parse(body: Mapping[str, Any]) -> ModelRequest:
+    """Raises Refusal."""
+    refuse_changed_sampling(body, HARMLESS)
+    messages = []
+    for index, message in enumerate(listed(body.get("messages"), "messages")):
+        kept = {name: value for name, value in message.items() if value is not None and name not in ("refusal", "audio")}
+        kept["content"] = text(message.get("content"), f"messages[{index}].content")
+        if "reasoning" in kept:  # vLLM's name of it
+            kept.setdefault("reasoning_content", kept.pop("reasoning"))
+        messages.append(kept)
+    options = body.get("stream_options")
+    return checked_request(
+        body,
+        messages,
+        listed(body.get("tools"), "tools"),
+        max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
+        stop=texts(body.get("stop"), "stop"),
+        stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+    )
+
+
+def reply(answer: ModelReply) -> ChatCompletion:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content or None if answer.tool_calls else answer.content}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.tool_calls:
+        message["tool_calls"] = answer.tool_calls
+    choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}
+    return ChatCompletion.model_validate(_head(answer, "chat.completion") | {"choices": [choice], "usage": _usage(answer)})
+
+
+def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
+    """The reply as the events of a stream."""
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    if answer.reasoning:
+        deltas.append({"reasoning_content": answer.reasoning})
+    if answer.content:
+        deltas.append({"content": answer.content})
+    deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(answer.tool_calls)]
+    choices: list[list[dict[str, Any]]] = [[{"index": 0, "delta": delta, "finish_reason": None}] for delta in deltas]
+    choices.append([{"index": 0, "delta": {}, "finish_reason": answer.finish}])
+    chunks: list[dict[str, Any]] = [{"choices": choice} for choice in choices]
+    if request.stream_usage:
+        chunks.append({"choices": [], "usage": _usage(answer)})
+    head = _head(answer, "chat.completion.chunk")
+    for chunk in chunks:
+        yield event(ChatCompletionChunk.model_validate(head | chunk).model_dump_json(exclude_unset=True))
+    yield event("[DONE]")
+
+
+def error(refusal: Refusal) -> dict[str, Any]:
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
+
+
+def error_event(refusal: Refusal) -> dict[str, Any]:
+    """The same in a stream that has begun."""
+    return error(refusal)
+
+
+def _head(answer: ModelReply, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{answer.id}", "created": answer.created, "model": answer.model, "object": kind}
+
+
+def _usage(answer: ModelReply) -> CompletionUsage:
+    total = answer.prompt_tokens + answer.completion_tokens
+    return CompletionUsage(prompt_tokens=answer.prompt_tokens, completion_tokens=answer.completion_tokens, total_tokens=total)

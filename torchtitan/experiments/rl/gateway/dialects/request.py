@@ -1,0 +1,197 @@
+"""What every dialect turns a request into, what it makes its reply of, and what it refuses."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from renderers import Message, ToolSpec
+
+from torchtitan.experiments.rl.envs.messages import checked_messages, checked_tools
+from torchtitan.experiments.rl.printable import shown
+
+
+class Refusal(Exception):
+    """A request that is not answered. Each dialect has a form for it that its clients know."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request", field: str | None = None):
+        """
+        Args:
+            code: what is wrong, in a word; "context_length_exceeded" is the one that clients act on.
+            field: of the request.
+        """
+        super().__init__(message)
+        self.status, self.code, self.field = status, code, field
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelRequest:
+    messages: list[Message]
+    """What is said so far. The last is not the assistant's."""
+    tools: list[ToolSpec] | None
+    model: str
+    max_tokens: int | None = None
+    stop: list[str] = field(default_factory=list)
+    """Texts at which the answer that the client sees ends."""
+    stream: bool = False
+    stream_usage: bool = False
+    """Whether a stream of chat completions ends with the usage."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelReply:
+    id: str
+    created: int
+    model: str
+    """As the client called it."""
+    content: str
+    reasoning: str
+    tool_calls: list[dict[str, Any]]
+    """As OpenAI's chat completions have them."""
+    finish: str
+    """"stop", "length" or "tool_calls"."""
+    stopped_at: str | None
+    """The text of ``stop`` that ended it."""
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def reply_of(message: Message, *, length: bool, request: ModelRequest, **fields: Any) -> ModelReply:
+    """What the client sees of an answer: all of it, or what comes before the first of its stop texts.
+
+    Args:
+        length: whether the answer ended at a limit of tokens.
+        fields: the other fields of a ModelReply.
+    """
+    content, calls = message["content"], list(message.get("tool_calls") or ())
+    found = {at: stop for stop in request.stop if (at := content.find(stop)) >= 0}
+    stopped_at = found[min(found)] if found else None
+    if stopped_at is not None:
+        content, calls, length = content[: min(found)], [], False
+    return ModelReply(
+        model=request.model,
+        content=content,
+        reasoning=message.get("reasoning_content") or "",
+        tool_calls=calls,
+        finish="length" if length else "tool_calls" if calls else "stop",
+        stopped_at=stopped_at,
+        **fields,
+    )
+
+
+CURES = {
+    "n": "ask once for each answer",
+    "logit_bias": "leave it out",
+    "frequency_penalty": "leave it out, or 0",
+    "presence_penalty": "leave it out, or 0",
+    "response_format": "say in the prompt which form you want",
+    "text": "say in the prompt which form you want",
+    "output_config": "say in the prompt which form you want",
+    "logprobs": "leave it out: they are in the run's records",
+    "top_logprobs": "leave it out: they are in the run's records",
+    "tool_choice": 'send "auto", or "none" with no tools, and say in the prompt which tool to call',
+    "functions": "send them as tools",
+    "function_call": 'send tools, and tool_choice "auto"',
+    "previous_response_id": "send the whole input with each request",
+    "conversation": "send the whole input with each request",
+    "background": "leave it out, and wait for the answer",
+    "prompt": "send instructions and input",
+}
+
+
+def refuse_changed_sampling(body: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse what the answer's probabilities, as the trainer computes them, would not be those of.
+
+    Args:
+        allowed: by field, the values with which it changes nothing; None always is one.
+
+    Raises:
+        Refusal: by field, value and cure.
+    """
+    for name, harmless in allowed.items():
+        value = body.get(name)
+        if value is not None and value not in harmless:
+            cure = CURES[name]
+            message = f"{name} = {shown(value)}: not available here, where the model is trained on what it samples; {cure}"
+            raise Refusal(message, code="unsupported_value", field=name)
+
+
+def checked_request(body: Any, messages: list[Any], tools: list[Any], **fields: Any) -> ModelRequest:
+    """
+    Raises:
+        Refusal: messages or tools that the model can't be given.
+    """
+    try:
+        checked = checked_messages(messages, "messages")
+        known_tools = checked_tools(tools, "tools") if body.get("tool_choice") != "none" else None
+    except (TypeError, ValueError) as error:
+        raise Refusal(str(error), field="messages") from None
+    if not checked or checked[-1]["role"] == "assistant":
+        cure = "end with a message of the user's or of a tool: the model begins its answer itself"
+        raise Refusal(f"messages {'end with the assistant' if checked else 'are empty'}: {cure}", field="messages")
+    names: dict[str, str] = {}
+    for message in checked:  # some templates show which tool a result is of, and clients send its id alone
+        for call in message.get("tool_calls") or ():
+            names[str(call.get("id"))] = call.get("function", call)["name"]
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
+    model, limit = body.get("model"), fields.get("max_tokens")
+    if not isinstance(model, str):
+        raise Refusal(f'model is {shown(model)}, want a name such as "policy"', field="model")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise Refusal(f"the limit of tokens is {shown(limit)}, want an integer from 1 up", field="max_tokens")
+    return ModelRequest(messages=checked, tools=known_tools, model=model, stream=bool(body.get("stream")), **fields)
+
+
+def text(content: Any, field: str, types: tuple[str, ...] = ("text",)) -> str:
+    """A content that is a text, nothing, or a list of parts.
+
+    Raises:
+        Refusal: something else, such as a picture.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise Refusal(f"{field} is {shown(content)}, want a text or a list of parts", field=field)
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in types or not isinstance(part.get("text"), str):
+            raise Refusal(f"{field} has a part of type {shown(kind)}: only text reaches the model; leave it out", field=field)
+    return "\n".join(part["text"] for part in content)
+
+
+def listed(value: Any, field: str) -> list[dict[str, Any]]:
+    """
+    Raises:
+        Refusal: not a list of dicts.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
+        raise Refusal(f"{field} is {shown(value)}, want a list of objects", field=field)
+    return value
+
+
+def texts(value: Any, field: str) -> list[str]:
+    """
+    Raises:
+        Refusal: neither a text nor a list of them; an empty text.
+    """
+    given = [value] if isinstance(value, str) else value or []
+    if not isinstance(given, list) or not all(isinstance(entry, str) and entry for entry in given):
+        raise Refusal(f"{field} is {shown(value)}, want texts that are not empty", field=field)
+    return given
+
+
+def event(data: str, name: str | None = None) -> bytes:
+    """A server-sent event."""
+    return f"event: {name}\ndata: {data}\n\n".encode() if name else f"data: {data}\n\n".encode()
+
+
+def json_object(arguments: str) -> dict[str, Any]:
+    """A call's arguments as an object; another value as the only entry of one."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        value = arguments
+    return value if isinstance(value, dict) else {"value": value}

@@ -1,0 +1,180 @@
+"""OpenAI's responses: ``POST /v1/responses``. Nothing is stored: a client sends the whole input with each request."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import openai.types.responses as types
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+from torchtitan.experiments.rl.gateway.dialects.request import (
+    ModelReply,
+    ModelRequest,
+    Refusal,
+    checked_request,
+    event,
+    listed,
+    refuse_changed_sampling,
+    text,
+)
+
+NAME = "responses"
+KEEP_ALIVE = b": keep-alive\n\n"
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "tool_choice": ("auto", "none"),
+    "top_logprobs": (0,),
+}
+PARTS = ("input_text", "output_text", "text")
+REASONING = ("reasoning_text", "summary_text")
+
+
+def parse(body: Mapping[str, Any]) -> ModelRequest:
+    """Raises Refusal."""
+    wanted = body.get("text")
+    form = wanted.get("format") if isinstance(wanted, dict) else None
+    refuse_changed_sampling({**body, "text": form}, HARMLESS | {"text": ({"type": "text"},)})
+    messages: list[dict[str, Any]] = []
+    if instructions := text(body.get("instructions"), "instructions"):
+        messages.append({"role": "system", "content": instructions})
+    given = body.get("input")
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else listed(given, "input")
+    for index, item in enumerate(items):
+        _add(messages, item, f"input[{index}]")
+    # Tools that the provider would run itself, such as its web search, are not there: the model is not told of them.
+    tools = [_tool(tool) for tool in listed(body.get("tools"), "tools") if tool.get("type") == "function"]
+    return checked_request(body, messages, tools, max_tokens=body.get("max_output_tokens"))
+
+
+def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], field: str) -> None:
+    """One item of the input. What the model said in one turn is several items, and one message."""
+    kind = item.get("type", "message")
+    said = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if kind == "message":
+        role, content = item.get("role"), text(item.get("content"), f"{field}.content", PARTS)
+        if role == "assistant" and said is not None and not said["content"] and "tool_calls" not in said:
+            said["content"] = content
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "reasoning":
+        reasoning = text(item.get("content") or item.get("summary"), f"{field}.content", REASONING)
+        messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
+    elif kind == "function_call":
+        if said is None:
+            said = {"role": "assistant", "content": ""}
+            messages.append(said)
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        said.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+    elif kind == "function_call_output":
+        content = text(item.get("output"), f"{field}.output", PARTS)
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    else:
+        raise Refusal(
+            f"{field} has the type {kind!r}: leave it out; messages, reasoning and function calls are known", field=field
+        )
+
+
+def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+    return {"type": "function", "function": function}
+
+
+def reply(answer: ModelReply, status: str | None = None) -> Response:
+    """
+    Args:
+        status: "in_progress" has no output yet; None: it is complete.
+    """
+    cut = answer.finish == "length"
+    total = answer.prompt_tokens + answer.completion_tokens
+    usage = {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": answer.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": total,
+    }
+    return Response.model_validate(
+        {
+            "id": f"resp_{answer.id}",
+            "created_at": answer.created,
+            "model": answer.model,
+            "object": "response",
+            "status": status or ("incomplete" if cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if cut and not status else None,
+            "error": None,
+            "instructions": None,
+            "metadata": {},
+            "output": [] if status else _items(answer),
+            "parallel_tool_calls": True,
+            "temperature": None,
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": None,
+            "usage": None if status else usage,
+        }
+    )
+
+
+def _items(answer: ModelReply) -> list[dict[str, Any]]:
+    status = "incomplete" if answer.finish == "length" else "completed"
+    items: list[dict[str, Any]] = []
+    if answer.reasoning:
+        parts = [{"type": "reasoning_text", "text": answer.reasoning}]
+        items.append({"type": "reasoning", "id": f"rs_{answer.id}", "summary": [], "content": parts, "status": status})
+    if answer.content or not answer.tool_calls:
+        said: dict[str, Any] = {"type": "output_text", "text": answer.content, "annotations": []}
+        items.append({"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "status": status, "content": [said]})
+    for index, call in enumerate(answer.tool_calls):
+        function = call["function"]
+        ids = {"id": f"fc_{answer.id}_{index}", "call_id": call["id"]}
+        items.append({"type": "function_call", **ids, **function, "status": "completed"})
+    return items
+
+
+def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
+    """The reply as the events of a stream."""
+    complete = reply(answer)
+    for sequence_number, (made, fields) in enumerate(_events(answer, complete)):
+        kind = made.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]  # the one value of its Literal
+        built = made.model_validate({"type": kind, "sequence_number": sequence_number, **fields})
+        yield event(built.model_dump_json(exclude_unset=True), kind)
+
+
+def _events(answer: ModelReply, complete: Response) -> Iterator[tuple[type[BaseModel], dict[str, Any]]]:
+    begun = {"response": reply(answer, "in_progress")}
+    yield types.ResponseCreatedEvent, begun
+    yield types.ResponseInProgressEvent, begun
+    for index, item in enumerate(complete.output):
+        at: dict[str, Any] = {"output_index": index, "item_id": item.id}
+        record = item.model_dump(exclude_unset=True)
+        key = "arguments" if item.type == "function_call" else "content"
+        yield types.ResponseOutputItemAddedEvent, at | {"item": record | {key: "" if key == "arguments" else []}}
+        if item.type == "function_call":
+            yield types.ResponseFunctionCallArgumentsDeltaEvent, at | {"delta": item.arguments}
+            yield types.ResponseFunctionCallArgumentsDoneEvent, at | {"arguments": item.arguments, "name": item.name}
+        elif item.type == "reasoning":
+            at_part = at | {"content_index": 0}
+            yield types.ResponseReasoningTextDeltaEvent, at_part | {"delta": answer.reasoning}
+            yield types.ResponseReasoningTextDoneEvent, at_part | {"text": answer.reasoning}
+        else:
+            at_part, part = at | {"content_index": 0}, record["content"][0]
+            yield types.ResponseContentPartAddedEvent, at_part | {"part": part | {"text": ""}}
+            yield types.ResponseTextDeltaEvent, at_part | {"delta": answer.content, "logprobs": []}
+            yield types.ResponseTextDoneEvent, at_part | {"text": answer.content, "logprobs": []}
+            yield types.ResponseContentPartDoneEvent, at_part | {"part": part}
+        yield types.ResponseOutputItemDoneEvent, at | {"item": record}
+    ended = types.ResponseIncompleteEvent if complete.status == "incomplete" else types.ResponseCompletedEvent
+    yield ended, {"response": complete}
+
+
+def error(refusal: Refusal) -> dict[str, Any]:
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
+
+
+def error_event(refusal: Refusal) -> dict[str, Any]:
+    """The same in a stream that has begun."""
+    return {"type": "error", "sequence_number": 0, "code": refusal.code, "message": str(refusal), "param": refusal.field}

@@ -1,0 +1,354 @@
+"""One rollout of an agent: what its calls are answered with, and what becomes of them.
+
+A call is matched against what the rollout has said (`chains.py`), rendered, sampled, and answered. It is one turn of the
+rollout, whoever asked. A turn is trained if its answer was delivered, and if the model that was asked for is the trained one.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from renderers import Message, Renderer
+
+from torchtitan.experiments.rl.envs.conversation import Conversation
+from torchtitan.experiments.rl.envs.prompt import GroupPrompts
+from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
+from torchtitan.experiments.rl.gateway.chains import Chains, Match
+from torchtitan.experiments.rl.gateway.dialects.request import ModelReply, ModelRequest, Refusal, reply_of
+from torchtitan.experiments.rl.printable import shown
+from torchtitan.experiments.rl.rollouts.policy import PolicySession
+from torchtitan.experiments.rl.rollouts.types import RolloutStatus, RolloutTurn
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout
+
+logger = logging.getLogger(__name__)
+
+POLICY, AUXILIARY = "policy", "auxiliary"
+"""What the names of models that an agent asks for may stand for: the policy, and the policy in calls that are not trained."""
+
+UNDELIVERED = "undelivered"
+CLOSE_S = 1.0
+"""How long the end of a rollout waits for calls that are cancelled, and for answers that are being sent."""
+ENDED = {
+    "length": RolloutStatus.TRUNCATED_LENGTH,
+    "context_length_exceeded": RolloutStatus.TRUNCATED_PROMPT_OVERFLOW,
+    "call_budget_exceeded": RolloutStatus.TRUNCATED_MAX_TURNS,
+}
+"""Status of a rollout whose agent ended after such an answer."""
+
+
+class Sampler(PolicySession, Protocol):
+    """The policy, for one rollout: a session, and more of them beside it."""
+
+    def branch(self, key: str) -> PolicySession:
+        """Another session of the same rollout. Its seed follows from the rollout's and the key."""
+
+
+@dataclass(eq=False, slots=True)
+class Said:
+    """A turn, and what goes on from it."""
+
+    turn: RolloutTurn
+    reply: ModelReply
+    chain: int
+    conversation: Conversation | None
+    """As it stands after the turn; None: a request has gone on from it."""
+    session: PolicySession
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """A request that is being answered, or was."""
+
+    answer: "asyncio.Task[Said]"
+    readers: int = 0
+    """Connections that wait for it, or are being sent it."""
+
+
+class AgentRollout:
+    """Takes calls from ``open`` to ``close``."""
+
+    def __init__(
+        self,
+        sample: Any,
+        *,
+        renderer: Renderer,
+        config: RendererEnvConfig,
+        max_sampled_tokens: int | None = None,
+        models: Mapping[str, str] | None = None,
+        frozen: Callable[[str], PolicySession] | None = None,
+        noise: Mapping[str, str] | None = None,
+        group: GroupPrompts | None = None,
+    ):
+        """
+        Args:
+            sample: the example it is of.
+            config: ``max_turns`` is how many calls it may make, ``max_rollout_tokens`` how long each chain may be.
+            max_sampled_tokens: of all calls together; None: as many as the calls give.
+            models: what the names that an agent asks for stand for: POLICY, AUXILIARY, or else a name that ``frozen`` is called
+                with. Others stand for the policy.
+            frozen: opens a session of a frozen model.
+            noise: patterns by name; what they match in a system message is left out.
+        """
+        self.sample = sample
+        self.status = RolloutStatus.ONGOING
+        self.error: str | None = None
+        self.answer: Any = None
+        self.counts: Counter[str] = Counter()
+        """See Rollout.calls."""
+        self._renderer, self._config, self._group = renderer, config, group or GroupPrompts()
+        self._max_sampled_tokens = max_sampled_tokens
+        self._models, self._frozen = models or {}, frozen
+        self._noise = {name: re.compile(pattern) for name, pattern in (noise or {}).items()}
+        self._chains: Chains[Said] = Chains()
+        self._calls: dict[bytes, Call] = {}
+        """By digest of the body, the last of each."""
+        self._policy: Sampler | None = None
+        self._keys: Counter[str] = Counter()
+        self._begun = self._sampled = self._chain_count = 0
+        self._began_at = 0.0
+        self._last_end = ""
+        """How the last call ended: a finish reason, or a refusal's code."""
+        self._sessions: list[PolicySession] = []
+        self._readers = 0
+        """Of all calls together."""
+        self._left = asyncio.Event()
+        """Set when the last of them has left."""
+
+    @property
+    def turns(self) -> list[RolloutTurn]:
+        """Chain by chain, so that a turn follows the one that it extends."""
+        return [node.value.turn for node in self._chains.in_order()]
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Of a prompt that leaves room for an answer."""
+        return self._config.max_rollout_tokens - 1
+
+    def open(self, policy: Sampler) -> None:
+        """Take calls from now on."""
+        self._policy, self._began_at = policy, time.perf_counter()
+
+    def finish(self, status: RolloutStatus, error: str | None = None) -> None:
+        """The first terminal status stays."""
+        if not self.status.is_terminal():
+            self.status, self.error = status, error
+
+    def ended(self, failure: UserCodeError | None) -> None:
+        """The agent has returned, or has failed. One that failed because it met a limit of ours was truncated."""
+        limit = ENDED.get(self._last_end)
+        if isinstance(failure, UserCodeTimeout):
+            self.finish(RolloutStatus.TIMEOUT, str(failure))
+        elif failure is not None and (limit is None or self._last_end == "length"):
+            self.finish(RolloutStatus.ERROR, str(failure))
+        elif not self._begun:
+            self.finish(RolloutStatus.ERROR, "the agent ended and had not asked the model anything")
+        else:
+            self.finish(limit or RolloutStatus.COMPLETED)
+
+    async def close(self) -> None:
+        """Take no more calls. Those that are open end in the engine, and are not trained."""
+        open_calls = [call.answer for call in self._calls.values() if not call.answer.done()]
+        self._policy = None
+        for answer in open_calls:
+            answer.cancel()
+        if open_calls:
+            await asyncio.wait(open_calls, timeout=CLOSE_S)
+        # An agent may end with its last answer in hand, before the server has seen that it was delivered.
+        if self._readers:
+            self._left.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), CLOSE_S)
+        self._calls.clear()
+        for node in self._chains.in_order():
+            node.value.conversation = None
+        for session in self._sessions:
+            session.close()
+        self._sessions.clear()
+
+    # ---- what the server calls
+
+    def begin(self, request: ModelRequest, *, digest: bytes, retry: bool, dialect: str) -> Call:
+        """A call: a new one, or the one that a client repeats and says so.
+
+        Raises:
+            Refusal: the rollout takes no more calls.
+        """
+        known = self._calls.get(digest)
+        if retry and known is not None and not _failed(known.answer):
+            self.counts["retried"] += 1
+            known.readers += 1
+            self._readers += 1
+            return known
+        if self._policy is None:
+            raise Refusal("the rollout of this key has ended", status=401, code="rollout_ended")
+        if self._begun >= self._config.max_turns:
+            raise self._refused(f"the rollout has made its {self._begun} calls (env.max_turns)", "call_budget_exceeded")
+        if self._max_sampled_tokens is not None and self._sampled >= self._max_sampled_tokens:
+            sampled = f"the rollout has sampled its {self._sampled} tokens (max_sampled_tokens)"
+            raise self._refused(sampled, "call_budget_exceeded")
+        self._begun += 1
+        self._readers += 1
+        call = Call(asyncio.create_task(self._answered(request, dialect, first=self._begun == 1)), readers=1)
+        call.answer.add_done_callback(_failed)  # its exception is known, also where no reader is left
+        self._calls[digest] = call
+        return call
+
+    def leave(self, call: Call, *, delivered: bool) -> None:
+        """A connection has been sent the answer, or has gone."""
+        call.readers -= 1
+        self._readers -= 1
+        if not self._readers:
+            self._left.set()
+        if not call.answer.done():
+            if not call.readers:
+                call.answer.cancel()
+        elif not _failed(call.answer):
+            turn = call.answer.result().turn
+            if delivered and turn.untrained == UNDELIVERED:
+                turn.untrained = None
+                self.counts[UNDELIVERED] -= 1
+                self.counts["answered"] += 1
+
+    async def count_tokens(self, request: ModelRequest) -> int:
+        """Of the prompt, rendered anew."""
+        conversation = Conversation(self._renderer, max_tokens=self._config.max_rollout_tokens)
+        try:
+            await conversation.open(self._quiet(request.messages), request.tools)
+        except UserCodeError as error:
+            raise Refusal(str(error)) from error
+        return len(conversation.prompt.ids) if conversation.prompt else self._config.max_rollout_tokens
+
+    async def _answered(self, request: ModelRequest, dialect: str, *, first: bool) -> Said:
+        at_s = time.perf_counter() - self._began_at
+        try:
+            said = await self._said(request, first=first)
+        except asyncio.CancelledError:
+            self.counts["aborted"] += 1
+            raise
+        except Refusal as refusal:
+            raise self._refused(str(refusal), refusal.code, refusal.status, refusal.field) from refusal
+        except UserCodeError as error:
+            self.counts["lost"] += 1
+            raise Refusal(str(error), status=500, code="generation_failed") from error
+        call = said.turn.call
+        assert call is not None
+        call |= {"at_s": round(at_s, 4), "dialect": dialect, "model": request.model}
+        return said
+
+    async def _said(self, request: ModelRequest, *, first: bool) -> Said:
+        kind = self._models.get(request.model, POLICY)
+        messages = self._quiet(request.messages)
+        match = self._chains.match((kind, request.tools), messages)
+        node, new = match.node, messages[match.known :]
+        conversation, session, chain = await self._prompted(match, new, request)
+        prompt = conversation.prompt
+        assert prompt is not None
+        if session is None:
+            chain, self._chain_count = self._chain_count, self._chain_count + 1
+            session = self._session(kind, prompt.token_ids, first=first)
+        room = min(conversation.max_completion_tokens, request.max_tokens or conversation.max_completion_tokens)
+        completion = await session.generate(prompt.token_ids, max_tokens=room)
+        self._sampled += len(completion.token_ids)
+        turn = await conversation.add_completion(completion)
+        depth = 0 if node is None else len(node.path())
+        turn.call = {"chain": chain, "depth": depth}
+        reply = reply_of(
+            turn.assistant_message,
+            length=completion.finish_reason == "length",
+            request=request,
+            id=uuid.uuid4().hex,
+            created=int(time.time()),
+            prompt_tokens=len(prompt.ids),
+            completion_tokens=len(completion.token_ids),
+        )
+        said = Said(turn, reply, chain, conversation, session)
+        self._chains.add(match, new, turn.assistant_message, said, extends=prompt.extends)
+        self._last_end = completion.finish_reason
+        if completion.finish_reason == "abort":
+            turn.untrained = "aborted"
+            raise UserCodeError("the generator aborted the completion")
+        # What was not trained for a reason of its own stays so. The rest is not until the answer has left.
+        turn.untrained = UNDELIVERED if kind == POLICY else AUXILIARY if kind == AUXILIARY else "frozen model"
+        self.counts[UNDELIVERED if kind == POLICY else turn.untrained] += 1
+        return said
+
+    async def _prompted(
+        self, match: "Match[Said]", new: list[Message], request: ModelRequest
+    ) -> tuple[Conversation, PolicySession | None, int]:
+        """The conversation up to this call's prompt, and the session and number of the chain that it goes on with.
+
+        Raises:
+            Refusal: the prompt leaves no room for an answer, or can't be rendered.
+        """
+        node, session, chain = match.node, None, -1
+        try:
+            if node is None:
+                conversation = Conversation(self._renderer, max_tokens=self._config.max_rollout_tokens, group=self._group)
+                fits = await conversation.open(list(new), request.tools)
+            else:
+                said, taken, node.taken = node.value, node.taken, True
+                conversation, said.conversation = said.conversation, None  # type: ignore[assignment]
+                if not taken:
+                    session, chain = said.session, said.chain
+                if conversation is None:
+                    turns = [before.turn for before in node.path()]
+                    limit = self._config.max_rollout_tokens
+                    conversation = Conversation.after(turns, self._renderer, max_tokens=limit)
+                conversation.messages.extend(new)
+                fits = await conversation.add_messages(new)
+        except UserCodeError as error:
+            raise Refusal(str(error), field="messages") from error
+        if not fits:
+            tokens = len(conversation.prompt.ids) if conversation.prompt and len(conversation.prompt.ids) else 0
+            seen = f"{tokens} tokens" if tokens > self.max_prompt_tokens else "more tokens"
+            cure = "compact the conversation, or begin a new one"
+            message = f"{seen} > {self.max_prompt_tokens} maximum (env.max_rollout_tokens): {cure}"
+            raise Refusal(message, code="context_length_exceeded", field="messages")
+        return conversation, session, chain
+
+    def _session(self, kind: str, prompt: np.ndarray, *, first: bool) -> PolicySession:
+        """For a chain that begins. Its seed follows from what it begins with: calls side by side come in any order."""
+        assert self._policy is not None
+        if first and kind == POLICY:
+            return self._policy
+        key = hashlib.blake2b(prompt.tobytes(), digest_size=8).hexdigest()
+        self._keys[key] += 1
+        key = f"{key}/{self._keys[key]}"
+        if kind in (POLICY, AUXILIARY):
+            return self._policy.branch(key)
+        assert self._frozen is not None, "a task with frozen models says how they are opened"
+        self._sessions.append(self._frozen(kind))
+        return self._sessions[-1]
+
+    def _quiet(self, messages: list[Message]) -> list[Message]:
+        """The messages without what the task calls noise."""
+        if not self._noise:
+            return messages
+        quiet = list(messages)
+        for index, message in enumerate(messages):
+            for name, pattern in self._noise.items() if message["role"] in ("system", "developer") else ():
+                rest, count = pattern.subn("", quiet[index]["content"])
+                if count:
+                    if not self.counts[f"noise/{name}"]:
+                        logger.info("noise %r: left out %s", name, shown(pattern.search(message["content"])))
+                    self.counts[f"noise/{name}"] += count
+                    quiet[index] = quiet[index] | {"content": rest}
+        return quiet
+
+    def _refused(self, message: str, code: str, status: int = 400, field: str | None = None) -> Refusal:
+        self.counts["refused"] += 1
+        self._last_end = code
+        return Refusal(message, status=status, code=code, field=field)
+
+
+def _failed(answer: "asyncio.Task[Said]") -> bool:
+    return answer.done() and (answer.cancelled() or answer.exception() is not None)

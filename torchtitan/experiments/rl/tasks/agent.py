@@ -1,0 +1,381 @@
+"""Agents as tasks: any program that speaks to a model over HTTP, as OpenAI's or Anthropic's clients do.
+
+class Solver(AgentTask):
+    async def run_agent(self, sample, endpoint):
+        client = AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key)
+        ...
+        return answer
+
+task = Solver.Config(dataset=..., rubric=..., algorithm=GRPO.Config())
+task = agent_command_task("rows.jsonl", ["python", "agent.py"], reward)
+"""
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import MinLen
+from renderers import Renderer
+
+from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.bounds import Changeable, Cure, NonEmptyStr, PositiveInt
+from torchtitan.experiments.rl.data.dataset import Dataset
+from torchtitan.experiments.rl.data.rows import RowDataset, row_datasets
+from torchtitan.experiments.rl.envs.prompt import GroupPrompts
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.gateway.session import AUXILIARY, POLICY, AgentRollout, Sampler
+from torchtitan.experiments.rl.generation.references import ModelReference
+from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, PolicySession
+from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
+from torchtitan.experiments.rl.tasks.group import derive_seed
+from torchtitan.experiments.rl.tasks.questions import fill
+from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_user
+
+if TYPE_CHECKING:  # it imports the clients' own types, which takes seconds
+    from torchtitan.experiments.rl.gateway.server import Endpoint, Gateway
+
+ANY_ADDRESS = "0.0.0.0"
+
+
+class AgentTask(Task):
+    """Subclass it and define ``run_agent``.
+
+    ``env.max_turns`` is how many calls a rollout may make, ``env.max_rollout_tokens`` how long each of its conversations may
+    be, ``env.rollout_timeout_s`` how long it may take.
+    """
+
+    in_lockstep = False
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        algorithm: Algorithm.Config = field(default_factory=GRPO.Config)
+        dataset: Dataset.Config = field(default_factory=RowDataset.Config)
+        max_sampled_tokens: PositiveInt | None = None
+        """That all calls of a rollout may sample together; None: as many as its calls give."""
+        models: dict[str, str | ModelReference] = field(default_factory=dict)
+        """What the names of models that the agent asks for stand for: "policy"; "auxiliary", the policy in calls that are not
+        trained; or a frozen model. A name that is not here is the policy."""
+        noise: dict[str, str] = field(default_factory=dict)
+        """Regular expressions by name. What one matches in a system message is left out before anything else is done with it: a
+        line that changes with every call would make each call a conversation of its own."""
+        listen: NonEmptyStr = "127.0.0.1"
+        """Address that agents reach the model at. "0.0.0.0" is every address of the host, for agents elsewhere: who has a
+        rollout's key may use it."""
+
+        def validate(self, *, field: str, policy_path: str | None = None) -> None:
+            super(AgentTask.Config, self).validate(field=field, policy_path=policy_path)
+            for name, stands_for in self.models.items():
+                if isinstance(stands_for, ModelReference):
+                    stands_for.validate(field=f"{field}.models.{name}")
+                elif stands_for not in (POLICY, AUXILIARY):
+                    cure = f'want "{POLICY}", "{AUXILIARY}" (the policy, not trained), a FrozenModel or a HostedModel'
+                    raise ConfigError(f"{field}.models.{name}", stands_for, cure)
+            for name, pattern in self.noise.items():
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise ConfigError(f"{field}.noise.{name}", pattern, f"no regular expression: {error}") from None
+
+        def check_present(self, *, field: str) -> None:
+            super(AgentTask.Config, self).check_present(field=field)
+            for name, model in self.models.items():
+                if isinstance(model, ModelReference):
+                    model.check_present(field=f"{field}.models.{name}")
+
+    config: Config
+
+    def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
+        if type(self).run_agent is AgentTask.run_agent:
+            raise TypeError(f"{type(self).__name__} runs no agent: define run_agent(sample, endpoint)")
+        super().__init__(config, name=name, renderer=renderer, seed=seed)
+        self._gateway: Gateway | None = None
+        self._frozen: dict[str, ModelClient] = {}
+
+    async def run_agent(self, sample: DataSample, endpoint: "Endpoint") -> Any:
+        """One rollout, from its example to what the agent answers: reward functions ``fn(answer, example)`` get it. None: they
+        get the text of the last turn. What it raises makes the rollout an ERROR. A plain function runs in a thread."""
+        raise NotImplementedError(f"{type(self).__name__}.run_agent")
+
+    async def setup(self, policy: PolicyClient) -> None:
+        """See Task. Starts the server where no other task of this process has."""
+        await super().setup(policy)
+        models = self.config.models.items()
+        self._frozen = {name: policy.frozen(model) for name, model in models if isinstance(model, ModelReference)}
+        gateway_at = await asyncio.to_thread(_server)
+        gateway = gateway_at(self.config.listen)
+        await gateway.acquire()
+        self._gateway = gateway
+
+    async def close(self) -> None:
+        """See Task."""
+        gateway, self._gateway = self._gateway, None
+        if gateway is not None:
+            await gateway.release()
+
+    async def make_envs(self, sample: DataSample, n: int) -> list[Any]:
+        """One rollout each, of which the gateway fills the turns."""
+        config, group = self.config, GroupPrompts()
+        models = {name: name if isinstance(model, ModelReference) else model for name, model in config.models.items()}
+        return [
+            AgentRollout(
+                sample,
+                renderer=self.renderer,
+                config=config.env,
+                max_sampled_tokens=config.max_sampled_tokens,
+                models=models,
+                frozen=functools.partial(self._frozen_session, sample),
+                noise=config.noise,
+                group=group,
+            )
+            for _ in range(n)
+        ]
+
+    async def run_rollout(self, env: Any, policy: Any) -> None:
+        """Run the agent with a key of its own, until it returns."""
+        rollout: AgentRollout = env
+        sampler: Sampler = policy
+        assert self._gateway is not None, "the task is set up"
+        gateway = self._gateway
+        rollout.open(sampler)
+        name = socket.gethostname() if self.config.listen == ANY_ADDRESS else None
+        endpoint = gateway.admit(rollout, name=name)
+        failure = None
+        try:
+            rollout.answer = await call_user(self.run_agent, rollout.sample, endpoint, timeout_s=None)
+        except UserCodeError as error:
+            failure = error
+        finally:
+            gateway.forget(endpoint.key)
+        rollout.ended(failure)
+
+    def _frozen_session(self, sample: DataSample, name: str) -> PolicySession:
+        return self._frozen[name].session(
+            rollout_id=f"{self.name}/{sample.sample_id}/0",
+            seed=derive_seed(0, sample.sample_id, 0, 0, name),
+            sampling=self.config.sampling,
+            stop_token_ids=self.renderer.get_stop_token_ids(),
+        )
+
+
+def _server() -> Any:
+    from torchtitan.experiments.rl.gateway.server import gateway_at
+
+    return gateway_at
+
+
+KEPT_OUTPUT = 16_384
+"""Characters of a command's output that are kept, from its end; and so many of its errors."""
+END_S = 0.5
+"""What a command has to end by itself after SIGTERM: `docker run` hands it on to its container."""
+INHERITED = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "SSL_CERT_FILE")
+"""Environment variables of the run that a command gets. The others may hold keys, which what the model writes could read."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class CommandResult:
+    """What a reward function gets of a command: ``fn(result, row)``."""
+
+    folder: Path
+    """Where it ran, as it left it. Removed when the rollout has been scored."""
+    exit_code: int
+    """Below 0: the signal that ended it."""
+    output: str
+    """The end of what it printed."""
+    errors: str
+    """The end of what it printed to stderr."""
+
+
+class AgentCommandTask(AgentTask):
+    """A command that runs in a folder of its own, made from the row.
+
+    The folder has ``row.json`` (an example that is no row is its "input") and the files of the row's column "files", by path.
+    The environment has the endpoint, the task's ``variables`` and those of the row's column "variables". The command's
+    processes end with the rollout.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(AgentTask.Config):
+        command: Annotated[list[str], MinLen(1), Cure('write ["python", "agent.py"]')]
+        """In each part {column} stands for the row's value."""
+        variables: dict[str, str] = field(default_factory=dict)
+        check_exit: bool = True
+        """Whether a rollout is an ERROR where the command's exit code is not 0. False: reward functions see the code."""
+        max_processes: Changeable[PositiveInt] = 32
+        """Commands that run at once in a process; other rollouts wait."""
+
+        def validate(self, *, field: str, policy_path: str | None = None) -> None:
+            super(AgentCommandTask.Config, self).validate(field=field, policy_path=policy_path)
+            program = self.command[0]
+            if not shutil.which(program, path=_path()):
+                raise ConfigError(f"{field}.command", program, "no such program on PATH: install it, or give its path")
+
+    config: Config
+
+    def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
+        super().__init__(config, name=name, renderer=renderer, seed=seed)
+        self._places = asyncio.Semaphore(config.max_processes)
+        self._folders: set[Path] = set()
+        self._started_in = Path.cwd()
+
+    async def run_agent(self, sample: DataSample, endpoint: "Endpoint") -> CommandResult:
+        """See AgentTask."""
+        row = sample.env_input if isinstance(sample.env_input, dict) else {"input": sample.env_input}
+        async with self._places:
+            folder = await asyncio.to_thread(_make_folder, row)
+            self._folders.add(folder)
+            result = None
+            try:
+                variables = (
+                    endpoint.variables() | self.config.variables | {k: str(v) for k, v in row.get("variables", {}).items()}
+                )
+                # A script is named from where the run was started, and runs in the folder.
+                command = [self._script(fill(part, row), folder) for part in self.config.command]
+                result = await _run_command(command, folder, variables, key=endpoint.key)
+                if result.exit_code and self.config.check_exit:
+                    last = (result.errors or result.output).strip()[-300:]
+                    raise RuntimeError(f"{self.config.command[0]} exited with {result.exit_code}: {last}")
+                return result
+            except BaseException:
+                await self._remove(folder)
+                raise
+
+    def _script(self, part: str, folder: Path) -> str:
+        named = self._started_in / part
+        return str(named) if "/" not in part[:1] and named.is_file() and not (folder / part).exists() else part
+
+    async def score_rewards(self, group: RolloutGroup) -> None:
+        """See Task. The folders are removed then."""
+        try:
+            await super().score_rewards(group)
+        finally:
+            for rollout in group.rollouts:
+                if isinstance(rollout.answer, CommandResult):
+                    await self._remove(rollout.answer.folder)
+
+    async def close(self) -> None:
+        """See Task."""
+        for folder in list(self._folders):
+            await self._remove(folder)
+        await super().close()
+
+    async def _remove(self, folder: Path) -> None:
+        self._folders.discard(folder)
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def agent_command_task(
+    data: Any,
+    command: list[str],
+    *reward_fns: Callable[..., Any] | RewardFn,
+    validation: Any = None,
+    split: float | None = None,
+    **fields: Any,
+) -> AgentCommandTask.Config:
+    """The config of an AgentCommandTask.
+
+    Args:
+        data: as for ``question_task``, also ``validation`` and ``split``.
+        command: such as ``["python", "agent.py"]``; a script's path is from where the run is started.
+        reward_fns: functions ``fn(result, row)`` of a CommandResult, or RewardFn.
+        fields: of AgentCommandTask.Config, such as ``group_size``.
+
+    Raises:
+        ConfigError: the data is none of these.
+    """
+    if reward_fns:
+        fields["rubric"] = Rubric.Config(reward_fns=list(reward_fns))
+    dataset, held_out = row_datasets(data, validation, split)
+    return AgentCommandTask.Config(dataset=dataset, validation=held_out, command=command, **fields)
+
+
+def _path() -> str:
+    """Where commands are looked for: ``python`` is the run's own."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def _make_folder(row: dict[str, Any]) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="agent-"))
+    try:
+        (folder / "row.json").write_text(json.dumps(row, default=str))
+        for name, text in row.get("files", {}).items():
+            file = (folder / name).resolve()
+            if not file.is_relative_to(folder.resolve()):
+                raise ValueError(f"files: {name!r} is outside the command's folder")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+async def _run_command(command: list[str], folder: Path, variables: dict[str, str], *, key: str) -> CommandResult:
+    """Run it to its end; every process that it has started ends with it."""
+    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    places = {"PATH": _path(), "HOME": str(folder), "TMPDIR": str(folder)}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        env=inherited | places | variables,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    ends = [asyncio.create_task(_end_of(stream)) for stream in (process.stdout, process.stderr) if stream is not None]
+    try:
+        await process.wait()
+    finally:
+        # Also where the rollout is cancelled, and cancelled again: nothing that was started may stay.
+        await asyncio.shield(asyncio.create_task(_end_processes(process, key)))
+        await asyncio.wait(ends, timeout=END_S)  # a pipe that something holds open all the same is not waited for
+        output, errors = (end.result() if end.done() else "" for end in ends)
+        for end in ends:
+            end.cancel()
+    assert process.returncode is not None
+    return CommandResult(folder=folder, exit_code=process.returncode, output=output, errors=errors)
+
+
+async def _end_of(stream: asyncio.StreamReader) -> str:
+    """The end of what is printed, whatever its length."""
+    kept = b""
+    while read := await stream.read(1 << 16):
+        kept = (kept + read)[-KEPT_OUTPUT:]
+    return kept.decode(errors="replace")
+
+
+async def _end_processes(process: asyncio.subprocess.Process, key: str) -> None:
+    """End a command's process group, and what has left the group: it still has the rollout's key in its environment."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), END_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+    await asyncio.to_thread(_kill_holders, key.encode())
+
+
+def _kill_holders(key: bytes) -> None:
+    """End the processes that have ``key`` in their environment."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if key in (entry / "environ").read_bytes():
+                    os.kill(int(entry.name), signal.SIGKILL)
