@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -209,14 +210,14 @@ async def test_a_key_opens_one_rollout_while_it_runs(renderer, tokenizer):
         seen.append(endpoint)
         async with client_of(endpoint) as ask:
             if len(seen) == 2:
-                async with client_of(seen[0]) as late:
+                async with client_of(replace(endpoint, key=seen[0].key)) as late:
                     status, reply = await late([HELLO])
                     assert status == 401 and "ended" in reply["error"]["message"]
             await ask([HELLO])
 
     for _ in range(2):
         rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer)
-        assert rollout.calls == {"answered": 1}
+        assert rollout.calls == {"answered": 1}, rollout.error
     assert seen[0].key != seen[1].key
 
 
@@ -258,6 +259,7 @@ async def test_what_can_not_be_served_is_refused_by_its_field(renderer, tokenize
             assert status == 200
 
     rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer)
+    assert rollout.error is None, rollout.error
     assert rollout.calls["answered"] == 1 and rollout.calls["refused"] == len(BAD)
 
 

@@ -139,7 +139,7 @@ def checked_request(body: Any, messages: list[Any], tools: list[Any], **fields: 
     if not isinstance(model, str):
         raise Refusal(f'model is {shown(model)}, want a name such as "policy"', field="model")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise Refusal(f"the limit of tokens is {shown(limit)}, want an integer from 1 up", field="max_tokens")
+        raise Refusal(f"max_tokens is {shown(limit)}, want an integer from 1 up", field="max_tokens")
     return ModelRequest(messages=checked, tools=known_tools, model=model, stream=bool(body.get("stream")), **fields)
 
 
