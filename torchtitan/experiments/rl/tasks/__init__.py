@@ -12,6 +12,7 @@ from torchtitan.experiments.rl.tasks.answers import final_answer, final_number, 
 from torchtitan.experiments.rl.tasks.demonstrations import DemonstrationTask
 from torchtitan.experiments.rl.tasks.questions import EnvTask, QuestionEnv, QuestionTask, env_task, question_task
 from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.tools import MCPServer, ToolTask, tool_task
 
 __all__ = [
     "AgentCommandTask",
@@ -21,6 +22,7 @@ __all__ = [
     "Dataset",
     "DemonstrationTask",
     "EnvTask",
+    "MCPServer",
     "MadeDataset",
     "MemoryRows",
     "MessageEnv",
@@ -40,6 +42,7 @@ __all__ = [
     "SamplingConfig",
     "StepOutput",
     "Task",
+    "ToolTask",
     "agent_command_task",
     "env_component",
     "env_task",
@@ -48,4 +51,5 @@ __all__ = [
     "last_assistant_text",
     "question_task",
     "right_answer",
+    "tool_task",
 ]

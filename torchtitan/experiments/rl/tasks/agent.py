@@ -33,16 +33,16 @@ from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import Changeable, Cure, NonEmptyStr, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.data.rows import RowDataset, row_datasets
+from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.gateway.session import AUXILIARY, POLICY, AgentRollout, Sampler
 from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, PolicySession
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
-from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn
 from torchtitan.experiments.rl.tasks.group import derive_seed
-from torchtitan.experiments.rl.tasks.questions import fill
+from torchtitan.experiments.rl.tasks.questions import fill, row_task
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_user
 
@@ -279,17 +279,12 @@ class AgentCommandTask(AgentTask):
 
 
 def agent_command_task(
-    data: Any,
-    command: list[str],
-    *reward_fns: Callable[..., Any] | RewardFn,
-    validation: Any = None,
-    split: float | None = None,
-    **fields: Any,
+    data: Any, command: list[str], *reward_fns: Callable[..., Any] | RewardFn, **fields: Any
 ) -> AgentCommandTask.Config:
     """The config of an AgentCommandTask.
 
     Args:
-        data: as for ``question_task``, also ``validation`` and ``split``.
+        data: as for ``row_task``, also ``validation`` and ``split`` among the fields.
         command: such as ``["python", "agent.py"]``; a script's path is from where the run is started.
         reward_fns: functions ``fn(result, row)`` of a CommandResult, or RewardFn.
         fields: of AgentCommandTask.Config, such as ``group_size``.
@@ -297,10 +292,7 @@ def agent_command_task(
     Raises:
         ConfigError: the data is none of these.
     """
-    if reward_fns:
-        fields["rubric"] = Rubric.Config(reward_fns=list(reward_fns))
-    dataset, held_out = row_datasets(data, validation, split)
-    return AgentCommandTask.Config(dataset=dataset, validation=held_out, command=command, **fields)
+    return row_task(AgentCommandTask.Config, data, *reward_fns, command=command, **fields)
 
 
 def _path() -> str:

@@ -16,7 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from renderers import Message, Renderer
 
@@ -44,12 +44,12 @@ class QuestionEnv(MessageEnv):
     """Asks a question, or goes on with a conversation, after a system prompt where there is one. An answer ends it."""
 
     def __init__(self, question: str | Sequence[Message], *, system_prompt: str | None = None):
-        self.question, self.system_prompt = question, system_prompt
+        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        asked = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        self.messages: list[Any] = [*system, *asked]
 
     async def reset(self) -> ResetOutput:
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        asked = [{"role": "user", "content": self.question}] if isinstance(self.question, str) else self.question
-        return ResetOutput(messages=[*system, *asked])
+        return ResetOutput(messages=self.messages)
 
     async def step_message(self, message: Message) -> StepOutput:
         return StepOutput(env_messages=[], done=True)
@@ -90,8 +90,8 @@ class QuestionTask(Task):
                 for column in self._columns:
                     _check_column(dataset, column, field=name, template=config.messages_column is None and config.template)
 
-    def make_env(self, sample: DataSample) -> QuestionEnv:
-        return QuestionEnv(self._asked(sample.env_input), system_prompt=self.config.system_prompt)
+    def make_env(self, sample: DataSample) -> MessageEnv:
+        return QuestionEnv(self.asked(sample.env_input), system_prompt=self.config.system_prompt)
 
     def check_examples(self, *, field: str) -> None:
         """See Task. Refuses chats that end with an answer, and counts rows from which the model can learn nothing."""
@@ -102,7 +102,8 @@ class QuestionTask(Task):
         ]
         self.examples_warning = "; ".join(warnings) or None
 
-    def _asked(self, row: dict[str, Any]) -> str | list[Message]:
+    def asked(self, row: dict[str, Any]) -> str | list[Message]:
+        """What an example asks the model."""
         column = self.config.messages_column
         return fill(self.config.template, row) if column is None else conversation_of(row, messages=column, tools="").messages
 
@@ -132,7 +133,7 @@ class QuestionTask(Task):
         """Whether the prompt is shorter than a rollout may be."""
         column = self.config.messages_column
         try:
-            asked = self._asked(row)
+            asked = self.asked(row)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{field}.messages_column", column, f"{place}: {error}") from None
         if not isinstance(asked, str) and asked[-1]["role"] == "assistant":
@@ -141,23 +142,42 @@ class QuestionTask(Task):
         limit = self.config.env.max_rollout_tokens
         if 2 * len(repr(asked).encode()) + TEMPLATE_TOKENS < limit:  # no token is shorter than a byte
             return True
-        system = [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
-        messages = [*system, *([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)]
+        messages = QuestionEnv(asked, system_prompt=self.config.system_prompt).messages
         return len(self.renderer.render(messages, add_generation_prompt=True).token_ids) < limit
 
 
-def question_task(
-    data: Any, *reward_fns: Callable[..., Any] | RewardFn, validation: Any = None, split: float | None = None, **fields: Any
-) -> QuestionTask.Config:
-    """The config of a QuestionTask.
+def question_task(data: Any, *reward_fns: Callable[..., Any] | RewardFn, **fields: Any) -> QuestionTask.Config:
+    """The config of a QuestionTask; ``row_task`` says what the data may be.
+
+    Args:
+        reward_fns: functions ``fn(completion, example)`` where the example is the row's dict, or RewardFn.
+        fields: ``validation`` and ``split`` of ``row_task``, and those of QuestionTask.Config, such as ``template``.
+
+    Raises:
+        ConfigError: the data is none of these.
+    """
+    return row_task(QuestionTask.Config, data, *reward_fns, **fields)
+
+
+C = TypeVar("C", bound=Task.Config)
+
+
+def row_task(
+    config: type[C],
+    data: Any,
+    *reward_fns: Callable[..., Any] | RewardFn,
+    validation: Any = None,
+    split: float | None = None,
+    **fields: Any,
+) -> C:
+    """A task's config, of rows and reward functions.
 
     Args:
         data: a .jsonl, .json, .csv or .parquet file, a dataset of the hub, a list of dicts, a pandas frame, or a dataset's
             config.
-        reward_fns: functions ``fn(completion, example)`` where the example is the row's dict, or RewardFn.
         validation: as ``data``: rows the policy is measured on and never trained on.
         split: share of ``data`` that is trained on, such as 0.9; the rest is the validation where there is no other.
-        fields: of QuestionTask.Config, such as ``template`` and ``group_size``.
+        fields: of the config, such as ``group_size``.
 
     Raises:
         ConfigError: the data is none of these.
@@ -165,7 +185,7 @@ def question_task(
     if reward_fns:
         fields["rubric"] = Rubric.Config(reward_fns=list(reward_fns))
     dataset, held_out = row_datasets(data, validation, split)
-    return QuestionTask.Config(dataset=dataset, validation=held_out, **fields)
+    return config(dataset=dataset, validation=held_out, **fields)
 
 
 def fill(template: str, row: dict[str, Any]) -> str:
@@ -221,17 +241,12 @@ class EnvTask(Task):
 
 
 def env_task(
-    data: Any,
-    message_env: Callable[[Any], MessageEnv],
-    *reward_fns: Callable[..., Any] | RewardFn,
-    validation: Any = None,
-    split: float | None = None,
-    **fields: Any,
+    data: Any, message_env: Callable[[Any], MessageEnv], *reward_fns: Callable[..., Any] | RewardFn, **fields: Any
 ) -> EnvTask.Config:
     """The config of an EnvTask.
 
     Args:
-        data: as for ``question_task``, also ``validation`` and ``split``.
+        data: as for ``row_task``, also ``validation`` and ``split`` among the fields.
         message_env: a class derived from MessageEnv; its ``self.row`` is the row's dict.
         reward_fns: functions ``fn(completion, row)`` of the last thing that the model says, or RewardFn.
         fields: of EnvTask.Config, such as ``group_size`` and ``env=RendererEnvConfig(max_turns=3)``.
@@ -239,7 +254,4 @@ def env_task(
     Raises:
         ConfigError: the data is none of these.
     """
-    if reward_fns:
-        fields["rubric"] = Rubric.Config(reward_fns=list(reward_fns))
-    dataset, held_out = row_datasets(data, validation, split)
-    return EnvTask.Config(dataset=dataset, validation=held_out, message_env=message_env, **fields)
+    return row_task(EnvTask.Config, data, *reward_fns, message_env=message_env, **fields)

@@ -1,0 +1,180 @@
+"""Tools of a task: what the model is told of them, and what each of its calls is answered with."""
+
+import functools
+import json
+import sys
+from typing import Literal
+
+import pytest
+
+from tests.unit.agents import config_of, run_task
+from tests.unit.rollout_stubs import ScriptedPolicy
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+from torchtitan.experiments.rl.tasks import MCPServer, ToolTask, tool_task
+from torchtitan.experiments.rl.tasks.tools import Tool
+
+ROW = {"question": "go", "stock": 3}
+
+
+async def search(query: str, limit: int = 3, order: Literal["new", "old"] = "new") -> list[str]:
+    """Search the notes.
+
+    query: words that a note has to have
+    limit (int): how many
+    """
+    return [query] * limit
+
+
+def divide(a: int, b: int) -> float:
+    return a / b
+
+
+class Shop:
+    closed: list[int] = []
+
+    def __init__(self, row, discount=0):
+        self.left = row["stock"] - discount
+
+    def buy(self, count: int) -> str:
+        """Buy apples."""
+        self.left -= count
+        return f"{self.left} left"
+
+    async def metadata(self):
+        return {"left": self.left}
+
+    def close(self):
+        self.closed.append(self.left)
+
+
+SERVER = """
+from mcp.server import MCPServer
+server = MCPServer("notes")
+@server.tool()
+def read(name: str) -> str:
+    "Read a note."
+    if name == "none":
+        raise ValueError("no such note")
+    return "note " + name
+server.run()
+"""
+
+
+def call(name, /, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def played(tools, replies, renderer, tokenizer, **fields):
+    """The rollout of a scripted model, and what each tool answered it."""
+    config = config_of(ToolTask, tools=tools, rows=[ROW], **fields)
+    policy = ScriptedPolicy(tokenizer, lambda rollout_id, turn: replies[turn])
+    rollout = (await run_task(config, policy, renderer)).rollouts[0]
+    asked = rollout.turns[-1].prompt_messages if rollout.turns else []
+    return rollout, [message["content"] for message in asked if message["role"] == "tool"]
+
+
+def counts(rollout):
+    return {name[4:]: value for name, value in rollout.reward_components.items() if name.endswith("_calls")}
+
+
+def test_the_model_is_told_name_text_and_types():
+    parameters = {
+        "properties": {
+            "query": {"description": "words that a note has to have", "type": "string"},
+            "limit": {"default": 3, "description": "how many", "type": "integer"},
+            "order": {"default": "new", "enum": ["new", "old"], "type": "string"},
+        },
+        "required": ["query"],
+        "type": "object",
+    }
+    function = {"name": "search", "description": "Search the notes.", "parameters": parameters}
+    assert Tool(search).spec == {"type": "function", "function": function}
+
+
+async def test_calls_are_answered_and_counted(renderer, tokenizer):
+    replies = [
+        call("search", query="x", limit=2) + call("divide", a=6, b=4),
+        call("search", query="x", order="best"),
+        call("search", limit=1),
+        call("serach", query="x"),
+        call("divide", a=1, b=0),
+        call("divide", a=1, b=2, c=3),
+        "<tool_call>\n{no\n</tool_call>",
+        "done",
+    ]
+    rollout, answers = await played([search, divide], replies, renderer, tokenizer)
+    assert rollout.status is RolloutStatus.COMPLETED, rollout.error
+    assert answers[:2] == ['["x","x"]', "1.5"]
+    for answer, parts in zip(
+        answers[2:],
+        (["order", "'new' or 'old'"], ["query", "required"], ["'serach'", "search, divide"], ["ZeroDivisionError"], ["c:"], []),
+        strict=True,
+    ):
+        assert answer.startswith("Error: ") and all(part in answer for part in parts), answer
+    assert counts(rollout) == {"good_calls": 2.0, "bad_calls": 5.0, "failed_calls": 1.0}
+
+
+async def test_a_tool_that_raises_ends_the_rollout_where_the_task_says_so(renderer, tokenizer):
+    replies = [call("divide", a=1, b=0), "done"]
+    rollout, _ = await played([divide], replies, renderer, tokenizer, tool_errors="fail")
+    assert rollout.status is RolloutStatus.ERROR and "ZeroDivisionError" in rollout.error
+    replies = [call("divide", a="x", b=0), "done"]  # the model's own mistake
+    rollout, (answer,) = await played([divide], replies, renderer, tokenizer, tool_errors="fail")
+    assert rollout.status is RolloutStatus.COMPLETED and answer.startswith("Error: a: ")
+
+
+async def test_a_class_is_made_for_each_rollout_and_closed_at_its_end(renderer, tokenizer):
+    Shop.closed.clear()
+    for tools, left in (([Shop], 1), ([functools.partial(Shop, discount=1)], 0)):
+        rollout, answers = await played(tools, [call("buy", count=2), "done"], renderer, tokenizer, group_size=2)
+        assert answers == [f"{left} left"] and rollout.metadata == {"left": left}
+        assert [spec["function"]["name"] for spec in rollout.turns[0].tools] == ["buy"]
+    assert Shop.closed == [1, 1, 0, 0]
+
+
+async def test_the_tools_of_a_server_are_called(renderer, tokenizer, tmp_path):
+    (tmp_path / "server.py").write_text(SERVER)
+    server = MCPServer(command=(sys.executable, str(tmp_path / "server.py")))
+    replies = [call("read", name="a"), call("read", name="none"), call("read"), "done"]
+    rollout, answers = await played([server, search], replies, renderer, tokenizer)
+    assert rollout.status is RolloutStatus.COMPLETED, rollout.error
+    assert answers[0] == "note a" and answers[1].startswith("Error: ") and "name" in answers[2]
+    assert counts(rollout) == {"good_calls": 1.0, "failed_calls": 2.0}
+
+    gone = MCPServer(command=(sys.executable, "-c", "raise SystemExit(3)"))
+    rollout, _ = await played([gone], ["done"], renderer, tokenizer)
+    assert rollout.status is RolloutStatus.ERROR and "ToolEnv.reset" in rollout.error
+
+
+def untyped(query):
+    return query
+
+
+def many(*words: str):
+    return words
+
+
+class Untyped:
+    def __init__(self, row):
+        pass
+
+    def find(self, word):
+        return word
+
+
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        (untyped, "query"),
+        (many, "words"),
+        (Untyped, "find(word)"),
+        ("search", "want a typed function"),
+        (MCPServer(), "command or its url"),
+    ],
+)
+def test_what_is_no_tool_is_refused_by_its_place(given, part):
+    config = tool_task([ROW], [search, given], lambda completion, row: 0.0)
+    with pytest.raises(ConfigError) as refused:
+        config.validate(field="tasks.notes")
+    assert refused.value.field == "tasks.notes.tools[1]" and part in str(refused.value)
