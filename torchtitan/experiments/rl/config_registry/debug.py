@@ -162,7 +162,7 @@ def rl_agent_calculator_qwen3_debug() -> RunConfig:
     """As rl_calculator_qwen3_debug, by an agent: a child process with its own loop, which asks the policy over HTTP."""
     config = rl_calculator_qwen3_debug()
     same = _fields_of(config.tasks["calculator"], rubric=CalculatorAgentRubric.Config())
-    config.tasks = {"calculator": AgentCommandTask.Config(**same, command=PROGRAM, max_processes=8)}
+    config.tasks = {"calculator": AgentCommandTask.Config(**same, command=PROGRAM)}
     return config
 
 

@@ -26,9 +26,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Literal, NoReturn
 
-import uvloop
-
 from torchtitan.experiments.rl.compat import monarch
+from torchtitan.experiments.rl.compat.uvloop import EventLoopPolicy
 from torchtitan.experiments.rl.printable import one_sentence, printable_json, printable_line
 from torchtitan.experiments.rl.process.host import cores_near, cores_on_nodes_of, mask_of, pci_addresses
 from torchtitan.experiments.rl.process.memory import hold_collection
@@ -365,7 +364,7 @@ def _exit_unless_finalizing() -> None:
 
 
 def _set_up_event_loops() -> None:
-    asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    asyncio.set_event_loop_policy(EventLoopPolicy())
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 

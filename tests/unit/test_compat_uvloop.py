@@ -1,0 +1,61 @@
+"""Processes are started by the run's event loop as by asyncio's own."""
+
+import asyncio
+import os
+import sys
+
+import pytest
+import uvloop
+
+from torchtitan.experiments.rl.compat.uvloop import EventLoop, EventLoopPolicy
+
+
+@pytest.fixture
+def event_loop_policy():
+    return EventLoopPolicy()
+
+
+async def started(*command, **options):
+    return await asyncio.create_subprocess_exec(*command, stdout=-1, stderr=-1, stdin=-1, **options)
+
+
+async def test_processes_are_started_side_by_side_and_give_output_and_codes():
+    assert isinstance(asyncio.get_running_loop(), EventLoop) and issubclass(EventLoop, uvloop.Loop)
+
+    async def one(code):
+        program = f"import sys; print(sys.stdin.read() * 2); print('bad', file=sys.stderr); sys.exit({code})"
+        process = await started(sys.executable, "-S", "-c", program)
+        return (*(await process.communicate(b"x")), process.returncode)
+
+    await one(0)  # the first opens what all share
+    before = len(os.listdir("/proc/self/fd"))
+    assert await asyncio.gather(*map(one, range(20))) == [(b"xx\n", b"bad\n", code) for code in range(20)]
+    process = await asyncio.create_subprocess_shell("echo $((6 * 7)); exit 3", stdout=-1)
+    assert await process.communicate() == (b"42\n", None) and process.returncode == 3
+    with pytest.raises(FileNotFoundError):
+        await started("no-such-program")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_signals_and_cancellation_leave_no_process():
+    process = await started("sleep", "3600", start_new_session=True)
+    process.terminate()
+    assert await asyncio.wait_for(process.wait(), 10) == -15
+    process = await started("sleep", "3600")
+    waiting = asyncio.create_task(process.communicate())
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    process.kill()
+    assert await asyncio.wait_for(process.wait(), 10) == -9
+    with pytest.raises(ChildProcessError):
+        os.waitpid(process.pid, os.WNOHANG)
+
+
+async def test_nothing_runs_between_fork_and_exec():
+    calls = []
+    os.register_at_fork(before=lambda: calls.append("before"), after_in_child=lambda: calls.append("child"))
+    process = await started("true")
+    await process.communicate()
+    assert not calls

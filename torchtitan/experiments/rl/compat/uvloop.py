@@ -1,0 +1,49 @@
+"""uvloop's event loop, but for how it starts processes.
+
+libuv forks, and what runs between its fork and its exec may wait for a lock that a thread of the parent held: in a process with
+Monarch's and torch's threads the child waits for ever, and the parent's event loop with it, for it reads from the child whether
+the exec went well. ``subprocess.Popen`` uses vfork, which runs nothing in between. (0.23.0; seen once in about 1,500 starts.)
+"""
+
+import asyncio
+import asyncio.unix_events
+import os
+from typing import Any
+
+import uvloop
+
+
+class EventLoop(uvloop.Loop):
+    """Processes are started by asyncio's own code, and their ends are seen by pidfd."""
+
+    _debug = False
+    subprocess_exec: Any = asyncio.BaseEventLoop.subprocess_exec
+    subprocess_shell: Any = asyncio.BaseEventLoop.subprocess_shell
+
+    async def _make_subprocess_transport(
+        self, protocol: Any, args: Any, shell: bool, stdin: Any, stdout: Any, stderr: Any, bufsize: int, **kwargs: Any
+    ) -> Any:
+        waiter = self.create_future()
+        transport = asyncio.unix_events._UnixSubprocessTransport(  # type: ignore[attr-defined]
+            self, protocol, args, shell, stdin, stdout, stderr, bufsize, waiter=waiter, **kwargs
+        )
+        ended = os.pidfd_open(transport.get_pid())
+
+        def reap() -> None:
+            self.remove_reader(ended)
+            os.close(ended)
+            transport._process_exited(transport._proc.wait())
+
+        self.add_reader(ended, reap)
+        try:
+            await waiter
+        except BaseException:
+            transport.close()
+            await transport._wait()
+            raise
+        return transport
+
+
+class EventLoopPolicy(uvloop.EventLoopPolicy):
+    def _loop_factory(self) -> EventLoop:
+        return EventLoop()
