@@ -1,7 +1,10 @@
 """Agents in a real run: the clients that people have, against the real engine, and what they said is trained."""
 
+import pytest
+
 from tests.integration.command_runs import Run
 from tests.unit.agents import assert_accounted
+from torchtitan.experiments.rl.observability.rollouts import lines_of
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 
 
@@ -25,6 +28,10 @@ def test_every_client_is_trained_on_what_it_was_answered(tmp_path):
             stopped = all(turn.completion.finish_reason == "stop" for turn in rollout.turns)
             assert len(rollout.samples) == 1 or not stopped
         assert all(abs(metrics["mismatch_kl/all"]) < 0.1 for metrics in run.steps)
+        turns = sum(metrics["rollout/turns_mean"] * metrics["rollout/count"] for metrics in run.steps)
+        assert sum(metrics["agent/clients/answered"] for metrics in run.steps) == pytest.approx(turns)
+        shown = lines_of(records[0])
+        assert "turn 1" in shown[1] and records[0].rollout.turns[0].call["dialect"] in shown[1]
         run.assert_nothing_left()
     finally:
         run.kill()

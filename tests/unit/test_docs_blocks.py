@@ -26,7 +26,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
+AGENTS = "test_docs_agents.py::test_the_agents_and_tools_of_the_page_earn_their_reward"
 PYTHON = {
+    "# my_agent.py": AGENTS,
+    "# my_command.py": AGENTS,
+    "# my_tools.py": AGENTS,
     "# mine.py": "test_docs_blocks.py::test_data_of_ones_own_passes_a_dry_run_as_shown",
     "# my_tasks.py": "test_readme.py::test_the_task_in_twenty_lines_runs_and_scores",
     "# a vLLM server anywhere": "test_docs_algorithms.py::test_the_frozen_models_shown_are_valid",
@@ -42,7 +46,7 @@ PYTHON = {
 }
 """Of each block of Python, by its first line, the test that runs it."""
 
-NO_CODE = ("starting ", "16/100 [", "Controller (one actor)", "dataset → task", "grpo ")
+NO_CODE = ('["', "starting ", "16/100 [", "Controller (one actor)", "dataset → task", "grpo ")
 """How blocks begin that show what is printed, or a drawing."""
 
 OTHER_PROGRAMS = (

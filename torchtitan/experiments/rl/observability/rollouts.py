@@ -129,11 +129,13 @@ def lines_of(
     facts = [rollout.rollout_id, rollout.status.value, reward, record.outcome or "not counted", f"policy {sampled_by}"]
     facts += [] if group_mean is None else [f"group's mean {group_mean:.3g}"]
     lines = [f"━━ {' · '.join(facts)} ".ljust(WIDTH, "━")]
+    lines += [f"   {line}" for line in calls_of(rollout)]
     for number, turn in enumerate(shown):
         lines += ["   (the conversation was rewritten)"] if turn["rewritten"] else []
         for message in turn["messages"]:
             lines += _message(message)
-        note = f"{turn['tokens']} tokens, {turn['generate_s']:.2f} s, {turn['finish_reason']}"
+        note = f"turn {number + 1}, " * (rollout.turns[number].call is not None)
+        note += f"{turn['tokens']} tokens, {turn['generate_s']:.2f} s, {turn['finish_reason']}"
         lines += _message(turn["reply"], note=note)
         if tokens:
             lines.append(f"   tokens {_tokens(rollout.turns[number].completion, typed=number in typed)}")
@@ -179,6 +181,21 @@ def shown_turns(rollout: Rollout, most: int) -> list[dict[str, Any]]:
         )
         seen = [*conversation, id(turn.assistant_message)]
     return turns
+
+
+def calls_of(rollout: Rollout) -> list[str]:
+    """Who called when, of an agent's rollout: a line for each turn, a step further in for each turn that it goes on from.
+
+    turn 1  0.02 s  chat, policy
+      turn 2  0.31 s  chat, policy
+      turn 3  0.30 s  chat, policy, undelivered
+    """
+    lines = []
+    for number, turn in enumerate(rollout.turns, start=1):
+        if turn.call is not None:
+            facts = [turn.call["dialect"], turn.call["model"], *([turn.untrained] if turn.untrained else [])]
+            lines.append(f"{'  ' * turn.call['depth']}turn {number}  {turn.call['at_s']:.2f} s  {', '.join(facts)}")
+    return lines
 
 
 def last_messages(rollout: Rollout, most: int) -> list[dict[str, Any]]:

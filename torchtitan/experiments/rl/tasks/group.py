@@ -26,7 +26,7 @@ from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicySession
 from torchtitan.experiments.rl.rollouts.samples import check_completion, samples_from_turns
 from torchtitan.experiments.rl.rollouts.sealed import copied_example, is_own, sealed_group, sealed_rollout, take_samples
 from torchtitan.experiments.rl.rollouts.streams import check_streams, check_trainable, finite_float
-from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import Completion, DataSample, Rollout, RolloutGroup, RolloutStatus, add_cost
 from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded, cause_of
@@ -187,6 +187,8 @@ class GroupRun:
             rollout_id=rollout.rollout_id,
             temperature=self._sampling.temperature,
         )
+        for name, count in (rollout.calls | {"samples": len(rollout.samples)} if rollout.calls else {}).items():
+            add_cost(f"agent/{rollout.task_name}/{name}", count)
         if self._credit:
             limit_s = self._task.config.env.rollout_timeout_s
             await score_rollout(self._task.algorithm, rollout, self._group, timeout_s=limit_s)

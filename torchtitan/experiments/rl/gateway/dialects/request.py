@@ -121,6 +121,12 @@ def checked_request(body: Any, messages: list[Any], tools: list[Any], **fields: 
     Raises:
         Refusal: messages or tools that the model can't be given.
     """
+    # Templates know one system message, at the beginning. What the clients' developers say is one.
+    begin = next((i for i, message in enumerate(messages) if message.get("role") not in ("system", "developer")), len(messages))
+    if begin:
+        said = [text(message.get("content"), "messages") for message in messages[:begin]]
+        messages = [{"role": "system", "content": "\n\n".join(said)}, *messages[begin:]]
+    messages = [message | {"role": "system"} if message.get("role") == "developer" else message for message in messages]
     try:
         checked = checked_messages(messages, "messages")
         known_tools = checked_tools(tools, "tools") if body.get("tool_choice") != "none" else None

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from torchtitan.experiments.rl.checkpointing.folder import policies
 from torchtitan.experiments.rl.config.run_folder import read_config
-from torchtitan.experiments.rl.observability.rollouts import cut, last_messages, plain, shown_turns
+from torchtitan.experiments.rl.observability.rollouts import calls_of, cut, last_messages, plain, shown_turns
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_rollout
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 from torchtitan.experiments.rl.types import ROLES, STREAMS, TrainingSample
@@ -138,6 +138,7 @@ def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> 
     return _head(recorded, place, line) | {
         "turns": shown_turns(recorded.rollout, most),
         "last_messages": last_messages(recorded.rollout, most),
+        "calls": calls_of(recorded.rollout),
         "left_out": recorded.left_out,
         "samples": [{"tokens": len(s), "trained": int(_members(s).sum())} for s in recorded.rollout.samples],
         "example": None if sample is None else {"sample_id": sample.sample_id, "env_input": cut(sample.env_input, most)},

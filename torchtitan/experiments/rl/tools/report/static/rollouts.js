@@ -83,10 +83,11 @@ async function rolloutPage(run, query, key) {
     rollout.advantage_is ? html("p", { class: "warning" }, rollout.advantage_is) : null,
     rollout.left_out ? html("p", { class: "warning" }, `Not recorded: ${rollout.left_out}`) : null,
     rollout.example ? html("details", {}, html("summary", {}, `Example ${rollout.example.sample_id}`), html("pre", {}, rollout.example.env_input || "")) : null,
-    html("h2", {}, "Conversation"),
+    rollout.calls.length ? html("details", { open: "" }, html("summary", {}, "Calls"), html("pre", {}, rollout.calls.join("\n"))) : null,
+    html("h2", {}, rollout.calls.length ? "Conversations" : "Conversation"),
   ];
   rollout.turns.forEach((turn, i) => {
-    if (turn.rewritten && i) parts.push(html("p", { class: "warning" }, "The conversation was rewritten here: a new training sample."));
+    if (turn.rewritten && i) parts.push(html("p", { class: rollout.calls.length ? "quiet" : "warning" }, rollout.calls.length ? `Turn ${i + 1} begins a conversation or goes on from an earlier turn.` : "The conversation was rewritten here: a new training sample."));
     if (turn.tools && turn.tools.length) parts.push(html("details", {}, html("summary", {}, `${turn.tools.length} tools`), html("pre", {}, JSON.stringify(turn.tools, null, 2))));
     parts.push(...turn.messages.map((one) => message(one)));
     const note = `${number(turn.tokens)} tokens, version ${turn.versions.join(", ")}, ${turn.generate_s.toFixed(2)} s, ended by ${turn.finish_reason}`;
