@@ -42,7 +42,7 @@ SCRIPT = ("echo 6 > six.txt", "cat six.txt")
 
 
 class ScriptedShell:
-    """Calls the shell with each line of SCRIPT, then answers. Other conversations, such as one that asks for a title, get "ok"."""
+    """Calls the shell with each line of SCRIPT, then answers. Where there is none, as in a call for a title, it says "ok"."""
 
     version = 0
 
@@ -87,9 +87,8 @@ def report(name: str, rollout: Rollout) -> bool:
     trained = np.concatenate([sample.token_ids[sample.loss_mask] for sample in rollout.samples] or [np.zeros(0)])
     exact = sorted(sampled.tolist()) == sorted(trained.tolist()) and len(sampled) > 0
     print(f"{name}: {rollout.status.value}, reward {rollout.reward}, {len(rollout.turns)} turns, calls {rollout.calls}")
-    print(
-        f"  {len(trained)} tokens trained of {rollout.completion_tokens} sampled, in {len(rollout.samples)} samples; exact: {exact}"
-    )
+    trains = f"{len(trained)} of {rollout.completion_tokens} sampled tokens, in {len(rollout.samples)} samples"
+    print(f"  would train {trains}; exact: {exact}")
     print("\n".join(f"  {line}" for line in calls_of(rollout)))
     if rollout.error:
         print(f"  {rollout.error}")

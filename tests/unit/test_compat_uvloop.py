@@ -53,6 +53,13 @@ async def test_signals_and_cancellation_leave_no_process():
         os.waitpid(process.pid, os.WNOHANG)
 
 
+async def test_a_process_has_ended_whoever_holds_its_pipes():
+    process = await asyncio.create_subprocess_shell("sleep 3600 & echo $!", stdout=-1)
+    assert await asyncio.wait_for(process.wait(), 10) == 0
+    os.kill(int(await process.stdout.readline()), 9)
+    assert await process.stdout.read() == b""
+
+
 async def test_nothing_runs_between_fork_and_exec():
     calls = []
     os.register_at_fork(before=lambda: calls.append("before"), after_in_child=lambda: calls.append("child"))

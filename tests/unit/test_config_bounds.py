@@ -327,7 +327,7 @@ def made(config_class: type) -> Any:
             plain = declared(field_annotations(config_class, {}).get(entry.name, Any)).type
             if get_origin(plain) in (Union, types.UnionType):
                 plain = next(option for option in get_args(plain) if option in STAND_INS)
-            given[entry.name] = STAND_INS.get(get_origin(plain) or plain) or made(plain)
+            given[entry.name] = STAND_INS.get(plain) or STAND_INS.get(get_origin(plain)) or made(plain)
     return config_class(**given)
 
 
@@ -342,6 +342,8 @@ STAND_INS = {
     float: 1.0,
     dict: {"a": 1.0},
     list: [1],
+    list[str]: ["text"],
+    list[Any]: [None],  # what the command line says nothing of
     Task.Config: QuestionTask.Config(),
     Dataset.Config: RowDataset.Config(rows=MemoryRows([{"question": "1"}])),
     Any: object(),

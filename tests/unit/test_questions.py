@@ -82,11 +82,12 @@ async def test_bare_functions_and_reward_fns_mix_and_may_be_async(renderer, toke
     assert rewards == [pytest.approx((0.0 + 0.5 + 2.0) / 4)] * 2
 
 
-def test_the_template_and_the_system_prompt_make_the_prompt(renderer):
+async def test_the_template_and_the_system_prompt_make_the_prompt(renderer):
     template = "{question} Answer in \\boxed{}, not {{}}."
     task = question_task(ROWS, exact, template=template, system_prompt="Be brief.").build(name="mine", renderer=renderer)
     env = task.make_env(task.dataset[1])
-    assert (env.question, env.system_prompt) == ("2 + 2? Answer in \\boxed{}, not {{}}.", "Be brief.")
+    asked = [("system", "Be brief."), ("user", "2 + 2? Answer in \\boxed{}, not {{}}.")]
+    assert [(message["role"], message["content"]) for message in (await env.reset()).messages] == asked
 
 
 def test_a_saved_config_says_how_many_rows_there_are_and_not_what_they_are():

@@ -33,6 +33,11 @@ class EventLoop(uvloop.Loop):
             self.remove_reader(ended)
             os.close(ended)
             transport._process_exited(transport._proc.wait())
+            # Python 3.11 would let them wait for whatever else holds the pipes open, such as a child of the process.
+            waiters, transport._exit_waiters = transport._exit_waiters, []
+            for exit_waiter in waiters or ():
+                if not exit_waiter.done():
+                    exit_waiter.set_result(transport._returncode)
 
         self.add_reader(ended, reap)
         try:

@@ -131,7 +131,9 @@ def lines_of(
     lines = [f"━━ {' · '.join(facts)} ".ljust(WIDTH, "━")]
     lines += [f"   {line}" for line in calls_of(rollout)]
     for number, turn in enumerate(shown):
-        lines += ["   (the conversation was rewritten)"] if turn["rewritten"] else []
+        if turn["rewritten"]:
+            of_agent = rollout.turns[number].call is not None
+            lines.append("   (from the beginning)" if of_agent else "   (the conversation was rewritten)")
         for message in turn["messages"]:
             lines += _message(message)
         note = f"turn {number + 1}, " * (rollout.turns[number].call is not None)
