@@ -327,7 +327,8 @@ def made(config_class: type) -> Any:
             plain = declared(field_annotations(config_class, {}).get(entry.name, Any)).type
             if get_origin(plain) in (Union, types.UnionType):
                 plain = next(option for option in get_args(plain) if option in STAND_INS)
-            given[entry.name] = STAND_INS.get(plain) or STAND_INS.get(get_origin(plain)) or made(plain)
+            plain = plain if plain in STAND_INS else get_origin(plain) or plain
+            given[entry.name] = STAND_INS[plain] if plain in STAND_INS else made(plain)
     return config_class(**given)
 
 
@@ -342,8 +343,8 @@ STAND_INS = {
     float: 1.0,
     dict: {"a": 1.0},
     list: [1],
-    list[str]: ["text"],
-    list[Any]: [None],  # what the command line says nothing of
+    list[str]: [],
+    list[Any]: [],
     Task.Config: QuestionTask.Config(),
     Dataset.Config: RowDataset.Config(rows=MemoryRows([{"question": "1"}])),
     Any: object(),
