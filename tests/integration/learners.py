@@ -1,5 +1,7 @@
 """Learners on fixed samples: how tests make them, what they ask of them, and how they compare it."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -91,13 +93,16 @@ def learner_of(
     dtype=None,
     lr: float = 1e-3,
     start: TrainerStart | None = None,
+    adapters: Sequence[str] = ("",),
     **config,
 ) -> Learner:
     model = model if isinstance(model, ModelConfig) else ModelConfig(hf_assets_path=model)
     config = TrainerConfig(optimizer=OptimizerConfig(lr=lr), **config)
     config.lr_scheduler.warmup_steps = 0
     sizes = dict(max_seq_len=512, total_steps=10)
-    return Learner(config, model=model, device="cpu", **sizes, run_dir=str(run_dir), start=start, dtype=dtype)
+    return Learner(
+        config, model=model, device="cpu", **sizes, run_dir=str(run_dir), start=start, dtype=dtype, adapters=adapters
+    )
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,8 +121,9 @@ def accumulate(learner: Learner, layout: dict, samples: list[TrainingSample]) ->
 def loss_and_gradient(learner: Learner, layout: dict, samples=None) -> tuple[float, dict[str, torch.Tensor]]:
     """Of one step on the fixed samples; the learner's own gradient is cleared."""
     loss = accumulate(learner, layout, samples or samples_of())["loss/total"]
-    gradient = {name: full(parameter.grad) for name, parameter in learner.model.named_parameters()}
-    learner.optimizers.zero_grad()
+    held = learner.model.named_parameters()
+    gradient = {name: full(parameter.grad) for name, parameter in held if parameter.requires_grad}
+    learner.trained[""].optimizers.zero_grad()
     return loss, {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in gradient.items()}
 
 

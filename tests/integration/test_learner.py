@@ -21,11 +21,13 @@ from tests.integration.learners import (
     parameters,
     samples_of,
     step,
+    tree_samples,
 )
 from tests.integration.models import llama_folder
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import LossConfig, PPOClip, TruncatedImportance
+from torchtitan.experiments.rl.models.lora import LoRA, trained_state
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
@@ -53,6 +55,16 @@ def test_a_rank_that_is_alone_computes_without_fsdp_what_it_computes_with_it(exa
     recomputed = exact(mixed_precision_param="float64", activation_checkpoint="full")
     assert_same_step(loss_and_gradient(recomputed, REFERENCE_LAYOUT), expected)
     assert_same(step(without), step(with_fsdp), rtol=1e-9, atol=1e-12)
+
+
+def test_prefix_trees_change_nothing_of_adapters(exact):
+    learner = exact(lora=LoRA.Config(rank=4))
+    random = torch.Generator().manual_seed(0)
+    for name, parameter in trained_state(learner.model).items():
+        torch.nn.init.normal_(parameter, std=0.05, generator=random) if "lora_b" in name else None
+    apart = loss_and_gradient(learner, REFERENCE_LAYOUT | {"share_prefixes": False}, tree_samples())
+    assert_same_step(loss_and_gradient(learner, LAYOUTS["long rows"], tree_samples()), apart)
+    assert apart[1].keys() == trained_state(learner.model).keys() and all(tensor.any() for tensor in apart[1].values())
 
 
 # ---- checkpoints

@@ -7,7 +7,8 @@ A generator for each model, and one learner in this process, in float32.
 import asyncio
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,17 @@ from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
+from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 from torchtitan.experiments.rl.weights.store import start_store
 
 LENGTH = 300
 """Tokens of a prompt: many times as long as the Llama's unscaled rotary frequencies reach."""
 LLAMA, FUSED, ADAPTED = "Llama 3", "fused flavor of Qwen3", "adapters of a Llama 3"
-VERSIONS = {LLAMA: 1, FUSED: 2, ADAPTED: 3}
+TWO = "two adapters of a Llama 3, in an engine of two processes"
+NAMES = ("code", "math")
+NOTHING, BOTH = 1, 5
+"""Versions: adapters that are zero, and two of them."""
+VERSIONS = {LLAMA: 2, FUSED: 3, ADAPTED: 4}
 """That a test publishes. They share a store."""
 LR = {LLAMA: 0.02, FUSED: 0.005, ADAPTED: 0.1}
 LORA = LoRA.Config(rank=3, alpha=6)
@@ -43,22 +49,24 @@ LORA = LoRA.Config(rank=3, alpha=6)
 @pytest.fixture(scope="module")
 def models(llama_model, fused_model) -> dict[str, ModelConfig]:
     llama = ModelConfig(hf_assets_path=llama_model)
-    return {LLAMA: llama, FUSED: fused_config(fused_model), ADAPTED: llama}
+    return {LLAMA: llama, FUSED: fused_config(fused_model), ADAPTED: llama, TWO: llama}
 
 
 @pytest.fixture(scope="module")
 def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
-    config = GeneratorConfig()
-    config.engine.max_model_len = 512
+    adapters = {ADAPTED: {"": LORA.rank}, TWO: dict.fromkeys(NAMES, LORA.rank)}
     cores = sorted(os.sched_getaffinity(0))
-    procs = spawn_on(None, "generator", [Place(0, share) for share in ((cores[0],), (cores[-1],), (cores[-1],))], "cpu")[0]
+    shares = ((cores[0],), (cores[-1],), (cores[-1],), (cores[0], cores[-1]))
+    procs = spawn_on(None, "generator", [Place(0, share) for share in shares], "cpu")[0]
 
     async def build() -> dict[str, Any]:
         made = {}
         for index, (name, model) in enumerate(models.items()):
             options = dict(model_path=model.hf_assets_path, device="cpu", run_dir=str(tmp_path_factory.mktemp("generator")))
-            options |= dict(lora_rank=LORA.rank) if name == ADAPTED else {}
-            made[name] = procs.slice(procs=index).spawn(f"generator_{index}", Generator, config, **options)
+            config = GeneratorConfig()
+            config.engine.max_model_len, config.engine.tensor_parallel_degree = 512, 2 if name == TWO else 1
+            own = procs.slice(procs=index)
+            made[name] = own.spawn(f"generator_{index}", Generator, config, adapters=adapters.get(name), **options)
         await start_store(procs.slice(procs=0))
         await asyncio.gather(*(generator.setup.call_one() for generator in made.values()))
         return made
@@ -76,6 +84,55 @@ def random_tokens(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 768, count).astype(np.int32)
 
 
+async def sampler(generator: Any) -> Callable[..., Awaitable[tuple[np.ndarray, np.ndarray, set[int]]]]:
+    """Samples by seed, adapter and length of prompt. Returns prompt with completion, the engine's log-probabilities of the
+    completion, and the versions on its tokens."""
+    port, receiver = Channel.open()
+    await generator.attach.call_one(0, port)
+    ids = itertools.count()
+
+    async def sample(seed: int, adapter: str = "", length: int = LENGTH) -> tuple[np.ndarray, np.ndarray, set[int]]:
+        prompt = random_tokens(length, seed)
+        request = GenerateRequest(
+            request_id=next(ids),
+            prompt_token_ids=prompt,
+            sampling=SamplingConfig(max_tokens=40),
+            seed=seed,
+            stop_token_ids=[],
+            adapter=adapter,
+        )
+        generator.submit.broadcast([request])
+        async with asyncio.timeout(60):
+            (result,) = await receiver.recv()
+        completion = result.completion
+        return np.concatenate([prompt, completion.token_ids]), completion.logprobs, set(completion.policy_versions.tolist())
+
+    return sample
+
+
+async def deliver(learner: Learner, generator: Any, version: int, canary: np.ndarray) -> WeightReceipt:
+    publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
+    publisher.write(version, learner.hub_tensors)
+    await publisher.publish(version, remote_readers=False)
+    return await generator.update_weights.call_one(version, canary)
+
+
+async def test_adapters_that_add_nothing_leave_engine_and_trainer_as_they_are_bit_for_bit(
+    models, generators, one_rank, tmp_path
+):
+    learner = learner_of(tmp_path, model=models[ADAPTED], lora=LORA)
+    canary = random_tokens(8)
+    receipt = await deliver(learner, generators[ADAPTED], NOTHING, canary)
+    base = await generators[LLAMA].canary.call_one(canary)
+    assert (receipt.canary_logprobs == base).all() and np.ptp(base) > 1
+    plain, adapted = [await sampler(generators[name]) for name in (LLAMA, ADAPTED)]
+    for seed in range(3):
+        (tokens, logprobs, versions), (own_tokens, own, own_versions) = await plain(seed), await adapted(seed)
+        assert (versions, own_versions) == ({0}, {NOTHING})
+        assert (tokens == own_tokens).all() and (logprobs == own).all()
+    assert (learner.score(tokens) == learner_of(tmp_path, model=models[LLAMA]).score(tokens)).all()
+
+
 @pytest.mark.parametrize("name", VERSIONS)
 async def test_engine_trainer_and_transformers_agree_before_and_after_a_published_step(
     name,
@@ -89,29 +146,11 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     lora = LORA if name == ADAPTED else None
     learner = learner_of(tmp_path, model=models[name], lr=LR[name], lora=lora)
     assert any("wqkv" in parameter for parameter, _ in learner.model.named_parameters()) == (name == FUSED)
-    port, receiver = Channel.open()
-    await generator.attach.call_one(0, port)
-    ids = itertools.count()
-
-    async def sample(seed: int) -> tuple[np.ndarray, np.ndarray, set[int]]:
-        """Prompt with completion, the engine's log-probabilities of the completion, and the versions on its tokens."""
-        prompt = random_tokens(LENGTH, seed)
-        request = GenerateRequest(
-            request_id=next(ids),
-            prompt_token_ids=prompt,
-            sampling=SamplingConfig(max_tokens=40),
-            seed=seed,
-            stop_token_ids=[],
-        )
-        generator.submit.broadcast([request])
-        async with asyncio.timeout(60):
-            (result,) = await receiver.recv()
-        completion = result.completion
-        return np.concatenate([prompt, completion.token_ids]), completion.logprobs, set(completion.policy_versions.tolist())
+    sample = await sampler(generator)
 
     tokens, sampled, versions = await sample(seed=1)
     expected = reference(path, tokens)[LENGTH:]
-    assert versions == {0} and len(sampled) == 40 and np.ptp(expected) > 1
+    assert versions == {NOTHING if name == ADAPTED else 0} and len(sampled) == 40 and np.ptp(expected) > 1
     np.testing.assert_allclose(learner.score(tokens)[LENGTH:], expected, rtol=0, atol=1e-4)
     np.testing.assert_allclose(sampled, expected, rtol=0, atol=1e-4)
 
@@ -120,11 +159,8 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     learner.optim_step()
     trained = learner.score(tokens)[LENGTH:]
     assert np.abs(trained - expected).max() > 0.1, "the step changed nothing"
-    publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
-    publisher.write(version, learner.hub_tensors)
-    await publisher.publish(version, remote_readers=False)
     canary = random_tokens(8)
-    receipt = await generator.update_weights.call_one(version, canary)
+    receipt = await deliver(learner, generator, version, canary)
     np.testing.assert_allclose(receipt.canary_logprobs, learner.score(canary), rtol=0, atol=1e-4)
 
     tokens, sampled, versions = await sample(seed=1)
@@ -137,6 +173,25 @@ async def test_engine_trainer_and_transformers_agree_before_and_after_a_publishe
     folder = learner.save_final(version)
     learner.close()
     np.testing.assert_allclose(reference(str(folder), tokens)[LENGTH:], sampled, rtol=0, atol=1e-4)
+
+
+async def test_an_engine_of_two_processes_serves_two_adapters_each_to_its_own_requests(models, generators, one_rank, tmp_path):
+    """Prompts of many cached blocks and of less than one, asked of both adapters in turn: neither reads the other's cache."""
+    learner, generator = learner_of(tmp_path, model=models[TWO], lr=LR[ADAPTED], lora=LORA, adapters=NAMES), generators[TWO]
+    samples = [replace(sample, adapter=NAMES[index % 2]) for index, sample in enumerate(samples_of(16))]
+    learner.forward_backward(Batcher.Config(row_length=512).build().plan(samples, 1).microbatches[0], 0)
+    learner.optim_step()
+    canary, sample = random_tokens(8), await sampler(generator)
+    receipt = await deliver(learner, generator, BOTH, canary)
+    np.testing.assert_allclose(receipt.canary_logprobs, learner.canary(canary), rtol=0, atol=1e-4)
+    for length in (LENGTH, 20):
+        for seed, name in itertools.product((1, 1, 2), NAMES):
+            tokens, sampled, versions = await sample(seed, name, length)
+            assert versions == {BOTH}
+            own, others = (learner.score(tokens, adapter)[length:] for adapter in (name, *(set(NAMES) - {name})))
+            np.testing.assert_allclose(sampled, own, rtol=0, atol=1e-4)
+            assert np.abs(sampled - others).max() > 0.1
+    learner.close()
 
 
 @torch.no_grad()

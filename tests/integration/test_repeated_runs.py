@@ -9,8 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.integration.command_runs import Run, assert_ledger_balances
+from torchtitan.experiments.rl.config.hub import model_folder
+from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.metrics import without_timing
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.tools.report.index import RunIndex
@@ -163,3 +167,26 @@ def test_adapters_that_are_served_and_adapters_that_are_merged_make_the_same_run
     assert served.steps[-1]["policy/entropy"] != pytest.approx(served.steps[0]["policy/entropy"], rel=1e-2), (
         "nothing was learned"
     )
+
+
+def test_tasks_train_and_sample_with_adapters_of_their_own(start):
+    """Two of the three tasks share one, and two ranks each. What the engine said of a token is what the trainer says with the
+    adapter of its task."""
+    words = "--max-offpolicy-steps 0 --seed 7 --steps 4 --checkpoint.interval 2 --trainer.ranks 2"
+    words += " --trainer.lora.rank 4 --trainer.optimizer.lr 1e-2"
+    names = {"sum_digits": "digits", "sum_digits_distilled": "distilled", "sum_digits_rounds": "digits"}
+    for task, adapter in names.items():
+        words += f" --tasks.{task}.adapter {adapter}"
+    run = start(*words.split(), config="rl_mixed_qwen3_debug").ended_well()
+    for record in run.steps:
+        assert record["policy/age_max"] == 0 and record["rl/logprob_diff_max"] <= 1e-4
+        assert record["digits/train/grad_norm"] > 0 and record["distilled/train/grad_norm"] > 0
+    found = [
+        load_file(run.folder / f"policy/step-4/{name}/adapter/adapter_model.safetensors") for name in ("digits", "distilled")
+    ]
+    assert found[0].keys() == found[1].keys() and not any(torch.equal(found[0][key], found[1][key]) for key in found[0])
+    with pytest.raises(ConfigError, match="name one of them, such as .*policy/step-4/d"):
+        model_folder(str(run.folder))
+    shutil.rmtree(run.folder / "checkpoints" / "step-000004")
+    again = start(resume=run.folder).ended_well()
+    same_but_for_the_clock(again, run)

@@ -52,7 +52,7 @@ def gradient(learner: Learner, samples: list[TrainingSample]) -> tuple[torch.Ten
     plan = Batcher.Config(row_length=256, rows_per_microbatch=4).build().plan(samples, 1)
     metrics = learner.forward_backward(plan.microbatches[0], 0).compute()
     flat = torch.cat([full(parameter.grad).flatten() for parameter in learner.model.parameters()])
-    learner.optimizers.zero_grad()
+    learner.trained[""].optimizers.zero_grad()
     return flat, metrics
 
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,20 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.integration.learners import LAYOUTS, TOKENS, accumulate, assert_same, full, learner_of, parameters, samples_of
+from tests.integration.learners import (
+    LAYOUTS,
+    TOKENS,
+    accumulate,
+    assert_same,
+    full,
+    learner_of,
+    parameters,
+    samples_of,
+    tree_samples,
+)
 from tests.integration.models import MODEL
 from tests.integration.ranks import run_ranks
+from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import ModelConfig
@@ -24,6 +36,7 @@ from torchtitan.experiments.rl.training.checkpoints import TrainerStart, export_
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
 from torchtitan.experiments.rl.training.trainer import init_process_group
+from torchtitan.experiments.rl.types import TrainingSample
 
 
 def step(learner: Learner, number: int) -> dict[str, float]:
@@ -85,7 +98,7 @@ def test_a_step_that_fails_in_its_middle_leaves_a_state_that_is_not_saved(one_ra
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(learner.lr_schedulers, "step", fail)
+    monkeypatch.setattr(learner.trained[""].lr_schedulers, "step", fail)
     with pytest.raises(RuntimeError):
         learner.optim_step()
     assert learner.steps_taken is None
@@ -161,7 +174,7 @@ def test_adapters_of_another_base_are_refused(adapted, one_rank, tmp_path):
 
 def test_a_run_of_adapters_does_not_begin_with_a_whole_model(adapted, uninterrupted, one_rank, tmp_path):
     start = replace(uninterrupted["start"], weights_only=True)
-    with pytest.raises(RunError, match="no adapters"):
+    with pytest.raises(RunError, match="goes on from adapters"):
         learner_of(tmp_path, start=start, **LORA)
     learner = learner_of(tmp_path, start=replace(adapted["start"], weights_only=True), **LORA)
     assert_same(parameters(learner), adapted["weights"], rtol=0, atol=0)
@@ -190,17 +203,81 @@ def test_the_reference_of_adapters_is_the_base_for_the_price_of_adapters(one_ran
     plain = learner_of(tmp_path)
     learner = learner_of(tmp_path, reference=ReferenceConfig(kind="lagged", every=100), **LORA)
     step(learner, 1)
-    with learner.reference.in_place():
+    with learner.trained[""].reference.in_place():
         assert (learner.score(TOKENS) == plain.score(TOKENS)).all()
     assert np.abs(learner.score(TOKENS) - plain.score(TOKENS)).max() > 1e-3
     assert sum(tensor.numel() for tensor in held(learner).values()) < 50_000
+
+
+# ---- several adapters
+
+NAMES = ("code", "math")
+APART = dict(lora=LoRA.Config(rank=4), lr=1e-2, reference=ReferenceConfig(kind="lagged", every=2, kl_coef=0.1))
+TRAINED = {1: NAMES, 2: ("math",), 3: NAMES}
+"""By step: those that have samples in it."""
+
+
+def adapted_samples(name: str, number: int, adapter: str) -> list[TrainingSample]:
+    samples = [*samples_of(seed=10 * number + len(name)), *tree_samples()]
+    return [replace(sample, adapter=adapter, task_name=name) for sample in samples if name == "code" or len(sample) % 3]
+
+
+def step_of_several(learner: Learner, number: int) -> dict[str, float]:
+    """Rows of each adapter that has samples in the step, which lie mixed."""
+    own = [adapted_samples(name, number, name) for name in TRAINED[number]]
+    mixed = [sample for pair in zip_longest(*own) for sample in pair if sample is not None]
+    return accumulate(learner, LAYOUTS["rows of another length, three at a time"], mixed) | learner.optim_step()
+
+
+def test_two_adapters_that_are_trained_together_are_those_that_are_trained_alone_bit_for_bit(one_rank, tmp_path):
+    """The second step has no sample of one of them: no momentum, decay or schedule moves it."""
+    together, metrics, held = learner_of(tmp_path, adapters=NAMES, **APART), [], []
+    for number in TRAINED:
+        metrics.append(step_of_several(together, number))
+        held.append(together.adapters.peft())
+        if number == 2:
+            start = saved(together, tmp_path / "trainer", 2)
+    assert all(torch.equal(held[0]["code"][key], held[1]["code"][key]) for key in held[0]["code"])
+    for name in NAMES:
+        alone, numbers = learner_of(tmp_path, **APART), [number for number in TRAINED if name in TRAINED[number]]
+        for number in numbers:
+            samples = adapted_samples(name, number, "")
+            own = accumulate(alone, LAYOUTS["rows of another length, three at a time"], samples) | alone.optim_step()
+            for metric in ("train/grad_norm", "train/lr", "reference/version"):
+                assert metrics[number - 1][f"{name}/{metric}"] == own[metric]
+        assert_same(held[2][name], alone.adapters.peft()[""], rtol=0, atol=0)
+        assert (together.score(TOKENS, name) == alone.score(TOKENS)).all()
+    (canary, other), second = together.canary(TOKENS).reshape(2, -1), together.score(TOKENS, "math")
+    assert (other == second).all() and np.abs(canary - other).max() > 0.1
+    # What is published, saved and written of each is its own.
+    published = parameters(together)
+    assert len(published) == 2 * len(held[2]["code"]) and list(compat.adapters_in(published)) == ["code", "math"]
+    for name in NAMES:
+        for key, tensor in held[2][name].items():
+            assert torch.equal(published[f"{name}/{key}"], tensor * (4 if "lora_B" in key else 1))
+    resumed = learner_of(tmp_path, start=start, adapters=NAMES, **APART)
+    assert step_of_several(resumed, 3) == metrics[2]
+    for name in NAMES:
+        assert_same(resumed.adapters.peft()[name], held[2][name], rtol=0, atol=0)
+    begun = learner_of(tmp_path, start=replace(start, weights_only=True), adapters=NAMES, **APART)
+    policy, exported = together.checkpoints.export(3, rank=0), tmp_path / "exported"
+    model = ModelConfig(hf_assets_path=str(MODEL))
+    export_checkpoint(start.folder, model, exported, lora=APART["lora"], names=NAMES, adapter=True)
+    for name in NAMES:
+        assert_same(begun.adapters.peft()[name], held[1][name], rtol=0, atol=0)
+        assert_same(load_file(policy / name / "adapter" / "adapter_model.safetensors"), held[2][name], rtol=0, atol=0)
+        assert_same(load_file(exported / name / "adapter_model.safetensors"), held[1][name], rtol=0, atol=0)
+        merged = learner_of(tmp_path, model=str(policy / name))
+        np.testing.assert_allclose(merged.score(TOKENS), together.score(TOKENS, name), rtol=0, atol=1e-4)
+    with pytest.raises(RunError, match="adapters, of its names"):
+        learner_of(tmp_path, start=replace(start, weights_only=True), adapters=("code", "physics"), **APART)
 
 
 # ---- another number of ranks
 
 
 def held(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: full(tensor) for name, tensor in learner.reference.state_dict().items()}
+    return {name: full(tensor) for name, tensor in learner.trained[""].reference.state_dict().items()}
 
 
 @pytest.mark.parametrize("kind", ["ema", "lagged"])

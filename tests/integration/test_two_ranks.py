@@ -47,7 +47,7 @@ REFERENCE = ReferenceConfig(kl_coef=0.5)
 
 def compared(learner: Learner) -> Learner:
     """With a reference that is another model than the policy."""
-    with learner.reference.in_place():
+    with learner.trained[""].reference.in_place():
         for parameter in learner.model.parameters():
             parameter.mul_(1.05)
     return learner
@@ -69,7 +69,7 @@ def shared_and_apart(learner: Learner) -> dict[bool, tuple[dict[str, float], dic
         layout = dict(row_length=90, rows_per_microbatch=3, share_prefixes=share)
         metrics = accumulate(learner, layout, forks_of_forks())
         results[share] = metrics, {name: full(parameter.grad) for name, parameter in learner.model.named_parameters()}
-        learner.optimizers.zero_grad()
+        learner.trained[""].optimizers.zero_grad()
     return results
 
 
@@ -127,7 +127,7 @@ def gradients_before_each_microbatch(learner: Learner) -> list[int]:
 
     with learner.model.register_forward_pre_hook(count):
         accumulate(learner, LAYOUTS["short rows"], samples_of())
-    learner.optimizers.zero_grad()
+    learner.trained[""].optimizers.zero_grad()
     return counts
 
 
@@ -245,7 +245,7 @@ def test_the_reference_scores_samples_behind_other_prompts_whatever_their_rows_a
     learner = compared(exact(reference=REFERENCE))
 
     def behind(token_ids: np.ndarray) -> np.ndarray:
-        with learner.reference.in_place():
+        with learner.trained[""].reference.in_place():
             return learner.score(token_ids)
 
     expected = loss_and_gradient(learner, REFERENCE_LAYOUT, conditioned_samples(given=behind))

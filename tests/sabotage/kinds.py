@@ -201,17 +201,17 @@ def change_adapter(name: str, lr: float = 1e-4) -> Callable:
 
     def add(function: Callable[[Delivery, Tensors], Tensors | None]) -> Callable:
         def run(delivery: Delivery) -> Iterator[None]:
-            honest = compat.set_adapter
+            honest = compat.set_adapters
 
             def set_changed(worker: Any, tensors: Tensors) -> None:
                 if (given := function(delivery, dict(tensors))) is not None:
                     honest(worker, given)
 
-            compat.set_adapter = set_changed
+            compat.set_adapters = set_changed
             try:
                 yield None
             finally:
-                compat.set_adapter = honest
+                compat.set_adapters = honest
 
         ADAPTER_SABOTAGES[name] = (contextmanager(run), lr)
         return function
@@ -259,18 +259,18 @@ def _(delivery: Delivery, tensors: Tensors) -> Tensors:
 
 
 def _adapter_changed_in_the_engine(delivery: Delivery) -> Iterator[None]:
-    honest = compat.set_adapter
+    honest = compat.set_adapters
 
     def spoil(worker: Any, tensors: Tensors) -> None:
         honest(worker, tensors)
         module = compat._adapters_of(worker).modules["model.layers.1.mlp.gate_up_proj"]
         module.lora_b_stacked[1][0, 0, 3, 1] += 1e-3
 
-    compat.set_adapter = spoil
+    compat.set_adapters = spoil
     try:
         yield None
     finally:
-        compat.set_adapter = honest
+        compat.set_adapters = honest
 
 
 ADAPTER_SABOTAGES["adapter changed in the engine"] = (contextmanager(_adapter_changed_in_the_engine), 1e-4)

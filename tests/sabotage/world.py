@@ -87,7 +87,7 @@ def adapters_of(weights: Tensors, seed: int) -> Tensors:
 
 def merged(base: Tensors, version: Tensors) -> Tensors:
     """The weights that a version is: itself, or the base and its adapters."""
-    if not compat.is_adapter(version):
+    if not compat.adapters_in(version):
         return version
     found = dict(base)
     for name in version:
@@ -111,7 +111,7 @@ class World:
         """
         model, tensors = make_model(folder) if made else read_model(folder)
         config = VLLMEngineConfig(max_model_len=64, max_num_seqs=COMPLETIONS, dtype=dtype)
-        self.engine = config.build(model_path=folder, device="cpu", lora_rank=RANK if adapters else 0)
+        self.engine = config.build(model_path=folder, device="cpu", adapters={"": RANK} if adapters else {})
         self._base = tensors
         if adapters:
             tensors = adapters_of(tensors, seed)

@@ -114,7 +114,9 @@ def test_every_token_comes_back_once_with_all_its_streams(lengths, rows_per_micr
 def test_streams_have_the_dtypes_of_the_contract():
     batch = plan_of([sample(5)]).microbatches[0][0]
     dtypes = {
-        name: getattr(batch, name).dtype for name in batch.__slots__ if name not in ("task_names", "trees", "conditioned")
+        name: getattr(batch, name).dtype
+        for name in batch.__slots__
+        if name not in ("task_names", "adapter", "trees", "conditioned")
     }
     ints = ("token_ids", "positions", "policy_versions", "task_ids")
     assert all(dtypes.pop(name) == torch.int32 for name in ints)

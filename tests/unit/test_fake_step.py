@@ -9,6 +9,7 @@ from torchtitan.experiments.rl import losses
 from torchtitan.experiments.rl.config import checks
 from torchtitan.experiments.rl.config.plan import FLOPS
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_0_6b, rl_grpo_qwen3_8b, rl_grpo_qwen3_14b
+from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import policy_spec
 from torchtitan.experiments.rl.training import learner
 
@@ -27,13 +28,15 @@ def two_layers(monkeypatch):
 
 
 # A rank that is alone, its head tied; four shards; two shards of two tensor-parallel ranks.
-CASES = [(rl_grpo_qwen3_0_6b, "full"), (rl_grpo_qwen3_8b, "none"), (rl_grpo_qwen3_14b, "full")]
+CASES = [(rl_grpo_qwen3_0_6b, "full", 0), (rl_grpo_qwen3_8b, "none", 0), (rl_grpo_qwen3_14b, "full", 0)]
+ADAPTED = [(config, checkpointing, 16) for config, checkpointing, _ in CASES]
 
 
-@pytest.mark.parametrize("config, checkpointing", CASES)
-def test_a_step_takes_the_memory_and_the_operations_that_the_plan_says(config, checkpointing, two_layers):
+@pytest.mark.parametrize("config, checkpointing, rank", CASES + ADAPTED)
+def test_a_step_takes_the_memory_and_the_operations_that_the_plan_says(config, checkpointing, rank, two_layers):
     """Whole models: ``python -m tests.fake_step``."""
     config = config()
+    config.trainer.lora = LoRA.Config(rank=rank) if rank else None
     config.trainer.activation_checkpoint, config.trainer.compile = checkpointing, False
     config.trainer.async_tensor_parallel = False
     plan, found = plan_of(config), traced(config, 4096)

@@ -66,7 +66,7 @@ def open_rollouts(runner: WorkerRunner) -> list[int]:
 
 
 def task(group_size: int):
-    return SimpleNamespace(name="sums", needs_group=True, config=SimpleNamespace(group_size=group_size))
+    return SimpleNamespace(name="sums", needs_group=True, config=SimpleNamespace(group_size=group_size, adapter=""))
 
 
 async def test_a_group_goes_to_the_worker_with_the_fewest_open_rollouts():

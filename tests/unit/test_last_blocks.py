@@ -27,13 +27,14 @@ def connector(connector_type, *, at_once=100, share=1.0):
     return connector_type(config, None, SimpleNamespace(num_blocks=BLOCKS))
 
 
-def request(tokens, *, salt="0", skip=False, sampled=0):
+def request(tokens, *, salt="0", adapter=0, skip=False, sampled=0):
     """With the attributes of vLLM's. A block's hash stands for the salt and all tokens up to the block's end."""
     return SimpleNamespace(
         prompt_token_ids=list(tokens),
         num_prompt_tokens=len(tokens),
         num_output_tokens=sampled,
         cache_salt=salt,
+        lora_request=SimpleNamespace(lora_int_id=adapter) if adapter else None,
         skip_reading_prefix_cache=skip,
         block_hashes=[(salt, *tokens[: end + BLOCK]) for end in range(0, len(tokens) - BLOCK + 1, BLOCK)],
     )
@@ -112,7 +113,9 @@ def test_two_groups_are_computed_side_by_side_and_a_later_request_waits_for_noth
 
 
 @pytest.mark.parametrize(
-    "other", [dict(salt="1"), dict(skip=True), dict(sampled=1)], ids=["other weights", "prompt log-probabilities", "preempted"]
+    "other",
+    [dict(salt="1"), dict(adapter=1), dict(skip=True), dict(sampled=1)],
+    ids=["other weights", "an adapter", "prompt log-probabilities", "preempted"],
 )
 def test_what_must_not_or_can_not_be_shared_is_computed(connector_type, other):
     engine = Engine(connector(connector_type))

@@ -75,7 +75,7 @@ def test_the_first_b_is_zero_and_a_does_not_depend_on_what_else_is_drawn():
     second = built(LoRA.Config(rank=4, targets=("wq",)))[2]
     first.start()
     second.start()
-    tensors, fewer = first.peft(), second.peft()
+    tensors, fewer = first.peft()[""], second.peft()[""]
     assert all(not tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
     for name, tensor in fewer.items():
         torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=0)
@@ -99,7 +99,7 @@ def test_an_adapter_by_hub_names_adds_to_the_hub_weights_what_the_model_computes
     before = hub_weights()
     with adapters.merged(made):
         merged = hub_weights()
-    peft, scaled = adapters.peft(), dict(adapters.items())
+    peft, scaled = adapters.peft()[""], dict(adapters.items())
     adapted = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in peft}
     assert len(adapted) == 7 * len(made.layers)
     for name, weight in before.items():
@@ -134,24 +134,24 @@ def test_a_forward_pass_adds_scale_b_a_and_a_backward_pass_reaches_adapters_alon
 def test_a_peft_folder_is_read_as_it_was_written(tmp_path):
     lora = LoRA.Config(rank=4, alpha=8)
     _, _, adapters = built(lora)
-    tensors = adapters.peft()
+    tensors = adapters.peft()[""]
     write_adapter(tmp_path / "adapter", tensors, lora, base=PATH)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8)
     assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     _, _, again = built(LoRA.Config(rank=4, alpha=8, init_from=str(tmp_path / "adapter")))
     again.start()
-    for name, tensor in again.peft().items():
+    for name, tensor in again.peft()[""].items():
         assert torch.equal(tensor, tensors[name]), name
 
 
 def test_an_adapter_of_some_matrices_leaves_the_others_at_zero(tmp_path):
     lora = LoRA.Config(rank=4)
-    tensors = {name: tensor for name, tensor in built(lora)[2].peft().items() if "q_proj" in name}
+    tensors = {name: tensor for name, tensor in built(lora)[2].peft()[""].items() if "q_proj" in name}
     write_adapter(tmp_path / "adapter", tensors, lora, base=PATH)
     _, _, adapters = built(LoRA.Config(rank=4, init_from=str(tmp_path / "adapter")))
     adapters.start()
-    for name, tensor in adapters.peft().items():
+    for name, tensor in adapters.peft()[""].items():
         if name in tensors:
             assert torch.equal(tensor, tensors[name])
         elif "lora_B" in name:
@@ -172,7 +172,7 @@ def test_an_adapter_of_some_matrices_leaves_the_others_at_zero(tmp_path):
 )
 def test_a_peft_folder_that_does_not_fit_is_refused_by_what_is_wrong(tmp_path, change, named):
     lora = LoRA.Config(rank=4)
-    tensors = built(lora)[2].peft()
+    tensors = built(lora)[2].peft()[""]
     if "rename" in change:
         tensors = {name.replace(*change["rename"]): tensor for name, tensor in tensors.items()}
     if "cut" in change:
@@ -189,7 +189,7 @@ def test_a_peft_folder_that_does_not_fit_is_refused_by_what_is_wrong(tmp_path, c
 
 def test_three_adapters_do_not_fit_a_flavor_that_has_one_for_all(tmp_path):
     _, _, adapters = built(LoRA.Config(rank=2), FUSED)
-    tensors = adapters.peft()
+    tensors = adapters.peft()[""]
     a = [
         tensor for name, tensor in tensors.items() if "layers.0.self_attn" in name and "lora_A" in name and "o_proj" not in name
     ]
@@ -208,7 +208,7 @@ def test_a_merged_folder_has_the_base_with_what_was_added_in_float32(tmp_path, d
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(PATH, dtype=dtype).save_pretrained(base)
     before = load_file(base / "model.safetensors")
-    tensors = {name: tensor * 0.1 for name, tensor in built(lora)[2].peft().items()}
+    tensors = {name: tensor * 0.1 for name, tensor in built(lora)[2].peft()[""].items()}
     write_merged(tmp_path / "merged", tensors, lora, base=base)
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert merged.keys() == before.keys()

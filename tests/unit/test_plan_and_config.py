@@ -184,6 +184,27 @@ MISTAKES = {
         "at most 1",
     ),
     "no cache": ([*DEBUG, "--generator.engine.cpu-kv-cache-gib", "0"], "cpu_kv_cache_gib = 0.0", "above 0"),
+    "an adapter that nothing trains": (
+        [*DEBUG, "--tasks.sum-digits.adapter", "math"],
+        "tasks.sum_digits.adapter = 'math'",
+        "set trainer.lora.rank",
+    ),
+    "an adapter that names no folder": ([*DEBUG, "--tasks.sum-digits.adapter", "a/b"], "tasks.sum_digits.adapter", "letters"),
+    "a task beside adapters of others": (
+        ["--config", "rl_mixed_qwen3_debug", "--tasks.sum-digits.adapter", "math", "--trainer.lora.rank", "4"],
+        "tasks.sum_digits_distilled.adapter = ''",
+        "name one for each task",
+    ),
+    "whole models of several adapters": (
+        [*DEBUG, "--tasks.sum-digits.adapter", "math", "--trainer.lora.rank", "4", "--generator.adapter", "merged"],
+        "generator.adapter = 'merged'",
+        "serve them",
+    ),
+    "a rank that vLLM has no room for": (
+        [*DEBUG, "--trainer.lora.rank", "600"],
+        "trainer.lora.rank = 600",
+        "set generator.adapter = merged",
+    ),
     "negative temperature": ([*DEBUG, "--validation.temperature", "-1"], "validation.temperature = -1.0", "at least 0"),
 }
 

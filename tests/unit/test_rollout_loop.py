@@ -37,7 +37,7 @@ class StubTask:
     def __init__(self, outcome: Callable[[int], object], *, name: str = "stub", group_size: int = 2, held: bool = False):
         self.name, self.outcome, self.held = name, outcome, held
         self.needs_group = self.goes_stale = self.repeats_example = True
-        self.config = SimpleNamespace(group_size=group_size)
+        self.config = SimpleNamespace(group_size=group_size, adapter="")
         self.sampler = SimpleNamespace(next=self.next_sample, observe=lambda group: self.observed.append(group.group_id))
         self.released: set[int] = set()
         self.samples, self.started, self.observed, self.cancelled = 0, [], [], []

@@ -9,6 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+import msgspec
+
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
 from torchtitan.experiments.rl.config.hub import push
 from torchtitan.experiments.rl.errors import ConfigError, RunError
@@ -51,7 +53,12 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument(
         "checkpoint", metavar="RUN_OR_CHECKPOINT", help="a run folder (its newest checkpoint), or a checkpoint"
     )
-    options.add_argument("--to", metavar="FOLDER", required=True, help="the hub folder to write; it must not be there yet")
+    options.add_argument(
+        "--to",
+        metavar="FOLDER",
+        required=True,
+        help="the hub folder to write, or of tasks with adapters one for each; not there yet",
+    )
     form = options.add_mutually_exclusive_group()
     form.add_argument(
         "--merge", action="store_true", help="of a run with trainer.lora: its adapters added to the base (default)"
@@ -82,17 +89,13 @@ def _export(options: argparse.Namespace, target: Path) -> Path:
     if not isinstance(values, dict):
         raise ConfigError("RUN_OR_CHECKPOINT", given, f"{run_dir} has no readable config.json: name a run's folder")
     adapters = trainer.get("lora") if isinstance(trainer, dict) else None
-    lora = None
-    if isinstance(adapters, dict):
-        targets = adapters["targets"]
-        lora = LoRA.Config(rank=adapters["rank"], alpha=adapters["alpha"])
-        if targets != lora.targets:
-            lora.targets = tuple(targets)
-    elif options.adapter or options.merge:
+    lora = None if adapters is None else msgspec.convert(adapters, LoRA.Config)
+    names = sorted({task.get("adapter", "") for task in config["tasks"].values()})
+    if lora is None and (options.adapter or options.merge):
         name = "--adapter" if options.adapter else "--merge"
         raise ConfigError(name, True, "the run has trained the whole model, and no adapters: leave it out")
     model = ModelConfig(hf_assets_path=options.model or values["hf_assets_path"], flavor=values.get("flavor"))
-    export_checkpoint(checkpoint / TRAINER_FOLDER, model, target, lora=lora, adapter=options.adapter)
+    export_checkpoint(checkpoint / TRAINER_FOLDER, model, target, lora=lora, names=names, adapter=options.adapter)
     return checkpoint
 
 

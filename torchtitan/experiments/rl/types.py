@@ -106,6 +106,8 @@ class TrainingSample(TokenStreams[np.ndarray, np.ndarray | None]):
     """Sampling temperature: the trainer divides its logits by it, as the generator did."""
     task_name: str
     rollout_id: str
+    adapter: str = ""
+    """Which of the run's adapters it trains, and was sampled with; "" in a run that has no several."""
     reference_ids: np.ndarray | None = None
     """int32 [R]. What the trainer's reference scores for ``ref_logprobs``: other tokens first, such as a prompt with a
     demonstration, then this sample's from its first sampled one on. None: the algorithm sets ``ref_logprobs``."""
@@ -178,6 +180,8 @@ class TrainingBatch(TokenStreams["torch.Tensor", "torch.Tensor"]):
     task_names: tuple[str, ...]
     trees: PrefixTrees | None = None
     """The same rows as the model computes them; None where no sample shares a prefix, and the model computes these."""
+    adapter: str = ""
+    """Of all its samples."""
     conditioned: PrefixTrees | None = None
     """The samples' ``reference_ids``, in rows of their own. ``slots`` is -1 where a token has no place in them. None where no
     sample of the step has any; else a batch without them has a row of padding, because all ranks compute together."""

@@ -88,6 +88,8 @@ class Batcher(Configurable):
     def plan(self, samples: Sequence[TrainingSample], ranks: int) -> BatchPlan:
         """Pack one step's samples for ``ranks`` data-parallel ranks. Rank means data-parallel rank here.
 
+        Samples of several adapters are planned apart, and a rank's microbatches of each lie side by side.
+
         Rows are shared out so that ranks have nearly equal work, and where a rank would otherwise wait, samples are spread
         over more and shorter rows. A rank with no row left gets one short row of padding.
 
@@ -98,23 +100,28 @@ class Batcher(Configurable):
         """
         for sample in samples:
             self._check(sample)
-        shares = min(self._candidates(samples, ranks), key=self._cost)
         task_names = tuple(sorted({sample.task_name for sample in samples}))
         conditioned = any(sample.reference_ids is not None for sample in samples)
-        split = self._split(shares)
-        microbatches = [
-            [fill(rows, task_names, self.config.row_length, conditioned=conditioned) for rows in parts] for parts in split
-        ]
-        tokens, computed = sum(map(len, samples)), sum(row.tokens for share in shares for row in share)
-        batches = [batch for rank in microbatches for batch in rank]
-        slots = sum((batch.trees or batch).token_ids.numel() for batch in batches)
+        microbatches: list[list[TrainingBatch]] = [[] for _ in range(ranks)]
+        laid_out: list[list[list[Row]]] = [[] for _ in range(ranks)]
+        for adapter in sorted({sample.adapter for sample in samples}) or [""]:
+            own = [sample for sample in samples if sample.adapter == adapter]
+            split = self._split(min(self._candidates(own, ranks), key=self._cost))
+            for rank, parts in enumerate(split):
+                laid_out[rank] += parts
+                microbatches[rank] += [
+                    fill(rows, task_names, self.config.row_length, conditioned=conditioned, adapter=adapter) for rows in parts
+                ]
+        every_row = [row for parts in laid_out for rows in parts for row in rows]
+        tokens, computed = sum(map(len, samples)), sum(row.tokens for row in every_row)
+        slots = sum((batch.trees or batch).token_ids.numel() for of_rank in microbatches for batch in of_rank)
         return BatchPlan(
             microbatches=microbatches,
             efficiency=computed / slots,
-            rows=sum(map(len, shares)),
+            rows=len(every_row),
             tokens=tokens,
             shared_fraction=1 - computed / max(tokens, 1),
-            samples=[[[row.samples for row in rows] for rows in parts] for parts in split],
+            samples=[[[row.samples for row in rows] for rows in parts] for parts in laid_out],
         )
 
     def _candidates(self, samples: Sequence[TrainingSample], ranks: int) -> Iterator[list[list[Row]]]:

@@ -197,13 +197,16 @@ def padded_length(rows: Sequence[Row], row_length: int) -> int:
     return _rounded(max((row.tokens for row in rows), default=0), row_length)
 
 
-def fill(rows: Sequence[Row], task_names: tuple[str, ...], row_length: int, *, conditioned: bool = False) -> TrainingBatch:
+def fill(
+    rows: Sequence[Row], task_names: tuple[str, ...], row_length: int, *, conditioned: bool = False, adapter: str = ""
+) -> TrainingBatch:
     """The microbatch of these rows, one row of padding where there is none.
 
     Args:
         task_names: of all samples of the step.
         row_length: most tokens of a row that the model computes.
         conditioned: some sample of the step has reference_ids.
+        adapter: of all samples.
     """
     rows = rows or [Row(samples=[], shared=[])]
     # What samples share is in the batch as often as in the samples: such a row may be longer than one that the model computes.
@@ -241,6 +244,7 @@ def fill(rows: Sequence[Row], task_names: tuple[str, ...], row_length: int, *, c
         temperatures=constant([1.0 if sample is None else sample.temperature for sample in pieces], np.float32),
         task_ids=constant([-1 if sample is None else task_ids[sample.task_name] for sample in pieces], np.int32),
         task_names=task_names,
+        adapter=adapter,
         trees=_trees(rows, length, row_length) if any(any(row.shared) for row in rows) else None,
         conditioned=_conditioned(rows, length, row_length) if conditioned else None,
         **{name: stream(name, declared) for name, declared in STREAMS.items()},

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import torch
@@ -330,17 +330,23 @@ def packed_from(module: Any) -> Any:
     return getattr(module.cpu_linear, "packed_from", None)
 
 
-ADAPTER = 1
-"""vLLM's number of the one adapter that an engine serves."""
+def adapters_in(names: Iterable[str]) -> dict[str, int]:
+    """vLLM's number of each adapter that a version of these tensors is, by PEFT's names behind the adapter's. Empty: it is the
+    whole model."""
+    found = dict.fromkeys(name.rpartition("/")[0] for name in names if name.endswith(".lora_A.weight"))
+    return {name: number for number, name in enumerate(found, 1)}
 
 
-def is_adapter(names: Iterable[str]) -> bool:
-    """Whether a version of these tensors is an adapter, by PEFT's names."""
-    return any(name.endswith(".lora_A.weight") for name in names)
+def lora_requests(names: Iterable[str]) -> dict[str, Any]:
+    """By adapter of a version of these tensors: what a request names it with."""
+    from vllm.lora.request import LoRARequest
+
+    # The path is never read: the adapter is there, by its number, before a request names it.
+    return {name: LoRARequest(name or "policy", number, "in memory") for name, number in adapters_in(names).items()}
 
 
-def set_adapter(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """In a worker process: serve the adapter of these tensors in place of the one before. Its scale is in B already.
+def set_adapters(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """In a worker process: serve the adapters of these tensors in place of those before. Their scale is in B already.
 
     vLLM 0.32 loads adapters from folders only. Its manager of a worker takes what it has read from one, and copies it to where
     the kernels read it; a scale of 1 leaves B as it is given.
@@ -350,18 +356,22 @@ def set_adapter(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
     manager = _adapters_of(worker)
-    rank = next(len(tensor) for name, tensor in tensors.items() if name.endswith(".lora_A.weight"))
-    helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": []})
-    given = {name: tensor.clone() for name, tensor in tensors.items()}
-    manager.remove_adapter(ADAPTER)
-    manager.add_adapter(LoRAModel.from_lora_tensors(ADAPTER, given, helper, device="cpu", dtype=manager.lora_config.lora_dtype))
-    manager.activate_adapter(ADAPTER)
+    for adapter, number in adapters_in(tensors).items():
+        prefix = f"{adapter}/" if adapter else ""
+        own = {name.removeprefix(prefix): tensor.clone() for name, tensor in tensors.items() if name.startswith(prefix)}
+        rank = next(len(tensor) for name, tensor in own.items() if name.endswith(".lora_A.weight"))
+        helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": []})
+        manager.remove_adapter(number)
+        manager.add_adapter(
+            LoRAModel.from_lora_tensors(number, own, helper, device="cpu", dtype=manager.lora_config.lora_dtype)
+        )
+        manager.activate_adapter(number)
     for wrapper in manager.punica_wrapper_mapping.values():
         if isinstance(wrapper, PunicaWrapperCPU):
-            vars(wrapper)["add_lora_linear"] = partial(_add_one_adapter, wrapper)
+            vars(wrapper)["add_lora_linear"] = partial(_add_adapters, wrapper)
 
 
-def _add_one_adapter(
+def _add_adapters(
     wrapper: Any,
     y: torch.Tensor,
     x: torch.Tensor,
@@ -372,23 +382,31 @@ def _add_one_adapter(
     **options: Any,
 ) -> None:
     """As ``PunicaWrapperCPU.add_lora_linear``, which copies the adapter once for every token: a tenth of the tokens a second at
-    rank 64. Here all tokens have the same one."""
+    rank 64. Here the tokens of each are two products."""
     if wrapper.no_lora:
         return
-    start = 0
-    for a, b, size in zip(stacked_a, stacked_b, sizes, strict=True):
-        y[:, start : start + size].addmm_(x @ a[0, 0].T, b[0, 0].T, alpha=scale)
-        start += size
+    of_token = wrapper.token_lora_indices[: len(x)]
+    slots = [0] if len(stacked_a[0]) == 1 else of_token.unique().tolist()
+    for slot in slots:
+        if slot < 0:  # of requests without one
+            continue
+        rows: Any = slice(None) if len(slots) == 1 else (of_token == slot).nonzero().squeeze(1)
+        own, start = x[rows], 0
+        for a, b, size in zip(stacked_a, stacked_b, sizes, strict=True):
+            added = torch.addmm(y[rows, start : start + size], own @ a[slot, 0].T, b[slot, 0].T, alpha=scale)
+            y[rows, start : start + size] = added
+            start += size
 
 
 def held_adapter(worker: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Of each of ``tensors`` that a module computes with: its name, what the module holds, and what it should hold of it: all
     but where ranks share the module."""
     manager = _adapters_of(worker)
-    slot = manager.lora_index_to_id.index(ADAPTER)
-    for module_name, module in manager.modules.items():
+    for (adapter, number), (module_name, module) in product(adapters_in(tensors).items(), manager.modules.items()):
+        slot = manager.lora_index_to_id.index(number)
         own = manager.packed_modules.get(module_name, [module_name])
-        names = [[f"base_model.model.{name}.lora_{part}.weight" for name in own] for part in "AB"]
+        prefix = f"{adapter}/base_model.model" if adapter else "base_model.model"
+        names = [[f"{prefix}.{name}.lora_{part}.weight" for name in own] for part in "AB"]
         shares = [[tensors.get(name) for name in part] for part in names]
         if module.tp_size > 1:
             several = len(own) > 1

@@ -90,8 +90,7 @@ def check(config: RunConfig) -> None:
     with user_code("generator.engine", type(config.generator.engine).__name__, "its validate failed"):
         config.generator.engine.validate(field="generator.engine")
     config.trainer.parallelism.validate(field="trainer.parallelism", ranks=config.trainer.ranks)
-    if config.served_rank:
-        config.generator.engine.check_adapter(config.served_rank)
+    check_adapters(config)
     check_loss(config)
     if config.rollout_workers and config.max_offpolicy_steps == 0:
         cure = "synchronous runs repeat bit for bit, which takes one process: set it to 0, or max_offpolicy_steps to 1 or more"
@@ -119,6 +118,28 @@ def check(config: RunConfig) -> None:
         reference.validate(field=field)
     hosted_models(config.tasks)
     config.replay.validate(groups_per_step=groups_per_step(config))
+
+
+def check_adapters(config: RunConfig) -> None:
+    """
+    Raises:
+        ConfigError: the engine can't serve them, or some tasks name one and nothing trains it, or others name none.
+    """
+    for rank in config.served.values():
+        config.generator.engine.check_adapter(rank)
+    if config.adapters == ("",):
+        return
+    named = next(name for name, task in config.tasks.items() if task.adapter)
+    if config.trainer.lora is None:
+        cure = "nothing trains adapters: set trainer.lora.rank, or leave it out"
+        raise ConfigError(f"tasks.{named}.adapter", config.tasks[named].adapter, cure)
+    if (unnamed := next((name for name, task in config.tasks.items() if not task.adapter), None)) is not None:
+        cure = f"tasks.{named} trains an adapter of its own: name one for each task, two of which may have the same"
+        raise ConfigError(f"tasks.{unnamed}.adapter", "", cure)
+    if not config.served:
+        raise ConfigError(
+            "generator.adapter", "merged", "there would be a whole model for each adapter that tasks name: serve them"
+        )
 
 
 def check_sharing(config: RunConfig) -> None:
@@ -337,7 +358,8 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     parameters = trained = published = parameter_count(spec)
     if (lora := config.trainer.lora) is not None:
         trained = parameter_count(with_lora(policy_spec(config.model, device=device, max_seq_len=1), lora)) - parameters
-        published = trained if config.served_rank else parameters
+        published = trained * len(config.adapters) if config.served else parameters
+    held = trained * len(config.adapters)
     on = functools.partial(place, config, device, parameters=parameters)
     if available is not None:
         known: list[list[int]] | None = [available]
@@ -355,14 +377,14 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     tokens = groups * largest.group_size * largest.env.max_rollout_tokens
     row_length, rows = config.batcher.row_length, config.batcher.rows_per_microbatch
     sizes = ModelSizes.of(decoder_config(spec), parameters)
-    memory = trainer_memory(sizes, config, device=device, trained=trained)
+    memory = trainer_memory(sizes, config, device=device, trained=held)
     shares_gpus = config.provision.share_gpus and device == "cuda"
     return RunPlan(
         device=device,
         parameters=parameters,
         adapter=""
         if lora is None
-        else f"; adapters of rank {lora.rank}: {trained / 1e6:,.2f}M, learning rate {config.trainer.optimizer.lr:g}",
+        else f"; adapters of rank {lora.rank}: {held / 1e6:,.2f}M, learning rate {config.trainer.optimizer.lr:g}",
         steps=config.steps,
         groups_per_step=groups,
         rollouts_per_step=rollouts,
@@ -381,7 +403,7 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
         row_shapes=RowShapes.of(rows, row_length).shapes if device == "cuda" else (),
         trainer_memory=memory,
         shared_gpu=_shared_gpu(config, parameters, memory) if shares_gpus else None,
-        balance=balance(config, sizes, rollouts) if device == "cuda" and not shares_gpus else None,
+        balance=balance(config, sizes, rollouts, trained) if device == "cuda" and not shares_gpus else None,
         shared_weights=shared_weights(
             nbytes=published * engine.torch_dtype.itemsize,
             trainer_hosts=[place.host for place in placement.trainer],
@@ -389,7 +411,7 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
             generator_hosts=[place.host for place in placement.generators],
         ),
         generator_gib=engine.process_memory(parameters=parameters, device=device),
-        checkpoint_gib=checkpoint_gib(parameters=trained, dtype=config.trainer.dtype),
+        checkpoint_gib=checkpoint_gib(parameters=held, dtype=config.trainer.dtype),
         policy_gib=parameters * BYTES[config.trainer.dtype] / GIB,
         checkpoints_kept=config.checkpoint.keep,
     )

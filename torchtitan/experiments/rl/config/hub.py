@@ -74,6 +74,9 @@ def _policy_in(path: Path) -> Path:
         step = path.name.removeprefix("step-").lstrip("0")
         found, saved = [policy for policy in found if policy.name == f"step-{step}"], [path]
     if found:
+        if (one := next(found[-1].glob("*/config.json"), None)) is not None:
+            cure = f"its tasks trained an adapter each: name one of them, such as {near(one.parent)}"
+            raise ConfigError("--model", str(path), cure)
         return found[-1]
     if not saved:
         raise ConfigError("--model", str(path), "a run that has saved neither a policy nor a checkpoint: name another")

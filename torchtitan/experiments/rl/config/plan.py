@@ -195,7 +195,7 @@ class Balance:
     train_s: float
     """For each token 6 operations a parameter of a layer, 8 of the head, which always computes its logits again, and 7 products
     of attention with what the token sees, half of its rollout on average. Full checkpointing takes 2 more of each, the head
-    aside. Shared by all trainer ranks."""
+    aside. A frozen matrix, with adapters, has no gradient, and takes 2 less. Shared by all trainer ranks."""
     generate_s: float
     """Each step of an engine reads the weights and the keys and values of its sequences once, shared by its GPUs. A sequence
     takes a step a token. Prompts cost 2 operations a parameter and token."""
@@ -210,8 +210,13 @@ class Balance:
         return f"bottleneck     {side}: modelled costs of a step, trainer : generators = {shares} (config/plan.py)"
 
 
-def balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
-    """With every rollout as long as the longest of any task. ``rollouts``: of one optimizer step."""
+def balance(config: RunConfig, sizes: ModelSizes, rollouts: int, trained: int) -> Balance:
+    """With every rollout as long as the longest of any task.
+
+    Args:
+        rollouts: of one optimizer step.
+        trained: parameters of an adapter; without one, of the model.
+    """
     engine, checkpointing = config.generator.engine, config.trainer.activation_checkpoint
     longest = max(config.tasks.values(), key=lambda task: task.env.max_rollout_tokens)
     tokens = longest.env.max_rollout_tokens
@@ -222,6 +227,8 @@ def balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
     selected = 2 * sizes.layers * sizes.dim * (sizes.query_width + sizes.feed_forward_width)
     again = {"none": 0, "selective": selected, "full": 2 * layers}[checkpointing]
     matrices = 6 * layers + again + 8 * sizes.vocabulary_parameters
+    if config.trainer.lora is not None:
+        matrices += (8 if checkpointing == "full" else 6) * trained - 2 * (layers + sizes.vocabulary_parameters)
     attention = (9 if checkpointing == "full" else 7) * 2 * sizes.query_width * sizes.layers * tokens / 2
     train = (matrices + attention) * rollouts * tokens / (config.trainer.ranks * FLOPS)
     mine = math.ceil(rollouts / config.generator.replicas)

@@ -192,6 +192,12 @@ class RunConfig:
     """Folder in which the command makes the run folders."""
 
     @property
-    def served_rank(self) -> int:
-        """Of the adapters that each version is, and that the generators serve; 0: a version is the whole model."""
-        return self.trainer.lora.rank if self.trainer.lora is not None and self.generator.adapter == "served" else 0
+    def adapters(self) -> tuple[str, ...]:
+        """Names of those that tasks train; one without a name where no task names any."""
+        return tuple(sorted({task.adapter for task in self.tasks.values()}))
+
+    @property
+    def served(self) -> dict[str, int]:
+        """Rank of each adapter that a version has and the generators serve, by name; empty: a version is the whole model."""
+        lora = self.trainer.lora
+        return {} if lora is None or self.generator.adapter == "merged" else dict.fromkeys(self.adapters, lora.rank)

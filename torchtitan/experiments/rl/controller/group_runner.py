@@ -6,6 +6,7 @@ travel between worker and controller, which keeps the samplers, the pacing and t
 
 import asyncio
 import functools
+import itertools
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.config.run_config import UserCodeLimits
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.generation.client import AdaptedPolicy, GeneratorClient
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.models.hub import HubConfig
@@ -79,7 +80,7 @@ class TaskSet:
         """
         for name, task in self.tasks.items():
             try:
-                await call_user(task.setup, policy, timeout_s=self._limits.setup_timeout_s)
+                await call_user(task.setup, with_own_adapter(policy, task), timeout_s=self._limits.setup_timeout_s)
             except UserCodeError as error:
                 if isinstance(error, UserCodeTimeout) and error.returned:
                     self._to_close.append(task)
@@ -157,6 +158,12 @@ class GroupRunner:
         raise NotImplementedError
 
 
+def with_own_adapter(policy: PolicyClient, task: Task) -> PolicyClient:
+    """The run's policy, with the task's adapter where it names one. Another model, which is only measured, has none."""
+    adapter = task.config.adapter
+    return AdaptedPolicy(policy, adapter) if adapter and isinstance(policy, GeneratorClient) else policy
+
+
 class LocalRunner(GroupRunner):
     """Runs groups on this process's event loop."""
 
@@ -175,7 +182,10 @@ class LocalRunner(GroupRunner):
                 with trace.span("score"):
                     await task.credit_group(request.uncredited)
                 return request.uncredited
-            group = await task.run_group(request.data_sample, self._policy, group_id=request.group_id, seed=self._seed, **own)
+            policy = with_own_adapter(self._policy, task)
+            group = await task.run_group(request.data_sample, policy, group_id=request.group_id, seed=self._seed, **own)
+            for sample in itertools.chain.from_iterable(rollout.samples for rollout in group.rollouts):
+                sample.adapter = task.config.adapter
             with trace.span("score"):
                 await (task.score_group(group) if request.credit and measured is None else task.score_rewards(group))
         return group

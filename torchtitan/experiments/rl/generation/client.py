@@ -109,6 +109,7 @@ class GeneratorSession:
         self._closed = False
         self.frozen = False
         """Whether the model is no version of the policy."""
+        self.adapter = ""
 
     async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
         sampling = self._sampling
@@ -124,6 +125,7 @@ class GeneratorSession:
             # Whether a prefix is read from the cache or computed changes the last bits. What is cached must not depend on what
             # ran before, in this process or in one that the run was resumed from.
             cache_scope=self.group if self._client.lockstep else "",
+            adapter=self.adapter,
         )
         self._turn += 1
         tokens = len(request.prompt_token_ids) + sampling.max_tokens
@@ -261,8 +263,8 @@ class GeneratorClient:
             raise RunError(f"no frozen models here: asked for {model}")
         return self._find_frozen(model)
 
-    async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        request = ScoreRequest(request_id=self.next_id(), token_ids=token_ids)
+    async def score(self, token_ids: np.ndarray, adapter: str = "") -> np.ndarray:
+        request = ScoreRequest(request_id=self.next_id(), token_ids=token_ids, adapter=adapter)
         answer, _ = await self.send(request, tokens=len(token_ids), last_replica=None)
         return answer.logprobs
 
@@ -412,6 +414,26 @@ class GeneratorClient:
                 waiting.answer.set_exception(failure)
         self._open.clear()
         self._outbox.clear()
+
+
+class AdaptedPolicy:
+    """Implements rollouts.policy.PolicyClient: the policy with one of its adapters."""
+
+    def __init__(self, policy: GeneratorClient, adapter: str):
+        self._policy, self._adapter = policy, adapter
+        self.frozen = policy.frozen
+
+    @property
+    def version(self) -> int:
+        return self._policy.version
+
+    def session(self, **options: Any) -> GeneratorSession:
+        session = self._policy.session(**options)
+        session.adapter = self._adapter
+        return session
+
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+        return await self._policy.score(token_ids, self._adapter)
 
 
 def _canonical_order(waiting: _OpenRequest) -> tuple:

@@ -158,8 +158,9 @@ class EngineConfig(ABC):
     def build(self, *, model_path: str, device: Literal["cpu", "cuda"]) -> Engine:
         """Make the engine, in the process and on the thread that will use it.
 
-        An engine whose ``check_adapter`` passes takes ``lora_rank`` too, which is given where a version is an adapter of that
-        rank, by PEFT's names (``models/lora.py``): the engine computes ``W + B A`` with them, and keeps W.
+        An engine whose ``check_adapter`` passes takes ``adapters`` too, which is given where a version is adapters: the rank of
+        each by its name. Their tensors have PEFT's names (``models/lora.py``). The engine computes ``W + B A`` with those that
+        a request names, and keeps W.
 
         Args:
             model_path: hub-format folder; its weights are version 0.

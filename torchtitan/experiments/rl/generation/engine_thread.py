@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 FIRST_STEPS = 20
 """They may compile, and so take long."""
 _CANARY_ID = -1
-"""Clients' ids count up from 0."""
+"""Of the first adapter; those of others count down. Clients' ids count up from 0."""
 
 
 class EngineUsage:
@@ -84,8 +84,18 @@ class EngineUsage:
 
 
 class EngineThread:
-    def __init__(self, deliver: Callable[[Sequence[GeneratorMessage]], None], heartbeat: Heartbeat | None = None):
-        """``deliver`` is called on this thread: with the results of a step, and with a GeneratorFailed if the engine fails."""
+    def __init__(
+        self,
+        deliver: Callable[[Sequence[GeneratorMessage]], None],
+        heartbeat: Heartbeat | None = None,
+        adapters: Sequence[str] = ("",),
+    ):
+        """
+        Args:
+            deliver: called on this thread: with the results of a step, and with a GeneratorFailed if the engine fails.
+            adapters: of each version, in order. The canary is scored with each.
+        """
+        self._adapters = adapters
         self._engine: Engine | None = None
         self._deliver = deliver
         self._heartbeat = heartbeat or Heartbeat()
@@ -96,7 +106,8 @@ class EngineThread:
         """A command to run when the engine has no open request left."""
         self._postponed: dict[int, Request] | None = None
         """Requests that wait for the next version, by id, oldest first. None while no update makes them wait."""
-        self._canary: Future[np.ndarray] | None = None
+        self._canaries: list[Future[np.ndarray]] = []
+        """By adapter."""
         self._update_lock = asyncio.Lock()
         """For the whole of an update: its canary must be scored before the next version is loaded."""
         self._pending: set[Future[Any]] = set()
@@ -174,12 +185,12 @@ class EngineThread:
                 gone: the engine then keeps its weights.
         """
 
-        def load() -> tuple[LoadReport, Future[np.ndarray]]:
+        def load() -> tuple[LoadReport, list[Future[np.ndarray]]]:
             return self._load(manifest, path, canary_token_ids, recompute=how == "recompute", verify=verify)
 
         async with self._update_lock:
-            report, canary = await self.call(load, drain=how == "drain")
-            logprobs = await asyncio.wrap_future(canary)
+            report, canaries = await self.call(load, drain=how == "drain")
+            logprobs = await _joined(canaries)
             return WeightReceipt(
                 version=manifest.version,
                 fingerprint=fingerprint(report.digests) if verify else "",
@@ -200,9 +211,10 @@ class EngineThread:
             await self.call(sleep, drain=True)
 
     async def score_canary(self, token_ids: np.ndarray) -> np.ndarray:
-        """float32 [L] log-probabilities under the current weights. Waits for an update that has begun."""
+        """float32 [adapters * L] log-probabilities under the current weights, with each adapter in turn. Waits for an update
+        that has begun."""
         async with self._update_lock:
-            return await asyncio.wrap_future(await self.call(lambda: self._score_canary(token_ids)))
+            return await _joined(await self.call(lambda: self._score_canary(token_ids)))
 
     async def stop(self) -> None:
         """End the thread and close the engine. Every coroutine that still waits gets a RunError."""
@@ -292,7 +304,7 @@ class EngineThread:
         *,
         recompute: bool,
         verify: bool,
-    ) -> tuple[LoadReport, Future[np.ndarray]]:
+    ) -> tuple[LoadReport, list[Future[np.ndarray]]]:
         if self._postponed is None:
             self._postpone()
         logger.info("loading version %d", manifest.version)
@@ -308,20 +320,21 @@ class EngineThread:
             postponed, self._postponed = self._postponed, None
             self._add((postponed or {}).values())
 
-    def _score_canary(self, token_ids: np.ndarray) -> Future[np.ndarray]:
-        canary = self._canary = self._future()
-        failed = self.engine.add(ScoreRequest(request_id=_CANARY_ID, token_ids=token_ids))
-        if failed:
-            canary.set_exception(RunError(f"the canary: {failed.cause}"))
-        return canary
+    def _score_canary(self, token_ids: np.ndarray) -> list[Future[np.ndarray]]:
+        canaries = self._canaries = [self._future() for _ in self._adapters]
+        for number, (adapter, canary) in enumerate(zip(self._adapters, canaries, strict=True)):
+            request = ScoreRequest(request_id=_CANARY_ID - number, token_ids=token_ids, adapter=adapter)
+            if failed := self.engine.add(request):
+                canary.set_exception(RunError(f"the canary: {failed.cause}"))
+        return canaries
 
     def _deliver_results(self, results: list[Result]) -> None:
         answers = []
         for result in results:
-            if result.request_id != _CANARY_ID:
+            if result.request_id >= 0:
                 answers.append(result)
-            elif self._canary is not None and isinstance(result, ScoreResult):
-                self._canary.set_result(result.logprobs)
+            elif isinstance(result, ScoreResult):
+                self._canaries[_CANARY_ID - result.request_id].set_result(result.logprobs)
         if answers:
             self._deliver(answers)
 
@@ -330,3 +343,7 @@ class EngineThread:
         for future in list(self._pending):
             if not future.done():
                 future.set_exception(failure)
+
+
+async def _joined(canaries: Iterable[Future[np.ndarray]]) -> np.ndarray:
+    return np.concatenate(await asyncio.gather(*map(asyncio.wrap_future, canaries)))

@@ -84,7 +84,7 @@ class HostedClient(GeneratorClient):
         session.frozen = True
         return session
 
-    async def score(self, token_ids: np.ndarray) -> np.ndarray:
+    async def score(self, token_ids: np.ndarray, adapter: str = "") -> np.ndarray:
         async with self._places:
             try:
                 return await super().score(np.asarray(token_ids, np.int32))

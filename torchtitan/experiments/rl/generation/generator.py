@@ -4,9 +4,9 @@ The results of one engine step leave in one message.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from monarch.actor import Port, current_rank
@@ -43,31 +43,30 @@ class Generator(WatchedActor):
         run_dir: str,
         role: str = "generator",
         index: int | None = None,
-        lora_rank: int = 0,
+        adapters: Mapping[str, int] | None = None,
     ):
         """
         Args:
             role, index: name of its log; without an index, its rank in its mesh.
-            lora_rank: of the adapters that each version is. 0: a version is the whole model.
+            adapters: that each version is, and the rank of each. None: a version is the whole model.
         """
         super().__init__()
         self.config = config
-        self._model_path = model_path
-        self._device = device
-        self._lora: dict[str, Any] = {"lora_rank": lora_rank} if lora_rank else {}
+        self._build = partial(config.engine.build, model_path=model_path, device=device)
+        if adapters:
+            self._build = partial(self._build, adapters=adapters)
         self._ports: dict[int, Port[list[GeneratorMessage]]] = {}
         place = current_rank().rank if index is None else index
         self.part = f"{role} {place}"
         set_up_logging(run_dir, f"{role}-{place}")
-        self._thread = EngineThread(self._send, self.heartbeat)
+        self._thread = EngineThread(self._send, self.heartbeat, tuple(adapters or ("",)))
 
     @reported_endpoint
     async def setup(self) -> str:
         """Build the engine on the checkpoint's weights, which are version 0. Returns its host's identity."""
         logger.info("building the engine")
         keep_imported()
-        build = partial(self.config.engine.build, model_path=self._model_path, device=self._device, **self._lora)
-        await self._thread.start(build)
+        await self._thread.start(self._build)
         logger.info("the engine is built")
         freeze_objects()
         return host_identity()
@@ -106,7 +105,7 @@ class Generator(WatchedActor):
 
     @reported_endpoint
     async def canary(self, token_ids: np.ndarray) -> np.ndarray:
-        """float32 [L] log-probabilities of the canary under the weights this replica holds now."""
+        """float32 [adapters * L] log-probabilities of the canary under the weights this replica holds now."""
         return await self._thread.score_canary(token_ids)
 
     @reported_endpoint

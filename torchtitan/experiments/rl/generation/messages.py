@@ -21,6 +21,8 @@ class GenerateRequest:
     stop_token_ids: list[int]
     cache_scope: str = ""
     """Requests share cached prefixes with those of the same scope only."""
+    adapter: str = ""
+    """Of the version's, which one samples. An engine that serves none has no choice."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -28,6 +30,7 @@ class ScoreRequest:
     request_id: int
     token_ids: np.ndarray
     """int32 [L], at least 2."""
+    adapter: str = ""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan.components.lora import LoRAConverter
@@ -87,10 +88,21 @@ class Adapters:
     """The adapters of a model, whole tensors by PEFT's names. Every method is collective.
 
     What ``items`` gives has ``alpha / rank`` in it: whoever computes with it takes ``W + B A``, and can't scale twice.
+
+    There may be several of one base, by name. The model computes with one at a time, and the others lie beside it::
+
+        model     W, and A and B of "math"
+        held      "math": A B    "code": A B
     """
 
-    def __init__(self, model: nn.Module, spec: ModelSpec, lora: LoRA.Config):
-        self.lora = lora
+    def __init__(self, model: nn.Module, spec: ModelSpec, lora: LoRA.Config, names: Sequence[str] = ("",)):
+        """``names``: of adapters, in order. "" is that of a run with one."""
+        self.lora, self.names = lora, tuple(names)
+        self._model, self._parameters = model, trained_state(model)
+        self._active, self._gradients = self.names[0], dict[str, list[torch.Tensor | None]]()
+        own = {key: parameter.detach() for key, parameter in self._parameters.items()}
+        self.held = {name: own if len(self.names) == 1 else {k: v.clone() for k, v in own.items()} for name in self.names}
+        """By name: what is trained, as it is after the last step."""
         assert spec.state_dict_adapter is not None, "every family has one"
         to_hub = spec.state_dict_adapter(spec.model, None).to_hf
         modules = {_clean(name): module for name, module in model.named_modules()}
@@ -107,8 +119,35 @@ class Adapters:
                 self._adapted.append(_Adapted(name, module, rows))
 
     @torch.no_grad()
+    def activate(self, name: str) -> None:
+        """Have the model compute with adapter ``name``. Gradients of the one before are kept with it."""
+        if name == self._active:
+            return
+        of_own = self._gradients.pop(name, None) or [None] * len(self._parameters)
+        self._gradients[self._active] = [parameter.grad for parameter in self._parameters.values()]
+        for parameter, gradient in zip(self._parameters.values(), of_own, strict=True):
+            parameter.grad = gradient
+        self._active = name
+        self.take_held()
+
+    @torch.no_grad()
+    def take_held(self) -> None:
+        """The model's is what is held: another than before."""
+        forget_gathered(self._model)
+        for key, held in self.held[self._active].items():
+            self._parameters[key].copy_(held)
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """What is held is the model's, which an optimizer has moved."""
+        if len(self.names) == 1:  # they are the same tensors
+            return
+        for key, held in self.held[self._active].items():
+            held.copy_(self._parameters[key])
+
+    @torch.no_grad()
     def start(self) -> None:
-        """A as torchtitan draws it, from a generator of its own; B 0. Or those of ``init_from``, where it has them.
+        """Each: A as torchtitan draws it, from a generator of its own; B 0. Or those of ``init_from``, where it has them.
 
         Raises:
             ConfigError: the folder has adapters that do not fit.
@@ -138,14 +177,24 @@ class Adapters:
         if given:
             cure = f"it has {next(iter(given))}, which is no adapter of {FIELD}.targets"
             raise ConfigError(f"{FIELD}.init_from", path, cure)
+        for held in self.held.values():
+            for key, tensor in held.items():
+                tensor.copy_(self._parameters[key])
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Scaled: see above."""
-        return self._tensors(self.lora.scaling)
+        """Of all adapters, scaled: see above. One with a name has it before its tensors', as ``math/base_model...``."""
+        for name in self.names:
+            self.activate(name)
+            for key, tensor in self._tensors(self.lora.scaling):
+                yield of_adapter(name, key), tensor
 
-    def peft(self) -> dict[str, torch.Tensor]:
-        """As PEFT keeps them, not scaled, on the CPU."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self._tensors(1.0)}
+    def peft(self) -> dict[str, dict[str, torch.Tensor]]:
+        """By adapter: as PEFT keeps them, not scaled, on the CPU."""
+        found = {}
+        for name in self.names:
+            self.activate(name)
+            found[name] = {key: tensor.detach().cpu().clone() for key, tensor in self._tensors(1.0)}
+        return found
 
     @torch.no_grad()
     def _tensors(self, scaling: float) -> Iterator[tuple[str, torch.Tensor]]:
@@ -173,6 +222,18 @@ class Adapters:
             finally:
                 for weight, before in kept:
                     weight.copy_(before)
+
+
+def of_adapter(name: str, key: str) -> str:
+    """How what belongs to an adapter is called: ``math/base_model...``. Of a run's only one, which has no name: ``key``."""
+    return f"{name}/{key}" if name else key
+
+
+def forget_gathered(model: nn.Module) -> None:
+    """What FSDP has gathered is of values that its shards had before."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def trained_state(model: nn.Module) -> dict[str, torch.Tensor]:

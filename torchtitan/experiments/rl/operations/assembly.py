@@ -164,7 +164,8 @@ class RunActors:
             generator_dtype=config.generator.engine.torch_dtype,
             start=trainer_start,
             yields_memory=config.generator.engine.sleep,
-            serve_adapters=config.served_rank > 0,
+            serve_adapters=bool(config.served),
+            adapters=config.adapters,
         )
         self._trainer = owner, trainers
         self._add_generators(placement)
@@ -302,7 +303,7 @@ class RunActors:
                     "device": device,
                     "role": role,
                     "index": index,
-                    "lora_rank": 0 if model or self._trainer is None else self._context.config.served_rank,
+                    "adapters": None if model or self._trainer is None else self._context.config.served,
                 },
             ),
             set_up=lambda process: process.actor.setup.call_one(),

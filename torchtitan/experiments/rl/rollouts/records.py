@@ -58,6 +58,7 @@ class SampleRecord(msgspec.Struct, omit_defaults=True):
     """Those that are not what the turns give."""
     reference_ids: np.ndarray | None = None
     trainer_logprobs: np.ndarray | None = None
+    adapter: str = ""
 
 
 class RolloutRecord(msgspec.Struct, kw_only=True):
@@ -125,7 +126,7 @@ def decode_rollout(line: bytes | str) -> RecordedRollout:
             rollout.turns.append(_turn(turn, rollout.turns[-1] if rollout.turns else None))
         of_rollout: dict[str, Any] = {"task_name": rollout.task_name, "rollout_id": rollout.rollout_id}
         for sample, given in zip(record.samples, _given_samples(rollout, len(record.samples)), strict=True):
-            others = {name: getattr(sample, name) for name in ("temperature", "reference_ids", "trainer_logprobs")}
+            others = {name: getattr(sample, name) for name in ("temperature", "reference_ids", "trainer_logprobs", "adapter")}
             streams = {} if given is None else {name: getattr(given, name) for name in STREAMS}
             rollout.samples.append(TrainingSample(**of_rollout | streams | sample.streams, **others))
     except (KeyError, TypeError) as error:
@@ -224,7 +225,7 @@ def _sample_record(sample: TrainingSample, given: TrainingSample | None) -> Samp
         # By their bits: a NaN is itself, and 0.0 is not -0.0.
         if given is None or (value is not usual and (value is None or usual is None or value.tobytes() != usual.tobytes())):
             changed[name] = value
-    return SampleRecord(sample.temperature, changed, sample.reference_ids, sample.trainer_logprobs)
+    return SampleRecord(sample.temperature, changed, sample.reference_ids, sample.trainer_logprobs, sample.adapter)
 
 
 def _encoded_array(array: np.ndarray) -> dict[str, bytes]:

@@ -21,7 +21,15 @@ from renderers import Renderer
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.bounds import Changeable, Cure, NonNegativeInt, PositiveFloat, PositiveInt, check_fields
+from torchtitan.experiments.rl.bounds import (
+    Changeable,
+    Cure,
+    Matches,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+)
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
@@ -38,6 +46,7 @@ from torchtitan.experiments.rl.user_code.calls import HOLD_S, UserCodeError, cal
 
 MIN_TRAINING_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this, but for those under 1e-5, at which it samples greedily."""
+AdapterName = Annotated[str, Matches(r"[\w-]*", "letters, digits, _ and -: it names a folder")]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -88,6 +97,9 @@ class Task(UserConfigurable):
         """A group with fewer scored rollouts is dropped."""
         weight: PositiveFloat = 1.0
         """Share of the groups, relative to the other tasks."""
+        adapter: AdapterName = ""
+        """Name of the adapter that the task samples with and trains, where tasks of a run have several: with ``trainer.lora``,
+        each of the run's tasks names one. "": the tasks train one together."""
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             """Refuse what can't work, before any process starts: fields out of bounds, and fields that don't fit together.

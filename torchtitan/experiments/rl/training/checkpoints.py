@@ -5,7 +5,7 @@ folder is made of it, or of the run's last weights.
 """
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,14 @@ from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from torchtitan.components.checkpoint import MODEL, CheckpointManager
+from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, OPTIMIZER, CheckpointManager, ModelWrapper
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.experiments.rl.checkpointing.folder import POLICY_FOLDER
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.hub import HubConfig
-from torchtitan.experiments.rl.models.lora import Adapters, LoRA, trained_state, write_adapter, write_merged
+from torchtitan.experiments.rl.models.lora import Adapters, LoRA, of_adapter, write_adapter, write_merged
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.weights.publisher import shard_of
 from torchtitan.experiments.rl.weights.snapshot import digest
 
@@ -45,6 +46,24 @@ class TrainerStart:
     """A new run begins with the weights; optimizer and schedule start anew."""
 
 
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Trained:
+    """What follows the steps of the model, or of one of its adapters."""
+
+    optimizers: OptimizersContainer
+    lr_schedulers: LRSchedulersContainer
+    reference: Reference | None
+
+    def states(self) -> dict[str, Any]:
+        """What a checkpoint has of it."""
+        found = {OPTIMIZER: self.optimizers, LR_SCHEDULER: self.lr_schedulers}
+        return found if self.reference is None else found | {"reference": self.reference}
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Of its parameters, with the hyperparameters of each."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+
 class TrainerCheckpoints:
     """Each method but ``wait_for_staging`` is collective."""
 
@@ -52,71 +71,69 @@ class TrainerCheckpoints:
         self,
         *,
         model: nn.Module,
-        optimizers: OptimizersContainer,
-        lr_schedulers: LRSchedulersContainer,
+        trained: Mapping[str, Trained],
         adapter: Any,
         hub_folder: Path,
         run_dir: Path,
         start: TrainerStart | None,
-        states: Mapping[str, Stateful] | None = None,
         adapters: Adapters | None = None,
         page_locked: bool = False,
     ):
         """Loads ``start``, or the weights of ``hub_folder``.
 
         Args:
-            states: what else is saved, and loaded with ``start``.
+            trained: by adapter; of a model without, at "".
             adapters: of the model. A checkpoint then has them, and not the base, which comes from ``hub_folder``.
             page_locked: copies go into page-locked memory, which a GPU writes by itself while the next step begins: into fresh
                 memory a rank with 27 GB would wait for some 10 s.
         """
         self._hub_folder, self._export_folder, self._adapters = hub_folder, run_dir / POLICY_FOLDER, adapters
-        weights_only = start is not None and start.weights_only
-        from_hub = adapters is not None or not weights_only
+        first = next(iter(trained.values()))
         self._manager = CheckpointManager.Config(
             enable=True,
             async_mode="async_with_pinned_mem" if page_locked else "async",
             export_dtype=HubConfig.read(str(hub_folder)).dtype,
             interval=1,  # when is decided elsewhere
-            initial_load_in_hf=from_hub,
-            initial_load_path=None if from_hub else str(_step_folder(start.folder)) if start is not None else None,
+            initial_load_in_hf=True,
             last_save_in_hf=True,
             keep_latest_k=0,
         ).build(
             dataloader=None,
             model_parts=[model],
-            optimizers=optimizers,
-            lr_schedulers=lr_schedulers,
-            states={**(states or {})},
+            optimizers=first.optimizers,
+            lr_schedulers=first.lr_schedulers,
+            states={},
             sd_adapter=adapter,
             base_folder=str(run_dir),
         )
-        if start is None or weights_only or adapters is not None:
+        states = self._manager.states
+        if start is None or adapters is not None:
             self._manager.folder = str(run_dir / "no-checkpoint-yet")  # else one in it would be loaded
             self._manager.load()
         if adapters is not None:
             if start is None:
                 adapters.start()
-            own = {MODEL: TrainedWeights(model), "base": BaseDigest(model)}
-            self._manager.states.update(own)
-            if start is not None and weights_only:
-                state = {**own[MODEL].state_dict(), "base": own["base"]}
-                try:
-                    distributed_checkpoint.load(state, checkpoint_id=str(_step_folder(start.folder)))
-                except distributed_checkpoint.CheckpointException as error:
-                    raise RunError(NO_ADAPTERS.format(folder=start.folder)) from error
-        if start is None or weights_only:
+            states[MODEL] = AdapterWeights(adapters)
+        base = {} if adapters is None else {"base": BaseDigest(model)}
+        states |= base
+        del states[OPTIMIZER], states[LR_SCHEDULER]
+        for name, own in trained.items():
+            states |= {of_adapter(name, part): state for part, state in own.states().items()}
+        if start is None:
             return
-        settings = [_settings(group) for optimizer in optimizers for group in optimizer.param_groups]
+        if start.weights_only:
+            load_weights(states[MODEL], start.folder, base)
+            return
+        settings = [_settings(group) for own in trained.values() for group in own.groups()]
         self._manager.folder = str(start.folder)
         self._manager.load(start.step)
         # The checkpoint has those of the config it was written with. This run's may differ.
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        for group, own in zip(groups, settings, strict=True):
-            group.update(own)
-        rates = [rate for scheduler in lr_schedulers.schedulers for rate in scheduler.get_last_lr()]
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
+        groups = [group for own in trained.values() for group in own.groups()]
+        rates = [
+            rate for own in trained.values() for scheduler in own.lr_schedulers.schedulers for rate in scheduler.get_last_lr()
+        ]
+        for group, own_settings, rate in zip(groups, settings, rates, strict=True):
+            group.update(own_settings, lr=rate)
 
     def begin(self, folder: Path, step: int) -> Future[Any]:
         """Copy the state, and write it to ``folder/step-N`` beside what follows. Returns when the copy is made.
@@ -141,9 +158,9 @@ class TrainerCheckpoints:
         target = self._export_folder / f"step-{step}"
         being_written = self._export_folder / ".partial"
         if self._adapters is not None:
-            tensors = self._adapters.peft()
+            found = self._adapters.peft()
             if rank == 0:
-                write_policy(target, tensors, self._adapters.lora, base=self._hub_folder)
+                write_policy(target, found, self._adapters.lora, base=self._hub_folder)
             return target
         if rank == 0:  # no rank writes before all have told the manager what they have
             shutil.rmtree(being_written, ignore_errors=True)  # of a run that was killed
@@ -174,22 +191,39 @@ class TrainerCheckpoints:
 
 ADAPTER_FOLDER = "adapter"
 """In the folder of a policy that was trained by adapters: the same as a PEFT folder."""
-NO_ADAPTERS = "{folder} has no adapters of this rank and these targets: a run with trainer.lora goes on from one that has them"
 
 
-class TrainedWeights(Stateful):
-    """What is trained of a model, in place of all of it."""
+class AdapterWeights(Stateful):
+    """All adapters of a model, in place of its weights."""
 
-    def __init__(self, model: nn.Module):
-        self._held = trained_state(model)
+    def __init__(self, adapters: Adapters):
+        self._adapters = adapters
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: parameter.detach() for name, parameter in self._held.items()}
+        return {of_adapter(name, key): held for name, own in self._adapters.held.items() for key, held in own.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, parameter in self._held.items():
-            parameter.copy_(state_dict[name])
+        for key, held in self.state_dict().items():
+            held.copy_(state_dict[key])
+        self._adapters.take_held()
+
+
+def load_weights(weights: Stateful, trainer_folder: Path, others: Mapping[str, Stateful], **options: Any) -> None:
+    """Load the weights alone of a checkpoint's ``trainer_folder``, and ``others``.
+
+    Raises:
+        RunError: it has other weights.
+    """
+    (folder,) = trainer_folder.glob("step-*")
+    state = weights.state_dict()
+    try:
+        distributed_checkpoint.load({**state, **others}, checkpoint_id=str(folder), **options)
+    except distributed_checkpoint.CheckpointException as error:
+        first = " ".join(str(error).split())[:300]
+        whole = "a run of adapters goes on from adapters, of its names, rank and targets, and one of a whole model from that"
+        raise RunError(f"{folder} does not have the weights that are asked of it: {whole}: {first}") from error
+    weights.load_state_dict(state)
 
 
 @torch.no_grad()
@@ -228,14 +262,25 @@ class BaseDigest(Stateful):
 
 
 def write_policy(
-    target: Path, tensors: Mapping[str, torch.Tensor], lora: LoRA.Config, *, base: Path, merged: bool = True
+    target: Path,
+    adapters: Mapping[str, Mapping[str, torch.Tensor]],
+    lora: LoRA.Config,
+    *,
+    base: Path,
+    merged: bool = True,
 ) -> None:
-    """The merged hub folder with the adapters in it as a PEFT folder, or that alone. It is there when it is whole."""
+    """The merged hub folder with the adapters in it as a PEFT folder, or that alone. It is there when it is whole.
+
+    Args:
+        adapters: of ``Adapters.peft``. Each with a name has a folder of its own.
+    """
     being_written = target.with_name(f".{target.name}.partial")
     shutil.rmtree(being_written, ignore_errors=True)  # of a run that was killed
-    if merged:
-        write_merged(being_written, tensors, lora, base=base)
-    write_adapter(being_written / ADAPTER_FOLDER if merged else being_written, tensors, lora, base=str(base))
+    for name, tensors in adapters.items():
+        folder = being_written / name
+        if merged:
+            write_merged(folder, tensors, lora, base=base)
+        write_adapter(folder / ADAPTER_FOLDER if merged else folder, tensors, lora, base=str(base))
     shutil.rmtree(target, ignore_errors=True)
     being_written.rename(target)
 
@@ -247,18 +292,19 @@ def write_error(error: BaseException) -> str:
     return f"{type(first).__name__}: {' '.join(str(first).split())}"
 
 
-def _step_folder(folder: Path) -> Path:
-    (found,) = folder.glob("step-*")
-    return found.resolve()
-
-
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     """The hyperparameters of an optimizer's group."""
     return {name: value for name, value in group.items() if name not in ("params", "param_names", "lr", "initial_lr")}
 
 
 def export_checkpoint(
-    trainer_folder: Path, model: ModelConfig, target: Path, *, lora: LoRA.Config | None = None, adapter: bool = False
+    trainer_folder: Path,
+    model: ModelConfig,
+    target: Path,
+    *,
+    lora: LoRA.Config | None = None,
+    names: Sequence[str] = ("",),
+    adapter: bool = False,
 ) -> None:
     """Write the weights in ``trainer_folder`` (of a checkpoint) as the hub folder ``target``, which is there when it is whole.
 
@@ -267,7 +313,7 @@ def export_checkpoint(
 
     Args:
         target: a folder that is not there yet.
-        lora: the checkpoint has adapters. They are added to the base in float32.
+        lora: the checkpoint has adapters of these ``names``. They are added to the base in float32.
         adapter: write them as a PEFT folder, and nothing else.
 
     Raises:
@@ -279,22 +325,15 @@ def export_checkpoint(
     assert spec.state_dict_adapter is not None, "every family has one"
     with torch.device("meta"):
         made = spec.model.build()
-    if lora is None:
-        weights = {name: torch.empty(held.shape, dtype=getattr(torch, hub.dtype)) for name, held in made.named_parameters()}
-    else:
-        made.to_empty(device="cpu")  # pages of the base are never touched
-        weights = {name: parameter.detach() for name, parameter in trained_state(made).items()}
-    (folder,) = trainer_folder.glob("step-*")
-    try:
-        distributed_checkpoint.load(weights, checkpoint_id=str(folder), no_dist=True)
-    except distributed_checkpoint.CheckpointException as error:
-        first = " ".join(str(error).split())[:300]
-        raise RunError(f"{folder} can't be read as the model of {model.hf_assets_path}: {first}") from error
     if lora is not None:
-        tensors = Adapters(made, spec, lora).peft()
-        write_policy(target, tensors, lora, base=Path(model.hf_assets_path), merged=not adapter)
+        made.to_empty(device="cpu")  # pages of the base are never touched
+        adapters = Adapters(made, spec, lora, names)
+        load_weights(AdapterWeights(adapters), trainer_folder, {}, no_dist=True)
+        write_policy(target, adapters.peft(), lora, base=Path(model.hf_assets_path), merged=not adapter)
         return
-    tensors = spec.state_dict_adapter(spec.model, model.hf_assets_path).to_hf(weights)
+    made.to(getattr(torch, hub.dtype)).to_empty(device="cpu")
+    load_weights(ModelWrapper(made), trainer_folder, {}, no_dist=True)
+    tensors = spec.state_dict_adapter(spec.model, model.hf_assets_path).to_hf(made.state_dict())
     being_written = target.with_name(f".{target.name}.partial")
     shutil.rmtree(being_written, ignore_errors=True)  # of a command that was killed
     being_written.mkdir(parents=True)

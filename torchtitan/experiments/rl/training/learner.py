@@ -3,9 +3,10 @@
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -37,10 +38,10 @@ from torchtitan.experiments.rl.losses import (
 from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.context_parallel import Context, ContextGroups
 from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs, needed_places
-from torchtitan.experiments.rl.models.lora import Adapters
+from torchtitan.experiments.rl.models.lora import Adapters, of_adapter
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.training.checkpoints import TrainerCheckpoints, TrainerStart
+from torchtitan.experiments.rl.training.checkpoints import Trained, TrainerCheckpoints, TrainerStart
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
@@ -148,6 +149,7 @@ class Learner:
         start: TrainerStart | None = None,
         dtype: torch.dtype | None = None,
         serve_adapters: bool = True,
+        adapters: Sequence[str] = ("",),
     ):
         """Needs a process set up by ``process.setup``, and a process group; every rank builds one.
 
@@ -158,6 +160,7 @@ class Learner:
             dtype: overrides config.dtype (tests: float64).
             serve_adapters: with config.lora: the generators hold the base, and a version is its adapters. Otherwise it is the
                 whole model, the adapters added to the base in float32.
+            adapters: names of those that tasks train, each with its own optimizer, schedule and reference.
         """
         self.config = config
         self.rank = dist.get_rank()
@@ -211,31 +214,39 @@ class Learner:
             self._policy = functools.partial(self._row_shapes.compute, self.model)
         assert spec.state_dict_adapter is not None, "every family has one"
         adapter = spec.state_dict_adapter(spec.model, model.hf_assets_path)
-        self.adapters = Adapters(self.model, spec, config.lora) if config.lora is not None else None
+        self.adapters = Adapters(self.model, spec, config.lora, adapters) if config.lora is not None else None
         self.hub_tensors: Tensors = HubTensors(self.model, adapter.to_hf, self.adapters)
         """What a version is."""
         if self.adapters is not None and serve_adapters:
             self.hub_tensors = self.adapters
         options = config.optimizer
-        self.optimizers = default_adamw(
-            lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay
-        ).build(model_parts=[self.model])
-        self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=total_steps)
-        self.reference = Reference(config.reference, self.model) if config.reference is not None else None
+        adamw = default_adamw(lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay)
+        self.trained: dict[str, Trained] = {}
+        """By adapter; of a model without, or with one that has no name, at ""."""
+        for name in adapters:
+            optimizers = adamw.build(model_parts=[self.model])
+            self.trained[name] = Trained(
+                optimizers=optimizers,
+                lr_schedulers=config.lr_scheduler.build(optimizers=optimizers, training_steps=total_steps),
+                reference=Reference(config.reference, self.model) if config.reference is not None else None,
+            )
+        self._moving: list[str] = []
+        """Adapters that have a gradient."""
         self.checkpoints = TrainerCheckpoints(
             model=self.model,
-            optimizers=self.optimizers,
-            lr_schedulers=self.lr_schedulers,
+            trained=self.trained,
             adapter=adapter,
             hub_folder=Path(model.hf_assets_path),
             run_dir=Path(run_dir),
             start=start,
-            states={"reference": self.reference} if self.reference is not None else None,
             adapters=self.adapters,
             page_locked=device == "cuda",
         )
-        if self.reference is not None and (start is None or start.weights_only):
-            self.reference.restart()
+        if start is None or start.weights_only:
+            for name, trained in self.trained.items():
+                if trained.reference is not None:
+                    self._activate(name)
+                    trained.reference.restart()
         self.steps_taken: int | None = start.step if start is not None else 0
         """Optimizer steps behind the weights; None while one is taken, and for good if it failed in its middle."""
         if self._device.type == "cuda" or config.compile:
@@ -252,8 +263,8 @@ class Learner:
                 places = torch.arange(1, length, device=self._device)
                 logprobs, _ = self._policy(tokens, positions, torch.ones_like(tokens, dtype=torch.float32), places)
                 (logprobs.sum() * 0).backward()
-        self.optimizers.zero_grad()
-        self.score(np.zeros(2, np.int32))
+        self.model.zero_grad()
+        self.canary(np.zeros(2, np.int32))
 
     def of_first_rank(self, content: bytes) -> bytes:
         """What the first of the ranks that compute the same rows was given. Collective."""
@@ -280,7 +291,8 @@ class Learner:
         """Accumulate the gradient of one optimizer step. Collective.
 
         Args:
-            microbatches: the step's rows of this rank's data-parallel coordinate; every rank has the same number.
+            microbatches: the step's rows of this rank's data-parallel coordinate; every rank has the same number. Those of an
+                adapter lie side by side: it is a step of its own, whose denominators count them alone.
             policy_version: version of the weights being trained, for metrics by policy age.
             keep_logprobs: leave the log-probabilities in ``logprobs``.
             on_microbatch: called when each begins.
@@ -288,12 +300,38 @@ class Learner:
         Returns:
             Metrics of the whole step, the same on every rank.
         """
+        sums, logprobs, self._moving = MetricSums(), list[torch.Tensor](), []
+        for name, own in groupby(microbatches, key=lambda microbatch: microbatch.adapter):
+            self._activate(name)
+            self._moving.append(name)
+            found, kept = self._accumulate([*own], self.trained[name].reference, policy_version, on_microbatch)
+            sums.merge(found)
+            logprobs += kept
+        self.logprobs = [
+            values.float().masked_fill(~microbatch.loss_mask, 0).numpy()
+            for values, microbatch in zip(logprobs, microbatches if keep_logprobs else (), strict=False)
+        ]
+        return sums
+
+    def _activate(self, name: str) -> None:
+        if self.adapters is not None:
+            self.adapters.activate(name)
+
+    def _accumulate(
+        self,
+        microbatches: list[TrainingBatch],
+        reference: Reference | None,
+        policy_version: int,
+        on_microbatch: Callable[[], None],
+    ) -> tuple[MetricSums, list[torch.Tensor]]:
+        """The gradient of what the model computes with now. Returns metrics of all ranks, and log-probabilities [B, L] of each
+        microbatch."""
         denominators = self._denominators(microbatches)
         advantages = self._summed(map(advantage_sums, microbatches)) if self.config.loss.normalize_advantages else None
         # All of it before the first: a copy to a GPU, or a question to it, waits for what it computes. 62 bytes a token.
         batches = [microbatch.to(self._device) for microbatch in microbatches]
         places = [needed_places(microbatch).to(self._device) for microbatch in microbatches]
-        references, conditioned = self._reference_logprobs(batches, places, on_microbatch)
+        references, conditioned = self._reference_logprobs(reference, batches, places, on_microbatch)
         sums, kept = MetricSums(), list[torch.Tensor]()
         for index, batch in enumerate(batches):
             on_microbatch()
@@ -323,14 +361,14 @@ class Learner:
             self.flops.add(microbatch)
         if self._data_parallel_group is not None:
             sums.all_reduce(self._data_parallel_group)
-        self.logprobs = [
-            values.float().masked_fill(~microbatch.loss_mask, 0).numpy()
-            for values, microbatch in zip(kept, microbatches if keep_logprobs else (), strict=False)
-        ]
-        return sums
+        return sums, kept
 
     def _reference_logprobs(
-        self, batches: list[TrainingBatch], places: list[torch.Tensor], on_microbatch: Callable[[], None]
+        self,
+        reference: Reference | None,
+        batches: list[TrainingBatch],
+        places: list[torch.Tensor],
+        on_microbatch: Callable[[], None],
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """[B, L] of each microbatch, under the reference: log-probabilities of its tokens, and its ref_logprobs where samples
         have reference_ids. None where there is no reference, or are no such samples. Collective.
@@ -340,11 +378,11 @@ class Learner:
         """
         conditioned: list[torch.Tensor] = []
         found: list[torch.Tensor] = []
-        if self.reference is None:
+        if reference is None:
             if any(batch.conditioned is not None for batch in batches):
                 raise RunError("an algorithm leaves its reference to the trainer, which has none: set trainer.reference")
             return found, conditioned
-        with self._traced("reference"), self.reference.in_place():
+        with self._traced("reference"), reference.in_place():
             for batch, needed in zip(batches, places, strict=True):
                 on_microbatch()
                 found.append(batch_logprobs(self._policy, batch, needed)[0])
@@ -364,23 +402,36 @@ class Learner:
             return self._optim_step()
 
     def _optim_step(self) -> dict[str, float]:
-        norm = clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_norm, foreach=True).item()
-        check_finite("gradient norm", norm, self.config.loss)
-        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        metrics, clip = dict[str, Any](), self.config.optimizer.max_norm
+        for name in self._moving:
+            self._activate(name)
+            norm = clip_grad_norm_(self.model.parameters(), clip, foreach=True).item()
+            check_finite("gradient norm", norm, self.config.loss)
+            metrics[of_adapter(name, "train/grad_norm")] = norm
         taken, self.steps_taken = self.steps_taken, None
-        self.optimizers.step()
-        self.lr_schedulers.step()
-        self.optimizers.zero_grad()
+        for name in self._moving:
+            self._activate(name)
+            trained = self.trained[name]
+            metrics[of_adapter(name, "train/lr")] = trained.lr_schedulers.schedulers[0].get_last_lr()[0]
+            trained.optimizers.step()
+            trained.lr_schedulers.step()
+            trained.optimizers.zero_grad()
+            if self.adapters is not None:
+                self.adapters.hold()
+            if trained.reference is not None:
+                metrics[of_adapter(name, "reference/version")] = trained.reference.version
+                trained.reference.follow(trained.lr_schedulers.schedulers[0].last_epoch)
         self.steps_taken = None if taken is None else taken + 1
-        metrics = {"train/grad_norm": norm, "train/lr": lr}
-        if self.reference is not None:
-            metrics["reference/version"] = self.reference.version
-            self.reference.follow((taken or 0) + 1)
         return metrics
 
+    def canary(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 [adapters * L]: ``score`` with each adapter in turn. Collective."""
+        return np.concatenate([self.score(token_ids, name) for name in self.trained])
+
     @torch.no_grad()
-    def score(self, token_ids: np.ndarray) -> np.ndarray:
+    def score(self, token_ids: np.ndarray, adapter: str = "") -> np.ndarray:
         """float32 [L]: log-probabilities at temperature 1, entry 0 is 0. Collective: every rank scores the same tokens."""
+        self._activate(adapter)
         tokens = torch.from_numpy(token_ids.astype(np.int32))[None].to(self._device)
         positions = torch.arange(tokens.shape[1], dtype=torch.int32, device=self._device)[None]
         temperatures = torch.ones(tokens.shape, device=self._device)

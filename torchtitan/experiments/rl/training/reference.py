@@ -9,10 +9,10 @@ import torch
 from annotated_types import Ge, Lt
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveInt
+from torchtitan.experiments.rl.models.lora import forget_gathered, trained_state
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,8 +35,8 @@ class Reference(Stateful):
     model's forward pass is."""
 
     def __init__(self, config: ReferenceConfig, model: nn.Module):
-        self._config, self._model = config, model
-        self._held = {name: parameter.detach().clone() for name, parameter in self._parameters()}
+        self._config, self._model, self._parameters = config, model, trained_state(model)
+        self._held = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self._version = torch.zeros((), dtype=torch.int64)
 
     @property
@@ -47,7 +47,7 @@ class Reference(Stateful):
     @torch.no_grad()
     def restart(self) -> None:
         """Become the policy, as version 0."""
-        for name, parameter in self._parameters():
+        for name, parameter in self._parameters.items():
             self._held[name].copy_(parameter)
         self._version.zero_()
 
@@ -57,7 +57,7 @@ class Reference(Stateful):
         ema = self._config.kind == "ema"
         if not ema and version % self._config.every:
             return
-        for name, parameter in self._parameters():
+        for name, parameter in self._parameters.items():
             self._held[name].lerp_(parameter, 1 - self._config.decay if ema else 1.0)
         self._version.fill_(version)
 
@@ -72,20 +72,11 @@ class Reference(Stateful):
                 self._swap()
 
     def _swap(self) -> None:
-        # What FSDP has gathered before is of the other weights.
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        for name, parameter in self._parameters():
+        forget_gathered(self._model)
+        for name, parameter in self._parameters.items():
             policy = parameter.detach().clone()
             parameter.copy_(self._held[name])
             self._held[name].copy_(policy)
-
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in self._model.named_parameters():
-            if not parameter.requires_grad:
-                continue  # it stays what it is, and a copy would stay the same
-            yield name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", ""), parameter
 
     def state_dict(self) -> dict[str, Any]:
         return {**self._held, "version": self._version}

@@ -7,7 +7,7 @@ import os
 import pickle
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -72,10 +72,11 @@ class PolicyTrainer(WatchedActor):
         start: TrainerStart | None = None,
         yields_memory: bool = False,
         serve_adapters: bool = True,
+        adapters: Sequence[str] = ("",),
     ):
         """
         Args:
-            serve_adapters: see Learner.
+            serve_adapters, adapters: see Learner.
             start: a checkpoint to go on from; None: the weights of the model's hub folder.
             yields_memory: an engine on its GPU takes what a step has used, as soon as the weights are copied out.
         """
@@ -100,6 +101,7 @@ class PolicyTrainer(WatchedActor):
             run_dir=run_dir,
             start=start,
             serve_adapters=serve_adapters,
+            adapters=adapters,
         )
 
     @reported_endpoint
@@ -217,7 +219,7 @@ class PolicyTrainer(WatchedActor):
 
         def score() -> np.ndarray:
             with trace.span("canary", version=version), one_thread():
-                return self._learner.score(canary_token_ids)
+                return self._learner.canary(canary_token_ids)
 
         await self._submit(copy_out, quick=True)
         with trace.lane("publish", version=version):
@@ -228,13 +230,13 @@ class PolicyTrainer(WatchedActor):
     @reported_endpoint
     async def proof(self) -> tuple[str, np.ndarray]:
         """What a receipt of the version that was published last has to agree with: the fingerprint of what was published, and
-        float32 [L] log-probabilities of the canary."""
+        float32 [adapters * L] log-probabilities of the canary, with each adapter in turn."""
         return self._fingerprint, await self._canary
 
     @reported_endpoint
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
-        """float32 [L]: log-probabilities at temperature 1. Collective."""
-        return await self._submit(lambda: self._learner.score(token_ids))
+        """float32 [adapters * L]: log-probabilities at temperature 1, with each adapter in turn. Collective."""
+        return await self._submit(lambda: self._learner.canary(token_ids))
 
     @reported_endpoint
     async def save_final(self, step: int) -> Path | None:

@@ -90,7 +90,7 @@ class WeightReceipt:
     fingerprint: str
     """Of the weights that its engine holds, not of the bytes that were sent. "" of a version that was not verified."""
     canary_logprobs: np.ndarray
-    """float32 [L] of the canary tokens under the loaded weights."""
+    """float32 [adapters * L] of the canary tokens under the loaded weights, with each adapter in turn."""
     verify_s: float
     reload_s: float
 

@@ -5,7 +5,7 @@ vLLM is imported when an engine is built: importing this file, and with it any c
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -85,8 +85,10 @@ class VLLMEngineConfig(EngineConfig):
     own class checks them before a process is spawned. With ``{"quantization": "fp8"}`` the engine quantizes each version when
     it loads it: tensors that it holds quantized are not compared with what was published, and its log says how many."""
 
-    def build(self, *, model_path: str, device: Literal["cpu", "cuda"], lora_rank: int = 0) -> "VLLMEngine":
-        return VLLMEngine(self, model_path=model_path, device=device, lora_rank=lora_rank)
+    def build(
+        self, *, model_path: str, device: Literal["cpu", "cuda"], adapters: Mapping[str, int] | None = None
+    ) -> "VLLMEngine":
+        return VLLMEngine(self, model_path=model_path, device=device, adapters=adapters or {})
 
     def check_adapter(self, rank: int) -> None:
         if rank > LORA_RANKS[-1]:
@@ -128,7 +130,9 @@ class VLLMEngineConfig(EngineConfig):
 class VLLMEngine:
     """Implements generation.engine.Engine."""
 
-    def __init__(self, config: VLLMEngineConfig, *, model_path: str, device: Literal["cpu", "cuda"], lora_rank: int = 0):
+    def __init__(
+        self, config: VLLMEngineConfig, *, model_path: str, device: Literal["cpu", "cuda"], adapters: Mapping[str, int]
+    ):
         compat.set_environment(device=device, workers=config.tensor_parallel_degree)
         from vllm import EngineArgs, LLMEngine
         from vllm.usage.usage_lib import UsageContext
@@ -153,17 +157,12 @@ class VLLMEngine:
         else:
             # vLLM then asks only whether the share is free when it starts: a trainer may have most of the rest.
             arguments |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "gpu_memory_utilization": 0.05}
-        self._adapter: Any = None
-        """vLLM's LoRARequest of the adapter that each version is; None: a version is the whole model."""
-        self._served: Any = None
-        """The same, once a version is loaded."""
-        if lora_rank:
-            from vllm.lora.request import LoRARequest
-
-            # The path is never read: the adapter is there, by its number, before a request names it.
-            self._adapter = LoRARequest("policy", compat.ADAPTER, "in memory")
-            arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "lora_target_modules": [*LORA_MODULES]}
-            arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= lora_rank)
+        self._served: dict[str, Any] = {}
+        """vLLM's LoRARequest of each adapter that the version has, once one is loaded."""
+        if adapters:
+            room = {"max_loras": len(adapters), "max_cpu_loras": len(adapters)}
+            arguments |= {"enable_lora": True, "lora_target_modules": [*LORA_MODULES], **room}
+            arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= max(adapters.values()))
         arguments |= dict(
             model=model_path,
             dtype=config.dtype,
@@ -207,7 +206,8 @@ class VLLMEngine:
         try:
             prompt, params = _to_vllm(request, salt=str(self._version), max_model_len=self._max_model_len)
             key = str(request.request_id)
-            self._open[key] = (request, self._engine.add_request(key, prompt, params, lora_request=self._served))
+            adapter = self._served[request.adapter] if self._served else None
+            self._open[key] = (request, self._engine.add_request(key, prompt, params, lora_request=adapter))
         except Exception as error:  # whatever vLLM raises for a request it refuses: one request must not end the others
             return RequestFailed(request_id=request.request_id, cause=str(error))
         return None
@@ -264,7 +264,7 @@ class VLLMEngine:
             reports = self._engine.collective_rpc("load_snapshot", args=(manifest, path, verify))
         except Exception as error:  # whatever vLLM raises, and its workers may have raised
             raise WrongWeights(f"weights of version {manifest.version} are not loaded: {cause_in(error)}") from error
-        self._version, self._served = manifest.version, self._adapter
+        self._version, self._served = manifest.version, compat.lora_requests(manifest.digests)
         self._engine.set_weight_version(str(manifest.version))
         if recompute:
             compat.recompute_open_requests(self._engine, cache_salt=str(manifest.version))

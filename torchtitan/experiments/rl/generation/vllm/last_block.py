@@ -10,8 +10,8 @@ A prompt of 41 tokens in blocks of 32, by the rollouts of a group:
     first      computed       computed, kept      computed
     others     vLLM's cache   copied              computed
 
-The others wait for one engine step, in which the first is computed. What is kept is found by the prompt's tokens and its cache
-salt, which has the weights' version: keys and values of other weights are never used.
+The others wait for one engine step, in which the first is computed. What is kept is found by the prompt's tokens, its adapter
+and its cache salt, which has the weights' version: keys and values of other weights are never used.
 """
 
 from collections import OrderedDict
@@ -96,7 +96,8 @@ class LastBlocks(KVConnectorBase_V1):
         if request.skip_reading_prefix_cache or request.num_output_tokens:
             return None, 0
         before = request.block_hashes[full - 1] if full else None  # a block's hash is of all tokens up to its end
-        return (request.cache_salt, before, tuple(request.prompt_token_ids[end - tail : end])), tail
+        adapter = request.lora_request.lora_int_id if request.lora_request else 0
+        return (adapter, request.cache_salt, before, tuple(request.prompt_token_ids[end - tail : end])), tail
 
     # In a worker.
 

@@ -154,7 +154,7 @@ class SnapshotLoader:
         started = time.perf_counter()
         tensors = dict(self._snapshots.map(path).views(manifest.layout))
         model = worker.get_model()
-        if compat.is_adapter(tensors):
+        if compat.adapters_in(tensors):
             return self._load_adapter(tensors, started, verify)
         held = HeldWeights(model, manifest.layout)
         mapped = time.perf_counter()
@@ -173,10 +173,10 @@ class SnapshotLoader:
         )
 
     def _load_adapter(self, tensors: dict[str, torch.Tensor], started: float, verify: bool) -> LoadedParts:
-        """Put the adapter in the place of the one before, and read it back from where the model computes with it."""
+        """Put the adapters in the place of those before, and read them back from where the model computes with them."""
         mapped = time.perf_counter()
         with trace.span("reload"):
-            compat.set_adapter(self, tensors)
+            compat.set_adapters(self, tensors)
         reloaded = time.perf_counter()
         parts: dict[str, list[tuple[Shard, int | str]]] = {name: [] for name in tensors} if verify else {}
         with trace.span("digests of what is held"):
