@@ -82,8 +82,9 @@ class TrainerMemory:
     activations: float
     """What a microbatch's forward pass leaves for its backward pass. With checkpointing: each layer's input."""
     head: float
-    """While the head computes: its compute copy; in its backward pass a gradient in float32, to which the product of a chunk is
-    added, or in its forward pass three tensors of a chunk's logits, if these are more. And the last layer's compute copy."""
+    """While the head computes. In its forward pass its compute copy and, unless it is tied, the buffer it was gathered in,
+    and three tensors of a chunk's logits. In its backward pass, if that is more, its compute copy and the last layer's, and a
+    gradient in float32, to which the product of a chunk is added."""
     layer: float
     """While a layer's backward pass computes: compute copies of it and the next one, its gradient, what a reduction adds up (at
     first the head's), what checkpointing computes again, and two gradients of the feed-forward part's width. A tied head's copy
@@ -142,7 +143,8 @@ def trainer_memory(
     selected = (2 * sizes.dim + 2 * sizes.query_width + 2 * sizes.key_width + sizes.feed_forward_width) / tensor_parallel
     kept = {"none": values, "selective": selected, "full": sizes.dim / tensor_parallel}[trainer.activation_checkpoint] * value
     again = values * value if trainer.activation_checkpoint != "none" else 0
-    backward = (0 if frozen else 4 * head) + max((compute + 4) * logits, compute * (head + logits))
+    forward = compute * (head + (layer if sizes.tied else head)) + 3 * 4 * logits
+    backward = compute * (head + layer) + (0 if frozen else 4 * head) + max((compute + 4) * logits, compute * (head + logits))
     reduced, stays = (0, 2 * compute * head) if sizes.tied else (4 * head, 0)
     gradient = compute + 4
     if frozen:
@@ -150,7 +152,7 @@ def trainer_memory(
     return TrainerMemory(
         state=held * BYTES[trainer.dtype] / shards + 2 * 4 * sizes.layers * row_length * sizes.head_width,
         activations=sizes.layers * kept,
-        head=compute * (head + layer) + max(3 * 4 * logits, backward) + 3 * sizes.dim * value,
+        head=max(forward, backward) + 3 * sizes.dim * value,
         layer=stays
         + max(reduced + 2 * compute * layer, (2 * compute + gradient) * layer)
         + again
