@@ -44,12 +44,13 @@ def test_a_step_takes_the_memory_and_the_operations_that_the_plan_says(config, c
     assert memory.total - memory.fixed == pytest.approx(found.peak, rel=0.05)
     planned = plan.balance.train_s * FLOPS * config.trainer.ranks / (512 * 4096) * 8192
     shared = config.trainer.parallelism.tensor_parallel_degree
-    assert (found.matrix_flops + found.attention_flops) * shared == pytest.approx(planned, rel=0.01)
+    near = dict(rel=0.02 if rank else 0.01)  # the input of the first layer has no gradient with adapters: one of two here
+    assert (found.matrix_flops + found.attention_flops) * shared == pytest.approx(planned, **near)
     if checkpointing == "none":
         # The trainer's own count is without the logits that the head makes again. torchtitan counts that a token attends to
         # all of its sample, twice what it sees, and a backward pass of 4 products, where the kernel has 5.
         again = 2 * 151_936 * 4096 * 8192
-        assert found.matrix_flops - again + found.attention_flops * 2 * 6 / 7 == pytest.approx(found.model_flops, rel=0.01)
+        assert found.matrix_flops - again + found.attention_flops * 2 * 6 / 7 == pytest.approx(found.model_flops, **near)
 
 
 WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "item"}

@@ -101,9 +101,8 @@ class ModelFlops:
         _, none = config.get_nparams_and_flops(model, 0)
         _, one = config.get_nparams_and_flops(model, 1)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        if not all(parameter.requires_grad for parameter in model.parameters()):
-            none -= 2 * (none / 6 - trained)
-        return cls(per_token=none, per_place=one - none, peak=peak, ranks=ranks)
+        frozen = 0 if all(parameter.requires_grad for parameter in model.parameters()) else none / 6 - trained
+        return cls(per_token=none - 2 * frozen, per_place=one - none, peak=peak, ranks=ranks)
 
     def add(self, batch: TrainingBatch) -> None:
         """A batch that was computed, forward and backward."""
