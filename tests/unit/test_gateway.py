@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.agents import ADD, CALL, client_of, config_of, run_agent, run_task
 from tests.unit.renderer_families import SETTINGS, family_renderer, family_tokenizer
-from tests.unit.rollout_stubs import ScriptedPolicy
+from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.gateway import server
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import EnvTask, MessageEnv, ResetOutput, StepOutput
@@ -159,10 +159,11 @@ async def test_a_marked_retry_generates_once_and_an_unmarked_repeat_is_a_sibling
     assert rollout.calls == {"answered": 3, "retried": 6} and len(rollout.turns) == 3
 
 
-async def test_a_client_that_goes_away_ends_its_request_and_a_call_at_the_end_is_not_trained(renderer, tokenizer):
+async def test_a_client_that_goes_away_ends_its_request_and_a_call_at_the_end_is_not_trained(renderer, tokenizer, monkeypatch):
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 0.02)
     ended, begun = [], asyncio.Event()
 
-    async def hang(prompt_token_ids, *, max_tokens):
+    async def hang(session, prompt_token_ids, *, max_tokens):
         begun.set()
         try:
             await asyncio.sleep(3600)
@@ -172,8 +173,7 @@ async def test_a_client_that_goes_away_ends_its_request_and_a_call_at_the_end_is
     async def agent(sample, endpoint):
         async with client_of(endpoint) as ask:
             await ask([HELLO])
-            for session in policy.sessions:
-                session.generate = hang
+            monkeypatch.setattr(ScriptedSession, "generate", hang)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(ask([HELLO, {"role": "assistant", "content": "ok"}, HELLO]), 0.2)
             for _ in range(100):
@@ -181,6 +181,9 @@ async def test_a_client_that_goes_away_ends_its_request_and_a_call_at_the_end_is
                 if ended:
                     break
             assert ended
+            body = {"model": "policy", "messages": [HELLO, HELLO], "stream": True}
+            async with ask.session.post(f"{endpoint.url}/chat/completions", json=body) as response:
+                assert await response.content.readany() == b": keep-alive\n\n"  # and the rest is not read
             branches = asyncio.create_task(ask([{"role": "user", "content": "left open"}]))
             await asyncio.sleep(0.05)
             branches.cancel()
@@ -188,8 +191,17 @@ async def test_a_client_that_goes_away_ends_its_request_and_a_call_at_the_end_is
     policy = Policy(tokenizer, "ok")
     rollout = await run_agent(agent, policy, renderer)
     assert rollout.status is RolloutStatus.COMPLETED
-    assert rollout.calls["aborted"] == 1 and rollout.calls["answered"] >= 1
+    assert 2 <= rollout.calls["aborted"] <= 3 and rollout.calls["answered"] == 1  # the last may have had no time to begin
     assert all(session.closed == 1 for session in policy.sessions)
+
+
+async def test_an_agent_none_of_whose_calls_was_answered_has_failed(renderer, tokenizer):
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            assert (await ask([HELLO]))[0] == 500
+
+    rollout = await run_agent(agent, Policy(tokenizer, lambda rollout_id, turn: RuntimeError("no engine")), renderer)
+    assert rollout.status is RolloutStatus.ERROR and "none of its calls" in rollout.error and rollout.calls == {"lost": 1}
 
 
 async def test_what_was_not_delivered_is_not_trained(renderer, tokenizer, monkeypatch):

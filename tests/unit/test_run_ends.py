@@ -106,7 +106,7 @@ def test_a_signal_ends_the_run_after_its_step(ending, tmp_path, number, code):
 
 def test_a_second_ctrl_c_ends_everything_at_once_and_keeps_the_last_checkpoint(ending, tmp_path):
     code, out, err, killed = ending(Running(), signal.SIGINT, signal.SIGINT)
-    assert code == 130 and killed == [True, "folder"]
+    assert code == 130 and killed == [True, "folder", True]
     assert err.splitlines()[1] == "stopped at once: what follows the last checkpoint is lost"
     assert out == (
         f"saved       step 20: {tmp_path}/checkpoints/step-000020\ngo on with  {typed_command('grpo')} --resume {tmp_path}\n"
@@ -116,7 +116,7 @@ def test_a_second_ctrl_c_ends_everything_at_once_and_keeps_the_last_checkpoint(e
 
 def test_a_step_that_outlasts_the_grace_period_is_given_up(ending):
     code, out, err, killed = ending(Running(), signal.SIGTERM, grace_s=0.01)
-    assert code == 143 and killed == [True, "folder"]
+    assert code == 143 and killed == [True, "folder", True]
     assert (
         "the step did not end within its grace period (0.01 s, checkpoint.grace_s): what follows the last checkpoint is lost"
         in err

@@ -151,6 +151,8 @@ class AgentRollout:
             self.finish(RolloutStatus.ERROR, str(failure))
         elif not self._begun:
             self.finish(RolloutStatus.ERROR, "the agent ended and had not asked the model anything")
+        elif limit is None and not self.turns:
+            self.finish(RolloutStatus.ERROR, "the agent ended, and none of its calls had been answered")
         else:
             self.finish(limit or RolloutStatus.COMPLETED)
 

@@ -140,7 +140,8 @@ def _stop_at_once(why: str, code: int, start: Start, temporary: TemporaryFolder)
     """Without a word to any actor: one may hang. A checkpoint that is being written is absent afterwards."""
     end_live_line()
     write_line(sys.stderr, f"{why}: what follows the last checkpoint is lost")
+    _say_how_to_resume(start)
     kill_descendants()
     temporary.remove()
-    _say_how_to_resume(start)
+    kill_descendants()  # the controller goes on in its thread, and may have started others meanwhile
     os._exit(code)

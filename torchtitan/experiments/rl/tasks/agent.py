@@ -231,12 +231,13 @@ class AgentCommandTask(AgentTask):
         self._places = asyncio.Semaphore(config.max_processes)
         self._folders: set[Path] = set()
         self._started_in = Path.cwd()
+        self._temporary = tempfile.gettempdir()  # of the run, and removed with it
 
     async def run_agent(self, sample: DataSample, endpoint: "Endpoint") -> CommandResult:
         """See AgentTask."""
         row = sample.env_input if isinstance(sample.env_input, dict) else {"input": sample.env_input}
         async with self._places:
-            folder = await asyncio.to_thread(_make_folder, row)
+            folder = await asyncio.to_thread(_make_folder, row, self._temporary)
             self._folders.add(folder)
             result = None
             try:
@@ -300,8 +301,8 @@ def _path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def _make_folder(row: dict[str, Any]) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="agent-"))
+def _make_folder(row: dict[str, Any], parent: str) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="agent-", dir=parent))
     try:
         (folder / "row.json").write_text(json.dumps(row, default=str))
         for name, text in row.get("files", {}).items():

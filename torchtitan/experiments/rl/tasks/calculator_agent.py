@@ -33,7 +33,8 @@ async def solved(rollout: Rollout, expression: str) -> float:
 
 async def called(rollout: Rollout, expression: str) -> float:
     """Whether some call gave a number: its answer is in the conversation of the last turn."""
-    answers = [message["content"] for message in rollout.turns[-1].prompt_messages if message["role"] == "tool"]
+    shown = [message for turn in rollout.turns[-1:] for message in turn.prompt_messages]
+    answers = [message["content"] for message in shown if message["role"] == "tool"]
     return float(any(not str(content).startswith("Error") for content in answers))
 
 
