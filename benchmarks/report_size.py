@@ -39,7 +39,6 @@ from torchtitan.experiments.rl.rollouts.types import (  # noqa: E402
     RolloutStatus,
     RolloutTurn,
 )
-from torchtitan.experiments.rl.tools.report.index import INDEX_FILE  # noqa: E402
 
 GROUP = 8
 TASK = "words"
@@ -124,7 +123,7 @@ def measure(folder: Path) -> None:
             print(f"first look    {time.perf_counter() - began:.3f} s")
             while client.get("api/runs").json()["runs"][0]["state"]["unread_bytes"]:
                 time.sleep(0.2)
-            print(f"indexed in    {time.perf_counter() - began:.1f} s, {(folder / INDEX_FILE).stat().st_size / 2**20:.1f} MiB")
+            print(f"indexed in    {time.perf_counter() - began:.1f} s")
             key = client.get("api/runs/0/rollouts?sort=highest").json()["rows"][0]["key"]
             pages = {
                 "overview": "page/overview",

@@ -1,7 +1,6 @@
 """A run folder that the report is shown may come from anywhere: what is no record, and what leads out of it, is not read."""
 
 import json
-import sqlite3
 
 import pytest
 from fastapi.testclient import TestClient
@@ -9,7 +8,7 @@ from fastapi.testclient import TestClient
 from tests.unit.report_runs import record, rollout, small_run, write_ledger, write_metrics
 from torchtitan.experiments.rl.rollouts.record_file import RecordFile, compress
 from torchtitan.experiments.rl.tools.report.app import report_app
-from torchtitan.experiments.rl.tools.report.index import INDEX_FILE, TABLES, RunIndex
+from torchtitan.experiments.rl.tools.report.index import RunIndex
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 GARBAGE = [b"", b"7", b"null", b"[]", b"{}", b"\xff\xfe", b'{"step": "x"}', b"[" * 100_000, b'{"step": 1e99}', b"x" * 2**20]
@@ -35,7 +34,7 @@ def test_lines_that_are_no_records_are_passed_over(run):
         file.write(b'{"step": 9, "a": "text", "b": [1], "c": true, "d": NaN, "e": 1e999, "f": %d, "__proto__": 2}\n' % 10**400)
         file.write(b'{"step": 9, "g": %d}\n' % 10**30)
     index = RunIndex(run)
-    index.refresh()
+    assert not index.refresh() and index.refresh(), "the garbage is more than is read at once"
     assert index.rows("SELECT COUNT(*) FROM ledger")[0][0] == 5
     found = {row[0]: row[1] for row in index.rows("SELECT name, value FROM metrics WHERE step = 9")}
     assert found == {"c": 1, "d": None, "e": float("inf"), "__proto__": 2, "g": 1e30}
@@ -101,52 +100,6 @@ def test_a_file_of_the_run_that_is_a_link_is_not_read(run, tmp_path, name):
     assert [other for other, empty in missing.items() if empty] == [name]
 
 
-def test_a_link_in_place_of_the_index_leaves_what_it_leads_to_as_it_is(run, tmp_path):
-    with sqlite3.connect(tmp_path / "valuable.sqlite") as other:
-        other.execute("CREATE TABLE valuable (text)")
-    before = (tmp_path / "valuable.sqlite").read_bytes()
-    (run / INDEX_FILE).symlink_to(tmp_path / "valuable.sqlite")
-    index = RunIndex(run)
-    index.refresh()
-    assert index.rows("SELECT COUNT(*) FROM rollouts")[0][0] == 4
-    assert (tmp_path / "valuable.sqlite").read_bytes() == before and (run / INDEX_FILE).is_symlink()
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "DROP TABLE ledger",
-        "ALTER TABLE metrics ADD COLUMN x",
-        "CREATE TRIGGER t AFTER INSERT ON ledger BEGIN DELETE FROM rollouts; END",
-    ],
-)
-def test_an_index_that_somebody_changed_is_made_anew(run, statement):
-    index = RunIndex(run)
-    index.refresh()
-    index.close()
-    with sqlite3.connect(run / INDEX_FILE) as changed:
-        changed.execute(statement)
-    index = RunIndex(run)
-    index.refresh()
-    assert [index.rows(f"SELECT COUNT(*) FROM {table}")[0][0] for table in ("rollouts", "ledger")] == [4, 4]
-    schema = [row[0] for row in index.rows("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")]
-    assert sorted(schema) == sorted(part.strip() for part in TABLES.split(";") if part.strip())
-
-
-def test_lines_that_end_alike_and_begin_otherwise_are_read_again(run):
-    """A run that was resumed while no report was open: files as long as before, with the same end."""
-    write_ledger(run, [("sums", f"sums-1{n}/0", "trained") for n in range(5)])
-    index = RunIndex(run)
-    index.refresh()
-    index.close()
-    path = run / "ledger.jsonl"
-    path.write_text(path.read_text().replace("sums-10/0", "sums-20/0"))
-    index = RunIndex(run)
-    index.refresh()
-    ids = [row[0] for row in index.rows("SELECT rollout_id FROM ledger ORDER BY rowid")]
-    assert len(ids) == 9 and ids.count("sums-20/0") == 1 and "sums-10/0" not in ids
-
-
 def test_a_config_of_any_content_breaks_no_page(run):
     for config in ({"steps": "many", "tasks": [1]}, {"steps": {"a": 1}, "tasks": {"a": None}, "model": 7}, ["x"], "x" * 10**6):
         (run / "config.json").write_text(json.dumps(config))
@@ -161,7 +114,7 @@ def test_a_problem_with_the_files_is_said_and_ends_nothing(run, monkeypatch):
     reported = ReportedRun(run)
     answers = iter([OSError("the disk fails")])
 
-    def refresh(most_bytes):
+    def refresh():
         for error in answers:
             raise error
         reported._closed.set()

@@ -41,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from torchtitan.experiments.rl.tools.report.app import exported
 
             for run in runs:
-                run.index.refresh()
+                while not run.index.refresh():
+                    pass
             options.export.write_text(exported(runs, sample=options.sample), encoding="utf-8")
             print(f"wrote       {options.export}")
             return 0

@@ -8,6 +8,7 @@ import base64
 import hashlib
 import hmac
 import json
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,37 +18,20 @@ from urllib.parse import quote, urlencode
 import httpx
 from fastapi import Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import FileResponse, RedirectResponse
+from fastapi.staticfiles import StaticFiles
 
 from torchtitan.experiments.rl.tools.report import pages, rollouts
-from torchtitan.experiments.rl.tools.report.pages import (
-    Evaluation,
-    changes,
-    evaluations,
-    ledger,
-    overview,
-    recorded,
-    timeline,
-    traces,
-)
-from torchtitan.experiments.rl.tools.report.rollouts import MOST_TEXT, TokenTexts, token_streams
+from torchtitan.experiments.rl.tools.report.rollouts import MOST_TEXT, token_streams, tokenizer_of
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = ("charts.js", "pages.js", "evaluations.js", "rollouts.js", "report.js")
 """In the order that they are loaded in."""
-SERVED = {
-    "/": ("page.html", "text/html"),
-    "/report.css": ("report.css", "text/css"),
-    **{f"/{name}": (name, "text/javascript") for name in SCRIPTS},
-}
-"""Name and type, by address."""
-
-
 PAGES: dict[str, Callable[[ReportedRun], dict[str, Any]]] = {
-    "overview": overview,
-    "ledger": ledger,
-    "evaluations": evaluations,
-    "timeline": timeline,
+    "overview": pages.overview,
+    "ledger": pages.ledger,
+    "evaluations": pages.evaluations,
+    "timeline": pages.timeline,
 }
 HEADERS = {
     # Whatever a model or env said, the browser runs and loads nothing but the two files of this server.
@@ -79,20 +63,10 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
         return response
 
     @app.exception_handler(LookupError)
-    def no_such_record(request: Request, error: LookupError) -> Response:
-        return Response(f"no such rollout: {error}", 404)
-
     @app.exception_handler(OverflowError)
     @app.exception_handler(ValueError)
     def unreadable(request: Request, error: Exception) -> Response:
         return Response(f"this record can't be read: {str(error)[:MOST_TEXT]}", 404)
-
-    for path, (name, kind) in SERVED.items():
-        app.add_api_route(path, _file(STATIC / name, kind))
-
-    @cache
-    def texts(run: ReportedRun) -> TokenTexts:
-        return TokenTexts(run.folder)
 
     def run_of(number: int) -> ReportedRun:
         if not 0 <= number < len(runs):
@@ -100,6 +74,7 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
         return runs[number]
 
     Run = Annotated[ReportedRun, Depends(run_of)]
+    tokenizer = cache(tokenizer_of)
     Text = Annotated[str, Query(max_length=MOST_TEXT)]
 
     # Plain functions: FastAPI calls each in a thread, and one that reads a large file holds up no other.
@@ -120,8 +95,7 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
 
     @app.get("/api/changes")
     def between(before_run: int, after_run: int, before: Text, after: Text) -> Response:
-        pair = [(before_run, before), (after_run, after)]
-        return answered(changes(*(Evaluation(run=run_of(number), number=number, label=label) for number, label in pair)))
+        return answered(pages.changes((run_of(before_run), before_run, before), (run_of(after_run), after_run, after)))
 
     @app.get("/api/runs/{number}/rollouts")
     def list_rollouts(run: Run, wanted: Annotated[rollouts.Wanted, Query()]) -> Response:
@@ -141,15 +115,16 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
 
     @app.get("/api/runs/{number}/rollouts/{place}-{line}/tokens")
     def tokens(run: Run, place: int, line: int, sample: int = 0, offset: Annotated[int, Query(ge=0, le=2**40)] = 0) -> Response:
-        return answered(token_streams(run, place, line, sample, offset, texts(run)))
+        return answered(token_streams(run, place, line, sample, offset, tokenizer(run)))
 
     @app.get("/api/runs/{number}/traces/{name}")
     def trace(run: Run, name: str) -> Response:
-        for path in traces(run.folder):
+        for path in pages.traces(run.folder):
             if path.name == name:
                 return FileResponse(path, media_type="application/json", filename=path.name)
         raise HTTPException(404, "no such trace")
 
+    app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app
 
 
@@ -162,16 +137,15 @@ def answered(value: Any) -> Response:
     return Response(text, media_type="application/json")
 
 
-def _file(path: Path, kind: str) -> Callable[[], Response]:
-    return lambda: Response(path.read_bytes(), media_type=kind)
-
-
 def _refusal(request: Request, token: str | None) -> Response | None:
     """None: the request is answered."""
     if token is None:
         host = request.headers.get("host", "")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        return None if name in LOCAL_NAMES else Response("this report answers on the loopback address only", 400)
+        return (
+            None
+            if re.sub(r":\d+$", "", host) in LOCAL_NAMES
+            else Response("this report answers on the loopback address only", 400)
+        )
     given = request.query_params.get("token")
     if given is not None and hmac.compare_digest(given.encode(), token.encode()):
         # Into a cookie, and out of the address that is seen and shared.
@@ -191,9 +165,8 @@ def exported(runs: Sequence[ReportedRun], *, sample: int) -> str:
     held = asyncio.run(answers(runs, sample))
     # In a script element only "<" could end it or begin a comment.
     data = json.dumps(held).replace("<", "\\u003c")
-    script = "\n".join((STATIC / name).read_text(encoding="utf-8") for name in SCRIPTS)
-    style = (STATIC / "report.css").read_text(encoding="utf-8")
-    page = (STATIC / "page.html").read_text(encoding="utf-8")
+    page, style, *scripts = ((STATIC / name).read_text(encoding="utf-8") for name in ("index.html", "report.css", *SCRIPTS))
+    script = "\n".join(scripts)
     policy = (
         f"default-src 'none'; script-src 'sha256-{_digest(script)}'; style-src 'sha256-{_digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
@@ -204,8 +177,8 @@ def exported(runs: Sequence[ReportedRun], *, sample: int) -> str:
     page = page.replace(
         '<meta charset="utf-8">', f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
     )
-    scripts = f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n'
-    return page.replace("</body>", f"{scripts}</body>")
+    held_and_run = f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n'
+    return page.replace("</body>", f"{held_and_run}</body>")
 
 
 async def answers(runs: Sequence[ReportedRun], sample: int) -> dict[str, Any]:
@@ -230,7 +203,7 @@ async def answers(runs: Sequence[ReportedRun], sample: int) -> dict[str, Any]:
             rows = {row["key"]: row for one in lists for row in one["rows"]}
             held[f"{base}/rollouts?"] = lists[0] | {"rows": list(rows.values()), "total": len(rows), "next": None}
             keys = set(rows)
-            if len(labels := [one["label"] for one in recorded(run)]) > 1:  # what the page Evaluations compares at first
+            if len(labels := [one["label"] for one in pages.recorded(run)]) > 1:  # what the page Evaluations compares at first
                 query = {"before_run": number, "before": labels[0], "after_run": number, "after": labels[-1]}
                 (found,) = await hold(f"api/changes?{urlencode(query)}")
                 for kind in ("won", "lost"):

@@ -1,17 +1,15 @@
-"""An index of a run's files, in SQLite, beside them. Pages query it, so that nothing is read whole for a page.
+"""An index of a run's files, in SQLite. Pages query it, so that nothing is read whole for a page.
 
-``refresh`` reads what was appended since the last time. It remembers, for each file, how far it has read, and by what to know
-it again: a run that is resumed cuts its files back and writes others in their place, and then all is read anew. A link is not
+``refresh`` reads what was appended since the last time. It remembers, for each file, how far it has read and the bytes before
+that place: a run that is resumed cuts its files back and writes others in their place, and then all is read again. No link is
 read.
 """
 
-import hashlib
 import json
 import logging
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -22,39 +20,55 @@ from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_
 logger = logging.getLogger(__name__)
 
 TAIL = 64
-"""Bytes before the place that was read to, by which a file is known again while it is followed. They are the end of a
-compressed group, which no other has. Lines of other rollouts may end alike: when an index is opened, the digest of all lines is
-compared."""
+"""Bytes before the place that was read to, by which a file is known again: the end of a line, or of a compressed group."""
 BATCH_BYTES = 2**20
-"""Read in one transaction, for which queries wait: some 100 ms."""
+"""Of a file in one ``refresh``, for which queries wait: some 100 ms."""
+TABLES = """
+CREATE TABLE metrics (name TEXT, step INTEGER, value REAL, PRIMARY KEY (name, step)) WITHOUT ROWID;
+CREATE TABLE ledger (rollout_id TEXT, task TEXT, dispatched INTEGER, column_ TEXT, ended INTEGER);
+CREATE INDEX ledger_ends ON ledger (task, column_, ended);
+CREATE TABLE rollouts (
+    place INTEGER, line INTEGER, rollout_id TEXT, group_id TEXT, task TEXT, status TEXT, outcome TEXT, step INTEGER,
+    reward REAL, turns INTEGER, tokens INTEGER, error TEXT, sample_id TEXT, evaluation TEXT, PRIMARY KEY (place, line)
+) WITHOUT ROWID;
+CREATE INDEX rollouts_groups ON rollouts (group_id);
+CREATE INDEX rollouts_chosen ON rollouts (task, outcome, step, reward);
+CREATE INDEX rollouts_evaluated ON rollouts (evaluation, task) WHERE evaluation IS NOT NULL;
+CREATE VIEW points AS
+    SELECT m.name, coalesce(CAST(v.value AS INTEGER), m.step) AS step, m.step AS reported, m.value
+    FROM metrics m LEFT JOIN metrics v ON m.name LIKE 'validation/%' AND v.name = 'validation/step' AND v.step = m.step;
+"""
+"""``points``: metrics as they are drawn. A validation is reported with a later step than that of the policy it measured."""
 
 
 class RunIndex:
-    """Of one run folder. Safe to use from several threads, and beside other processes that use the same file."""
+    """Of one run folder. Safe to use from several threads."""
 
     def __init__(self, folder: Path):
-        """In memory where the folder can't be written."""
         self.folder = folder
         self._lock = threading.RLock()
-        self._digests: dict[str, Any] = {}
-        """Of what was read of each file of lines, since it was opened."""
-        self._connection = self._open()
+        # A database without a name is this connection's; what outgrows its memory is in a file that goes with it.
+        self._connection = sqlite3.connect("", check_same_thread=False)
+        self._connection.row_factory = sqlite3.Row
+        self._connection.executescript(TABLES)
+        self._read: dict[str, tuple[int, bytes]] = {}
+        """Of each file: how far it was read, and the bytes before."""
 
-    def refresh(self, *, most_bytes: int | None = None) -> bool:
-        """Read what was appended since the last time.
-
-        Args:
-            most_bytes: of the rollouts' file; None: all.
+    def refresh(self) -> bool:
+        """Read on in each file, for at most ``BATCH_BYTES`` and a record.
 
         Returns:
             Whether all was read.
         """
-        self._read_lines(METRICS_FILE, metrics_rows)
-        self._read_lines(LEDGER_FILE, ledger_rows)
-        return self._read_rollouts(most_bytes)
+        files: dict[str, Callable[[BinaryIO, int], Iterator[tuple[int, Sequence[tuple]]]]] = {
+            METRICS_FILE: lambda file, place: _lines(file, place, metrics_rows),
+            LEDGER_FILE: lambda file, place: _lines(file, place, ledger_rows),
+            ROLLOUTS_FILE: _groups,
+        }
+        return False not in [self._read_on(name, records) for name, records in files.items()]
 
-    def rows(self, query: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
-        """Of a SELECT; ``values`` take the places of its question marks."""
+    def rows(self, query: str, values: Sequence[Any] | Mapping[str, Any] = ()) -> list[sqlite3.Row]:
+        """Of a SELECT, with ``values`` for its marks."""
         with self._lock:
             return self._connection.execute(query, values).fetchall()
 
@@ -64,7 +78,7 @@ class RunIndex:
             size = (self.folder / ROLLOUTS_FILE).stat().st_size
         except OSError:
             return 0
-        return max(0, size - self._read_to(ROLLOUTS_FILE)[0])
+        return max(0, size - self._read.get(ROLLOUTS_FILE, (0, b""))[0])
 
     def record(self, place: int, line: int) -> bytes:
         """The line of a rollout.
@@ -93,158 +107,53 @@ class RunIndex:
         with self._lock:
             self._connection.close()
 
-    def _open(self) -> sqlite3.Connection:
-        own = self.folder / INDEX_FILE
-        for path in (str(own), ":memory:"):
-            try:
-                if own.is_symlink() and path != ":memory:":
-                    raise sqlite3.Error("a link: what it leads to is no index of ours")
-                return connected(path)
-            except sqlite3.Error as error:
-                logger.info("no index in %s: %s", path, error)
-        raise AssertionError("an index in memory can always be made")
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with self._lock:
-            self._connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._connection.rollback()
-                raise
-            self._connection.commit()
-
-    def _read_to(self, name: str) -> tuple[int, bytes]:
-        rows = self.rows("SELECT read_to, tail FROM files WHERE name = ?", (name,))
-        return (rows[0][0], rows[0][1]) if rows else (0, b"")
-
-    def _place_in(self, file: BinaryIO, name: str, tables: Sequence[str]) -> int:
-        """Where to read on; the start, with nothing of the file in the index, where it is not the file that was read."""
-        place, tail = self._read_to(name)
-        file.seek(max(0, place - len(tail)))
-        if file.read(len(tail)) == tail:
-            return place
-        for table in tables:
-            self._connection.execute(f"DELETE FROM {table}")
-        return 0
-
-    def _have_read(self, file: BinaryIO, name: str, place: int) -> None:
-        file.seek(max(0, place - TAIL))
-        digest = self._digests[name].digest() if name in self._digests else None
-        values = (name, place, file.read(min(TAIL, place)), digest)
-        self._connection.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?)", values)
-
     def _opened(self, name: str) -> BinaryIO:
         path = self.folder / name
         if path.is_symlink():
             raise OSError(f"{name} is a link")
         return path.open("rb")
 
-    def _know_again(self, file: BinaryIO, name: str, table: str) -> None:
-        """Forget what was read of a file of lines that begins with others now."""
-        place, _ = self._read_to(name)
-        rows = self.rows("SELECT digest FROM files WHERE name = ?", (name,))
-        file.seek(0)
-        read = self._digests[name] = hashlib.blake2b(file.read(place))
-        if rows and rows[0][0] != read.digest():
-            self._connection.execute(f"DELETE FROM {table}")
-            self._connection.execute("DELETE FROM files WHERE name = ?", (name,))
-            self._digests[name] = hashlib.blake2b()
-
-    def _add(self, table: str, rows: Sequence[tuple]) -> None:
-        if rows:
-            marks = ", ".join("?" * len(rows[0]))
-            self._connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
-
-    def _read_lines(self, name: str, rows_of: Callable[[bytes], Iterator[tuple]]) -> None:
-        table = name.partition(".")[0]
-        more = True
-        while more:
-            try:
-                file = self._opened(name)
-            except OSError:
-                return
-            with file, self._transaction():
-                if name not in self._digests:
-                    self._know_again(file, name, table)
-                place = self._place_in(file, name, [table])
-                if place == 0:
-                    self._digests[name] = hashlib.blake2b()
-                file.seek(place)
-                data = file.read(BATCH_BYTES) + file.readline()
-                more = len(data) >= BATCH_BYTES
-                whole = data.rfind(b"\n") + 1  # a line that is being written is read the next time
-                self._add(table, [row for line in data[:whole].split(b"\n")[:-1] for row in rows_of(line)])
-                self._digests[name].update(data[:whole])
-                self._have_read(file, name, place + whole)
-                if not whole:
-                    return
-
-    def _read_rollouts(self, most_bytes: int | None) -> bool:
+    def _read_on(self, name: str, records: Callable[[BinaryIO, int], Iterator[tuple[int, Sequence[tuple]]]]) -> bool:
         try:
-            file = self._opened(ROLLOUTS_FILE)
+            file = self._opened(name)
         except OSError:
             return True
-        with file:
-            size, read = file.seek(0, 2), 0
-            while most_bytes is None or read < most_bytes:
-                with self._transaction():
-                    begin = place = self._place_in(file, ROLLOUTS_FILE, ["rollouts"])
-                    while place < min(size, begin + BATCH_BYTES) and (group := next_group(file, place)) is not None:
-                        offset, lines, place = group
-                        rows = [row for n, line in enumerate(lines.splitlines()) for row in rollout_rows(offset, n, line)]
-                        self._add("rollouts", rows)
-                    self._have_read(file, ROLLOUTS_FILE, place)
-                read += place - begin
-                if place == begin:
-                    return True  # what follows, if anything, is being written
-            return place >= size
+        table = name.partition(".")[0]
+        with file, self._lock, self._connection:
+            place, tail = self._read.get(name, (0, b""))
+            file.seek(place - len(tail))
+            if file.read(len(tail)) != tail:
+                self._connection.execute(f"DELETE FROM {table}")
+                place = 0
+            begun, added = place, list[Sequence[Any]]()
+            for place, rows in records(file, begun):
+                added += rows
+                if place - begun >= BATCH_BYTES:
+                    break
+            if added:
+                marks = ", ".join("?" * len(added[0]))
+                self._connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", map(_stored, added))
+            file.seek(max(0, place - TAIL))
+            self._read[name] = place, file.read(min(TAIL, place))
+        return place - begun < BATCH_BYTES
 
 
-INDEX_FILE = ".report-index.sqlite"
-FORMAT = 3
-"""Of the tables below; an index of another format is made anew."""
-TABLES = """
-CREATE TABLE files (name TEXT PRIMARY KEY, read_to INTEGER, tail BLOB, digest BLOB);
-CREATE TABLE metrics (name TEXT, step INTEGER, value REAL, PRIMARY KEY (name, step)) WITHOUT ROWID;
-CREATE TABLE ledger (rollout_id TEXT, task TEXT, dispatched INTEGER, column_ TEXT, ended INTEGER);
-CREATE INDEX ledger_ends ON ledger (task, column_, ended);
-CREATE TABLE rollouts (
-    place INTEGER, line INTEGER, rollout_id TEXT, group_id TEXT, task TEXT, status TEXT, outcome TEXT, step INTEGER,
-    reward REAL, turns INTEGER, tokens INTEGER, error TEXT, sample_id TEXT, evaluation TEXT, PRIMARY KEY (place, line)
-) WITHOUT ROWID;
-CREATE INDEX rollouts_ids ON rollouts (rollout_id);
-CREATE INDEX rollouts_groups ON rollouts (group_id);
-CREATE INDEX rollouts_chosen ON rollouts (task, outcome, step, reward);
-CREATE INDEX rollouts_evaluated ON rollouts (evaluation, task) WHERE evaluation IS NOT NULL;
-"""
+def _lines(file: BinaryIO, place: int, rows_of: Callable[[bytes], Sequence[tuple]]) -> Iterator[tuple[int, Sequence[tuple]]]:
+    """Of each whole line from ``place`` on: where it ends, and its rows. One that is being written is read the next time."""
+    file.seek(place)
+    for line in file:
+        if line.endswith(b"\n"):
+            place += len(line)
+            yield place, rows_of(line)
 
 
-def connected(path: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=60, isolation_level=None, check_same_thread=False)
-    try:
-        connection.row_factory = sqlite3.Row
-        connection.execute("PRAGMA synchronous = OFF")  # it can be made again
-        connection.execute("PRAGMA journal_mode = MEMORY")  # and no other file is written
-        connection.execute("PRAGMA trusted_schema = OFF")
-        connection.execute("BEGIN IMMEDIATE")
-        statements = [statement.strip() for statement in TABLES.split(";") if statement.strip()]
-        found = [row[0] for row in connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid")]
-        if connection.execute("PRAGMA user_version").fetchone()[0] != FORMAT or found != statements:
-            for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
-                connection.execute(f'DROP TABLE "{table}"')
-            for statement in statements:
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {FORMAT}")
-        connection.commit()
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+def _groups(file: BinaryIO, place: int) -> Iterator[tuple[int, Sequence[tuple]]]:
+    """The same of each whole group of rollouts."""
+    size = file.seek(0, 2)
+    while place < size and (group := next_group(file, place)) is not None:
+        offset, lines, place = group
+        yield place, [row for n, line in enumerate(lines.splitlines()) for row in rollout_rows(offset, n, line)]
 
-
-logger = logging.getLogger(__name__)
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 """What SQLite holds."""
@@ -288,29 +197,30 @@ class _Line(msgspec.Struct):
 _DECODE = msgspec.json.Decoder(_Line).decode
 
 
-def metrics_rows(line: bytes) -> Iterator[tuple]:
+def metrics_rows(line: bytes) -> Sequence[tuple]:
     """Of the table metrics: name, step, value."""
     record = _parsed(line)
     step = record.pop("step", None) if isinstance(record, dict) else None
     if not isinstance(step, int) or abs(step) >= 2**63:
         logger.info("%s: no metrics of a step: %r", METRICS_FILE, line[:80])
-        return
-    for name, value in record.items():
-        if value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000):
-            yield _stored(name), step, None if value is None else float(value)
+        return []
+    return [
+        (name, step, None if value is None else float(value))
+        for name, value in record.items()
+        if value is None or isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**1000)
+    ]
 
 
-def ledger_rows(line: bytes) -> Iterator[tuple]:
+def ledger_rows(line: bytes) -> Sequence[tuple]:
     """Of the table ledger."""
     try:
-        end = msgspec.convert(_parsed(line), _End)
+        return [msgspec.structs.astuple(msgspec.convert(_parsed(line), _End))]
     except msgspec.MsgspecError as error:
         logger.info("%s: %s", LEDGER_FILE, error)
-        return
-    yield _stored(end.rollout_id), _stored(end.task), end.dispatched_version, _stored(end.column), end.ended_version
+        return []
 
 
-def rollout_rows(place: int, number: int, line: bytes) -> Iterator[tuple]:
+def rollout_rows(place: int, number: int, line: bytes) -> Sequence[tuple]:
     """Of the table rollouts: line ``number`` of the group at ``place``."""
     try:
         try:
@@ -319,24 +229,12 @@ def rollout_rows(place: int, number: int, line: bytes) -> Iterator[tuple]:
             record = msgspec.convert(_parsed(line), _Line)
     except msgspec.MsgspecError as error:
         logger.info("%s at %d, line %d: %s", ROLLOUTS_FILE, place, number, error)
-        return
-    own = record.rollout
-    yield (
-        place,
-        number,
-        _stored(record.rollout_id),
-        _stored(own.group_id),
-        _stored(own.task_name),
-        _stored(own.status),
-        None if record.outcome is None else _stored(record.outcome),
-        record.admitted_version,
-        own.reward,
-        record.turn_count,
-        record.completion_tokens,
-        None if own.error is None else _stored(own.error),
-        None if record.data_sample is None else _stored(str(record.data_sample.sample_id)),
-        _stored(own.group_id.rpartition("@")[2]) if record.kind == "validation" else None,
-    )
+        return []
+    own, example = record.rollout, record.data_sample
+    ids = (place, number, record.rollout_id, own.group_id, own.task_name, own.status, record.outcome, record.admitted_version)
+    evaluation = own.group_id.rpartition("@")[2] if record.kind == "validation" else None
+    sample_id = None if example is None else str(example.sample_id)
+    return [(*ids, own.reward, record.turn_count, record.completion_tokens, own.error, sample_id, evaluation)]
 
 
 def _parsed(line: bytes) -> Any:
@@ -347,6 +245,6 @@ def _parsed(line: bytes) -> Any:
         return None
 
 
-def _stored(text: str) -> str:
+def _stored(row: Sequence[Any]) -> list[Any]:
     """SQLite takes no halves of characters."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return [value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value for value in row]

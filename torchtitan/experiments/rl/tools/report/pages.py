@@ -1,92 +1,67 @@
-"""The pages Overview and Ledger: figures of metrics.jsonl and ledger.jsonl, through the index."""
+"""The pages Overview, Ledger, Timeline and Evaluations, from the index and the logs."""
 
 import json
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from fnmatch import filter as named
+from fnmatch import fnmatch
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.tools.report.hints import hints
+from torchtitan.experiments.rl.tools.report.hints import WATCHED, hints
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 MOST_POINTS = 1000
 """Of one line of a chart; longer ones are thinned out, with their first and last point kept."""
+CHARTS = (
+    ("Reward of training rollouts", "reward", "rollout/reward_mean", "rollout/*/reward_mean"),
+    ("Validation", "reward", "validation/reward", "validation/*/reward"),
+    ("Loss", "loss", "loss/total"),
+    ("Learning rate", "a step", "train/lr"),
+    ("Throughput", "tokens/s", "perf/trained_tokens_per_s", "perf/generated_tokens_per_s"),
+    ("Time of a step", "s", *(f"time/{part}_s" for part in ("wait", "train", "sync", "validate", "checkpoint", "step"))),
+    ("Use of processes", "share of the time", "perf/*/busy"),
+    ("Policy age", "versions", "policy/age_mean", "policy/age_max"),
+    ("Mismatch of trainer and generators", "nats a token", "mismatch_kl/all"),
+    ("Entropy", "nats", "policy/entropy"),
+    ("Length", "tokens", "rollout/completion_tokens_mean", "rollout/completion_tokens_max"),
+    ("Advantages", "advantage", "advantage/*/mean", "advantage/*/min", "advantage/*/max"),
+    ("Groups without a signal", "share of groups", "rollout/groups_all_equal"),
+    ("Gradient norm", "norm", "train/grad_norm"),
+)
+"""Of the Overview: title, unit and patterns of the metrics' names."""
+OF_A_TASK = ("rollout/*/reward_mean", "validation/*/reward")
+"""Of a run with one task, these are the same as the task's sum."""
 
 Points = list[tuple[int, float | None]]
 
 
-def charts(tasks: Sequence[str]) -> list[dict[str, Any]]:
-    """What the Overview plots: title, unit and metrics, by the names that metrics.jsonl has."""
-    several = tasks if len(tasks) > 1 else []
-    advantages = [f"advantage/{task}/{part}" for task in tasks for part in ("mean", "min", "max")]
-    validation = ["validation/reward", *(f"validation/{task}/reward" for task in several)]
-    return [
-        _chart(
-            "Reward of training rollouts", "reward", ["rollout/reward_mean", *(f"rollout/{t}/reward_mean" for t in several)]
-        ),
-        _chart("Validation", "reward", validation, x="validation/step"),
-        _chart("Loss", "loss", ["loss/total"]),
-        _chart("Learning rate", "a step", ["train/lr"]),
-        _chart("Throughput", "tokens/s", ["perf/trained_tokens_per_s", "perf/generated_tokens_per_s"]),
-        _chart(
-            "Time of a step",
-            "s",
-            [f"time/{part}_s" for part in ("wait", "train", "sync", "validate", "checkpoint", "step")],
-        ),
-        _chart("Use of processes", "share of the time", []),
-        _chart("Policy age", "versions", ["policy/age_mean", "policy/age_max"]),
-        _chart("Mismatch of trainer and generators", "nats a token", ["mismatch_kl/all"]),
-        _chart("Entropy", "nats", ["policy/entropy"]),
-        _chart("Length", "tokens", ["rollout/completion_tokens_mean", "rollout/completion_tokens_max"]),
-        _chart("Advantages", "advantage", advantages),
-        _chart("Groups without a signal", "share of groups", ["rollout/groups_all_equal"]),
-        _chart("Gradient norm", "norm", ["train/grad_norm"]),
-    ]
-
-
 def overview(run: ReportedRun) -> dict[str, Any]:
     """State, hints, the charts with their lines, the names of all metrics, and the seconds after which each step ended."""
-    plotted = charts(run.tasks())
-    names = {name for chart in plotted for name in chart["metrics"]}
-    watched = {
-        "rollout/status/truncated_length",
-        "mismatch/share_of_bound_max",
-        "perf/event_loop_lag_max_s",
-        "time/step_s",
-        "validation/step",
-    }
-    busy = metric_names(run, like="perf/%/busy")
-    restarts = metric_names(run, like="restarts/%")
-    found = series(run, sorted(names | watched | set(busy) | set(restarts)))
-    for chart in plotted:
-        metrics = chart["metrics"] or busy
-        step_of = dict(found.get(chart.pop("x"), []))
-        lines = {name: found[name] for name in metrics if found.get(name)}
-        if step_of:  # a validation is reported with a later step than the one whose policy it measured
-            lines = {name: [(int(step_of.get(x) or x), y) for x, y in points] for name, points in lines.items()}
-        chart["lines"] = {name: thinned(points) for name, points in lines.items()}
-        del chart["metrics"]
+    known, several = metric_names(run), len(run.tasks()) > 1
+    patterns = {title: [p for p in own if several or p not in OF_A_TASK] for title, _, *own in CHARTS}
+    watched = [*(pattern for own in patterns.values() for pattern in own), *WATCHED]
+    found = series(run, [name for name in known if any(fnmatch(name, pattern) for pattern in watched)])
+    charts = []
+    for title, unit, *_ in CHARTS:
+        if lines := {name: thinned(found[name]) for pattern in patterns[title] for name in named(known, pattern)}:
+            x = "policy version" if title == "Validation" else "step"
+            charts.append({"title": title, "unit": unit, "xLabel": x, "lines": lines})
     state = run.state()
-    ended = ledger_counts(run)
     finite = {name: [(x, y) for x, y in points if y is not None] for name, points in found.items()}
+    step_s = found.get("time/step_s", [])
+    ended_s = accumulate(value or 0.0 for _, value in step_s)
     return {
         "name": run.name,
         "state": state,
-        "hints": [asdict(hint) for hint in hints(finite, state, ended)],
-        "charts": [chart for chart in plotted if chart["lines"]],
-        "metrics": metric_names(run),
-        "ended_s": ended_s(found.get("time/step_s", [])),
-        "latest": {name: points[-1] for name, points in found.items() if points},
+        "hints": [asdict(hint) for hint in hints(finite, state, ledger_counts(run))],
+        "charts": charts,
+        "metrics": known,
+        "ended_s": [(0, 0.0), *zip((step for step, _ in step_s), ended_s, strict=True)],
     }
-
-
-def ended_s(step_s: Points) -> list[tuple[int, float]]:
-    """(step, seconds of it and of all steps before), with step 0 at 0."""
-    ends = accumulate(value or 0.0 for _, value in step_s)
-    return [(0, 0.0), *zip((step for step, _ in step_s), ends, strict=True)]
 
 
 def metric_names(run: ReportedRun, *, like: str = "%") -> list[str]:
@@ -94,64 +69,67 @@ def metric_names(run: ReportedRun, *, like: str = "%") -> list[str]:
 
 
 def series(run: ReportedRun, names: Sequence[str]) -> dict[str, Points]:
-    """(step, value) of each metric, as in metrics.jsonl; a value that is null there is None."""
+    """(step, value) of each metric, as in metrics.jsonl, but a validation's at the version that it measured; a value that is
+    null there is None."""
     marks = ", ".join("?" * len(names))
-    rows = run.index.rows(f"SELECT name, step, value FROM metrics WHERE name IN ({marks}) ORDER BY name, step", list(names))
     found: dict[str, Points] = {}
-    for name, step, value in rows:
+    for name, step, value in run.index.rows(
+        f"SELECT name, step, value FROM points WHERE name IN ({marks}) ORDER BY name, step", list(names)
+    ):
         found.setdefault(name, []).append((step, value))
     return found
 
 
 def chart_line(run: ReportedRun, name: str) -> Points:
-    """What a chart of the metric has; a validation's values at the versions that they measured."""
-    found = series(run, [name, "validation/step"])
-    version = dict(found.get("validation/step", [])) if name.startswith("validation/") else {}
-    return thinned([(int(version.get(step) or step), value) for step, value in found.get(name, [])])
+    """What a chart of the metric has."""
+    return thinned(series(run, [name]).get(name, []))
 
 
-def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """At most so many of them, evenly, the first and the last among them."""
-    if len(points) <= most:
+def thinned(points: Points) -> Points:
+    """At most ``MOST_POINTS`` of them, evenly, the first and the last among them."""
+    if len(points) <= MOST_POINTS:
         return points
-    return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+    return [points[round(i * (len(points) - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS)]
+
+
+def counts(run: ReportedRun, query: str) -> dict[str, dict[str, int]]:
+    """Of a query of three columns, the third by the other two."""
+    found: dict[str, dict[str, int]] = {}
+    for first, second, count in run.index.rows(query):
+        found.setdefault(first, {})[second] = count
+    return found
 
 
 def ledger_counts(run: ReportedRun) -> dict[str, dict[str, int]]:
     """Lines of ledger.jsonl by task and column."""
-    counts: dict[str, dict[str, int]] = {}
-    for task, column, count in run.index.rows("SELECT task, column_, COUNT(*) FROM ledger GROUP BY task, column_"):
-        counts.setdefault(task, {})[column] = count
-    return counts
+    return counts(run, "SELECT task, column_, COUNT(*) FROM ledger GROUP BY task, column_")
 
 
 def ledger(run: ReportedRun) -> dict[str, Any]:
     """Where every rollout went: by task, and by the version at which it ended."""
-    recorded: dict[str, dict[str, int]] = {}
-    for task, outcome, count in run.index.rows("SELECT task, outcome, COUNT(*) FROM rollouts GROUP BY task, outcome"):
-        recorded.setdefault(task, {})[outcome] = count
-    over_time = run.index.rows("SELECT task, ended, column_, COUNT(*) FROM ledger GROUP BY task, ended, column_ ORDER BY ended")
+    recorded = counts(run, "SELECT task, outcome, COUNT(*) FROM rollouts GROUP BY task, outcome")
+    over_time = "SELECT column_, ended, COUNT(*) FROM ledger WHERE task = ? GROUP BY column_, ended ORDER BY ended"
     tasks = []
-    for task, columns in sorted(ledger_counts(run).items()):
-        newest = "SELECT value FROM metrics WHERE name = ? ORDER BY step DESC LIMIT 1"
-        known = {name: run.index.rows(newest, (f"ledger/{task}/{name}",)) for name in ("dispatched", "open")}
-        ended = sum(columns.values())
-        by_version: dict[str, Points] = {}
-        for name, version, column, count in over_time:
-            if name == task:
-                by_version.setdefault(column, []).append((version, count))
+    for task, columns in ledger_counts(run).items():
+        newest = {name.rpartition("/")[2]: points[-1][1] for name, points in series(run, _of_ledger(task)).items()}
+        lines: dict[str, Points] = {}
+        for column, version, count in run.index.rows(over_time, (task,)):
+            lines.setdefault(column, []).append((version, count))
         tasks.append(
             {
                 "task": task,
-                "ended": ended,
-                "dispatched": int(known["dispatched"][0][0]) if known["dispatched"] else ended,
-                "open": int(known["open"][0][0]) if known["open"] else 0,
+                "dispatched": int(newest.get("dispatched") or sum(columns.values())),
+                "open": int(newest.get("open") or 0),
                 "columns": columns,
                 "recorded": recorded.get(task, {}),
-                "lines": {column: thinned(points) for column, points in by_version.items()},
+                "lines": {column: thinned(points) for column, points in lines.items()},
             }
         )
-    return {"name": run.name, "tasks": tasks}
+    return {"tasks": tasks}
+
+
+def _of_ledger(task: str) -> list[str]:
+    return [f"ledger/{task}/{name}" for name in ("dispatched", "open")]
 
 
 def config_differences(runs: Sequence[ReportedRun]) -> dict[str, list[Any]]:
@@ -160,11 +138,6 @@ def config_differences(runs: Sequence[ReportedRun]) -> dict[str, list[Any]]:
     names = sorted({name for config in configs for name in config})
     values = {name: [config.get(name) for config in configs] for name in names}
     return {name: row for name, row in values.items() if len(runs) == 1 or any(value != row[0] for value in row)}
-
-
-def _chart(title: str, unit: str, metrics: Sequence[str], *, x: str = "") -> dict[str, Any]:
-    """``x``: metric that gives the version; "": the step."""
-    return {"title": title, "unit": unit, "metrics": list(metrics), "x": x, "xLabel": "policy version" if x else "step"}
 
 
 TRACE = re.compile(r"trace-steps-\d+-\d+\.json")
@@ -183,13 +156,11 @@ def timeline(run: ReportedRun) -> dict[str, Any]:
     """Restarts by part; use, last sign of life, deaths, hangs and errors of the processes; the traces of profiled steps."""
     busy = series(run, metric_names(run, like="perf/%/busy"))
     lines = {path.stem: list(_lines(path)) for path in logs(run.folder)}
-    processes = [_process(name, own, busy) for name, own in sorted(lines.items())]
     events = sorted((line for own in lines.values() for line in own if _is_event(line)), key=lambda line: line["time"])
     return {
-        "name": run.name,
         "restarts": series(run, metric_names(run, like="restarts/%")),
         "busy": {name: thinned(points) for name, points in busy.items()},
-        "processes": processes,
+        "processes": [_process(name, own, busy) for name, own in lines.items()],
         "events": [
             {name: line[name] for name in ("time", "process", "level")}
             | {"text": run.without_secrets(line["message"])[:MOST_CHARACTERS]}
@@ -201,13 +172,16 @@ def timeline(run: ReportedRun) -> dict[str, Any]:
 
 def traces(folder: Path) -> list[Path]:
     """Files of profiled steps; a link is none."""
-    return sorted(path for path in folder.iterdir() if TRACE.fullmatch(path.name) and path.is_file() and not path.is_symlink())
+    return [path for path in _files(folder, "trace-steps-*.json") if TRACE.fullmatch(path.name)]
 
 
 def logs(folder: Path) -> list[Path]:
     """Of the run's processes; a link is none, nor is what lies in a linked folder."""
-    own = folder / "logs"
-    return [] if own.is_symlink() else sorted(p for p in own.glob("*.jsonl") if p.is_file() and not p.is_symlink())
+    return [] if (folder / "logs").is_symlink() else _files(folder / "logs", "*.jsonl")
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return sorted(path for path in folder.glob(pattern) if path.is_file() and not path.is_symlink())
 
 
 def _lines(path: Path) -> Iterator[dict[str, str]]:
@@ -233,15 +207,16 @@ def _is_event(line: dict[str, str]) -> bool:
     return line["level"] in _GRAVE or (ours and line["level"] == "WARNING") or line["logger"].startswith(HEALTH)
 
 
-def _process(name: str, lines: list[dict[str, str]], busy: dict[str, Any]) -> dict[str, Any]:
+def _process(name: str, lines: list[dict[str, str]], busy: dict[str, Points]) -> dict[str, Any]:
     """``name``: of its log. The use of generator-0 is perf/generator_0/busy, that of trainer-0 perf/trainer_rank_0/busy."""
     metric = re.sub(r"^trainer_", "trainer_rank_", name.replace("-", "_"))
     known = [value for _, value in busy.get(f"perf/{metric}/busy", []) if value is not None]
+    levels = [line["level"] for line in lines]
     return {
         "process": name,
         "last": lines[-1]["time"] if lines else None,
-        "warnings": sum(line["level"] == "WARNING" for line in lines),
-        "errors": sum(line["level"] in _GRAVE for line in lines),
+        "warnings": levels.count("WARNING"),
+        "errors": sum(map(levels.count, _GRAVE)),
         "busy": known[-1] if known else None,
         "busy_mean": sum(known) / len(known) if known else None,
     }
@@ -249,45 +224,20 @@ def _process(name: str, lines: list[dict[str, str]], busy: dict[str, Any]) -> di
 
 MOST_CHANGES = 200
 """Examples of a list: won, or lost."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Evaluation:
-    run: ReportedRun
-    number: int
-    """Of the run."""
-    label: str
-    """What the ids of its groups end with: its version; "20.final" is that of the final policy."""
-
-
-@dataclass(kw_only=True, slots=True)
-class _Attempts:
-    """At one example, in one evaluation."""
-
-    sample_id: str | None
-    keys: list[str]
-    """Of the rollouts."""
-    rewards: list[float]
-
-    @property
-    def mean(self) -> float:
-        return math.fsum(self.rewards) / len(self.rewards)  # whatever their order
+Evaluated = tuple[ReportedRun, int, str]
+"""A run, its number, and what the ids of an evaluation's groups end with: its version, or "20.final" of the final policy."""
 
 
 def evaluations(run: ReportedRun) -> dict[str, Any]:
     """Every evaluation of the run: its metrics, by the version that it measured."""
-    found = series(run, metric_names(run, like="validation/%"))
-    measured = found.pop("validation/step", [])
-    rows, by_step = [], {name: dict(points) for name, points in found.items()}
-    for step, version in measured:
-        metrics = {name: values[step] for name, values in by_step.items() if values.get(step) is not None}
-        rows.append({"version": version, "reported": step, "metrics": metrics})
-    version_of = dict(measured)
-    lines: dict[str, Points] = {}
-    for name, points in found.items():
-        if re.search(r"/(avg@|pass@)\d+$", name):
-            lines[name] = [(int(version_of.get(step) or step), value) for step, value in points]
-    return {"name": run.name, "evaluations": rows, "lines": lines, "recorded": recorded(run)}
+    rows: dict[int, dict[str, Any]] = {}
+    for name, version, reported, value in run.index.rows(
+        "SELECT * FROM points WHERE name LIKE 'validation/%' AND value IS NOT NULL ORDER BY reported"
+    ):
+        row = rows.setdefault(reported, {"version": version, "reported": reported, "metrics": {}})
+        row["metrics"][name] = value
+    shares = [name for name in metric_names(run, like="validation/%") if re.search(r"/(avg@|pass@)\d+$", name)]
+    return {"evaluations": list(rows.values()), "lines": series(run, shares), "recorded": recorded(run)}
 
 
 def recorded(run: ReportedRun) -> list[dict[str, Any]]:
@@ -299,31 +249,26 @@ def recorded(run: ReportedRun) -> list[dict[str, Any]]:
     return [dict(row) for row in rows]
 
 
-def changes(before: Evaluation, after: Evaluation) -> dict[str, Any]:
+def changes(before: Evaluated, after: Evaluated) -> dict[str, Any]:
     """Examples of which the mean reward of their attempts rose (``won``) or fell (``lost``), the largest change first.
 
     Compared are examples that both evaluations have, with a reward in both. ``chance``: how often at least as uneven numbers of
     won and lost examples would come of tosses of a coin (two-sided sign test).
     """
     first, second = _attempts(before), _attempts(after)
-    rows: list[dict[str, Any]] = []
-    same = 0
-    for example in first.keys() & second.keys():
+    rows = []
+    for example in [example for example in first if example in second]:
         old, new = first[example], second[example]
-        if old.sample_id != new.sample_id or not old.rewards or not new.rewards:
-            continue
-        if (change := new.mean - old.mean) == 0:
-            same += 1
-        else:
-            row = {"task": example[0], "example": old.sample_id, "change": change, "place": example[1]}
-            rows.append(row | {"before": _side(before, old), "after": _side(after, new)})
-    rows.sort(key=lambda row: (-abs(row["change"]), row["task"], row.pop("place")))
+        if old["sample_id"] == new["sample_id"] and None not in (old["reward"], new["reward"]):
+            change = new["reward"] - old["reward"]
+            rows.append({"task": old["task"], "example": old["sample_id"], "change": change, "before": old, "after": new})
+    rows.sort(key=lambda row: -abs(row["change"]))
     won, lost = ([row for row in rows if row["change"] * sign > 0] for sign in (1, -1))
     return {
         "won": won[:MOST_CHANGES],
         "lost": lost[:MOST_CHANGES],
-        "counts": {"won": len(won), "lost": len(lost), "same": same},
-        "left_out": len(first.keys() | second.keys()) - len(rows) - same,
+        "counts": {"won": len(won), "lost": len(lost), "same": len(rows) - len(won) - len(lost)},
+        "left_out": len(first.keys() | second.keys()) - len(rows),
         "chance": sign_test(len(won), len(lost)),
     }
 
@@ -335,23 +280,13 @@ def sign_test(won: int, lost: int) -> float:
     return min(1.0, float(2 * tail / 2**n))
 
 
-def _attempts(evaluation: Evaluation) -> dict[tuple[str, int], _Attempts]:
-    """By task and the example's place in the validation set, with which a group's id ends."""
-    rows = evaluation.run.index.rows(
-        "SELECT task, group_id, sample_id, place, line, reward FROM rollouts WHERE evaluation = ? ORDER BY place, line",
-        (evaluation.label,),
+def _attempts(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
+    """By the id of the example's group less the evaluation's label: keys of its rollouts, and their mean reward. It is rounded,
+    because a sum depends on the order of its terms."""
+    run, number, label = evaluated
+    rows = run.index.rows(
+        "SELECT group_id, task, sample_id, group_concat(place || '-' || line) AS keys, round(avg(reward), 12) AS reward "
+        "FROM rollouts WHERE evaluation = ? GROUP BY group_id, task ORDER BY task, place",
+        (label,),
     )
-    found: dict[tuple[str, int], _Attempts] = {}
-    for row in rows:
-        example = re.search(r"-(\d+)@[^@]*$", row["group_id"])
-        if example is None:
-            continue
-        own = found.setdefault((row["task"], int(example[1])), _Attempts(sample_id=row["sample_id"], keys=[], rewards=[]))
-        own.keys.append(f"{row['place']}-{row['line']}")
-        if row["reward"] is not None:
-            own.rewards.append(row["reward"])
-    return found
-
-
-def _side(evaluation: Evaluation, attempts: _Attempts) -> dict[str, Any]:
-    return {"run": evaluation.number, "keys": attempts.keys, "reward": attempts.mean}
+    return {row["group_id"].removesuffix(label): {**row, "run": number, "keys": row["keys"].split(",")} for row in rows}

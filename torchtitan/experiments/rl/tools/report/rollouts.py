@@ -1,7 +1,6 @@
 """The page Rollouts: which ones match, a group side by side, and one rollout as a conversation."""
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,6 +35,17 @@ SORTS = {
 }
 
 
+CONDITIONS = {
+    "task": "task = :task",
+    "step": "step = :step",
+    "status": "status = :status",
+    "group": "group_id = :group",
+    "min_reward": "reward >= :min_reward",
+    "max_reward": "reward <= :max_reward",
+    "outcome": "(outcome = :outcome OR substr(outcome, 1, length(:outcome) + 1) = :outcome || '/')",
+}
+
+
 class Wanted(BaseModel):
     """Filters of the list; None: any."""
 
@@ -49,7 +59,7 @@ class Wanted(BaseModel):
     max_reward: float | None = None
     text: Text = None
     """In any message, whatever its case."""
-    sort: Literal["newest", "oldest", "highest", "lowest", "longest"] = "newest"
+    sort: Literal[tuple(SORTS)] = "newest"  # type: ignore[valid-type]
     limit: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 50
     offset: Annotated[int, Field(ge=0, le=2**40)] = 0
     """Of the rows that the other filters leave."""
@@ -60,22 +70,24 @@ def listed(run: ReportedRun, wanted: Wanted) -> dict[str, Any]:
     Returns:
         ``rows``; ``total``: rows that match without ``text``; ``next``: the offset to go on from, None at the end.
     """
-    where, values = _condition(wanted)
-    total = run.index.rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", values)[0][0]
+    asked = wanted.model_dump()
+    where = " AND ".join([sql for name, sql in CONDITIONS.items() if asked[name] is not None] or "1")
+    total = run.index.rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", asked)[0][0]
     limit, offset = wanted.limit, wanted.offset
     rows: list[dict[str, Any]] = []
     search = _Search(run, wanted.text) if wanted.text else None
     ends = time.monotonic() + SEARCH_S
     while len(rows) < limit and offset < total and time.monotonic() < ends:
         page = run.index.rows(
-            f"SELECT * FROM rollouts WHERE {where} ORDER BY {SORTS[wanted.sort]} LIMIT ? OFFSET ?", [*values, limit, offset]
+            f"SELECT * FROM rollouts WHERE {where} ORDER BY {SORTS[wanted.sort]} LIMIT :limit OFFSET :offset",
+            asked | {"offset": offset},
         )
         if not page:
             break
         for row in page:
             offset += 1
             if search is None or search.matches(row["place"], row["line"]):
-                rows.append(_row(row) | _beginnings(run, row))
+                rows.append({**row, "key": f"{row['place']}-{row['line']}"} | _beginnings(run, row))
             if len(rows) == limit or (search is not None and time.monotonic() > ends):
                 break
     return {"rows": rows, "total": total, "next": offset if offset < total else None}
@@ -97,25 +109,20 @@ def group(run: ReportedRun, place: int) -> dict[str, Any]:
     Raises:
         LookupError: there is none.
     """
-    members = []
-    prompt = sample_id = None
-    for line, record in enumerate(run.index.records(place)):
-        rollout = decode_rollout(record)
-        members.append(_head(rollout, place, line) | {"last": _last_text(rollout)})
-        sample, turns = rollout.rollout.data_sample, rollout.rollout.turns
-        sample_id = sample_id if sample is None else str(sample.sample_id)
-        if prompt is None and turns:
-            prompt = cut(turns[0].prompt_messages[-1].get("content"), MOST_CHARACTERS) if turns[0].prompt_messages else None
-    if not members:
+    found = [decode_rollout(record) for record in run.index.records(place)]
+    if not found:
         raise LookupError(f"no group at {place}")
+    members = [_head(one, place, line) | {"last": _last_text(one)} for line, one in enumerate(found)]
+    examples = [str(one.rollout.data_sample.sample_id) for one in found if one.rollout.data_sample is not None]
+    first = [message for one in found for turn in one.rollout.turns[:1] for message in turn.prompt_messages[-1:]]
     rewards = [member["reward"] for member in members if member["reward"] is not None]
     usual = float(np.median(rewards)) if rewards else 0.0
     odd_first = sorted(members, key=lambda member: -abs((member["reward"] or 0.0) - usual))
     return {
         "place": place,
         "group_id": members[0]["group_id"],
-        "sample_id": sample_id,
-        "prompt": prompt,
+        "sample_id": next(iter(examples), None),
+        "prompt": cut(first[0].get("content"), MOST_CHARACTERS) if first else None,
         "mean": float(np.mean(rewards)) if rewards else None,
         "std": float(np.std(rewards)) if rewards else None,
         "members": members,
@@ -146,37 +153,15 @@ def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> 
     }
 
 
-def _condition(wanted: Wanted) -> tuple[str, list[Any]]:
-    asked = {
-        "task = ?": wanted.task,
-        "step = ?": wanted.step,
-        "status = ?": wanted.status,
-        "group_id = ?": wanted.group,
-        "reward >= ?": wanted.min_reward,
-        "reward <= ?": wanted.max_reward,
-    }
-    asked = {condition: value for condition, value in asked.items() if value is not None}
-    where, values = list(asked), list(asked.values())
-    if wanted.outcome is not None:
-        where.append("(outcome = ? OR substr(outcome, 1, ?) = ?)")
-        values += [wanted.outcome, len(wanted.outcome) + 1, f"{wanted.outcome}/"]
-    return " AND ".join(where) or "1", values
-
-
-def _row(row: Any) -> dict[str, Any]:
-    return dict(row) | {"key": f"{row['place']}-{row['line']}"}
-
-
 def _beginnings(run: ReportedRun, row: Any) -> dict[str, str]:
     """Of the last message that the model was first shown, and of its last answer."""
     try:
-        own = decode_rollout(run.index.record(row["place"], row["line"])).rollout
+        turns = decode_rollout(run.index.record(row["place"], row["line"])).rollout.turns
     except (LookupError, ValueError):
-        return {"asked": "", "answered": ""}
-    shown = own.turns[0].prompt_messages if own.turns else []
-    asked = _text_of(shown[-1]) if shown else ""
-    answered = _text_of(own.turns[-1].assistant_message).strip() if own.turns else ""
-    return {"asked": asked[:BEGINNING], "answered": answered[:BEGINNING]}
+        turns = []
+    asked, answered = (turns[0].prompt_messages[-1:], [turns[-1].assistant_message]) if turns else ([], [])
+    shown = {"asked": "".join(map(_text_of, asked)), "answered": "".join(map(_text_of, answered)).strip()}
+    return {name: text[:BEGINNING] for name, text in shown.items()}
 
 
 class _Search:
@@ -268,81 +253,57 @@ def _last_text(recorded: RecordedRollout) -> str:
     return plain(turns[-1].assistant_message.get("content"))[:500] if turns else ""
 
 
-TOKENIZER_FILE = "tokenizer.json"
 MOST_TOKENS = 4_000
 """Of one answer of the token view."""
 
 
-class TokenTexts:
-    """Looks for the tokenizer in the run's folder (its final policy), then in the model's, which its config names."""
-
-    def __init__(self, run_dir: Path):
-        self._tokenizer = _found(run_dir)
-        added = {} if self._tokenizer is None else self._tokenizer.get_added_tokens_decoder()
-        self._special = {token for token, entry in added.items() if entry.special}
-
-    def of(self, ids: Sequence[int]) -> list[str] | None:
-        """A text for each id, special tokens too. None: there is no tokenizer."""
-        if self._tokenizer is None:
-            return None
-        return [self._tokenizer.decode([token], skip_special_tokens=False) for token in ids]
-
-    def special(self, ids: Sequence[int]) -> list[bool]:
-        """Whether each is a special token."""
-        return [token in self._special for token in ids]
-
-
-def _found(run_dir: Path) -> Tokenizer | None:
-    model: Any = (read_config(run_dir) or {}).get("model")
-    folders = policies(run_dir)
-    if isinstance(model, dict) and isinstance(model.get("hf_assets_path"), str):
-        folders.append(Path(model["hf_assets_path"]))
-    for folder in folders:
-        if (folder / TOKENIZER_FILE).is_file():
-            try:
-                return Tokenizer.from_file(str(folder / TOKENIZER_FILE))
-            except Exception:  # the library's own type, for a file of any content
-                continue
+def tokenizer_of(run: ReportedRun) -> Tokenizer | None:
+    """That of the run's final policy, else of the model that its config names."""
+    model: Any = (read_config(run.folder) or {}).get("model")
+    named = model.get("hf_assets_path") if isinstance(model, dict) else None
+    for folder in [*policies(run.folder), *([Path(named)] if isinstance(named, str) else [])]:
+        try:
+            return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception:  # the library's own type, for no file and for a file of any content
+            continue
     return None
 
 
-def token_streams(run: ReportedRun, place: int, line: int, sample: int, offset: int, texts: TokenTexts) -> dict[str, Any]:
-    """A part of the token streams of one training sample of a rollout.
+def token_streams(
+    run: ReportedRun, place: int, line: int, sample: int, offset: int, tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """A part of the token streams of one training sample of a rollout. ``texts`` of its ids, special tokens too, are None where
+    there is no tokenizer.
 
     Raises:
         LookupError: there is no such sample.
     """
-    recorded = decode_rollout(run.index.record(place, line))
-    samples = recorded.rollout.samples
+    samples = decode_rollout(run.index.record(place, line)).rollout.samples
     if not 0 <= sample < len(samples):
         raise LookupError(f"the rollout has {len(samples)} training samples")
     chosen = samples[sample]
-    part = slice(max(0, offset), max(0, offset) + MOST_TOKENS)
-    ids = [int(token) for token in chosen.token_ids[part]]
-    streams = {name: _plain(getattr(chosen, name), part) for name in STREAMS if name != "token_ids"}
-    if (roles := streams.get("role_ids")) is not None:
-        streams["role_ids"] = [ROLES[role] if role >= 0 else None for role in roles]
-    if streams.get("rl_weights") is None and chosen.advantages is not None:
-        streams["rl_weights"] = [float(member) for member in chosen.loss_mask[part]]
+    part = slice(offset, offset + MOST_TOKENS)
+    ids = chosen.token_ids[part].tolist()
+    streams = {name: getattr(chosen, name) for name in STREAMS if name != "token_ids"}
+    if streams["rl_weights"] is None and chosen.advantages is not None:
+        streams["rl_weights"] = chosen.loss_mask.astype(np.float64)
     if chosen.trainer_logprobs is not None:
-        streams["trainer_logprobs"] = _plain(chosen.trainer_logprobs, part)
         with np.errstate(over="ignore"):
             ratios = np.exp(chosen.trainer_logprobs.astype(np.float64) - chosen.generator_logprobs)
-        streams["ratio"] = _plain(np.where(chosen.loss_mask, ratios, np.nan), part)
+        streams |= {"trainer_logprobs": chosen.trainer_logprobs, "ratio": np.where(chosen.loss_mask, ratios, np.nan)}
+    shown = {name: _plain(values[part]) for name, values in streams.items() if values is not None}
+    if "role_ids" in shown:
+        shown["role_ids"] = [ROLES[role] if role >= 0 else None for role in shown["role_ids"]]
+    special = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
     return {
         "length": len(chosen),
-        "offset": part.start,
+        "offset": offset,
         "ids": ids,
-        "texts": texts.of(ids),
-        "special": texts.special(ids),
-        "streams": {name: values for name, values in streams.items() if values is not None},
-        "temperature": chosen.temperature,
+        "texts": None if tokenizer is None else [tokenizer.decode([token], skip_special_tokens=False) for token in ids],
+        "special": [token in special and special[token].special for token in ids],
+        "streams": shown,
     }
 
 
-def _plain(values: Any, part: slice) -> list[Any] | None:
-    if values is None:
-        return None
-    return [
-        None if isinstance(value, float) and not np.isfinite(value) else value for value in np.asarray(values)[part].tolist()
-    ]
+def _plain(values: np.ndarray) -> list[Any]:
+    return [None if isinstance(value, float) and not np.isfinite(value) else value for value in values.tolist()]

@@ -14,8 +14,6 @@ from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE, ROLLOUT
 from torchtitan.experiments.rl.tools.report.index import RunIndex
 
 REFRESH_EVERY_S = 1.0
-STEP_BYTES = 4 * 2**20
-"""Of the rollouts' file, between two looks at the other files."""
 STALLED_AFTER_S = 120.0
 """At least; slower runs have ten times their usual step."""
 HIDDEN = "(hidden)"
@@ -54,8 +52,7 @@ class ReportedRun:
     def _follow(self) -> None:
         while not self._closed.is_set():
             try:
-                read_all = self.index.refresh(most_bytes=STEP_BYTES)
-                self._problem = None
+                read_all, self._problem = self.index.refresh(), None
             except Exception as error:  # a disk that fails, a file that someone changes: it may be over the next time
                 self._problem, read_all = f"{type(error).__name__}: {error}", True
             if read_all:
@@ -63,27 +60,25 @@ class ReportedRun:
 
     def config(self) -> dict[str, Any]:
         """The resolved config, by dotted path of each field; what may be a secret is hidden."""
-        config = self._read_config()
-        return dict(sorted(_flat(config, "").items())) if config else {}
+        whole = self._whole_config()
+        return dict(sorted((name, HIDDEN if _is_secret(name, value) else value) for name, value in whole.items()))
+
+    def _whole_config(self) -> dict[str, Any]:
+        return _flat(self._read_config(), "")
 
     def _read_config(self) -> dict[str, Any]:
-        found = None if (self.folder / CONFIG_FILE).is_symlink() else read_config(self.folder)
-        return found if isinstance(found, dict) else {}
+        return {} if (self.folder / CONFIG_FILE).is_symlink() else read_config(self.folder) or {}
 
     def without_secrets(self, text: str) -> str:
         """The text with what the config hides taken out."""
-        for secret in self._secrets():
-            text = text.replace(secret, HIDDEN)
+        for name, value in self._whole_config().items():
+            text = text.replace(value, HIDDEN) if _is_secret(name, value) else text
         return text
-
-    def _secrets(self) -> list[str]:
-        shown, whole = self.config(), _flat(self._read_config(), "", hide=False)
-        return [whole[name] for name, value in shown.items() if value == HIDDEN]
 
     def tasks(self) -> list[str]:
         """By name."""
         rows = self.index.rows("SELECT DISTINCT task FROM ledger UNION SELECT DISTINCT task FROM rollouts")
-        config = (self._read_config()).get("tasks")
+        config = self._read_config().get("tasks")
         configured = list(config) if isinstance(config, dict) else []
         return configured + sorted({row[0] for row in rows} - set(configured))
 
@@ -137,10 +132,12 @@ def _age_s(path: Path) -> float | None:
         return None
 
 
-def _flat(value: Any, path: str, *, hide: bool = True) -> dict[str, Any]:
-    if isinstance(value, dict) and value:
-        below = [(f"{path}.{name}" if path else name, entry) for name, entry in value.items()]
-        return {name: found for path, entry in below for name, found in _flat(entry, path, hide=hide).items()}
-    if hide and isinstance(value, str) and value and _SECRET.search(path):
-        return {path: HIDDEN}
-    return {path: json.dumps(value) if isinstance(value, list | dict) else value}
+def _flat(value: Any, path: str) -> dict[str, Any]:
+    if isinstance(value, dict):
+        below = [_flat(entry, f"{path}.{name}" if path else name) for name, entry in value.items()]
+        return {name: found for entries in below for name, found in entries.items()} or ({path: "{}"} if path else {})
+    return {path: json.dumps(value) if isinstance(value, list) else value}
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    return isinstance(value, str) and value != "" and _SECRET.search(name) is not None
