@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from monarch.actor import shutdown_context  # noqa: E402
 
 from torchtitan.experiments.rl.config.placement import (
-    plan_placement,  # noqa: E402
+    place,  # noqa: E402
 )
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
@@ -58,13 +58,12 @@ async def compare(args: argparse.Namespace, run_dir: str) -> None:
     config = rl_grpo_qwen3_debug()
     config.generator.engine.max_model_len = args.prompt + args.tokens + 1
     # There is no trainer here: its cores are the replicas' too.
-    placement = plan_placement(
-        device="cpu", trainer_ranks=1, replicas=REPLICAS, tensor_parallel_degree=1, provision=ProvisionConfig(share_cores=True)
-    )
+    config.generator.replicas, config.provision = REPLICAS, ProvisionConfig(share_cores=True)
+    placement = place(config, "cpu")
     client, meshes = GeneratorClient(), []
     try:
-        for index, place in enumerate(placement.generators):
-            procs = spawn_on(None, f"generator_{index}", [place], "cpu")[0]
+        for index, where in enumerate(placement.generators):
+            procs = spawn_on(None, f"generator_{index}", [where], "cpu")[0]
             meshes.append(procs)
             actor = procs.spawn(
                 f"generator_{index}",

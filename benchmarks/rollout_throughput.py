@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from monarch.actor import shutdown_context  # noqa: E402
 
-from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
+from torchtitan.experiments.rl.config.placement import place  # noqa: E402
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner  # noqa: E402
@@ -198,7 +198,7 @@ def bare_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 async def compare(args: argparse.Namespace, config: RunConfig, run_dir: str) -> None:
-    placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
+    placement = place(config, "cpu")
     bare = BareEngine(bare_arguments(config), placement.generators[0].devices, run_dir)
     (procs, _), client = spawn_on(None, "generator", placement.generators, "cpu"), GeneratorClient()
     try:

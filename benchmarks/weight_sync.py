@@ -18,6 +18,7 @@ The sides take turns; each figure is a median.
 
 import argparse
 import asyncio
+import dataclasses
 import statistics
 import sys
 import tempfile
@@ -35,8 +36,9 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 
 from torchtitan.experiments.rl.compat.vllm import repack_tied_head  # noqa: E402
-from torchtitan.experiments.rl.config.placement import Placement, plan_placement  # noqa: E402
+from torchtitan.experiments.rl.config.placement import Placement, place  # noqa: E402
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig  # noqa: E402
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.config import GeneratorConfig  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
@@ -161,7 +163,7 @@ async def measure(model: str, share_cores: bool, versions: int, warmup: int) -> 
     async with trainer_and_generator(
         model,
         run_dir=model,
-        placement=plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1, provision=provision),
+        placement=place(dataclasses.replace(rl_grpo_qwen3_debug(), provision=provision), "cpu"),
         device="cpu",
         trainer_config=TrainerConfig(save_final_model=False),
         generator_config=GeneratorConfig(engine=VLLMEngineConfig(max_model_len=256)),

@@ -26,7 +26,8 @@ import torch  # noqa: E402
 from monarch.actor import Channel, concurrent_endpoint, shutdown_context  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from torchtitan.experiments.rl.config.placement import plan_placement  # noqa: E402
+from torchtitan.experiments.rl.config.placement import place  # noqa: E402
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.generation.config import (
     GeneratorConfig,
     WeightUpdate,  # noqa: E402
@@ -114,7 +115,7 @@ class Updates:
 
 async def measure(arguments: argparse.Namespace, run_dir: str) -> dict[str, list[tuple[float, float, float]]]:
     """Tokens per second, seconds an update and share of tokens after an update, by mode, one for each repeat."""
-    placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
+    placement = place(rl_grpo_qwen3_debug(), "cpu")
     procs, _ = spawn_on(None, "generator", placement.generators, "cpu")
     config = GeneratorConfig(engine=VLLMEngineConfig(max_model_len=1024, max_num_seqs=arguments.at_once + 1))
     generator = procs.spawn("generator", SwitchedGenerator, config, model_path=MODEL, device="cpu", run_dir=run_dir)

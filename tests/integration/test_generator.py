@@ -15,7 +15,8 @@ from monarch.actor import ProcMesh
 
 from tests.integration.pairs import CANARY, Pair
 from tests.integration.processes import descendants
-from torchtitan.experiments.rl.config.placement import Place, plan_placement
+from torchtitan.experiments.rl.config.placement import Place, place
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.messages import GeneratorFailed, RequestFailed, ScoreRequest
@@ -55,7 +56,7 @@ def pairs(meshes, tied_model, untied_model, tmp_path_factory) -> Iterator[dict[s
         "tied": Pair(path=tied_model, vocabulary=768, version=0),
         "untied": Pair(path=untied_model, vocabulary=96, version=1000),
     }
-    placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
+    placement = place(rl_grpo_qwen3_debug(), "cpu")
     config = TrainerConfig(optimizer=OptimizerConfig(lr=0.02))
     config.lr_scheduler.warmup_steps = 0
     generator_config = GeneratorConfig()

@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Interval, Le, Lt, MinLen, Predicate
 from torchtitan.config import Configurable
 
 from torchtitan.experiments.rl.bounds import (
+    OF_OTHERS,
     AtMost,
     Cure,
     Matches,
@@ -233,14 +234,14 @@ def test_bounds_for_another_packages_class_are_given_beside_it():
     class Ours:
         schedule: Theirs
 
-    bounds = {Theirs: {"ratio": Share | None}}
-    check_fields(Ours(Theirs(-3)), field_types=bounds)
+    OF_OTHERS[Theirs] = {"ratio": Share | None}
+    check_fields(Ours(Theirs(-3)))
     for theirs, message in (
         (Theirs(0, 2.0), "schedule.ratio = 2.0: must be at least 0 and at most 1"),
         (Theirs("0"), "schedule.warmup = '0': must be a whole number"),
     ):
         with pytest.raises(ConfigError) as error:
-            check_fields(Ours(theirs), field_types=bounds)
+            check_fields(Ours(theirs))
         assert str(error.value) == message
 
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torchtitan.config import Configurable
 
 import torchtitan.experiments.rl as library
-from torchtitan.experiments.rl.bounds import _own_annotations, check_fields, declared, field_annotations
-from torchtitan.experiments.rl.config.checks import TORCHTITAN_FIELDS, check, checked_plan
+from torchtitan.experiments.rl.bounds import check_fields, declared, field_annotations
+from torchtitan.experiments.rl.config.checks import check, checked_plan
 from torchtitan.experiments.rl.config.command_line import (
     DEFAULT_MODULE,
     _override,
@@ -114,7 +114,7 @@ def fields_of(value: Any, path: str = "", annotation: Any = Any, seen: set[int] 
         plain = next((parts(option)[0] for option in get_args(plain) if option is not types.NoneType), Any)
     found: list[tuple] = []
     if dataclasses.is_dataclass(value):
-        hints = field_annotations(type(value), TORCHTITAN_FIELDS)
+        hints = field_annotations(type(value))
         entries = [
             (field.name, hints.get(field.name, Any), f"{path}.{field.name}" if path else field.name)
             for field in dataclasses.fields(value)
@@ -147,7 +147,7 @@ def test_every_number_in_a_shipped_config_has_a_bound_or_a_reason():
     bare = {
         f"{config_class.__qualname__}.{name}"
         for config_class in shipped_config_classes()
-        for name, annotation in field_annotations(config_class, TORCHTITAN_FIELDS).items()
+        for name, annotation in field_annotations(config_class).items()
         if bare_numbers(annotation) and f"{declaring(config_class, name)}.{name}" not in WITHOUT_BOUNDS
     }
     assert bare == set()
@@ -157,7 +157,7 @@ def test_reasons_are_given_for_fields_that_exist():
     classes = {config_class.__qualname__: config_class for config_class in shipped_config_classes()}
     for field_name in WITHOUT_BOUNDS:
         class_name, _, name = field_name.rpartition(".")
-        assert bare_numbers(field_annotations(classes[class_name], {})[name]), field_name
+        assert bare_numbers(field_annotations(classes[class_name])[name]), field_name
 
 
 def declaring(config_class: type, name: str) -> str:
@@ -244,10 +244,10 @@ def test_wrong_entries_of_a_tuple_are_found():
 
 def test_a_second_walk_reads_no_annotations_anew():
     for name in CONFIGS:
-        check_fields(fresh(name), field_types=TORCHTITAN_FIELDS)
-        read = _own_annotations.cache_info().misses
-        check_fields(fresh(name), field_types=TORCHTITAN_FIELDS)
-        assert _own_annotations.cache_info().misses == read, name
+        check_fields(fresh(name))
+        read = field_annotations.cache_info().misses
+        check_fields(fresh(name))
+        assert field_annotations.cache_info().misses == read, name
 
 
 # ---- the command line
@@ -324,7 +324,7 @@ def made(config_class: type) -> Any:
     given = {}
     for entry in dataclasses.fields(config_class):
         if entry.init and entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING:
-            plain = declared(field_annotations(config_class, {}).get(entry.name, Any)).type
+            plain = declared(field_annotations(config_class).get(entry.name, Any)).type
             if get_origin(plain) in (Union, types.UnionType):
                 plain = next(option for option in get_args(plain) if option in STAND_INS)
             plain = plain if plain in STAND_INS else get_origin(plain) or plain

@@ -9,7 +9,7 @@ from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD, SFT
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.config.checks import check, needed_gpus, plan_run
-from torchtitan.experiments.rl.config.placement import Place, plan_placement
+from torchtitan.experiments.rl.config.placement import Place, place
 from torchtitan.experiments.rl.config.resume import resolved_config
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
@@ -135,14 +135,15 @@ def test_the_plan_counts_the_processes_of_hosted_models():
 
 def test_hosted_models_have_gpus_of_their_own_and_share_the_generators_cores():
     hosted = [HostedModel(path="a", replicas=2), HostedModel(path="b", engine=VLLMEngineConfig(tensor_parallel_degree=2))]
-    sizes = dict(trainer_ranks=2, replicas=1, tensor_parallel_degree=2, hosted=hosted)
-    placement = plan_placement(device="cuda", **sizes, available=list(range(9)))
+    config = two_tasks(*hosted)
+    config.trainer.ranks, config.generator.engine.tensor_parallel_degree = 2, 2
+    placement = place(config, "cuda", hosts=[list(range(9))])
     assert placement.trainer == (Place(0, (0,)), Place(0, (1,))) and placement.generators == (Place(0, (2, 3)),)
     assert placement.hosted == ((Place(0, (4,)), Place(0, (5,))), (Place(0, (6, 7)),))
     with pytest.raises(ConfigError, match="and 2 hosted model.s. the run needs 8 GPUs and this host has 7"):
-        plan_placement(device="cuda", **sizes, available=list(range(7)))
+        place(config, "cuda", hosts=[list(range(7))])
     shared = ((Place(0, (0,)), Place(0, (1,))), (Place(0, (0, 1)),))
-    assert plan_placement(device="cpu", **sizes, available=[0, 1, 2, 3]).hosted == shared
+    assert place(config, "cpu", hosts=[[0, 1, 2, 3]]).hosted == shared
     config = two_tasks(*hosted)
     assert needed_gpus(config) == 2 + 4
 

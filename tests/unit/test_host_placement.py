@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan.experiments.rl import config_registry
+from torchtitan.experiments.rl.config import placement
 from torchtitan.experiments.rl.config.checks import check, plan_run
-from torchtitan.experiments.rl.config.placement import Place, plan_placement
+from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.hosts.jobs import ProcessJob
@@ -15,18 +16,11 @@ EIGHT = tuple(range(8))
 
 
 def place(hosts, *, device="cuda", trainer=1, tensor_parallel=1, replicas=1, engine=1, workers=0, parameters=0, **roles):
-    return plan_placement(
-        device=device,
-        trainer_ranks=trainer,
-        trainer_tensor_parallel_degree=tensor_parallel,
-        replicas=replicas,
-        tensor_parallel_degree=engine,
-        rollout_workers=workers,
-        hosts=hosts,
-        worker_cores=[(0, 1)] * len(hosts),
-        provision=ProvisionConfig(**roles),
-        parameters=parameters,
-    )
+    config = config_registry.rl_grpo_qwen3_debug()
+    config.trainer.ranks, config.trainer.parallelism.tensor_parallel_degree = trainer, tensor_parallel
+    config.generator.replicas, config.generator.engine.tensor_parallel_degree = replicas, engine
+    config.rollout_workers, config.provision = workers, ProvisionConfig(**roles)
+    return placement.place(config, device, hosts=hosts, worker_cores=[(0, 1)] * len(hosts), parameters=parameters)
 
 
 def gpus(places) -> list[tuple[int, tuple[int, ...]]]:
@@ -34,21 +28,21 @@ def gpus(places) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def test_a_trainer_that_fits_one_host_is_on_one_and_engines_take_what_is_left():
-    placement = place([EIGHT, EIGHT], trainer=6, replicas=4, engine=2)
-    assert gpus(placement.trainer) == [(0, (gpu,)) for gpu in range(6)]
-    assert gpus(placement.generators) == [(0, (6, 7)), (1, (0, 1)), (1, (2, 3)), (1, (4, 5))]
+    placed = place([EIGHT, EIGHT], trainer=6, replicas=4, engine=2)
+    assert gpus(placed.trainer) == [(0, (gpu,)) for gpu in range(6)]
+    assert gpus(placed.generators) == [(0, (6, 7)), (1, (0, 1)), (1, (2, 3)), (1, (4, 5))]
 
 
 def test_a_larger_trainer_is_on_as_few_hosts_as_hold_it_in_equal_numbers():
-    placement = place([EIGHT] * 4, trainer=12, replicas=2, engine=4)
-    assert gpus(placement.trainer) == [(host, (gpu,)) for host in (0, 1) for gpu in range(6)]
-    assert gpus(placement.generators) == [(2, (0, 1, 2, 3)), (2, (4, 5, 6, 7))]
+    placed = place([EIGHT] * 4, trainer=12, replicas=2, engine=4)
+    assert gpus(placed.trainer) == [(host, (gpu,)) for host in (0, 1) for gpu in range(6)]
+    assert gpus(placed.generators) == [(2, (0, 1, 2, 3)), (2, (4, 5, 6, 7))]
 
 
 def test_tensor_parallel_ranks_are_never_on_two_hosts():
     """12 ranks in fours: 6 a host would cut a group in two, so each of three hosts has 4."""
-    placement = place([EIGHT] * 3, trainer=12, tensor_parallel=4, replicas=1)
-    assert [where.host for where in placement.trainer] == [0] * 4 + [1] * 4 + [2] * 4
+    placed = place([EIGHT] * 3, trainer=12, tensor_parallel=4, replicas=1)
+    assert [where.host for where in placed.trainer] == [0] * 4 + [1] * 4 + [2] * 4
     with pytest.raises(ConfigError, match=r"trainer.ranks = 12: 2 hosts with 8, 8 GPUs can't hold them .* groups of 4"):
         place([EIGHT] * 2, trainer=12, tensor_parallel=4, replicas=1)
 
@@ -65,10 +59,10 @@ def test_too_few_gpus_on_several_hosts_are_counted():
 
 def test_a_config_may_name_the_hosts_of_each_role():
     roles = dict(trainer_hosts=(1, 2), generator_hosts=(0,), rollout_worker_hosts=(2, 0))
-    placement = place([EIGHT] * 3, trainer=4, replicas=2, engine=2, workers=3, **roles)
-    assert gpus(placement.trainer) == [(1, (0,)), (1, (1,)), (2, (0,)), (2, (1,))]
-    assert gpus(placement.generators) == [(0, (0, 1)), (0, (2, 3))]
-    assert placement.rollout_workers == (Place(2, (0, 1)), Place(0, (0, 1)), Place(2, (0, 1)))
+    placed = place([EIGHT] * 3, trainer=4, replicas=2, engine=2, workers=3, **roles)
+    assert gpus(placed.trainer) == [(1, (0,)), (1, (1,)), (2, (0,)), (2, (1,))]
+    assert gpus(placed.generators) == [(0, (0, 1)), (0, (2, 3))]
+    assert placed.rollout_workers == (Place(2, (0, 1)), Place(0, (0, 1)), Place(2, (0, 1)))
 
 
 @pytest.mark.parametrize(
@@ -88,9 +82,9 @@ def test_hosts_that_a_role_can_not_have_are_refused_in_one_line(roles, message):
 
 def test_cores_of_a_host_are_divided_only_where_trainer_and_generators_share_it():
     roles = dict(trainer_hosts=(0, 1), generator_hosts=(1, 2))
-    placement = place([(0, 1), (2, 3), (4, 5)], device="cpu", trainer=2, replicas=2, workers=1, **roles)
-    assert gpus(placement.trainer) == [(0, (0, 1)), (1, (3,))]
-    assert gpus(placement.generators) == [(1, (2,)), (2, (4, 5))]
+    placed = place([(0, 1), (2, 3), (4, 5)], device="cpu", trainer=2, replicas=2, workers=1, **roles)
+    assert gpus(placed.trainer) == [(0, (0, 1)), (1, (3,))]
+    assert gpus(placed.generators) == [(1, (2,)), (2, (4, 5))]
 
 
 @given(
@@ -101,13 +95,13 @@ def test_cores_of_a_host_are_divided_only_where_trainer_and_generators_share_it(
 )
 def test_no_gpu_has_two_processes_and_no_engine_two_hosts(hosts, trainer, replicas, engine):
     try:
-        placement = place([tuple(range(count)) for count in hosts], trainer=trainer, replicas=replicas, engine=engine)
+        placed = place([tuple(range(count)) for count in hosts], trainer=trainer, replicas=replicas, engine=engine)
     except ConfigError:
         return
-    taken = [(where.host, gpu) for where in (*placement.trainer, *placement.generators) for gpu in where.devices]
+    taken = [(where.host, gpu) for where in (*placed.trainer, *placed.generators) for gpu in where.devices]
     assert len(taken) == len(set(taken)) == trainer + replicas * engine
     assert all(gpu < hosts[host] for host, gpu in taken)
-    counts = {host: sum(where.host == host for where in placement.trainer) for host, _ in gpus(placement.trainer)}
+    counts = {host: sum(where.host == host for where in placed.trainer) for host, _ in gpus(placed.trainer)}
     assert len(set(counts.values())) == 1
 
 
@@ -145,13 +139,13 @@ SHARE, APART = "all", "half"
     [(9_999_999, None, APART), (10_000_000, None, SHARE), (1, True, SHARE), (10**9, False, APART)],
 )
 def test_the_two_sides_have_as_many_threads_where_the_model_is_large_or_the_config_says_so(parameters, share_cores, said):
-    placement = place([(0, 1, 2, 3)], device="cpu", trainer=2, parameters=parameters, share_cores=share_cores)
+    placed = place([(0, 1, 2, 3)], device="cpu", trainer=2, parameters=parameters, share_cores=share_cores)
     ranks, engine = (((0, 1), (2, 3)), (0, 1, 2, 3)) if said is SHARE else (((2,), (3,)), (0, 1))
-    assert gpus(placement.trainer) == [(0, cores) for cores in ranks] and gpus(placement.generators) == [(0, engine)]
+    assert gpus(placed.trainer) == [(0, cores) for cores in ranks] and gpus(placed.generators) == [(0, engine)]
     line = f"cores          trainer and generators have threads for {said} of the cores each, and run on any"
-    assert f"{line} (provision.share_cores)" in placement.lines("cpu")
+    assert f"{line} (provision.share_cores)" in placed.lines("cpu")
     trainers = "trainer 0-1 with 2 threads each" if said is SHARE else "trainer 0-1 with 1 thread each"
-    assert placement.lines("cpu")[0] == f"host 0         {trainers}; generator 0 with {len(engine)} threads"
+    assert placed.lines("cpu")[0] == f"host 0         {trainers}; generator 0 with {len(engine)} threads"
 
 
 def test_sides_on_hosts_of_their_own_have_all_cores_of_them_and_one_core_is_for_both():

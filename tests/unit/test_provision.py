@@ -4,21 +4,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.config.placement import Place, Placement, plan_placement
-from torchtitan.experiments.rl.config.run_config import ProvisionConfig
+from torchtitan.experiments.rl.config import placement
+from torchtitan.experiments.rl.config.placement import Place, Placement
+from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.process.host import mask_of, visible_gpus
 from torchtitan.experiments.rl.process.setup import launch_environment
 
 
-def place(device, available, *, trainer=1, replicas=1, tensor_parallel=1) -> Placement:
-    return plan_placement(
-        device=device,
-        trainer_ranks=trainer,
-        replicas=replicas,
-        tensor_parallel_degree=tensor_parallel,
-        available=list(available),
-    )
+def sized(*, trainer=1, replicas=1, tensor_parallel=1) -> RunConfig:
+    config = rl_grpo_qwen3_debug()
+    config.trainer.ranks, config.generator.replicas = trainer, replicas
+    config.generator.engine.tensor_parallel_degree = tensor_parallel
+    return config
+
+
+def place(device, available, **sizes) -> Placement:
+    return placement.place(sized(**sizes), device, hosts=[list(available)])
 
 
 def shares(placement: Placement):
@@ -43,32 +46,32 @@ def shares(placement: Placement):
 def test_cores_are_shared_out_evenly_the_trainers_apart_from_the_generators(
     cores, trainer, replicas, trainer_cores, generator_cores
 ):
-    placement = place("cpu", cores, trainer=trainer, replicas=replicas)
-    assert shares(placement) == (trainer_cores, generator_cores)
+    placed = place("cpu", cores, trainer=trainer, replicas=replicas)
+    assert shares(placed) == (trainer_cores, generator_cores)
 
 
 @given(cores=st.integers(1, 64), trainer=st.integers(1, 8), replicas=st.integers(1, 8))
 def test_every_process_has_cores_and_the_two_sides_meet_only_on_one_core(cores, trainer, replicas):
-    placement = place("cpu", range(cores), trainer=trainer, replicas=replicas)
-    assert len(placement.trainer) == trainer and len(placement.generators) == replicas
-    assert all(map(all, ([len(share) for share in side] for side in shares(placement))))
-    ours, theirs = ({core for share in side for core in share} for side in shares(placement))
+    placed = place("cpu", range(cores), trainer=trainer, replicas=replicas)
+    assert len(placed.trainer) == trainer and len(placed.generators) == replicas
+    assert all(map(all, ([len(share) for share in side] for side in shares(placed))))
+    ours, theirs = ({core for share in side for core in share} for side in shares(placed))
     assert ours | theirs <= set(range(cores))
     if cores > 1:
         assert not ours & theirs
-    for side in shares(placement):
+    for side in shares(placed):
         sizes = [len(share) for share in side]
         assert max(sizes) - min(sizes) <= 1
 
 
 def test_gpus_are_exclusive_trainer_first_and_replicas_get_as_many_as_they_are_parallel():
-    placement = place("cuda", range(8), trainer=2, replicas=3, tensor_parallel=2)
-    assert shares(placement) == (((0,), (1,)), ((2, 3), (4, 5), (6, 7)))
+    placed = place("cuda", range(8), trainer=2, replicas=3, tensor_parallel=2)
+    assert shares(placed) == (((0,), (1,)), ((2, 3), (4, 5), (6, 7)))
 
 
 def test_gpus_that_are_not_needed_stay_free():
-    placement = place("cuda", [4, 5, 6, 7], trainer=1, replicas=1)
-    assert shares(placement) == (((4,),), ((5,),))
+    placed = place("cuda", [4, 5, 6, 7], trainer=1, replicas=1)
+    assert shares(placed) == (((4,),), ((5,),))
 
 
 def test_too_few_gpus_name_what_is_needed_what_there_is_and_what_to_lower():
@@ -79,8 +82,7 @@ def test_too_few_gpus_name_what_is_needed_what_there_is_and_what_to_lower():
 
 def test_own_cores_are_found_when_none_are_named(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {6, 4})
-    placement = plan_placement(device="cpu", trainer_ranks=1, replicas=1, tensor_parallel_degree=1)
-    assert shares(placement) == (((6,),), ((4,),))
+    assert shares(placement.place(sized(), "cpu")) == (((6,),), ((4,),))
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -136,9 +138,8 @@ def test_slices_of_a_gpu_are_counted_by_the_mask_because_cuda_shows_a_process_on
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b,MIG-c")
     assert visible_gpus() == [0, 1, 2]
-    sizes = dict(device="cuda", trainer_ranks=1, replicas=1)
-    assert plan_placement(**sizes, tensor_parallel_degree=1).generators == (Place(0, (1,)),)
+    assert placement.place(sized(), "cuda").generators == (Place(0, (1,)),)
     with pytest.raises(ConfigError, match="generator.engine.tensor_parallel_degree = 2.*slices of GPUs"):
-        plan_placement(**sizes, tensor_parallel_degree=2)
+        placement.place(sized(tensor_parallel=2), "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a")
     assert visible_gpus() == [0]

@@ -16,7 +16,7 @@ import numbers
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
@@ -65,8 +65,8 @@ NonNegativeFloat = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 NonEmptyStr = Annotated[str, MinLen(1)]
 
-FieldTypes = Mapping[type, Mapping[str, Any]]
-"""Annotations of fields by class and name, for config classes of other packages, whose own have no bounds."""
+OF_OTHERS: dict[type, Mapping[str, Any]] = {}
+"""Annotations of fields by name, of config classes of other packages, which declare no bounds, and of their subclasses."""
 
 
 def check_config(config: Any, *, field: str, **context: Any) -> None:
@@ -83,17 +83,16 @@ def check_config(config: Any, *, field: str, **context: Any) -> None:
     config.validate(field=field, **context)
 
 
-def check_fields(config: Any, *, field: str = "", field_types: FieldTypes | None = None) -> None:
+def check_fields(config: Any, *, field: str = "") -> None:
     """Check every value in a tree of dataclasses, dicts, lists and tuples against what its field declares.
 
     Args:
         field: path of the config itself, such as "tasks.sum_digits"; empty for a whole run.
-        field_types: stand in for what these classes and their subclasses declare.
 
     Raises:
         ConfigError: the first wrong value, by the path of its field, such as ``pre_batch_filters[0].margin``.
     """
-    _check(config, Any, field, field_types or {})
+    _check(config, Any, field)
 
 
 class Declared(NamedTuple):
@@ -121,17 +120,10 @@ def declared(annotation: Any) -> Declared:
     return Declared(plain, bounds, cure, any(isinstance(entry, _MayChange) for entry in flat), at_most)
 
 
-def field_annotations(config_class: type, field_types: FieldTypes) -> dict[str, Any]:
-    """Annotations of a dataclass's fields, by name. Left out: one that can't be resolved, and a type variable."""
-    found = dict(_own_annotations(config_class))
-    for base in reversed(config_class.__mro__):
-        found |= field_types.get(base, {})
-    return found
-
-
 @functools.cache
-def _own_annotations(config_class: type) -> Mapping[str, Any]:
-    """A subclass that declares a field anew, for another default, and repeats only its type keeps the bounds."""
+def field_annotations(config_class: type) -> Mapping[str, Any]:
+    """Annotations of a dataclass's fields, by name. Left out: one that can't be resolved, and a type variable. A subclass that
+    declares a field anew, for another default, and repeats only its type keeps the bounds."""
     found: dict[str, Any] = {}
     plain: dict[str, Any] = {}
     for base in reversed(config_class.__mro__):
@@ -143,25 +135,26 @@ def _own_annotations(config_class: type) -> Mapping[str, Any]:
             repeated = name in found and hints[name] == plain_hints[name] == plain[name]
             if not repeated:
                 found[name], plain[name] = hints[name], plain_hints[name]
+        found |= OF_OTHERS.get(base, {})
     return {name: hint for name, hint in found.items() if not isinstance(hint, str | TypeVar)}
 
 
-def _check(value: Any, annotation: Any, field: str, field_types: FieldTypes) -> None:
+def _check(value: Any, annotation: Any, field: str) -> None:
     wanted, bounds, cure, *_ = declared(annotation)
     if value is None and bounds:  # None where a bound stands beside it: Annotated[float | None, Gt(0)]
         bounds = ()
     if is_union(wanted):
-        _check_union(value, wanted, field, field_types, cure)
+        _check_union(value, wanted, field, cure)
     elif not _has_type(value, wanted):
         raise ConfigError(field, value, _sentence([f"be {_type_name(wanted)}"], _config_of(value) or cure))
     elif _is_plain_number(wanted) and not _is_finite(value):
         raise ConfigError(field, value, _sentence(["be a finite number", *map(_bound_text, bounds)], cure))
-    if not all(_BOUNDS[type(bound)].holds(value, bound) for bound in bounds):
+    if not all(_BOUNDS[type(bound)][0](value, bound) for bound in bounds):
         raise ConfigError(field, value, _sentence(map(_bound_text, bounds), cure))
     if not is_union(wanted):  # else the option that fits has looked inside
-        entries = list(_entries(value, get_args(wanted), field, field_types))
+        entries = list(_entries(value, get_args(wanted), field))
         for entry, entry_annotation, entry_field in entries:
-            _check(entry, entry_annotation, entry_field, field_types)
+            _check(entry, entry_annotation, entry_field)
         for entry, entry_annotation, entry_field in entries:
             if (limit := declared(entry_annotation).at_most) and entry > (most := getattr(value, limit)):
                 raise ConfigError(entry_field, entry, f"must be at most {limit} = {most}")
@@ -176,7 +169,7 @@ def walk(config: Any, field: str = "", *, beside: tuple[type, ...] = ()) -> Iter
     """
     if not isinstance(config, beside):
         yield field, config
-        for entry, _, path in _entries(config, (), field, {}):
+        for entry, _, path in _entries(config, (), field):
             yield from walk(entry, path, beside=beside)
 
 
@@ -186,7 +179,7 @@ def _config_of(value: Any) -> str:
     return f"write {owner.__name__}.Config(...)" if dataclasses.is_dataclass(getattr(owner, "Config", None)) else ""
 
 
-def _check_union(value: Any, union: Any, field: str, field_types: FieldTypes, cure: str) -> None:
+def _check_union(value: Any, union: Any, field: str, cure: str) -> None:
     """Refuse a value that fits none of the types, and one with something wrong inside whichever it fits."""
     fitting = [option for option in get_args(union) if _has_type(value, declared(option).type)]
     if not fitting:
@@ -194,20 +187,20 @@ def _check_union(value: Any, union: Any, field: str, field_types: FieldTypes, cu
     problems = []
     for option in fitting:
         try:
-            return _check(value, option, field, field_types)
+            return _check(value, option, field)
         except ConfigError as problem:
             problems.append(problem)
     raise problems[-1]
 
 
-def _entries(value: Any, arguments: tuple[Any, ...], field: str, field_types: FieldTypes) -> Iterator[tuple[Any, Any, str]]:
+def _entries(value: Any, arguments: tuple[Any, ...], field: str) -> Iterator[tuple[Any, Any, str]]:
     """What a value holds: each entry with its annotation and its path. A key has the path of its dict.
 
     Args:
         arguments: of the value's own annotation: [int] of ``list[int]``.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        annotations = field_annotations(type(value), field_types)
+        annotations = field_annotations(type(value))
         for entry in dataclasses.fields(value):
             path = f"{field}.{entry.name}" if field else entry.name
             yield getattr(value, entry.name), annotations.get(entry.name, Any), path
@@ -257,26 +250,19 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-class _Bound(NamedTuple):
-    holds: Any
-    text: Any
-
-
-_BOUNDS = {
-    Ge: _Bound(lambda value, bound: value >= bound.ge, lambda bound: f"be at least {bound.ge}"),
-    Gt: _Bound(lambda value, bound: value > bound.gt, lambda bound: f"be above {bound.gt}"),
-    Le: _Bound(lambda value, bound: value <= bound.le, lambda bound: f"be at most {bound.le}"),
-    Lt: _Bound(lambda value, bound: value < bound.lt, lambda bound: f"be below {bound.lt}"),
-    MinLen: _Bound(
-        lambda value, bound: len(value) >= bound.min_length,
-        lambda bound: "not be empty" if bound.min_length == 1 else f"have at least {bound.min_length} entries",
-    ),
-    Matches: _Bound(lambda value, bound: re.fullmatch(bound.pattern, value), lambda bound: f"be {bound.said}"),
+_BOUNDS: dict[type, tuple[Callable[[Any, Any], Any], str]] = {
+    Ge: (lambda value, bound: value >= bound.ge, "be at least {.ge}"),
+    Gt: (lambda value, bound: value > bound.gt, "be above {.gt}"),
+    Le: (lambda value, bound: value <= bound.le, "be at most {.le}"),
+    Lt: (lambda value, bound: value < bound.lt, "be below {.lt}"),
+    MinLen: (lambda value, bound: len(value) >= bound.min_length, "have at least {.min_length} entries"),
+    Matches: (lambda value, bound: re.fullmatch(bound.pattern, value), "be {.said}"),
 }
+"""By type: whether a value holds it, and its text."""
 
 
 def _bound_text(bound: Any) -> str:
-    return _BOUNDS[type(bound)].text(bound)
+    return "not be empty" if bound == MinLen(1) else _BOUNDS[type(bound)][1].format(bound)
 
 
 def bounds_said(annotation: Any) -> str:

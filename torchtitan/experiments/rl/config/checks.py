@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
-from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.algorithms import Algorithm
-from torchtitan.experiments.rl.bounds import FieldTypes, NonNegativeInt, PositiveInt, Share, check_fields
+from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.placement import place
 from torchtitan.experiments.rl.config.plan import (
@@ -51,17 +50,6 @@ from torchtitan.experiments.rl.models.policy import (
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.protocols.model_spec import ModelSpec
 
-TORCHTITAN_FIELDS: FieldTypes = {
-    LRSchedulersContainer.Config: {
-        "warmup_steps": NonNegativeInt,
-        "total_steps": PositiveInt | None,
-        "decay_ratio": Share | None,
-        "min_lr_factor": Share,
-    }
-}
-"""Bounds of torchtitan's own config classes, which declare none."""
-
-
 SLEEP = "generator.engine.sleep"
 USUAL_GPU_GIB = 80e9 / GIB
 """Where no GPU can be asked."""
@@ -85,7 +73,7 @@ def check(config: RunConfig) -> None:
     Raises:
         ConfigError: the first problem, by field, value and cure.
     """
-    check_fields(config, field_types=TORCHTITAN_FIELDS)
+    check_fields(config)
     check_relations(config)
     with user_code("generator.engine", type(config.generator.engine).__name__, "its validate failed"):
         config.generator.engine.validate(field="generator.engine")
@@ -110,10 +98,9 @@ def check(config: RunConfig) -> None:
             if task.env.max_rollout_tokens > limit:
                 cure = f"{limit_field} is {limit}; lower this or raise that"
                 raise ConfigError(f"{field}.env.max_rollout_tokens", task.env.max_rollout_tokens, cure)
-    for slot in ("pre_batch_filters", "post_batch_filters"):
-        for index, entry in enumerate(getattr(config, slot)):
-            with user_code(f"{slot}[{index}]", built_class(entry).__name__, "its validate failed"):
-                entry.validate(field=f"{slot}[{index}]")
+    for field, entry in config.filters():
+        with user_code(field, built_class(entry).__name__, "its validate failed"):
+            entry.validate(field=field)
     for field, reference in find_references(config.tasks, field="tasks"):
         reference.validate(field=field)
     hosted_models(config.tasks)
@@ -530,11 +517,10 @@ def check_loss(config: RunConfig) -> None:
         if not loss.normalize_advantages:
             cure = f"{algorithm.__name__} of tasks.{name} gives credit that is normalised over the step: set it to True"
             raise ConfigError("trainer.loss.normalize_advantages", False, cure)
-        for slot in ("pre_batch_filters", "post_batch_filters"):
-            for index, entry in enumerate(getattr(config, slot)):
-                if built_class(entry) is ZeroAdvantage and entry.mode == "enforce" and not algorithm.group_relative:
-                    cure = f"drops groups of reward 0, from which {algorithm.__name__} of tasks.{name} learns: leave it out"
-                    raise ConfigError(f"{slot}[{index}].mode", entry.mode, cure)
+        for field, entry in config.filters():
+            if built_class(entry) is ZeroAdvantage and entry.mode == "enforce" and not algorithm.group_relative:
+                cure = f"drops groups of reward 0, from which {algorithm.__name__} of tasks.{name} learns: leave it out"
+                raise ConfigError(f"{field}.mode", entry.mode, cure)
 
 
 def profiled_steps(value: str) -> range | None:

@@ -48,13 +48,10 @@ class Command:
 
     def words_in(self, run_dir: str) -> list[str]:
         """Words of the command that does in ``run_dir`` what this one would do."""
-        left, words = [], list(self.words)
-        while words:
-            word = words.pop(0)
-            if word in ("--run-dir", "--resume", "--init-from"):
-                words.pop(0)
-            elif word != "--dry-run" and word.partition("=")[0] not in ("--run-dir", "--resume", "--init-from"):
-                left.append(word)
+        own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        for option in ("--run-dir", "--resume", "--init-from"):
+            own.add_argument(option)
+        left = [word for word in own.parse_known_args(self.words)[1] if word != "--dry-run"]
         if self.init_from is not None:
             left += ["--init-from", os.path.abspath(self.init_from)]
         if self.resume is None:
@@ -159,6 +156,19 @@ def parse_with_own(parser: argparse.ArgumentParser, arguments: list[str] | None)
     return known, command
 
 
+def served_by(options: argparse.Namespace, url: str, field: str, config: Any) -> Any:
+    """The ``FrozenModel`` that a server has, by the options of ``parse_with_own``. ``field``: the option that names ``url``."""
+    from torchtitan.experiments.rl.generation.endpoint import served_model
+
+    return served_model(
+        url,
+        field=field,
+        name=options.endpoint_model,
+        key_env=options.endpoint_key_env,
+        tokenizer_path=config.model.hf_assets_path,
+    )
+
+
 def find_model(command: Command) -> None:
     """Add the folder that ``--model`` names to the overrides. It may be downloaded before."""
     if command.model is not None:
@@ -260,7 +270,6 @@ def _import(name: str) -> ModuleType:
 
 
 def _override(config: Any, overrides: list[str]) -> Any:
-    from torchtitan.experiments.rl.config.checks import TORCHTITAN_FIELDS
     from torchtitan.experiments.rl.config.overrides import registry_with_bounds
 
     errors = io.StringIO()
@@ -273,7 +282,7 @@ def _override(config: Any, overrides: list[str]) -> Any:
                 prog="python -m torchtitan.experiments.rl.grpo --config NAME",
                 # Else a field that may be None becomes a subcommand; so it stays what the config made it, with options.
                 config=(tyro.conf.AvoidSubcommands,),
-                registry=registry_with_bounds(TORCHTITAN_FIELDS),
+                registry=registry_with_bounds(),
             )
     except SystemExit as end:
         if end.code in (0, None):  # --help

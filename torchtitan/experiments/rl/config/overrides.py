@@ -16,7 +16,7 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +37,7 @@ import torchtitan.experiments.rl.data.replay
 import torchtitan.experiments.rl.rollouts.filters  # noqa: F401 - each defines parts that no config may have named yet
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms import Algorithm
-from torchtitan.experiments.rl.bounds import FieldTypes, bounds_said, declared, field_annotations, is_union
+from torchtitan.experiments.rl.bounds import bounds_said, declared, field_annotations, is_union
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy
 from torchtitan.experiments.rl.data.task_mix import TaskMix
@@ -59,90 +59,13 @@ def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
     left, words = [], list(overrides)
     while words:
         option, equals, value = (word := words.pop(0)).partition("=")
-        if not equals:
-            value = words[0] if words else ""
-        field = option.removeprefix("--")
-        if option.startswith("--"):
-            _make_optional(config, field.split("."))
+        field, following = option.removeprefix("--"), [value] if equals else words[:1]
         place = _find(config, field.split(".")) if option.startswith("--") else None
-        if place is None or not (equals or words) or not _choose(place, value, field=field):
+        if place is None or not following or following[0].startswith("-") or not _choose(place, following[0], field=field):
             left.append(word)
         elif not equals:
             words.pop(0)
     return left
-
-
-def _make_optional(config: Any, path: list[str]) -> None:
-    """Give a part that the config leaves out its defaults, where an option sets a field of it: ``--trainer.lora.rank 16``."""
-    holder = config
-    for word, after in zip(path, path[1:], strict=False):
-        key = word.replace("-", "_")
-        if not dataclasses.is_dataclass(holder) or not hasattr(holder, key):
-            return
-        if getattr(holder, key) is None:
-            annotation = declared(field_annotations(type(holder), {}).get(key)).type
-            kinds: list[Any] = [kind for kind in get_args(annotation) if dataclasses.is_dataclass(kind)]
-            if len(kinds) != 1 or after.replace("-", "_") not in {entry.name for entry in dataclasses.fields(kinds[0])}:
-                return
-            setattr(holder, key, kinds[0]())
-        holder = getattr(holder, key)
-
-
-def _choose(place: "_Place", value: str, *, field: str) -> bool:
-    """Put the part that ``value`` names in its place. False: it is for tyro to read."""
-    if isinstance(place.value, list):
-        return _choose_list(place, value, field=field)
-    elif ":" in value:
-        place.put(_part(place, value, field=field))
-    elif isinstance(place.holder, Task.Config) and place.key in ("dataset", "validation"):
-        return _choose_data(place, value)
-    elif isinstance(place.value, Rubric.Config) and not value.startswith("-"):
-        cure = f"a rubric is reward functions and their place: a file or a module, a colon, names: my_rewards.py:{value}"
-        raise ConfigError(field, value, f"{cure}; each is fn(completion, example)")
-    else:
-        parts: dict[str, type[Any]] = JobConfig.by_name if isinstance(place.value, JobConfig) else parts_that_fit(place.wanted)
-        if not parts or value.startswith("-"):
-            return False
-        wanted = _named(value, parts, field=field, value=value)
-        if type(place.value) is not wanted:  # of the same kind, it keeps what the config says of it
-            place.put(_made(wanted, field=field, value=value))
-    return True
-
-
-def _choose_data(place: "_Place", value: str) -> bool:
-    """A file, or a dataset of the hub, that is read as the task's dataset is."""
-    rows = place.value or place.holder.dataset
-    if value.startswith("-") or not isinstance(rows, RowDataset.Config):
-        return False
-    split = rows.split if place.value is not None else "train"
-    place.put(None if value in ("none", "None") else dataclasses.replace(rows, path=value, rows=None, split=split))
-    return True
-
-
-def _choose_list(place: "_Place", value: str, *, field: str) -> bool:
-    parts = parts_that_fit(place.wanted_entry)
-    if not parts or value.startswith("-"):
-        return False
-    entries = []
-    for name in value.split(",") if value not in ("", "[]", "none", "None") else []:
-        if ":" in name:
-            entries.append(_part(_Place({field: None}, field, entry=place.wanted_entry), name, field=field))
-        else:
-            entries.append(_made(_named(name, parts, field=field, value=value), field=field, value=value))
-    place.put(entries)
-    return True
-
-
-def _named(name: str, parts: dict[str, type[Any]], *, field: str, value: str) -> type[Any]:
-    found = part_named(name, parts)
-    if found is None:
-        raise ConfigError(field, value, f"name one of {', '.join(parts)}, or a class of yours as my_module:MyClass")
-    return found
-
-
-def _made(wanted: type[Any], *, field: str, value: str) -> Configurable.Config:
-    with user_code(field, value, "its Config can't be made without arguments"):
-        return wanted()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +74,6 @@ class _Place:
 
     holder: Any
     key: str
-    entry: type | None = None
-    """Class of the configs that fit, where the holder does not say it."""
 
     @property
     def value(self) -> Any:
@@ -165,67 +86,127 @@ class _Place:
             setattr(self.holder, self.key, part)
 
     @property
-    def wanted(self) -> type:
-        """Class of the configs that fit: the field's declared one, or, for an entry of a dict, Configurable.Config."""
-        plain = self.entry or declared(self._annotation).type
-        return plain if inspect.isclass(plain) else Configurable.Config
+    def type(self) -> Any:
+        """What the field declares; None for an entry of a dict."""
+        holder: Any = type(self.holder)
+        return None if holder is dict else declared(field_annotations(holder).get(self.key)).type
 
     @property
-    def wanted_entry(self) -> type:
-        """The same of the entries of a list."""
-        arguments = get_args(declared(self._annotation).type)
-        return arguments[0] if len(arguments) == 1 and inspect.isclass(arguments[0]) else Configurable.Config
+    def is_data(self) -> bool:
+        return isinstance(self.holder, Task.Config) and self.key in ("dataset", "validation")
 
     @property
     def takes_function(self) -> bool:
-        plain = declared(self._annotation).type
-        return any(get_origin(option) is Callable for option in (plain, *get_args(plain)))
-
-    @property
-    def _annotation(self) -> Any:
-        return None if isinstance(self.holder, dict) else field_annotations(type(self.holder), {}).get(self.key)
+        return any(get_origin(option) is Callable for option in (self.type, *get_args(self.type)))
 
 
 def _find(config: Any, path: list[str]) -> _Place | None:
-    """The place of a part by the words of its option; None where there is no part."""
+    """The place of a part by the words of its option; None where there is no part. A part that the config leaves out gets its
+    defaults where an option sets a field of it: ``--trainer.lora.rank 16``."""
     holder, place = config, None
-    for word in path:
-        names = {entry.name for entry in dataclasses.fields(holder)} if dataclasses.is_dataclass(holder) else holder
-        if not isinstance(names, set | dict):
-            return None
-        key = next((name for name in names if str(name).replace("-", "_") == word.replace("-", "_")), None)
+    for number, word in enumerate(path, start=1):
+        key = _like(word, _names(holder))
         if key is None:
             return None
         place = _Place(holder, key)
+        kinds: list[Any] = [kind for kind in get_args(place.type) if dataclasses.is_dataclass(kind)]
+        if place.value is None and len(kinds) == 1 and number < len(path) and _like(path[number], _names(kinds[0])):
+            place.put(kinds[0]())
         holder = place.value
-    data = place is not None and isinstance(place.holder, Task.Config) and place.key == "validation"
-    part = data or isinstance(holder, Configurable.Config | JobConfig | list)
-    return place if part or (place is not None and place.takes_function) else None
+    if place is not None and (isinstance(holder, Configurable.Config | JobConfig | list) or place.takes_function):
+        return place
+    return place if place is not None and place.is_data and place.key == "validation" else None
 
 
-def _part(place: _Place, value: str, *, field: str) -> Any:
-    path, _, names = value.rpartition(":")
-    module = _module(path, value, field=field)
-    found = {}
-    for name in names.split(","):
-        if not hasattr(module, name):
-            own = [key for key, entry in vars(module).items() if getattr(entry, "__module__", None) == module.__name__]
-            raise ConfigError(field, value, f"{path} has no {name!r}; it defines {', '.join(own) or 'nothing'}")
-        found[name] = getattr(module, name)
+def _names(holder: Any) -> Collection[str]:
+    if dataclasses.is_dataclass(holder):
+        return [entry.name for entry in dataclasses.fields(holder)]
+    return holder if isinstance(holder, dict) else ()
+
+
+def _like(word: str, names: Collection[str]) -> str | None:
+    return next((name for name in names if str(name).replace("-", "_") == word.replace("-", "_")), None)
+
+
+def _choose(place: _Place, value: str, *, field: str) -> bool:
+    """Put the part that ``value`` names in its place. False: it is for tyro to read."""
+    kind, held = place.type, place.value
+    if isinstance(held, list):
+        kinds = [kind for kind in get_args(kind) if inspect.isclass(kind)]
+        if len(kinds) != 1 or not parts_that_fit(kinds[0]):
+            return False
+        names = [] if value in ("", "[]", "none", "None") else value.split(",")
+        place.put([_config_named(name, kinds[0], field=field, value=value) for name in names])
+    elif ":" in value:
+        place.put(_at_place(place, value, field=field))
+    elif place.is_data:
+        # A file, or a dataset of the hub, that is read as the task's dataset is.
+        rows = held or place.holder.dataset
+        if not isinstance(rows, RowDataset.Config):
+            return False
+        split = "train" if held is None else rows.split
+        place.put(None if value in ("none", "None") else dataclasses.replace(rows, path=value, rows=None, split=split))
+    elif isinstance(held, Rubric.Config):
+        cure = f"a rubric is reward functions and their place: a file or a module, a colon, names: my_rewards.py:{value}"
+        raise ConfigError(field, value, f"{cure}; each is fn(completion, example)")
+    elif isinstance(held, JobConfig) or (inspect.isclass(kind) and parts_that_fit(kind)):
+        part = _config_named(value, kind, field=field, value=value)
+        if type(held) is not type(part):  # of the same kind, it keeps what the config says of it
+            place.put(part)
+    else:
+        return False
+    return True
+
+
+def _config_named(name: str, wanted: type[Any], *, field: str, value: str) -> Any:
+    """The config of a part of the library by its name, or of a class of the user's by its place."""
+    if ":" in name:
+        return _config_of(_objects(name, field=field, value=value), wanted, field=field, value=value)
+    parts: dict[str, type[Any]] = JobConfig.by_name if issubclass(wanted, JobConfig) else parts_that_fit(wanted)
+    if (found := part_named(name, parts)) is None:
+        raise ConfigError(field, value, f"name one of {', '.join(parts)}, or a class of yours as my_module:MyClass")
+    return _made(found, field=field, value=value)
+
+
+def _at_place(place: _Place, value: str, *, field: str) -> Any:
+    """The config of a class, a function, or a rubric of functions, by their place."""
+    found = _objects(value, field=field, value=value)
     first, *others = found.values()
     if place.takes_function and callable(first) and not others:
         return first
-    if inspect.isclass(first) and not others:
-        config = getattr(first, "Config", first)
-        if not (inspect.isclass(config) and issubclass(config, place.wanted)):
-            raise ConfigError(field, value, f"{names} is no {place.wanted.__qualname__.removesuffix('.Config')}")
-        return _made(config, field=field, value=value)
-    if not isinstance(place.value, Rubric.Config):
-        raise ConfigError(field, value, f"{names} is no class with a Config")
+    if inspect.isclass(first) or not isinstance(place.value, Rubric.Config):
+        wanted = place.type if inspect.isclass(place.type) else Configurable.Config
+        return _config_of(found, wanted, field=field, value=value)
     for name, entry in found.items():
         if not callable(entry) or inspect.isclass(entry):
             raise ConfigError(field, value, f"{name} is no function: want reward functions fn(completion, example)")
     return dataclasses.replace(place.value, reward_fns=list(found.values()))
+
+
+def _config_of(found: dict[str, Any], wanted: type[Any], *, field: str, value: str) -> Any:
+    (name, first), *others = found.items()
+    if others or not inspect.isclass(first):
+        raise ConfigError(field, value, f"{value.rpartition(':')[2]} is no class with a Config")
+    config = getattr(first, "Config", first)
+    if not (inspect.isclass(config) and issubclass(config, wanted)):
+        raise ConfigError(field, value, f"{name} is no {wanted.__qualname__.removesuffix('.Config')}")
+    return _made(config, field=field, value=value)
+
+
+def _made(wanted: type[Any], *, field: str, value: str) -> Any:
+    with user_code(field, value, "its Config can't be made without arguments"):
+        return wanted()
+
+
+def _objects(place: str, *, field: str, value: str) -> dict[str, Any]:
+    """What a module or file has by the names behind the colon."""
+    path, _, names = place.rpartition(":")
+    module = _module(path, value, field=field)
+    for name in names.split(","):
+        if not hasattr(module, name):
+            own = [key for key, entry in vars(module).items() if getattr(entry, "__module__", None) == module.__name__]
+            raise ConfigError(field, value, f"{path} has no {name!r}; it defines {', '.join(own) or 'nothing'}")
+    return {name: getattr(module, name) for name in names.split(",")}
 
 
 def _module(path: str, place: str, *, field: str) -> ModuleType:
@@ -291,13 +272,9 @@ _LEFT_OUT = (
 )
 
 
-def registry_with_bounds(field_types: FieldTypes) -> ConstructorRegistry:
+def registry_with_bounds() -> ConstructorRegistry:
     """tyro's rules, and one that adds bounds to an option's help and leaves out what no words can say. How a word becomes a
-    value stays the same.
-
-    Args:
-        field_types: as for ``check_fields``.
-    """
+    value stays the same."""
     registry = ConstructorRegistry()
     asking = False
 
@@ -313,7 +290,7 @@ def registry_with_bounds(field_types: FieldTypes) -> ConstructorRegistry:
             asking = False
         if not isinstance(spec, StructConstructorSpec):
             return None
-        annotations = field_annotations(info.type, field_types) if dataclasses.is_dataclass(info.type) else {}
+        annotations = field_annotations(info.type) if dataclasses.is_dataclass(info.type) else {}
         fields = []
         for entry in spec.fields:
             annotation = annotations.get(entry.name, entry.type)

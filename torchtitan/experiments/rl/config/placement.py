@@ -1,11 +1,12 @@
 """Which host, and which of its cores or GPUs, each process of a run gets. It follows from the config, before one is spawned."""
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
+from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel, hosted_models
 from torchtitan.experiments.rl.hosts.job import contiguous_shares
@@ -61,20 +62,13 @@ class Placement:
         return [*lines, f"controller     {where}"]
 
 
-def plan_placement(
-    *,
+def place(
+    config: RunConfig,
     device: Literal["cpu", "cuda"],
-    trainer_ranks: int,
-    replicas: int,
-    tensor_parallel_degree: int,
-    hosted: Sequence[HostedModel] = (),
-    rollout_workers: int = 0,
-    available: Sequence[int] | None = None,
-    hosts: Sequence[Sequence[int]] | None = None,
-    provision: ProvisionConfig | None = None,
-    trainer_tensor_parallel_degree: int = 1,
-    worker_cores: Sequence[Sequence[int]] | None = None,
+    *,
     parameters: int = 0,
+    hosts: Sequence[Sequence[int]] | None = None,
+    worker_cores: Sequence[Sequence[int]] | None = None,
 ) -> Placement:
     """Divide the hosts' cores or GPUs.
 
@@ -86,104 +80,89 @@ def plan_placement(
 
     Args:
         parameters: of the model.
-        available: cores or GPUs of this host, where that is all there is. None: those that this process sees.
-        hosts: cores or GPUs of each host.
-        provision: says which hosts a role stands on, where its config does.
+        hosts: cores or GPUs of each host. None: those that this process sees, on this host alone.
         worker_cores: of each of ``hosts``, for rollout workers. None on CUDA: they are not known yet.
 
     Raises:
         ConfigError: fewer GPUs, or fewer hosts, than the config asks for.
     """
     if hosts is None:
-        here: Sequence[int] | None = available
-        if here is None:
-            here = own_cores() if device == "cpu" else visible_gpus()
-        hosts, worker_cores = [here], [sorted(os.sched_getaffinity(0))]
+        hosts, worker_cores = [own_cores() if device == "cpu" else visible_gpus()], [sorted(os.sched_getaffinity(0))]
     elif worker_cores is None:
         worker_cores = hosts if device == "cpu" else [()] * len(hosts)  # known when the hosts are there
-    roles = provision or ProvisionConfig()
+    roles, hosted = config.provision, list(hosted_models(config.tasks).values())
     roles.check_hosts(len(hosts))
-    on = roles.rollout_worker_hosts or range(len(hosts))
-    workers = tuple(Place(on[i % len(on)], tuple(worker_cores[on[i % len(on)]])) for i in range(rollout_workers))
-    if device == "cpu":
-        large = parameters >= LARGE_ON_CPU
-        share_cores = roles.share_gpus or (large if roles.share_cores is None else roles.share_cores)
-        return _on_cores(hosts, roles, trainer_ranks, replicas, hosted, workers, share_cores)
+    on = itertools.cycle(roles.rollout_worker_hosts or range(len(hosts)))
+    workers = tuple(Place(host, tuple(worker_cores[host])) for host in itertools.islice(on, config.rollout_workers))
+    divide = _on_cores if device == "cpu" else _on_gpus
+    trainer, generators, models = divide(config, hosts, hosted, parameters)
+    return Placement(trainer=trainer, generators=generators, hosted=models, rollout_workers=workers)
+
+
+Divided = tuple[tuple[Place, ...], tuple[Place, ...], tuple[tuple[Place, ...], ...]]
+"""Places of the trainer's ranks, of the generators, and of each hosted model."""
+
+
+def _on_gpus(config: RunConfig, hosts: Sequence[Sequence[int]], hosted: Sequence[HostedModel], parameters: int) -> Divided:
+    roles, ranks, replicas = config.provision, config.trainer.ranks, config.generator.replicas
+    degree, engines = config.generator.engine.tensor_parallel_degree, [model.engine.tensor_parallel_degree for model in hosted]
     free = [list(gpus) for gpus in hosts]
-    sizes = [tensor_parallel_degree] * replicas
-    own = max(trainer_ranks, sum(sizes)) if roles.share_gpus else trainer_ranks + sum(sizes)
-    sizes += [model.engine.tensor_parallel_degree for model in hosted for _ in range(model.replicas)]
-    needed, there = own + sum(sizes[replicas:]), sum(map(len, free))
-    if needed > there:
+    own = max(ranks, replicas * degree) if roles.share_gpus else ranks + replicas * degree
+    needed = own + sum(model.replicas * size for model, size in zip(hosted, engines, strict=True))
+    if needed > (there := sum(map(len, free))):
         others = f" and {len(hosted)} hosted model(s)" if hosted else ""
         has = f"this host has {there}" if len(hosts) == 1 else f"the {len(hosts)} hosts have {there}"
         cure = (
-            f"with {replicas} generator replica(s) of {tensor_parallel_degree} GPU(s){others} the run needs {needed} GPUs "
+            f"with {replicas} generator replica(s) of {degree} GPU(s){others} the run needs {needed} GPUs "
             f"and {has}; lower trainer.ranks, generator.replicas or generator.engine.tensor_parallel_degree"
         )
-        raise ConfigError("trainer.ranks", trainer_ranks, cure)
-    if sliced() and max(sizes) > 1:
+        raise ConfigError("trainer.ranks", ranks, cure)
+    if sliced() and (most := max(degree, *engines, 1)) > 1:
         cure = "CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), and a process can use one: choose 1, or whole GPUs"
-        raise ConfigError("generator.engine.tensor_parallel_degree", max(sizes), cure)
-    trainer_hosts = roles.trainer_hosts or _trainer_hosts(free, trainer_ranks, trainer_tensor_parallel_degree)
-    trainer = []
+        raise ConfigError("generator.engine.tensor_parallel_degree", most, cure)
+    trainer: list[Place] = []
+    trainer_hosts = roles.trainer_hosts or _trainer_hosts(free, ranks, config.trainer.parallelism.tensor_parallel_degree)
+    share = _ranks_of_a_host(ranks, trainer_hosts)
     for host in trainer_hosts:
-        own = _ranks_of_a_host(trainer_ranks, trainer_hosts)
-        if own > len(free[host]):
-            cure = f"host {host} has {len(free[host])} GPUs for {own} trainer ranks: name more hosts"
+        if share > len(free[host]):
+            cure = f"host {host} has {len(free[host])} GPUs for {share} trainer ranks: name more hosts"
             raise ConfigError("provision.trainer_hosts", tuple(trainer_hosts), cure)
-        trainer += [Place(host, (gpu,)) for gpu in free[host][:own]]
-        del free[host][:own]
+        trainer += [Place(host, (gpu,)) for gpu in free[host][:share]]
+        del free[host][:share]
+    unused = free
     if roles.share_gpus:
-        left, free = free, [list(gpus) for gpus in hosts]
-    generators = tuple(_engine_place(free, size, roles.generator_hosts) for size in sizes[:replicas])
-    if roles.share_gpus:
-        free = [[gpu for gpu in gpus if gpu in unused] for gpus, unused in zip(free, left, strict=True)]
-    engines = iter([_engine_place(free, size, roles.generator_hosts) for size in sizes[replicas:]])
-    return Placement(
-        trainer=tuple(trainer),
-        generators=generators,
-        hosted=tuple(tuple(next(engines) for _ in range(model.replicas)) for model in hosted),
-        rollout_workers=workers,
+        free = [list(gpus) for gpus in hosts]
+    generators = tuple(_engine_place(free, degree, roles.generator_hosts) for _ in range(replicas))
+    free = [[gpu for gpu in gpus if gpu in left] for gpus, left in zip(free, unused, strict=True)]
+    models = tuple(
+        tuple(_engine_place(free, size, roles.generator_hosts) for _ in range(model.replicas))
+        for model, size in zip(hosted, engines, strict=True)
     )
+    return tuple(trainer), generators, models
 
 
-def _on_cores(
-    hosts: Sequence[Sequence[int]],
-    roles: ProvisionConfig,
-    trainer_ranks: int,
-    replicas: int,
-    hosted: Sequence[HostedModel],
-    workers: tuple[Place, ...],
-    share_cores: bool,
-) -> Placement:
+def _on_cores(config: RunConfig, hosts: Sequence[Sequence[int]], hosted: Sequence[HostedModel], parameters: int) -> Divided:
+    roles = config.provision
+    large = parameters >= LARGE_ON_CPU if roles.share_cores is None else roles.share_cores
     trainer_hosts = roles.trainer_hosts or (0,)
     others = [host for host in range(len(hosts)) if host not in trainer_hosts]
     generator_hosts = roles.generator_hosts or others or list(range(len(hosts)))
-    own = _ranks_of_a_host(trainer_ranks, trainer_hosts)
-    trainer_cores, generator_cores = [], []
+    ours, theirs = [], []
     for host, cores in enumerate(hosts):
-        both = host in trainer_hosts and host in generator_hosts and not share_cores
+        apart = host in trainer_hosts and host in generator_hosts and not (roles.share_gpus or large)
         half = max(1, len(cores) // 2)
-        generator_cores.append(list(cores[:half]) if both else list(cores))
-        trainer_cores.append(list(cores[half:] or cores) if both else list(cores))
+        theirs.append(list(cores[:half] if apart else cores))
+        ours.append(list(cores[half:] or cores) if apart else list(cores))
 
     def share(count: int) -> tuple[Place, ...]:
         """Engines in turn on the generators' hosts."""
         on = [generator_hosts[i % len(generator_hosts)] for i in range(count)]
-        shares = {host: _share(generator_cores[host], on.count(host)) for host in set(on)}
-        return tuple(Place(host, next(shares[host])) for host in on)
+        shares = {host: iter(contiguous_shares(theirs[host], on.count(host))) for host in set(on)}
+        return tuple(Place(host, tuple(next(shares[host]))) for host in on)
 
-    return Placement(
-        trainer=tuple(Place(host, cores) for host in trainer_hosts for cores in _share(trainer_cores[host], own)),
-        generators=share(replicas),
-        hosted=tuple(share(model.replicas) for model in hosted),
-        rollout_workers=workers,
-    )
-
-
-def _share(cores: list[int], parts: int) -> Iterator[tuple[int, ...]]:
-    return iter([tuple(share) for share in contiguous_shares(cores, parts)])
+    own = _ranks_of_a_host(config.trainer.ranks, trainer_hosts)
+    trainer = tuple(Place(host, tuple(cores)) for host in trainer_hosts for cores in contiguous_shares(ours[host], own))
+    return trainer, share(config.generator.replicas), tuple(share(model.replicas) for model in hosted)
 
 
 def _ranks_of_a_host(ranks: int, hosts: Sequence[int]) -> int:
@@ -255,33 +234,3 @@ def ranges(numbers: Iterable[int]) -> str:
         else:
             parts.append([number, number])
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in parts)
-
-
-def place(
-    config: RunConfig,
-    device: Literal["cpu", "cuda"],
-    *,
-    parameters: int,
-    hosts: Sequence[Sequence[int]] | None = None,
-    worker_cores: Sequence[Sequence[int]] | None = None,
-) -> Placement:
-    """
-    Args:
-        parameters, hosts, worker_cores: as ``plan_placement`` takes them. ``hosts`` None: this host alone.
-
-    Raises:
-        ConfigError: the hosts have too little.
-    """
-    return plan_placement(
-        device=device,
-        trainer_ranks=config.trainer.ranks,
-        trainer_tensor_parallel_degree=config.trainer.parallelism.tensor_parallel_degree,
-        replicas=config.generator.replicas,
-        tensor_parallel_degree=config.generator.engine.tensor_parallel_degree,
-        hosted=tuple(hosted_models(config.tasks).values()),
-        rollout_workers=config.rollout_workers,
-        hosts=hosts,
-        provision=config.provision,
-        worker_cores=worker_cores,
-        parameters=parameters,
-    )

@@ -80,7 +80,7 @@ def _differences(saved: Any, now: Any, path: str, allowed: bool) -> Iterator[Cha
     if before.get("class") != entries.get("class"):  # of other fields, which say nothing about each other
         yield Change(_inside(path, "class"), before.get("class", ABSENT), entries.get("class", ABSENT), allowed)
         return
-    annotations = field_annotations(type(now), {}) if dataclasses.is_dataclass(now) else {}
+    annotations = field_annotations(type(now)) if dataclasses.is_dataclass(now) else {}  # type: ignore[arg-type]
     for key in [*entries, *(key for key in before if key not in entries)]:
         may = allowed or declared(annotations.get(key)).may_change
         yield from _differences(before.get(key, ABSENT), entries.get(key, ABSENT), _inside(path, key), may)

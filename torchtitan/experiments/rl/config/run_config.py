@@ -1,14 +1,16 @@
 """The config of a run: which tasks, which model, how it trains, generates, validates and records."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeVar
 
 import torch
 from annotated_types import Ge, Le, MinLen
 
+from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.bounds import (
+    OF_OTHERS,
     Changeable,
     Cure,
     NonEmptyStr,
@@ -16,6 +18,7 @@ from torchtitan.experiments.rl.bounds import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Share,
 )
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointConfig
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
@@ -31,6 +34,12 @@ from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
 from torchtitan.experiments.rl.training.config import TrainerConfig
 
+OF_OTHERS[LRSchedulersContainer.Config] = {
+    "warmup_steps": NonNegativeInt,
+    "total_steps": PositiveInt | None,
+    "decay_ratio": Share | None,
+    "min_lr_factor": Share,
+}
 MOST_GROUPS = 1_000_000
 """Of a step."""
 
@@ -190,6 +199,12 @@ class RunConfig:
     """First and last optimizer step, such as "3:5", of which one file shows what every process did and for how long."""
     output_dir: Changeable[NonEmptyStr] = "outputs"
     """Folder in which the command makes the run folders."""
+
+    def filters(self) -> Iterator[tuple[str, Filter.Config]]:
+        """Of both slots, each with its path."""
+        for slot in ("pre_batch_filters", "post_batch_filters"):
+            for index, entry in enumerate(getattr(self, slot)):
+                yield f"{slot}[{index}]", entry
 
     @property
     def adapters(self) -> tuple[str, ...]:

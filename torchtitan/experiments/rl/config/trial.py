@@ -44,9 +44,8 @@ def build_parts(config: RunConfig) -> None:
         ConfigError: one can't be built; the error names its field.
     """
     _build(config.batcher, "batcher")
-    for slot in ("pre_batch_filters", "post_batch_filters"):
-        for index, entry in enumerate(getattr(config, slot)):
-            _build(entry, f"{slot}[{index}]")
+    for field, entry in config.filters():
+        _build(entry, field)
     mix: TaskMix = _build(config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()})
     with user_code("task_mix", built_class(config.task_mix).__name__, "its next() failed"):
         first = mix.next()
@@ -340,12 +339,11 @@ class Trial:
 
     def _filter(self, group: RolloutGroup, *, vocab_size: int) -> None:
         self._try("the filters")
-        for slot in ("pre_batch_filters", "post_batch_filters"):
-            for index, entry in enumerate(getattr(self._config, slot)):
-                with user_code(f"{slot}[{index}]", built_class(entry).__name__, "it failed on a group of scripted replies"):
-                    built = entry.build()
-                    built.vocab_size = vocab_size
-                    matches_of(built, group)
+        for field, entry in self._config.filters():
+            with user_code(field, built_class(entry).__name__, "it failed on a group of scripted replies"):
+                built = entry.build()
+                built.vocab_size = vocab_size
+                matches_of(built, group)
 
     def _refuse(self, part: str, of: Any, cause: str) -> None:
         raise ConfigError(f"{self.field}.{part}", type(of).__name__, f"{self.doing}: {cause}; {self.cure}")
