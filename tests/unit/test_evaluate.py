@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan.experiments.rl.config.placement import Place, Placement
-from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.config.placement import place
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_14b, rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.evaluate import parse_options
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup
 from torchtitan.experiments.rl.tools.evaluate import (
     Example,
-    _without_trainer,
     evaluated_config,
     example_of,
     interval,
@@ -23,13 +22,13 @@ from torchtitan.experiments.rl.tools.evaluate import (
     sign_flip_p,
     student,
     task_figures,
+    without_trainer,
 )
 
 
 def example(number: int, *rewards: float, attempts: int = 0, **facts) -> Example:
     return Example(
         example=f"validation-t-{number}",
-        sample_id=str(number),
         rewards=list(rewards),
         attempts=attempts or len(rewards),
         facts=facts,
@@ -171,15 +170,9 @@ def test_the_config_of_an_evaluation_has_the_chosen_tasks_and_attempts():
 
 
 def test_without_a_trainer_gpus_are_counted_from_0():
-    placement = Placement(
-        trainer=(Place(0, (0,)),), generators=(Place(0, (1, 2)), Place(0, (3, 4))), hosted=((Place(0, (5,)),),)
-    )
-    moved = _without_trainer(placement)
-    assert (
-        moved.trainer == ()
-        and moved.generators == (Place(0, (0, 1)), Place(0, (2, 3)))
-        and moved.hosted == ((Place(0, (4,)),),)
-    )
+    config = rl_grpo_qwen3_14b()  # four trainer ranks, two generators of two
+    placement = place(config, "cuda", parameters=1, hosts=[without_trainer(config)])
+    assert [place.devices for place in placement.generators] == [(0, 1), (2, 3)]
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,8 @@ def evaluation(adder: Adder, folder, *, examples: int = 16) -> Evaluation:
 
 async def test_a_servers_answers_are_rewarded_and_recorded(adder, tmp_path):
     result = await evaluation(adder, tmp_path).run()
-    assert result["metrics"]["validation/reward"] == 1.0 and result["causes"] == {}
-    assert len(result["examples"]["sum_digits"]) == 16
+    assert result.metrics["validation/reward"] == 1.0 and result.causes == {}
+    assert len(result.examples["sum_digits"]) == 16
     assert len(list(read_rollouts(tmp_path, kind="validation"))) == 16
 
 
@@ -72,15 +72,15 @@ async def test_an_evaluation_that_is_stopped_keeps_what_was_measured(adder, tmp_
     running.stop()
     result = await ended
     records = list(read_rollouts(tmp_path, kind="validation"))
-    assert result["metrics"] is None and 0 < len(records) == len(result["examples"]["sum_digits"]) < 16
+    assert result.metrics is None and 0 < len(records) == len(result.examples["sum_digits"]) < 16
     assert {record.rollout.reward for record in records} == {1.0}
 
 
 async def test_where_every_attempt_fails_the_cause_is_kept_and_nothing_becomes_a_number(adder, tmp_path, capsys):
     adder.status = 404
     result = await evaluation(adder, tmp_path).run()
-    assert "validation/reward" not in result["metrics"] and result["metrics"]["validation/sum_digits/failed"] == 16
-    cause = result["causes"]["sum_digits"]
+    assert "validation/reward" not in result.metrics and result.metrics["validation/sum_digits/failed"] == 16
+    cause = result.causes["sum_digits"]
     assert "'adder' at http://127.0.0.1" in cause and "refused with HTTP 404: no such" in cause
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("a rollout failed: ") and line.endswith("logs/evaluator.jsonl has all") and "\x1b" not in line
@@ -90,4 +90,4 @@ async def test_where_every_attempt_fails_the_cause_is_kept_and_nothing_becomes_a
 async def test_a_token_that_the_model_does_not_have_fails_the_attempt(adder, tmp_path):
     adder.tokenizer.encode = lambda text: [5, 99_999]
     result = await evaluation(adder, tmp_path, examples=2).run()
-    assert "a completion has the token id 99999, and the model has 768 ids" in result["causes"]["sum_digits"]
+    assert "a completion has the token id 99999, and the model has 768 ids" in result.causes["sum_digits"]

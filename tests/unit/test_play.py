@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.play import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Completion
-from torchtitan.experiments.rl.tools.play import Interrupts, Left, LocalModel, Player
+from torchtitan.experiments.rl.tools.play import Left, LocalModel, Player
 
 
 def player_of(lines, **options):
@@ -254,33 +254,25 @@ def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_ctrl_c_at_any_moment_ends_one_wait_and_nothing_else():
-    ended, interrupts = [], Interrupts()
+async def test_a_ctrl_c_while_the_model_answers_ends_its_answer_and_nothing_else(capsys):
+    ended = []
 
-    async def answer(seconds: float) -> str:
-        try:
-            await asyncio.sleep(seconds)
-        finally:
-            ended.append(seconds)
-        return "an answer"
+    class Slow:
+        def session(self, **options):
+            return self
 
-    async def play() -> None:
-        with interrupts.marked():
-            press()  # before anything waits
-            with pytest.raises(KeyboardInterrupt):
-                await interrupts.wait(answer(60))
-            assert await interrupts.wait(answer(0.1)) == "an answer"
+        async def generate(self, prompt_token_ids, *, max_tokens):
             asyncio.get_running_loop().call_later(0.1, press)
-            with pytest.raises(KeyboardInterrupt):
-                await interrupts.wait(answer(61))
-            press()
-            with pytest.raises(KeyboardInterrupt):
-                interrupts.read_line()
-            press()
-            with pytest.raises(KeyboardInterrupt):
-                press()  # nothing looks
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append(True)
 
-    before = signal.getsignal(signal.SIGINT)
-    asyncio.run(play())
-    assert signal.getsignal(signal.SIGINT) is before
-    assert ended == [60, 0.1, 61]
+        def close(self): ...
+
+    player = player_of(["/model", "/model", "7"], model=Slow)
+    completion = await answered(player, stop=761)
+    assert ended == [True, True] and player.tokenizer.decode(completion.token_ids[:-1]) == "7"
+    assert capsys.readouterr().out.count("error: it was interrupted") == 2
+    with pytest.raises(KeyboardInterrupt):
+        press()

@@ -7,11 +7,11 @@ nothing was spawned; 130, 143, 129 stopped by a signal.
 import argparse
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.config.command_line import Command, find_model, load_config, parse_with_own
+from torchtitan.experiments.rl.config.command_line import Command, find_model, load_config, parse_with_own, served_by
 from torchtitan.experiments.rl.config.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
@@ -20,7 +20,6 @@ from torchtitan.experiments.rl.process.setup import escape_unencodable_output, q
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets
 
 RESULT_FILE = "evaluation.json"
-PROGRAM = "python -m torchtitan.experiments.rl.evaluate"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,44 +30,33 @@ def main(arguments: list[str] | None = None) -> int:
         options, command = parse_options(arguments)
         set_up_process()
         with quiet_libraries():
-            prepared = _prepare(options, command)
+            models = _prepare(options, command)
     except ConfigError as error:
         print(f"error: {printable_line(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # while modules are imported; nothing was spawned
         return 130
-    from torchtitan.experiments.rl.tools.evaluate import measure_all
+    from torchtitan.experiments.rl.tools.evaluate import measure_all, result_lines
 
     temporary = TemporaryFolder()
     hold_sockets(temporary.path)
     collect_again()
     try:
-        code, results = measure_all(prepared.models, temporary)
+        code, results = measure_all(models, temporary)
     finally:
         temporary.remove()
     if not results:
         return code
-    result = summarized(command.config_name, prepared, results)
-    (Path(prepared.models[0].run_dir) / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if options.json:
-        print(json.dumps(result))
-    else:
-        from torchtitan.experiments.rl.tools.evaluate import result_lines
-
-        print("\n".join(map(printable_line, result_lines(result))))
-    return code or _unmeasured(prepared, results)
-
-
-def _unmeasured(prepared: "Prepared", results: list[dict[str, Any]]) -> int:
-    """The exit code; says which tasks have no figure, for every attempt failed."""
-    code = 0
-    for candidate, result in zip(prepared.models, results, strict=False):
-        for task, examples in result["examples"].items():
-            if not any(example["rewards"] for example in examples):
-                why = one_sentence(result["causes"].get(task, "there were none"))
+    result = summarized(command.config_name, models, results)
+    (Path(models[0].run_dir) / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result) if options.json else "\n".join(map(printable_line, result_lines(result))))
+    for candidate, measured in zip(models, results, strict=False):
+        for task, examples in measured.examples.items():
+            if not any(example.rewards for example in examples):
+                why = one_sentence(measured.causes.get(task, "there were none"))
                 line = f"error: tasks.{task}: no attempt of {candidate.label} has a reward: {why}"
                 print(printable_line(f"{line} (logs in {candidate.run_dir}/logs)"), file=sys.stderr)
-                code = 1
+                code = code or 1
     return code
 
 
@@ -78,7 +66,7 @@ def parse_options(arguments: list[str] | None) -> tuple[argparse.Namespace, Comm
         ConfigError: an option lacks its value, or two exclude each other.
     """
     parser = argparse.ArgumentParser(
-        prog=PROGRAM,
+        prog="python -m torchtitan.experiments.rl.evaluate",
         description="Measure a policy on the validation sets of a config's tasks, without training. The config's fields can be "
         "overridden as a run's: --validation.examples 64, --validation.temperature 1.",
         epilog="Also as a run's command: --module MODULE, --run-dir FOLDER (for the records and the result).",
@@ -104,44 +92,28 @@ def parse_options(arguments: list[str] | None) -> tuple[argparse.Namespace, Comm
     return options, command
 
 
-@dataclass(kw_only=True, slots=True)
-class Prepared:
-    models: list[Any]
-    """One or two ``session.Candidate``."""
-    schedules: dict[str, Any]
-    """ValidationConfig of each task."""
-
-
-def _prepare(options: argparse.Namespace, command: Command) -> Prepared:
+def _prepare(options: argparse.Namespace, command: Command) -> list[Any]:
     """Check everything before a process is spawned, and make the folders.
+
+    Returns:
+        One or two ``tools.evaluate.Candidate``.
 
     Raises:
         ConfigError: what can't be evaluated, by option or field.
     """
     from torchtitan.experiments.rl.config.resume import save_config
     from torchtitan.experiments.rl.config.run_folder import make_run_folder
-    from torchtitan.experiments.rl.generation.endpoint import served_model
-    from torchtitan.experiments.rl.generation.references import FrozenModel
     from torchtitan.experiments.rl.tools import evaluate as measure
 
     find_model(command)
     config = measure.evaluated_config(load_config(command), tasks=options.tasks, attempts=options.attempts)
     keep_imported()
 
-    def server(url: str, field: str) -> FrozenModel:
-        return served_model(
-            url,
-            field=field,
-            name=options.endpoint_model,
-            key_env=options.endpoint_key_env,
-            tokenizer_path=config.model.hf_assets_path,
-        )
-
-    endpoints = [None if options.endpoint is None else server(options.endpoint, "--endpoint")]
+    endpoints = [None if options.endpoint is None else served_by(options, options.endpoint, "--endpoint", config)]
     configs = [config]
     if options.against is not None:
         is_url = options.against.startswith(("http://", "https://"))
-        endpoints.append(server(options.against, "--against") if is_url else None)
+        endpoints.append(served_by(options, options.against, "--against", config) if is_url else None)
         model = config.model if is_url else replace(config.model, hf_assets_path=model_folder(options.against))
         configs.append(replace(config, model=model))
     plans = [measure.checked_plan(config, endpoint) for config, endpoint in zip(configs, endpoints, strict=True)]
@@ -151,31 +123,26 @@ def _prepare(options: argparse.Namespace, command: Command) -> Prepared:
     for measured in models:
         Path(measured.run_dir).mkdir(exist_ok=True)
         save_config(Path(measured.run_dir), measured.config)
-    return Prepared(models=models, schedules={name: task.validation_schedule for name, task in config.tasks.items()})
+    return models
 
 
-def summarized(config_name: str | None, prepared: Prepared, results: list[dict[str, Any]]) -> dict[str, Any]:
+def summarized(config_name: str | None, models: list[Any], results: list[Any]) -> dict[str, Any]:
     """What ``--json`` prints: for each model ``metrics`` as a run's validation reports them, and ``tasks`` with intervals."""
-    from torchtitan.experiments.rl.tools.evaluate import Example, paired, task_figures
+    from torchtitan.experiments.rl.tools.evaluate import paired, task_figures
 
-    models: list[dict[str, Any]] = []
-    scored: list[dict[str, list[Example]]] = []
-    for candidate, result in zip(prepared.models, results, strict=False):
-        examples = {
-            task: [Example(**entry) for entry in sorted(entries, key=lambda e: (len(e["example"]), e["example"]))]
-            for task, entries in result["examples"].items()
-        }
-        scored.append(examples)
-        figures = {
-            task: {"attempts": schedule.attempts, "temperature": schedule.temperature}
-            | task_figures(examples[task], attempts=schedule.attempts, pass_reward=schedule.pass_reward)
-            for task, schedule in prepared.schedules.items()
-        }
-        models.append({"model": candidate.label, "folder": candidate.run_dir, "metrics": result["metrics"], "tasks": figures})
+    shown: list[dict[str, Any]] = []
+    for model, result in zip(models, results, strict=False):
+        tasks = {}
+        for task, plan in model.schedules.items():
+            result.examples[task].sort(key=lambda example: (len(example.example), example.example))
+            figures = task_figures(result.examples[task], attempts=plan.attempts, pass_reward=plan.pass_reward)
+            tasks[task] = {"attempts": plan.attempts, "temperature": plan.temperature} | figures
+        shown.append({"model": model.label, "folder": model.run_dir, "metrics": result.metrics, "tasks": tasks})
     comparison = None
-    if len(scored) == 2:
-        comparison = {task: paired(scored[0][task], scored[1][task]) for task in prepared.schedules}
-    return {"config": config_name, "models": models, "comparison": comparison}
+    if len(results) == 2:
+        first, second = (result.examples for result in results)
+        comparison = {task: paired(first[task], second[task]) for task in first}
+    return {"config": config_name, "models": shown, "comparison": comparison}
 
 
 if __name__ == "__main__":

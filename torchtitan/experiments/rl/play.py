@@ -7,7 +7,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from torchtitan.experiments.rl.config.command_line import Command, find_model, load_config, parse_with_own
+from torchtitan.experiments.rl.config.command_line import Command, find_model, load_config, parse_with_own, served_by
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.setup import escape_unencodable_output, quiet_libraries, run_command, set_up_process
@@ -54,7 +54,6 @@ def _play(known: argparse.Namespace, command: Command) -> int:
     with quiet_libraries():
         from torchtitan.experiments.rl.config import checks
         from torchtitan.experiments.rl.config.run_folder import make_run_folder
-        from torchtitan.experiments.rl.generation.endpoint import served_model
         from torchtitan.experiments.rl.tools.play import Player, answering_model, play, result_lines, save, skeleton, was_left
 
         find_model(command)
@@ -63,15 +62,7 @@ def _play(known: argparse.Namespace, command: Command) -> int:
         if task not in config.tasks:
             raise ConfigError("--task", task, f"name one of {', '.join(config.tasks)}")
         checks.check(config)
-        server = None
-        if known.endpoint is not None:
-            server = served_model(
-                known.endpoint,
-                field="--endpoint",
-                name=known.endpoint_model,
-                key_env=known.endpoint_key_env,
-                tokenizer_path=config.model.hf_assets_path,
-            )
+        server = None if known.endpoint is None else served_by(known, known.endpoint, "--endpoint", config)
     player = Player(config.model.hf_assets_path, scripted=known.scripted, model=lambda: answering_model(config, server))
     try:
         group = play(config, task, player, example=known.example, rollouts=known.rollouts)

@@ -5,9 +5,8 @@ import itertools
 import logging
 import math
 import sys
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from monarch.actor import Actor, shutdown_context, this_proc
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to, process_death
 from torchtitan.experiments.rl.config import checks, trial
 from torchtitan.experiments.rl.config.machine import raise_descriptor_limit
-from torchtitan.experiments.rl.config.placement import Place, Placement
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner, TaskSet
@@ -49,6 +47,7 @@ class Candidate:
     """A model that is measured."""
 
     config: RunConfig
+    """Of ``evaluated_config``."""
     plan: RunPlan
     endpoint: FrozenModel | None
     """The policy is this server's model. None: generators on the config's model."""
@@ -58,6 +57,11 @@ class Candidate:
     def label(self) -> str:
         endpoint = self.endpoint
         return self.config.model.hf_assets_path if endpoint is None else f"{endpoint.name} at {endpoint.base_url}"
+
+    @property
+    def schedules(self) -> dict[str, ValidationConfig]:
+        """By task."""
+        return {name: task.validation_schedule or self.config.validation for name, task in self.config.tasks.items()}
 
 
 def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int | None) -> RunConfig:
@@ -73,19 +77,18 @@ def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int |
     """
     if attempts is not None and attempts < 1:
         raise ConfigError("--attempts", attempts, "must be at least 1")
-    for name in tasks:
-        if name not in config.tasks:
-            raise ConfigError("--tasks", name, f"no such task; the config has {', '.join(config.tasks)}")
-    chosen = {name: config.tasks[name] for name in tasks} or {n: t for n, t in config.tasks.items() if t.validation is not None}
+    if unknown := set(tasks) - set(config.tasks):
+        raise ConfigError("--tasks", min(unknown), f"no such task; the config has {', '.join(config.tasks)}")
+    chosen = {name: task for name, task in config.tasks.items() if name in tasks or (not tasks and task.validation is not None)}
     if not chosen:
         raise ConfigError("tasks", ", ".join(config.tasks), "none has a validation set; set tasks.NAME.validation")
     for name, task in chosen.items():
         if task.validation is None:
             raise ConfigError(f"tasks.{name}.validation", None, "the task has no validation set: set one, or leave it out")
         schedule = task.validation_schedule or config.validation
-        k = schedule.attempts if attempts is None else attempts
-        greedy = attempts is not None and k > 1 and schedule.temperature == 0
-        temperature = task.sampling.temperature if greedy else schedule.temperature
+        k, temperature = attempts or schedule.attempts, schedule.temperature
+        if attempts is not None and k > 1 and temperature == 0:
+            temperature = task.sampling.temperature
         chosen[name] = replace(task, validation_schedule=replace(schedule, every=1, attempts=k, temperature=temperature))
     provision = ProvisionConfig(device=config.provision.device)
     # Sizes of a step divide by those of the tasks that train; nothing trains here.
@@ -114,24 +117,13 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
     device = config.provision.resolve()
     if device == "cpu":
         return checks.plan_run(config)  # the run's own cores: figures repeat to the last bit
-    plan = checks.plan_run(config, device=device, available=list(range(checks.needed_gpus(config))))
-    return replace(plan, placement=_without_trainer(plan.placement))
+    return checks.plan_run(config, device=device, available=without_trainer(config))
 
 
-def _without_trainer(placement: Placement) -> Placement:
-    """GPUs are counted from 0 again."""
-    places = [*placement.generators, *(place for places in placement.hosted for place in places)]
-    own = {device: number for number, device in enumerate(sorted({d for place in places for d in place.devices}))}
-
-    def moved(place: Place) -> Place:
-        return Place(place.host, tuple(own[device] for device in place.devices))
-
-    return replace(
-        placement,
-        trainer=(),
-        generators=tuple(map(moved, placement.generators)),
-        hosted=tuple(tuple(map(moved, places)) for places in placement.hosted),
-    )
+def without_trainer(config: RunConfig) -> list[int]:
+    """GPUs to plan with where no trainer runs: those of its ranks, which a plan gives out first, come before GPU 0."""
+    ranks = config.trainer.ranks
+    return list(range(-ranks, checks.needed_gpus(config) - ranks))
 
 
 class EndpointPolicy(EndpointClient):
@@ -153,25 +145,18 @@ class Evaluation:
         self._context = run_context(model.config, model.plan, self._run_dir, console=Console(sys.stderr))
         self._actors = RunActors(self._context, on_failure=self._fail)
         self._failure: Exception | None = None
-        self._examples: dict[str, list[dict[str, Any]]] = {name: [] for name in model.config.tasks}
-        self._causes: dict[str, str] = {}
-        self._measuring: asyncio.Task[dict[str, float]] | None = None
+        self._result = Result(examples={name: [] for name in model.config.tasks})
+        self._measuring: asyncio.Task[None] | None = None
         self._stopped = False
 
-    async def run(self) -> dict[str, Any]:
-        """
-        Returns:
-            ``metrics``, those of a run's validation (None: it was stopped); ``examples``: by task, the fields of an ``Example``
-            for each; ``causes``: by task, what the first attempt failed of that has no reward.
-        """
+    async def run(self) -> "Result":
         self._measuring = asyncio.create_task(self._measure())
-        metrics: dict[str, float] | None = None
         try:
-            metrics = await self._measuring
+            await self._measuring
         except asyncio.CancelledError:
             if not self._stopped:
                 raise
-        return {"metrics": metrics, "examples": self._examples, "causes": self._causes}
+        return self._result
 
     def stop(self) -> None:
         """End ``run`` early. Groups that have ended are recorded."""
@@ -183,7 +168,7 @@ class Evaluation:
         """A process died; Monarch reports it."""
         self._actors.supervisor.died(death)
 
-    async def _measure(self) -> dict[str, float]:
+    async def _measure(self) -> None:
         config, actors = self._config, self._actors
         gate = self._context.gate
         tasks = TaskSet(config.tasks, gate=gate, limits=config.user_code, seed=config.seed)
@@ -193,11 +178,11 @@ class Evaluation:
         failures = FirstFailures(_note, log="logs/evaluator.jsonl")
 
         def measured(group: RolloutGroup) -> None:
-            self._examples[group.task_name].append(asdict(example_of(group)))
+            self._result.examples[group.task_name].append(example_of(group))
             failures.group_arrived(group)
             causes = [rollout.error for rollout in group.rollouts if rollout.reward is None and rollout.error]
             if cause := next(iter(causes), group.failure):
-                self._causes.setdefault(group.task_name, cause)
+                self._result.causes.setdefault(group.task_name, cause)
             # Now, and not when all have ended as a run does: an evaluation may be stopped.
             outcomes = {rollout.rollout_id: "validation" for rollout in labelled(group, "0").rollouts}
             recorder.record(group, outcomes, kind="validation")
@@ -217,7 +202,7 @@ class Evaluation:
             reports = validator.take()
             if self._failure is not None or not reports:
                 raise self._failure or RunError("nothing was measured")
-            return reports[0].metrics
+            self._result.metrics = reports[0].metrics
         finally:
             if validator is not None:
                 await validator.close()
@@ -241,7 +226,7 @@ class Evaluator(Actor):
         self._evaluation, self._run_dir = Evaluation(model), model.run_dir
 
     @reported_endpoint
-    async def measure(self) -> dict[str, Any]:
+    async def measure(self) -> "Result":
         """See ``Evaluation.run``."""
         self._loop = asyncio.get_running_loop()
         set_up_logging(self._run_dir, "evaluator")
@@ -262,50 +247,43 @@ def _note(line: str) -> None:
     write_line(sys.stderr, printable_line(line))
 
 
-def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[int, list[dict[str, Any]]]:
-    """Returns the exit code, and what ``Evaluator.measure`` returned for each model that was measured whole."""
+def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[int, list["Result"]]:
+    """Returns the exit code, and the results of the models that were measured whole."""
     signals = Signals()
-    results: list[dict[str, Any]] = []
-    stops: list[Any] = []
+    results: list[Result] = []
     try:
         for number, model in enumerate(models):
-            sizes = [f"{name} (at most {plan.examples} x {plan.attempts})" for name, plan in _scheduled(model)]
-            write_line(sys.stderr, printable_line(f"measuring   {model.label} on {', '.join(sizes)}"))
+            sizes = [f"{name} (at most {plan.examples} x {plan.attempts})" for name, plan in model.schedules.items()]
+            _note(f"measuring   {model.label} on {', '.join(sizes)}")
             with printed_to(Path(model.run_dir) / MONARCH_OUTPUT):
                 here = this_proc()
             evaluator = here.spawn(f"evaluator_{number}", Evaluator, model)
-            running = evaluator.measure.call_one()
+            running, asked = evaluator.measure.call_one(), None
             while True:
                 try:
-                    result = running.get(timeout=SIGNAL_POLL_S)
+                    result: Result = running.get(timeout=SIGNAL_POLL_S)
                     break
                 except TimeoutError:
                     temporary.note_shared_memory(descendants())
                     if len(signals.received) > 1:
-                        write_line(sys.stderr, "stopped at once")
+                        _note("stopped at once")
                         kill_descendants()
                         return 128 + signals.received[0], results
-                    if signals.received and not stops:
-                        write_line(sys.stderr, "stopping; once more stops at once")
-                        stops.append(evaluator.request_stop.call_one())
+                    if signals.received and asked is None:
+                        _note("stopping; once more stops at once")
+                        asked = evaluator.request_stop.call_one()
                 except Exception as error:
-                    write_line(sys.stderr, f"error: {printable_line(cause(error))} (logs in {model.run_dir}/logs)")
+                    _note(f"error: {cause(error)} (logs in {model.run_dir}/logs)")
                     return 1, results
-            if result["metrics"] is None:
-                ended = sum(map(len, result["examples"].values()))
-                write_line(
-                    sys.stderr, printable_line(f"stopped: {ended} examples of it were measured, recorded in {model.run_dir}")
-                )
+            if result.metrics is None:
+                ended = sum(map(len, result.examples.values()))
+                _note(f"stopped: {ended} examples of it were measured, recorded in {model.run_dir}")
                 return 128 + signals.received[0], results
             results.append(result)
         return 0, results
     finally:
         with quiet_libraries():
             shutdown_context().get()
-
-
-def _scheduled(model: Candidate) -> list[tuple[str, ValidationConfig]]:
-    return [(name, task.validation_schedule or model.config.validation) for name, task in model.config.tasks.items()]
 
 
 Z = 1.959964
@@ -326,12 +304,27 @@ class Example:
 
     example: str
     """Its group's id, which is the same for every model."""
-    sample_id: str
     rewards: list[float]
     """Of the attempts that were scored."""
     attempts: int
     facts: dict[str, Any] = field(default_factory=dict)
     """Those fields of its info that may name a slice."""
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.rewards))
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """Of one model."""
+
+    metrics: dict[str, float] | None = None
+    """Those of a run's validation. None: the evaluation was stopped."""
+    examples: dict[str, list[Example]]
+    """By task."""
+    causes: dict[str, str] = field(default_factory=dict)
+    """By task, what the first attempt failed of that has no reward."""
 
 
 def example_of(group: RolloutGroup) -> Example:
@@ -339,60 +332,41 @@ def example_of(group: RolloutGroup) -> Example:
     Returns:
         Plain values only: the example's own may be of any class.
     """
-    sample = group.data_sample
-    info = sample.info if isinstance(sample.info, dict) else {}
+    info = group.data_sample.info if isinstance(group.data_sample.info, dict) else {}
     facts = {str(name): value for name, value in info.items() if isinstance(value, str | bool | int)}
-    return Example(
-        example=group.group_id,
-        sample_id=str(sample.sample_id),
-        rewards=[float(reward) for reward in group.rewards],
-        attempts=len(group.rollouts),
-        facts=facts,
-    )
+    return Example(example=group.group_id, rewards=list(map(float, group.rewards)), attempts=len(group.rollouts), facts=facts)
 
 
 def task_figures(examples: Sequence[Example], *, attempts: int, pass_reward: float) -> dict[str, Any]:
-    """avg@k and pass@k of a task with 95 % intervals, overall and by slice."""
-    return _figures(examples, attempts, pass_reward) | {
-        "slices": {
-            name: {str(value): _figures(part, attempts, pass_reward) for value, part in parts.items()}
-            for name, parts in slices_of(examples).items()
+    """avg@k and pass@k of a task with 95 % intervals, overall and by slice: examples by each value of each field of their info
+    that divides them into at least two parts, and not one by one."""
+
+    def figures(part: Sequence[Example]) -> dict[str, Any]:
+        scored = [example for example in part if example.rewards]
+        found: dict[str, Any] = {
+            "examples": len(part),
+            "failed": sum(example.attempts - len(example.rewards) for example in part),
+            f"avg@{attempts}": _estimate([example.mean for example in scored]),
         }
-    }
+        for k in sorted({1, attempts}):
+            passed = [(len(e.rewards), sum(reward >= pass_reward for reward in e.rewards)) for e in scored]
+            found[f"pass@{k}"] = _estimate([pass_at_k(n, right, min(k, n)) for n, right in passed])
+        return found
 
-
-def slices_of(examples: Sequence[Example]) -> dict[str, dict[Any, list[Example]]]:
-    """Examples by each value of each field of their info that divides them into at least two parts, and not one by one."""
-    found: dict[str, dict[Any, list[Example]]] = {}
+    slices: dict[str, dict[str, Any]] = {}
     for name in sorted({name for example in examples for name in example.facts}):
-        counts = Counter(example.facts.get(name) for example in examples)
-        if 2 <= len(counts) <= min(MOST_SLICES, len(examples) // 2):
-            values = sorted(counts, key=lambda value: (str(type(value)), value))
-            found[name] = {value: [e for e in examples if e.facts.get(name) == value] for value in values}
-    return found
-
-
-def _figures(examples: Sequence[Example], attempts: int, pass_reward: float) -> dict[str, Any]:
-    scored = [example.rewards for example in examples if example.rewards]
-    figures: dict[str, Any] = {
-        "examples": len(examples),
-        "failed": sum(example.attempts - len(example.rewards) for example in examples),
-        f"avg@{attempts}": _estimate([float(np.mean(rewards)) for rewards in scored]),
-    }
-    for k in sorted({1, attempts}):
-        passing = [
-            pass_at_k(len(rewards), sum(reward >= pass_reward for reward in rewards), min(k, len(rewards)))
-            for rewards in scored
-        ]
-        figures[f"pass@{k}"] = _estimate(passing)
-    return figures
+        parts: dict[Any, list[Example]] = {}
+        for example in examples:
+            parts.setdefault(example.facts.get(name), []).append(example)
+        if 2 <= len(parts) <= min(MOST_SLICES, len(examples) // 2):
+            values = sorted(parts, key=lambda value: (str(type(value)), value))
+            slices[name] = {str(value): figures(parts[value]) for value in values}
+    return figures(examples) | {"slices": slices}
 
 
 def _estimate(values: Sequence[float]) -> dict[str, float | None]:
-    if not values:
-        return {"value": None, "low": None, "high": None}
-    low, high = interval(values)
-    return {"value": float(np.mean(values)), "low": low, "high": high}
+    low, high = interval(values) if values else (None, None)
+    return {"value": float(np.mean(values)) if values else None, "low": low, "high": high}
 
 
 def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
@@ -432,39 +406,33 @@ def paired(first: Sequence[Example], second: Sequence[Example]) -> dict[str, Any
     The test flips signs: if the models were alike, each example's difference were as likely with the other sign. ``p_value`` is
     the share of flips whose mean is at least as far from 0 (two-sided).
     """
-    before = {example.example: float(np.mean(example.rewards)) for example in first if example.rewards}
-    after = {example.example: float(np.mean(example.rewards)) for example in second if example.rewards}
-    both = [example for example in before if example in after]
-    differences = np.array([after[example] - before[example] for example in both], np.float64)
-    if not len(differences):
-        return {"examples": 0, "difference": None, "low": None, "high": None, "p_value": None, "won": [], "lost": []}
-    mean, n = float(differences.mean()), len(differences)
-    half = student(n - 1) * math.sqrt(float(differences.var(ddof=1)) / n) if n > 1 else None
+    before, after = ({e.example: e.mean for e in examples if e.rewards} for examples in (first, second))
+    changes = {example: after[example] - reward for example, reward in before.items() if example in after}
+    differences, n = np.array(list(changes.values()), np.float64), len(changes)
+    mean = float(differences.mean()) if n else None
+    low = high = None
+    if mean is not None and n > 1:
+        half = student(n - 1) * math.sqrt(float(differences.var(ddof=1)) / n)
+        low, high = mean - half, mean + half
     return {
         "examples": n,
         "difference": mean,
-        "low": None if half is None else mean - half,
-        "high": None if half is None else mean + half,
-        "p_value": sign_flip_p(differences),
-        "won": [example for example, d in zip(both, differences, strict=True) if d > 0],
-        "lost": [example for example, d in zip(both, differences, strict=True) if d < 0],
+        "low": low,
+        "high": high,
+        "p_value": sign_flip_p(differences) if n else None,
+        "won": [example for example, change in changes.items() if change > 0],
+        "lost": [example for example, change in changes.items() if change < 0],
     }
 
 
 def sign_flip_p(differences: np.ndarray) -> float:
     """Two-sided p-value of the sign-flip test. Exact for few differences; else of ``DRAWS`` flips, always the same ones."""
     d = differences[differences != 0]
-    if not len(d):
-        return 1.0
-    seen = abs(d.sum()) - 1e-12
-    if len(d) <= EXACT_SIGNS:
-        signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(d))))
-        return float(np.mean(np.abs(signs @ d) >= seen))
-    random, far = np.random.default_rng(0), 0
-    for _ in range(0, DRAWS, 1000):
-        signs = random.integers(0, 2, (1000, len(d))) * 2.0 - 1.0
-        far += int(np.sum(np.abs(signs @ d) >= seen))
-    return (1 + far) / (1 + DRAWS)
+    random, exact = np.random.default_rng(0), len(d) <= EXACT_SIGNS
+    drawn = (random.integers(0, 2, (1000, len(d))) * 2.0 - 1.0 for _ in range(0, DRAWS, 1000))
+    flips = [np.array(list(itertools.product((1.0, -1.0), repeat=len(d))))] if exact else drawn
+    far = sum(int(np.sum(np.abs(signs @ d) >= abs(d.sum()) - 1e-12)) for signs in flips)
+    return far / 2 ** len(d) if exact else (1 + far) / (1 + DRAWS)
 
 
 def result_lines(result: dict[str, Any]) -> list[str]:
@@ -474,15 +442,11 @@ def result_lines(result: dict[str, Any]) -> list[str]:
         lines.append(f"model       {model['model']}")
         for task, figures in model["tasks"].items():
             failed = f", {figures['failed']} attempts failed" if figures["failed"] else ""
-            lines.append(
-                f"{task:<12}{figures['examples']} examples, {figures['attempts']} attempts at temperature "
-                f"{figures['temperature']:g}{failed}"
-            )
-            lines += _estimates(figures, indent=12)
+            told = f"{figures['attempts']} attempts at temperature {figures['temperature']:g}{failed}"
+            lines += [f"{task:<12}{figures['examples']} examples, {told}", *_estimates(figures, " " * 12)]
             for sliced_by, parts in figures["slices"].items():
                 for value, part in parts.items():
-                    lines.append(f"{'':<12}{sliced_by} = {value} ({part['examples']})")
-                    lines += _estimates(part, indent=14)
+                    lines += [f"{'':<12}{sliced_by} = {value} ({part['examples']})", *_estimates(part, " " * 14)]
         lines.append(f"records     {model['folder']}")
     for task, compared in (result["comparison"] or {}).items():
         if compared["difference"] is None:
@@ -496,13 +460,11 @@ def result_lines(result: dict[str, Any]) -> list[str]:
     return [*lines, "Intervals are of 95 %, over examples."]
 
 
-def _estimates(figures: dict[str, Any], *, indent: int) -> list[str]:
+def _estimates(figures: dict[str, Any], indent: str) -> list[str]:
     lines = []
-    for name, value in figures.items():
-        if isinstance(value, dict) and "value" in value:
-            if value["value"] is None:
-                lines.append(f"{'':<{indent}}{name:<9}nothing was scored")
-            else:
-                between = "" if value["low"] is None else f"  ({value['low']:.3f} to {value['high']:.3f})"
-                lines.append(f"{'':<{indent}}{name:<9}{value['value']:.3f}{between}")
+    for name, figure in figures.items():
+        if "@" in name:
+            between = "" if figure["low"] is None else f"  ({figure['low']:.3f} to {figure['high']:.3f})"
+            shown = "nothing was scored" if figure["value"] is None else f"{figure['value']:.3f}{between}"
+            lines.append(f"{indent}{name:<9}{shown}")
     return lines

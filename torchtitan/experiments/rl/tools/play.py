@@ -2,16 +2,14 @@
 
 import asyncio
 import itertools
-import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from renderers import Message
@@ -83,6 +81,13 @@ class LocalModel:
         stopped = threading.Event()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, request, stopped), -1
+        except (RunError, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            what = "the engine can't be started" if self._engine is None else "the engine"
+            await self.close()  # before another is started: a process has one engine
+            self._engine = None
+            raise RunError(f"{what}: {cause_in(error)}") from error
         finally:
             stopped.set()
 
@@ -96,26 +101,15 @@ class LocalModel:
     def _answer(self, request: GenerateRequest, stopped: threading.Event) -> Result | None:
         """None: nobody waits for it any more."""
         if self._engine is None:
-            try:
-                with quiet_libraries():
-                    self._engine = self._build()
-            except BaseException as error:
-                raise RunError(f"the engine can't be started: {cause_in(error)}") from error
-        engine = self._engine
-        try:
-            if failed := engine.add(request):
-                raise RunError(f"the engine: {failed.cause}")
-            while not stopped.is_set():
-                if results := engine.step():
-                    return results[0]
-            engine.abort([request.request_id])
-            return None
-        except RunError:
-            raise
-        except BaseException as error:
-            self._engine = None
-            engine.close()  # before another is started: a process has one engine
-            raise RunError(f"the engine: {cause_in(error)}") from error
+            with quiet_libraries():
+                self._engine = self._build()
+        if failed := self._engine.add(request):
+            raise RunError(f"the engine: {failed.cause}")
+        while not stopped.is_set():
+            if results := self._engine.step():
+                return results[0]
+        self._engine.abort([request.request_id])
+        return None
 
 
 class PlayedSession(ScriptedSession):
@@ -137,14 +131,18 @@ class PlayedSession(ScriptedSession):
                 try:
                     return await super().generate(prompt_token_ids, max_tokens=max_tokens)
                 except ModelAsked:
-                    player.say("(the model answers)")
+                    answering = asyncio.ensure_future(self._of_model(prompt_token_ids, max_tokens))
+                loop = asyncio.get_running_loop()
+                loop.add_signal_handler(signal.SIGINT, answering.cancel)
+                player.say("(the model answers)")
                 try:
-                    self._model = self._model or self._ask()
                     with quiet_libraries():
-                        completion = await player.interrupts.wait(self._model.generate(prompt_token_ids, max_tokens=max_tokens))
-                except (RunError, ConfigError, KeyboardInterrupt) as error:
+                        completion = await answering
+                except (RunError, ConfigError, asyncio.CancelledError) as error:
                     player.say(f"error: {printable_line(str(error) or 'it was interrupted')}")
                     continue
+                finally:
+                    loop.remove_signal_handler(signal.SIGINT)  # Ctrl-C is a KeyboardInterrupt again
                 ids = completion.token_ids.tolist()
                 shown = ids[:-1] if ids and ids[-1] in self._stops else ids
                 self._turn += 1
@@ -152,73 +150,13 @@ class PlayedSession(ScriptedSession):
                 player.say(f"model> {player.answered(self._index, str(player.tokenizer.decode(shown)))}")
                 return completion
 
+    async def _of_model(self, prompt_token_ids: np.ndarray, max_tokens: int) -> Completion:
+        self._model = self._model or self._ask()
+        return await self._model.generate(prompt_token_ids, max_tokens=max_tokens)
+
     def close(self) -> None:
         if self._model is not None:
             self._model.close()
-
-
-LOOK_S = 0.1
-"""Between two looks at whether Ctrl-C was pressed."""
-
-
-class Interrupts:
-    """Ctrl-C, as a mark that what may be ended looks at: raised at any moment, it would end whatever runs then.
-
-    Where nothing looks, in an env of the user's, the second one is raised.
-    """
-
-    def __init__(self) -> None:
-        self.pressed = False
-
-    @contextmanager
-    def marked(self) -> Iterator[None]:
-        before = signal.signal(signal.SIGINT, self._press)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def take(self) -> None:
-        """
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed since it was last taken.
-        """
-        if self.pressed:
-            self.pressed = False
-            raise KeyboardInterrupt
-
-    async def wait(self, work: Coroutine[Any, Any, Completion]) -> Completion:
-        """``work``, which Ctrl-C cancels.
-
-        Raises:
-            KeyboardInterrupt: it did.
-        """
-        task = asyncio.ensure_future(work)
-        try:
-            while True:
-                answered, _ = await asyncio.wait([task], timeout=LOOK_S)
-                self.take()
-                if answered:
-                    return task.result()
-        finally:
-            task.cancel()
-
-    def read_line(self) -> str:
-        """A line of standard input.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C was pressed.
-        """
-        if sys.stdin.isatty():  # of a pipe, Python may hold lines that select does not see
-            while not select.select([sys.stdin], [], [], LOOK_S)[0]:
-                self.take()
-        self.take()
-        return input()
-
-    def _press(self, *_: Any) -> None:
-        if self.pressed:
-            raise KeyboardInterrupt
-        self.pressed = True
 
 
 class Player(ScriptedPolicy):
@@ -231,7 +169,6 @@ class Player(ScriptedPolicy):
         model: Callable[[], EndpointClient | LocalModel],
         scripted: Sequence[str] = (),
         read: Callable[[], str] | None = None,
-        out: TextIO | None = None,
     ):
         """
         Args:
@@ -246,9 +183,7 @@ class Player(ScriptedPolicy):
         self.by_model: set[tuple[int, int]] = set()
         """Rollout and turn of each answer of the model's."""
         self.left = False
-        self.interrupts = Interrupts()
-        self._make, self._scripted, self._out = model, list(scripted), out or sys.stdout
-        self._read = read or self.interrupts.read_line
+        self._make, self._scripted, self._read = model, list(scripted), read or (lambda: input())
         self._model: EndpointClient | LocalModel | None = None
         self._shown: dict[int, str] = {}
 
@@ -297,8 +232,7 @@ class Player(ScriptedPolicy):
         return text
 
     def say(self, text: str, end: str = "\n") -> None:
-        self._out.write(printable(text) + end)
-        self._out.flush()
+        print(printable(text), end=end, flush=True)
 
     def _answer(self, prompt: str) -> str:
         while True:
@@ -356,13 +290,11 @@ def play(config: RunConfig, name: str, player: Player, *, example: int, rollouts
     task = own.build(name=name, renderer=checked_renderer(config), seed=config.seed)
 
     async def run() -> RolloutGroup:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # in place of asyncio's, which ends no wait for a line
         await task.setup(player)
         try:
-            with player.interrupts.marked():
-                group = await task.run_group(
-                    task.dataset[example], player, group_id="play", seed=config.seed, group_size=rollouts
-                )
-                group.failure = await task.score_group(group)
+            group = await task.run_group(task.dataset[example], player, group_id="play", seed=config.seed, group_size=rollouts)
+            group.failure = await task.score_group(group)
             return group
         finally:
             await task.close()
