@@ -5,8 +5,7 @@ import pytest
 
 from tests.unit.test_samples import samples_of, turn_of
 from torchtitan.experiments.rl import config_registry
-from torchtitan.experiments.rl.config.checks import check
-from torchtitan.experiments.rl.config.recipes import standard_filters
+from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter, ZeroAdvantage, apply_filters
@@ -121,28 +120,18 @@ def test_broken_filter_stops_the_run_with_its_name(answer):
         apply_filters(filters(Broken.Config()), group_of(0.0, 0.0))
 
 
-def test_standard_filters_count_before_the_batch_and_drop_from_it():
-    config = standard_filters(rl_grpo_qwen3_debug())
-    check(config)
+def test_a_config_of_ones_own_counts_before_the_batch_and_drops_from_it():
+    debug = rl_grpo_qwen3_debug()
+    config = RunConfig(tasks=debug.tasks, model=debug.model)
     for slot, mode in ((config.pre_batch_filters, "monitor"), (config.post_batch_filters, "enforce")):
         assert [entry.build().name for entry in slot] == ["gibberish", "repetition", "zero_advantage"]
         assert {entry.mode for entry in slot} == {mode}
         assert slot[1].distinct_ngrams > 0 and slot[2].per == "rollout"
-
-
-def test_standard_filters_take_the_place_of_their_like_and_leave_others():
-    config = rl_grpo_qwen3_debug()
-    config.post_batch_filters = [ZeroAdvantage.Config(), Odd.Config()]
-    config.pre_batch_filters[0].margin = 9.0
-    standard_filters(standard_filters(config))
-    names = ["gibberish", "repetition", "zero_advantage"]
-    assert [entry.build().name for entry in config.pre_batch_filters] == names
-    assert [entry.build().name for entry in config.post_batch_filters] == [*names, "odd"]
-    assert config.pre_batch_filters[0].margin == 2.0
+    assert RunConfig(tasks=debug.tasks, model=debug.model, post_batch_filters=[]).post_batch_filters == []
 
 
 @pytest.mark.parametrize("name", [name for name in config_registry.__all__ if name.startswith("rl_")])
-def test_every_shipped_config_has_the_standard_filters(name):
+def test_every_shipped_config_has_the_default_filters(name):
     config = getattr(config_registry, name)()
     names = ["gibberish", "repetition", "zero_advantage"]
     if config.trainer.loss.normalize_advantages:  # over the step: groups of equal rewards teach too

@@ -67,6 +67,8 @@ class Stage:
             task_mix=world.HonestMix.Config(),
             metrics=MetricsLogger.Config(jsonl=True, tensorboard=False, wandb=False),
             provision=ProvisionConfig(device="cpu"),
+            pre_batch_filters=[],
+            post_batch_filters=[],
         )
         self.tokenizer = TOKENIZER
         self.renderer: Any = RENDERER

@@ -3,13 +3,11 @@
 config = dapo(rl_grpo_qwen3_4b())
 """
 
-from typing import Literal
-
 from torchtitan.experiments.rl.algorithms import DAPO, GRPO, ReinforcePP
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.losses import PPOClip
-from torchtitan.experiments.rl.rollouts.filters import Filter, Gibberish, Repetition, ZeroAdvantage
+from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 
 
 def dapo(config: RunConfig) -> RunConfig:
@@ -55,27 +53,4 @@ def reinforce_pp(config: RunConfig) -> RunConfig:
     for task in config.tasks.values():
         if built_class(task.algorithm) is GRPO:
             task.algorithm = ReinforcePP.Config()
-    return config
-
-
-def standard_filters(config: RunConfig) -> RunConfig:
-    """Gibberish, repetition (of n-grams too) and rollouts without a signal: counted before the batch, dropped from it.
-
-    Counted before, a rollout still takes its place, so examples that are too easy or too hard do not become more work; dropped
-    after, it is not trained on. ``filter/<slot>/<name>`` in the metrics says how many, and ``filter/<slot>/<name>/tokens`` what
-    that saves. Filters of these classes that the config has give way; other filters stay.
-    """
-
-    def in_mode(mode: Literal["enforce", "monitor"]) -> list[Filter.Config]:
-        return [
-            Gibberish.Config(mode=mode),
-            Repetition.Config(mode=mode, distinct_ngrams=0.1),
-            ZeroAdvantage.Config(mode=mode, per="rollout"),  # all of a group where no rollout has a signal
-        ]
-
-    def others(slot: list[Filter.Config]) -> list[Filter.Config]:
-        return [entry for entry in slot if built_class(entry) not in (Gibberish, Repetition, ZeroAdvantage)]
-
-    config.pre_batch_filters = [*in_mode("monitor"), *others(config.pre_batch_filters)]
-    config.post_batch_filters = [*in_mode("enforce"), *others(config.post_batch_filters)]
     return config

@@ -28,7 +28,7 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.hosts.jobs import JobConfig, ThisHostJob
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
-from torchtitan.experiments.rl.rollouts.filters import Filter
+from torchtitan.experiments.rl.rollouts.filters import Filter, Gibberish, Repetition, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplayConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
@@ -153,6 +153,20 @@ class UserCodeLimits:
     0: none is tried."""
 
 
+def default_filters(mode: Literal["enforce", "monitor"]) -> list[Filter.Config]:
+    """Gibberish, repetition (of n-grams too) and rollouts without a signal: counted before the batch, dropped from it.
+
+    Counted before, a rollout still takes its place, so examples that are too easy or too hard do not become more work; dropped
+    after, it is not trained on. ``filter/<slot>/<name>`` in the metrics says how many, and ``filter/<slot>/<name>/tokens`` what
+    that saves.
+    """
+    return [
+        Gibberish.Config(mode=mode),
+        Repetition.Config(mode=mode, distinct_ngrams=0.1),
+        ZeroAdvantage.Config(mode=mode, per="rollout"),  # all of a group where no rollout has a signal
+    ]
+
+
 @dataclass(kw_only=True, slots=True)
 class RunConfig:
     """A whole run. Plain data: ``config/checks.py`` checks it, ``controller/`` runs it."""
@@ -178,9 +192,9 @@ class RunConfig:
     replay: GroupReplayConfig = field(default_factory=GroupReplayConfig)
     """Groups that a step trains on again, with the credit they had."""
     task_mix: TaskMix.Config = field(default_factory=WeightedRoundRobin.Config)
-    pre_batch_filters: list[Filter.Config] = field(default_factory=list)
+    pre_batch_filters: list[Filter.Config] = field(default_factory=lambda: default_filters("monitor"))
     """Applied before a rollout takes a place in a batch. Other groups replace those that they drop."""
-    post_batch_filters: list[Filter.Config] = field(default_factory=list)
+    post_batch_filters: list[Filter.Config] = field(default_factory=lambda: default_filters("enforce"))
     """Applied when a batch was taken. It becomes smaller by the rollouts that they drop."""
     validation: Changeable[ValidationConfig] = field(default_factory=ValidationConfig)
     """Schedule of tasks that set none of their own."""

@@ -7,7 +7,6 @@ from typing import Any
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.experiments.rl.algorithms import GRPO, OPD, OPSD, SFT, Algorithm, Echo, MaxRL
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config.recipes import standard_filters
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.sampler import ShuffledCursor
@@ -50,7 +49,7 @@ TINY_CONVERSATIONS = TINY_MODEL + "_conversations"
 
 def rl_grpo_qwen3_debug() -> RunConfig:
     """Digit sums with the 1M-parameter model, minutes on two CPU cores: what `make demo` runs."""
-    config = RunConfig(
+    return RunConfig(
         tasks={
             "sum_digits": SumDigitsTask.Config(
                 algorithm=GRPO.Config(),
@@ -78,7 +77,6 @@ def rl_grpo_qwen3_debug() -> RunConfig:
         validation=ValidationConfig(every=10, examples=256),
         provision=ProvisionConfig(device="cpu"),
     )
-    return standard_filters(config)
 
 
 def rl_grpo_qwen3_debug_hosts() -> RunConfig:

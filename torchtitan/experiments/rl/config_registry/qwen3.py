@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.config.recipes import standard_filters
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.envs.renderer import RendererConfig
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
@@ -150,7 +149,7 @@ def _qwen3(
     checkpointing: Literal["selective", "full"] = "full",
 ) -> RunConfig:
     """A real model on GPUs, in bfloat16 with float32 master weights. Its sums are longer than the demo's."""
-    config = RunConfig(
+    return RunConfig(
         tasks={
             "sum_digits": SumDigitsTask.Config(
                 algorithm=GRPO.Config(),
@@ -186,7 +185,6 @@ def _qwen3(
         recorder=RolloutRecorder.Config(fraction=1 / 16),
         provision=ProvisionConfig(device="cuda"),
     )
-    return standard_filters(config)
 
 
 SIZES: dict[str, Callable[[], RunConfig]] = {
