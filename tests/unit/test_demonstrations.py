@@ -15,7 +15,10 @@ from torchtitan.experiments.rl.config_registry import rl_demonstrations_qwen3_de
 from torchtitan.experiments.rl.controller.step_metrics import _ages, _demonstration_metrics, _rollout_metrics
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.generation.judge import Reply
+from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.grpo import main
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import DemonstrationTask, MemoryRows, RowDataset
@@ -218,3 +221,36 @@ async def test_a_demonstration_is_recorded_as_one(renderer, tokenizer):
     read = decode_rollout(line).rollout
     assert read.static and read.samples[0].ce_weights.tolist() == group.rollouts[0].samples[0].ce_weights.tolist()
     assert read.data_sample.env_input == {"messages": CHAT}
+
+
+# ---- a teacher that answers the rows
+
+
+class Teacher:
+    """A policy client whose frozen models answer "4"."""
+
+    version = 0
+
+    def frozen(self, model):
+        assert model.name == "any"
+        return self
+
+    async def chat(self, messages, *, seed, sampling):
+        assert [message["content"] for message in messages] == ["be brief", "2 + 2?"]
+        answer = {"role": "assistant", "content": "4"}
+        return Reply(message=answer, prompt_tokens=9, completion_tokens=1, whole=sampling.max_tokens > 1)
+
+
+async def test_a_teachers_answer_is_rendered_for_the_policy_and_trained_on(renderer, tokenizer):
+    row = {"messages": [CHAT[0], {"role": "user", "content": "2 + 2?"}]}
+    teacher = FrozenModel(name="any", base_url="http://127.0.0.1:9/v1")
+    for max_tokens in (8, 1):
+        task = task_of(renderer, row, teacher=teacher, sampling=SamplingConfig(max_tokens=max_tokens))
+        task.check_examples(field="tasks.chats")
+        (rollout,) = (await task.run_group(task.dataset[0], Teacher(), group_id="g", seed=0)).rollouts
+        if max_tokens == 1:
+            assert rollout.status is RolloutStatus.ERROR and "sampling.max_tokens is 1" in rollout.error
+            continue
+        (sample,) = rollout.samples
+        assert tokenizer.decode(sample.token_ids[sample.ce_weights > 0]) == "4<|im_end|>"
+        assert [message["content"] for message in task.dataset[0].env_input["messages"]] == ["be brief", "2 + 2?"]

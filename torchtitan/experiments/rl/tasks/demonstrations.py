@@ -1,8 +1,8 @@
 """Supervised learning on conversations of a dataset: each row is rendered into a training sample; there is no env."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 from renderers import Message, Renderer, ToolSpec
@@ -16,9 +16,12 @@ from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.messages import check_all_rendered, checked_messages, checked_tools
 from torchtitan.experiments.rl.envs.prompt import LARGE_TEXT, off_the_loop_if
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.generation.judge import ChatClient
+from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
+from torchtitan.experiments.rl.tasks.group import derive_seed
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
@@ -118,6 +121,9 @@ class DemonstrationTask(Task):
         dataset: Dataset.Config = field(default_factory=RowDataset.Config)
         messages_column: NonEmptyStr = "messages"
         tools_column: NonEmptyStr = "tools"
+        teacher: FrozenModel | None = None
+        """A server of any model. It answers each row's messages (``sampling``), and its answer is trained on, rendered for the
+        policy. Its tokenizer may be another."""
 
         def validate(self, *, field: str, policy_path: str | None = None) -> None:
             super(DemonstrationTask.Config, self).validate(field=field, policy_path=policy_path)
@@ -147,10 +153,11 @@ class DemonstrationTask(Task):
     def check_examples(self, *, field: str) -> None:
         """See Task."""
         lines, count = [], len(self.dataset)
+        rendered = RENDERED_ROWS if self.config.teacher is None else 0
         for index in range(count):
             example = read_example(self.dataset, index)
             try:
-                if index < RENDERED_ROWS:
+                if index < rendered:
                     self._sample(example, rollout_id="")
                 else:
                     self._conversation(example)
@@ -161,10 +168,13 @@ class DemonstrationTask(Task):
             raise ConfigError(f"{field}.dataset", type(self.dataset).__name__, cure, lines=lines)
 
     async def run_group(self, sample: DataSample, policy: PolicyClient, *, group_id: str, seed: int, **_: Any) -> RolloutGroup:
-        """A group of one rollout with the row's training sample. A row that can't be rendered ends it as an error."""
+        """A group of one rollout with the row's training sample. A row that can't be rendered, or that the teacher does not
+        answer, ends it as an error."""
         rollout = Rollout(group_id=group_id, index_in_group=0, task_name=self.name, data_sample=sample, static=True)
         large = len(str(sample.env_input)) > LARGE_TEXT
         try:
+            if self.config.teacher is not None:
+                sample = await self._answered(sample, policy, seed=derive_seed(seed, group_id, 0, 0))
             rollout.samples = [await off_the_loop_if(large, lambda: self._sample(sample, rollout_id=rollout.rollout_id))]
             rollout.status, rollout.reward = RolloutStatus.COMPLETED, 0.0
         except Exception as error:  # of the renderer, about a row of the user's
@@ -184,6 +194,16 @@ class DemonstrationTask(Task):
 
     def _conversation(self, example: DataSample) -> Conversation:
         return conversation_of(example.env_input, messages=self.config.messages_column, tools=self.config.tools_column)
+
+    async def _answered(self, example: DataSample, policy: PolicyClient, *, seed: int) -> DataSample:
+        """The example with the teacher's answer."""
+        conversation = self._conversation(example)
+        teacher = cast(ChatClient, policy.frozen(cast(FrozenModel, self.config.teacher)))
+        reply = await teacher.chat(conversation.messages, seed=seed, sampling=self.config.sampling)
+        if not reply.whole:
+            raise ValueError(f"the teacher's answer was cut off: sampling.max_tokens is {self.config.sampling.max_tokens}")
+        answered = {self.config.messages_column: [*conversation.messages, reply.message]}
+        return replace(example, env_input={**example.env_input, **answered})
 
     def _sample(self, example: DataSample, *, rollout_id: str) -> TrainingSample:
         algorithm = self.config.algorithm
