@@ -7,20 +7,22 @@ import json
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from renderers import Renderer
 
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
-from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.agent import AgentTask
 from torchtitan.experiments.rl.user_code.calls import cause_of
+
+if TYPE_CHECKING:
+    from torchtitan.experiments.rl.gateway.server import Endpoint
 
 CURE = "pip install verifiers==0.3.1"
 """Later versions have no such environments (their tasks are played by programs in sandboxes, which is another adapter)."""
@@ -104,14 +106,14 @@ class VerifiersDataset(Dataset):
 __all__ = ["VerifiersDataset", "VerifiersTask"]
 
 
-class VerifiersTask(Task):
+class VerifiersTask(AgentTask):
     """A rollout that reaches sampling.max_tokens, env.max_turns or env.max_rollout_tokens is not scored by the environment: its
     reward is the rubric's truncation_reward, or 0. A rollout that reaches a limit of the environment, such as its max_turns, is
     completed and scored.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Task.Config):
+    class Config(AgentTask.Config):
         dataset: VerifiersDataset.Config
         validation: Dataset.Config | None = None
         """Of the same environment with the same arguments; split "eval" where it has one."""
@@ -134,7 +136,14 @@ class VerifiersTask(Task):
         super().__init__(config, name=name, renderer=renderer, seed=seed)
         self.environment = config.dataset.load()
 
-    def make_env(self, sample: DataSample) -> MessageEnv:
-        from torchtitan.experiments.rl.tasks.verifiers_env import VerifiersEnv  # imports verifiers
+    async def run_agent(self, sample: DataSample, endpoint: "Endpoint") -> dict[str, float]:
+        """See AgentTask."""
+        from torchtitan.experiments.rl.tasks.verifiers_env import play  # imports verifiers
 
-        return VerifiersEnv(self.environment, sample.env_input)
+        return await play(self.environment, sample.env_input, endpoint)
+
+    async def run_rollout(self, env: Any, policy: Any) -> None:
+        """See Task. The environment's rewards are those of the last turn, as an env's are."""
+        await super().run_rollout(env, policy)
+        if env.answer is not None and env.turns:
+            env.turns[-1].reward_components = env.answer
