@@ -324,7 +324,8 @@ async def test_an_engine_that_fails_ends_every_update_that_waits_for_it_and_thos
     for update in (*updates, await harness.update(3, how)):
         with pytest.raises(RunError, match="the engine stopped: ValueError: out of memory"):
             await asyncio.wait_for(update, LIMIT_S)
-    assert [r.cause for r in harness.delivered if isinstance(r, GeneratorFailed)] == ["ValueError: out of memory"]
+    (failed,) = (r for r in harness.delivered if isinstance(r, GeneratorFailed))
+    assert failed.cause.startswith("ValueError: out of memory (test_engine_thread.py:")
 
 
 async def test_a_shutdown_while_draining_fails_the_update_that_waits(harness):

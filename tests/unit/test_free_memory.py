@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tests.unit.waiting import until
-from torchtitan.experiments.rl.process.memory import FreeMemory
+from torchtitan.experiments.rl.user_code import watched
 from torchtitan.experiments.rl.user_code.watched import WatchedActor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,23 +33,14 @@ def test_memory_between_what_stays_is_given_back():
     assert int(freed.stdout) > 60_000, freed.stdout
 
 
-async def test_it_is_given_back_once_a_minute():
-    now, given = 1000.0, []
-    memory = FreeMemory(clock=lambda: now, give_back=lambda: given.append(now))
+async def test_a_process_of_the_run_does_so_once_a_minute_when_it_is_asked_for_its_usage(monkeypatch):
+    actor, given, now = WatchedActor(), [], 1000.0
+    actor._gave_back = now
+    monkeypatch.setattr(watched, "give_back_free_memory", lambda: given.append(now))
+    monkeypatch.setattr(watched, "time", SimpleNamespace(monotonic=lambda: now))
+    answers: list[dict] = []
     for second in range(151):
         now = 1000.0 + second
-        await memory.may_go()
-    assert given == [1060.0, 1120.0]
-
-
-async def test_a_process_of_the_run_does_so_when_it_is_asked_for_its_usage():
-    actor, asked = WatchedActor(), []
-
-    async def may_go() -> None:
-        asked.append(True)
-
-    actor.free_memory.may_go = may_go
-    answers: list[dict] = []
-    await WatchedActor.usage._method(actor, SimpleNamespace(send=answers.append, exception=answers.append))
-    await until(lambda: len(answers) == 1)
-    assert asked == [True] and isinstance(answers[0], dict)
+        await WatchedActor.usage._method(actor, SimpleNamespace(send=answers.append, exception=answers.append))
+        await until(lambda number=second: len(answers) == number + 1)
+    assert given == [1060.0, 1120.0] and isinstance(answers[0], dict)

@@ -22,18 +22,18 @@ async def test_quick_call_is_answered_without_the_event_loop_going_round():
 
 async def test_slow_call_leaves_the_event_loop_free_and_those_behind_it_keep_their_order(monkeypatch):
     gate, order, threads, free, waited = Gate(), [], set(), threading.Event(), []
-    wait_in_place = Job.wait_in_place
+    result = Job.result
 
     def work(name):
         assert name or free.wait(60)
         order.append(name)
         threads.add(threading.get_ident())
 
-    def counted(job, seconds):
-        waited.append(seconds)
-        wait_in_place(job, seconds)
+    def counted(job, seconds=None):
+        waited.extend([seconds] if seconds is not None else [])
+        return result(job, seconds)
 
-    monkeypatch.setattr(Job, "wait_in_place", counted)
+    monkeypatch.setattr(Job, "result", counted)
     calls = [asyncio.create_task(gate.call(work, n, owner="x")) for n in range(4)]
     await iterations()
     assert waited == [IN_PLACE_S], "in place the loop waits once, and not for those behind"

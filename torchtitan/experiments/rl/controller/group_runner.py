@@ -34,7 +34,6 @@ from torchtitan.experiments.rl.user_code.calls import (
     BLOCKING,
     Gate,
     UserCodeError,
-    UserCodeTimeout,
     call_user,
     cause_of,
     sentence,
@@ -82,7 +81,7 @@ class TaskSet:
             try:
                 await call_user(task.setup, with_own_adapter(policy, task), timeout_s=self._limits.setup_timeout_s)
             except UserCodeError as error:
-                if isinstance(error, UserCodeTimeout) and error.returned:
+                if error.returned:
                     self._to_close.append(task)
                 raise RunError(f"task {name!r}: {type(task).__name__}.setup: {sentence(error)}") from error
             self._to_close.append(task)
@@ -149,7 +148,6 @@ class GroupRunner:
         return await self.answer(task, request)
 
     async def answer(self, task: Task, request: GroupRequest) -> RolloutGroup:
-        """See ``run``."""
         raise NotImplementedError
 
     def lap(self) -> tuple[float, int]:
@@ -191,7 +189,6 @@ class LocalRunner(GroupRunner):
         return group
 
     def lap(self) -> tuple[float, int]:
-        """See GroupRunner."""
         return 0.0, BLOCKING.lap()
 
 
@@ -229,7 +226,6 @@ class WorkerRunner(GroupRunner):
         self._admitted.set()
 
     def lose(self, index: int) -> None:
-        """Give it no more."""
         self._workers.pop(index, None)
 
     async def answer(self, task: Task, request: GroupRequest) -> RolloutGroup:
@@ -254,7 +250,6 @@ class WorkerRunner(GroupRunner):
         return result.group
 
     def lap(self) -> tuple[float, int]:
-        """See GroupRunner."""
         lap = self._lag_s, self._blocking_calls
         self._lag_s, self._blocking_calls = 0.0, 0
         return lap
@@ -332,7 +327,6 @@ class RolloutWorker(WatchedActor):
 
     @reported_endpoint
     async def run(self, request: GroupRequest) -> GroupResult:
-        """Run and score one group."""
         work = asyncio.create_task(self._run(request), name=request.group_id)
         self._running.add(work)
         work.add_done_callback(self._running.discard)

@@ -22,7 +22,6 @@ awaited, and those behind it are not waited for in place. Whatever goes wrong is
 
 import asyncio
 import contextlib
-import contextvars
 import functools
 import inspect
 import logging
@@ -33,6 +32,9 @@ import time
 import traceback
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterator
+from concurrent.futures import Future
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -58,29 +60,30 @@ NOT_THE_USERS = ("/asyncio/", f"/{Path(__file__).parent.name}/")
 class UserCodeError(Exception):
     """User code failed; the message is its cause in one line, exception type first."""
 
+    where = ""
+    """What late code waited for: ``Watch.waits_in``."""
+    returned = False
+    """Late code returned, too late, and raised nothing."""
+
+    def of(self, owner: str) -> "UserCodeError":
+        """The same, with a message that begins with whose code it is."""
+        named = type(self)(f"{owner}: {self}")
+        named.where, named.returned = self.where, self.returned
+        return named
+
 
 class UserCodeTimeout(UserCodeError):
     """User code took longer than its limit."""
 
-    where: str = ""
-    """What it waited for: ``Watch.waits_in``."""
-    returned: bool = False
-    """The code returned, too late, and raised nothing."""
-
-    def again(self, message: str) -> "UserCodeTimeout":
-        """The same with another message."""
-        late = UserCodeTimeout(message)
-        late.where, late.returned = self.where, self.returned
-        return late
-
 
 def cause_of(error: BaseException) -> str:
-    """One line: exception type, message, and the file and line that raised it. A message that can't be read is left out."""
+    """One line. The library's own errors are sentences; of others the type, the message, and the file and line that raised it.
+    A message that can't be read is left out."""
     try:
         text = " ".join(str(error).split())[:CAUSE_LENGTH]
     except BaseException as broken:  # the exception is the user's too
         text = f"its message can't be read ({type(broken).__name__} in __str__)"
-    if isinstance(error, UserCodeError):
+    if isinstance(error, UserCodeError | RunError | ConfigError):
         return text
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
@@ -98,16 +101,14 @@ def is_finite_number(value: Any) -> bool:
 class BlockingCalls:
     """Counts calls that held up the event loop for longer than their limit."""
 
-    def __init__(self) -> None:
-        self._count = 0
+    count = 0
 
     def add(self) -> None:
-        """One more call."""
-        self._count += 1
+        self.count += 1
 
     def lap(self) -> int:
         """Calls since the last lap."""
-        count, self._count = self._count, 0
+        count, self.count = self.count, 0
         return count
 
 
@@ -121,7 +122,7 @@ class _Held(threading.local):
 
 
 _HELD = _Held()
-_CALLER: contextvars.ContextVar["Watch | None"] = contextvars.ContextVar("watched call that runs", default=None)
+_CALLER: ContextVar["Watch | None"] = ContextVar("watched call that runs", default=None)
 
 
 class Watch:
@@ -270,7 +271,7 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
             if error is not None:
                 logger.debug("user code failed", exc_info=error)
                 if isinstance(error, UserCodeTimeout):  # of a call inside it, whose limit was met first
-                    raise error.again(str(error)) from error
+                    raise error
                 raise UserCodeError(cause_of(error)) from error
             if not watch.blocked_s:
                 return cast(T, value)
@@ -305,6 +306,26 @@ async def _stop(task: asyncio.Task) -> None:
         logger.warning("user code ignored its cancellation and was abandoned: %s", task)
 
 
+class Job(Future[tuple[Any, BaseException | None]]):
+    """A call in a thread. Its result is the value, or what was raised."""
+
+    def __init__(self, call: Callable[[], Any]):
+        super().__init__()
+        self._call = call
+        self.begun_at: float | None = None
+        self.ended_at: float | None = None
+        self.left = False
+        """Nobody waits for it any more."""
+        self.doing: list[str] = []
+        """Names of the user's functions that it is in, the innermost last: ``doing``."""
+
+    def run(self) -> tuple[Any, BaseException | None]:
+        try:
+            return self._call(), None
+        except BaseException as error:
+            return None, error
+
+
 class Threads:
     """Daemon threads that run sync user code, at most ``size`` at a time; started when first needed.
 
@@ -313,8 +334,7 @@ class Threads:
     """
 
     def __init__(self, size: int):
-        self._size = size
-        self._running = 0
+        self._size, self._running = size, 0
         self._lock = threading.Lock()
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
 
@@ -326,11 +346,11 @@ class Threads:
             UserCodeTimeout: it took longer; its thread is left to it.
             BaseException: whatever it raised.
         """
-        return await self.submit(function, *args).answer(timeout_s)
+        return await self.answer(self.submit(function, *args), timeout_s)
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> "Job":
+    def submit(self, function: Callable[..., Any], *args: Any) -> Job:
         """Queue ``function(*args)``. A thread runs it when one is free; jobs begin in the order they were queued."""
-        job = Job(functools.partial(function, *args), self)
+        job = Job(functools.partial(function, *args))
         self._jobs.put(job)
         with self._lock:
             more = self._running < self._size
@@ -339,107 +359,60 @@ class Threads:
             self._start_thread()
         return job
 
+    async def answer(self, job: Job, timeout_s: float | None) -> Any:
+        """Await the result of a job; see ``call``."""
+        outcome, left_s = asyncio.wrap_future(job), timeout_s
+        try:
+            while not (await asyncio.wait({outcome}, timeout=left_s))[0] and timeout_s is not None:
+                # Neither time in the queue counts, nor time that the event loop takes to see that it has ended.
+                ends = time.monotonic() if job.ended_at is None else job.ended_at
+                left_s = timeout_s if job.begun_at is None else job.begun_at + timeout_s - ends
+                if job.begun_at is not None and left_s <= TIMER_S:
+                    late = UserCodeTimeout(f"no answer within {timeout_s:g} s")
+                    late.where = job.doing[-1] if job.doing else ""
+                    raise late
+        finally:
+            outcome.cancel()
+            job.cancel()  # it is never begun if it is queued
+            with self._lock:
+                job.left = True
+                hung = job.running() and job.ended_at is None
+            if hung:  # another thread takes the place of its thread
+                self._start_thread()
+        value, error = outcome.result()
+        if error is not None:
+            raise error
+        took_s = (job.ended_at or 0.0) - (job.begun_at or 0.0)
+        if timeout_s is not None and took_s > timeout_s:  # it held up the event loop, which saw the limit too late
+            raise UserCodeTimeout(f"no answer within {timeout_s:g} s, but after {took_s:.3g} s")
+        return await call_bounded(lambda: value, timeout_s=timeout_s) if isinstance(value, Awaitable) else value
+
     def _start_thread(self) -> None:
         threading.Thread(target=self._work, name="user-code", daemon=True).start()
 
     def _work(self) -> None:
         while True:
             job = self._jobs.get()
-            with self._lock:
-                if job.left:
-                    continue
-                job.begun_at = time.monotonic()
-            _RUNNING.job = job
+            if not job.set_running_or_notify_cancel():
+                continue
+            job.begun_at = time.monotonic()
+            _JOB.set(job)
             outcome = job.run()
             with self._lock:
-                if job.left:  # another thread was started in its place
-                    return
                 job.ended_at = time.monotonic()
-            job.deliver(outcome)
-
-    def leave(self, job: "Job") -> None:
-        """Its caller no longer waits for the job. Where it runs, another thread takes the place of its thread."""
-        with self._lock:
-            hung = job.begun_at is not None and job.ended_at is None
-            job.left = True
-        if hung:
-            self._start_thread()
+                left = job.left
+            job.set_result(outcome)
+            if left:  # another thread was started in its place
+                return
 
 
-class Job:
-    """One call in a thread; its times are written under the lock of its Threads."""
-
-    def __init__(self, call: Callable[[], Any], threads: Threads):
-        self._call, self._threads = call, threads
-        self._loop = asyncio.get_running_loop()
-        self._over = threading.Event()
-        self._outcome: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
-        self.result: tuple[Any, BaseException | None] | None = None
-        """Value and error; None while it is queued or running."""
-        self.begun_at: float | None = None
-        self.ended_at: float | None = None
-        self.left = False
-        """Its caller no longer waits for it."""
-        self.doing: list[str] = []
-        """Names of the user's functions that it is in, the innermost last: ``doing``."""
-
-    def wait_in_place(self, seconds: float) -> bool:
-        """Block the calling thread until the job has ended, for at most ``seconds``. Returns whether it has."""
-        return self._over.wait(seconds)
-
-    async def answer(self, timeout_s: float | None) -> Any:
-        """Await the result; see ``Threads.call``."""
-        try:
-            left_s = timeout_s
-            while not (await asyncio.wait({self._outcome}, timeout=left_s))[0] and timeout_s is not None:
-                # Neither time in the queue counts, nor time that the event loop takes to see that it has ended.
-                ends = time.monotonic() if self.ended_at is None else self.ended_at
-                left_s = timeout_s if self.begun_at is None else self.begun_at + timeout_s - ends
-                if self.begun_at is not None and left_s <= TIMER_S:
-                    late = UserCodeTimeout(f"no answer within {timeout_s:g} s")
-                    late.where = self.doing[-1] if self.doing else ""
-                    raise late
-        finally:
-            self._threads.leave(self)
-        value, error = self._outcome.result()
-        if error is not None:
-            raise error
-        took_s = self.ended_at - self.begun_at if self.ended_at is not None and self.begun_at is not None else 0.0
-        if timeout_s is not None and took_s > timeout_s:  # it held up the event loop, which saw the limit too late
-            raise UserCodeTimeout(f"no answer within {timeout_s:g} s, but after {took_s:.3g} s")
-        return await call_bounded(lambda: value, timeout_s=timeout_s) if isinstance(value, Awaitable) else value
-
-    def run(self) -> tuple[Any, BaseException | None]:
-        try:
-            return self._call(), None
-        except BaseException as error:
-            return None, error
-
-    def deliver(self, outcome: tuple[Any, BaseException | None]) -> None:
-        self.result = outcome
-        self._over.set()
-        try:
-            self._loop.call_soon_threadsafe(self._set, outcome)
-        except RuntimeError:  # the loop was closed meanwhile
-            pass
-
-    def _set(self, outcome: tuple[Any, BaseException | None]) -> None:
-        if not self._outcome.done():
-            self._outcome.set_result(outcome)
-
-
-class _Running(threading.local):
-    job: Job | None = None
-    """Of this thread."""
-
-
-_RUNNING = _Running()
+_JOB: ContextVar[Job | None] = ContextVar("job of this thread", default=None)
 
 
 @contextlib.contextmanager
 def doing(what: str) -> Iterator[None]:
     """Name the user's function that the block calls: where the job of this thread is late, its error says what it waits for."""
-    job = _RUNNING.job
+    job = _JOB.get()
     if job is None:
         yield
         return
@@ -473,8 +446,7 @@ async def call_user(function: Callable[..., Any], *args: Any, timeout_s: float |
     except UserCodeError as error:
         if owner is None:
             raise
-        message = f"{owner}: {error}"
-        raise (error.again(message) if isinstance(error, UserCodeTimeout) else UserCodeError(message)) from error
+        raise error.of(owner) from error
 
 
 async def contained(work: Awaitable[T]) -> T:
@@ -516,24 +488,25 @@ class Gate:
 
     def start(self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None) -> "Call":
         """Begin ``function(*args)``; wait in place for a moment."""
-        behind_another = self._is_busy
+        behind_another, timeout_s = self._is_busy, timeout_s or self._timeout_s
         job = self._last = self._threads.submit(function, *args)
         if not behind_another:
-            job.wait_in_place(min(self._in_place_s, timeout_s or self._timeout_s))
-        return Call(job, owner, timeout_s or self._timeout_s)
+            with contextlib.suppress(TimeoutError):
+                job.result(min(self._in_place_s, timeout_s))
+        return Call(self._threads, job, owner, timeout_s)
 
     def start_own(self, function: Callable[..., Any], *args: Any, owner: str) -> "Call":
         """The same of a function of the library's own, which takes microseconds: without the thread, unless it has calls to run
         before this one."""
         if self._is_busy:
             return self.start(function, *args, owner=owner)
-        job = Job(functools.partial(function, *args), self._threads)
-        job.result = job.run()
-        return Call(job, owner, self._timeout_s)
+        job = Job(functools.partial(function, *args))
+        job.set_result(job.run())
+        return Call(self._threads, job, owner, self._timeout_s)
 
     @property
     def _is_busy(self) -> bool:
-        return self._last is not None and self._last.result is None and not self._last.left
+        return self._last is not None and not (self._last.done() or self._last.left)
 
     async def call(self, function: Callable[..., Any], *args: Any, owner: str, timeout_s: float | None = None) -> Any:
         """The value of ``function(*args)``, or of what it returned if that can be awaited.
@@ -548,16 +521,19 @@ class Gate:
         return await self.start(function, *args, owner=owner, timeout_s=timeout_s).value()
 
 
+@dataclass(slots=True)
 class Call:
     """A call that has begun."""
 
-    def __init__(self, job: Job, owner: str, timeout_s: float):
-        self._job, self._owner, self._timeout_s = job, owner, timeout_s
+    threads: Threads
+    job: Job
+    owner: str
+    timeout_s: float
 
     @property
     def answered(self) -> bool:
         """Whether ``value_now`` can be called: the function has returned or raised, and nothing has to be awaited."""
-        return self._job.result is not None and not isinstance(self._job.result[0], Awaitable)
+        return self.job.done() and not isinstance(self.job.result()[0], Awaitable)
 
     def value_now(self) -> Any:
         """The value of a call that is answered.
@@ -565,10 +541,9 @@ class Call:
         Raises:
             RunError: it raised anything.
         """
-        assert self._job.result is not None
-        value, error = self._job.result
+        value, error = self.job.result()
         if error is not None:
-            raise RunError(f"{self._owner}: {sentence(error)}") from error
+            raise RunError(f"{self.owner}: {sentence(error)}") from error
         return value
 
     async def value(self) -> Any:
@@ -581,19 +556,17 @@ class Call:
             return self.value_now()
         try:
             # In an asyncio task of its own, so that a CancelledError raised by the function is told from the caller's.
-            return await call_bounded(lambda: self._job.answer(self._timeout_s), timeout_s=None)
+            return await call_bounded(lambda: self.threads.answer(self.job, self.timeout_s), timeout_s=None)
         except UserCodeError as error:
-            raise RunError(f"{self._owner}: {sentence(error)}") from error
+            raise RunError(f"{self.owner}: {sentence(error)}") from error
 
 
 def sentence(error: BaseException) -> str:
-    """The cause of a failed call in one line. The library's own errors are sentences; others need their type and place."""
+    """``cause_of`` what failed in a call, and what it waited for where it was late."""
     # call_bounded and call_user wrap what was raised; an error that names its owner itself is left as it is.
     while isinstance(error, UserCodeError) and error.__cause__ is not None and str(error) == cause_of(error.__cause__):
         error = error.__cause__
-    if isinstance(error, UserCodeTimeout) and error.where:
-        return f"{error}; it waits in {error.where}"
-    return str(error) if isinstance(error, RunError | ConfigError) else cause_of(error)
+    return cause_of(error) + (f"; it waits in {error.where}" if isinstance(error, UserCodeError) and error.where else "")
 
 
 def name_of(part: Any, method: str | None = None) -> str:

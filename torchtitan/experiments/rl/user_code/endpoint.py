@@ -14,8 +14,8 @@ from typing import Any
 from monarch.actor import concurrent_endpoint
 
 from torchtitan.experiments.rl.compat.monarch import original, process_death_behind
-from torchtitan.experiments.rl.errors import ConfigError, PeerGone, RunError
-from torchtitan.experiments.rl.user_code.calls import CAUSE_LENGTH, UserCodeError
+from torchtitan.experiments.rl.errors import PeerGone, RunError
+from torchtitan.experiments.rl.user_code.calls import cause_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,10 @@ def reported(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
         try:
             return await method(self, *args, **kwargs)
         except BaseException as error:
-            if isinstance(error, GeneratorExit) or _cancelled(error) or process_death_behind(error) is not None:
+            # A CancelledError that code in the call has raised by itself is an error.
+            task = asyncio.current_task()
+            cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
+            if cancelled or isinstance(error, GeneratorExit) or process_death_behind(error) is not None:
                 raise
             if self.part:
                 # For the file: the caller has the cause, and says it where it matters to people.
@@ -50,23 +53,10 @@ def reported(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[A
 
 
 def cause_in(error: BaseException) -> str:
-    """The cause of a failed call in one sentence. The library's own errors are sentences; others need their type."""
-    raised = original(error)
-    try:
-        text = " ".join(str(raised).split())[:CAUSE_LENGTH]
-    except BaseException as broken:  # the exception's class may be anyone's
-        return f"{type(raised).__name__}: its message can't be read ({type(broken).__name__} in __str__)"
-    if isinstance(raised, RunError | ConfigError | UserCodeError):
-        return text
-    return f"{type(raised).__name__}: {text}" if text else type(raised).__name__
+    """The cause of a failed call in one sentence."""
+    return cause_of(original(error))
 
 
 def for_a_future(error: BaseException) -> BaseException:
     """``error``, as a thread may set it on a future that a coroutine awaits: asyncio takes no StopIteration."""
     return RunError(cause_in(error)) if isinstance(error, StopIteration) else error
-
-
-def _cancelled(error: BaseException) -> bool:
-    """Whether this process cancels the call. A CancelledError that code in the call has raised by itself is an error."""
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

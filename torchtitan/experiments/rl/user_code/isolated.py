@@ -97,7 +97,12 @@ class _Worker:
             raise UserCodeTimeout(f"no answer within {timeout_s:g} s; its process was killed") from None
         except (EOFError, ConnectionError):
             self.alive = False
-            raise UserCodeError(f"its process died ({self._exit_cause()})") from None
+            try:
+                code = self._process.wait(timeout=5)
+                end = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+            except subprocess.TimeoutExpired:
+                end = "its output was closed"
+            raise UserCodeError(f"its process died ({end})") from None
         if kind == "error":
             raise UserCodeError(value)
         return value
@@ -114,13 +119,6 @@ class _Worker:
         if not self._connection.poll(timeout_s):
             raise TimeoutError
         return cloudpickle.loads(self._connection.recv_bytes())
-
-    def _exit_cause(self) -> str:
-        try:
-            code = self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            return "its output was closed"
-        return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
 
 def _kill_all(workers: list[_Worker]) -> None:

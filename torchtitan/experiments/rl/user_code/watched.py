@@ -1,8 +1,10 @@
 """What every actor of a run that has a process of its own answers about that process, whatever else it does."""
 
+import asyncio
 import faulthandler
 import os
 import signal
+import time
 from dataclasses import dataclass
 
 from monarch.actor import Actor
@@ -10,7 +12,7 @@ from monarch.actor import Actor
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.heartbeat import Heartbeat, Pulse
 from torchtitan.experiments.rl.process.host import host_identity
-from torchtitan.experiments.rl.process.memory import FreeMemory
+from torchtitan.experiments.rl.process.memory import GIVE_BACK_EVERY_S, give_back_free_memory
 from torchtitan.experiments.rl.process.setup import end_without_finalizing, ignore_signals_of_the_command
 from torchtitan.experiments.rl.process.terminal import printed_file
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
@@ -36,14 +38,13 @@ class WatchedActor(Actor):
     def __init__(self) -> None:
         self.part = ""
         self.heartbeat = Heartbeat()
-        self.free_memory = FreeMemory()
+        self._gave_back = time.monotonic()
         # In memory: a file in the run's folder would stay behind, empty, in every run.
         self._stacks = os.memfd_create("stacks")
         faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
 
     @reported_endpoint
     async def identity(self) -> ProcessIdentity:
-        """Where its process is."""
         pid = os.getpid()
         stacks = f"/proc/{pid}/fd/{self._stacks}"
         return ProcessIdentity(host=host_identity(), pid=pid, stacks=stacks, output=printed_file())
@@ -57,7 +58,9 @@ class WatchedActor(Actor):
     async def usage(self) -> dict[str, float]:
         """How this process was used since the last call: ``busy`` is the share of the time that its working thread, if it has
         one, worked. It is asked at every step, which is also when free memory may go."""
-        await self.free_memory.may_go()
+        if time.monotonic() - self._gave_back >= GIVE_BACK_EVERY_S:
+            self._gave_back = time.monotonic()
+            await asyncio.to_thread(give_back_free_memory)
         busy = self.heartbeat.lap_busy()
         return ({} if busy is None else {"busy": busy}) | self._more_usage()
 
