@@ -224,7 +224,7 @@ def test_no_other_user_can_connect_to_monarchs_sockets():
 
 
 def test_sockets_that_can_not_be_private_are_said_in_one_line(capfd, monkeypatch, tmp_path):
-    monkeypatch.setattr(compat_monarch, "_pointer_to", lambda *of: None)
+    monkeypatch.setattr(compat_monarch, "_pointers_to", lambda *of: [])
     hold_sockets(tmp_path)
     hold_sockets(tmp_path / ("x" * 90))
     line, again = capfd.readouterr().err.splitlines()

@@ -45,7 +45,7 @@ def test_a_container_without_the_files_of_linux_has_an_identity(monkeypatch):
     monkeypatch.setattr("os.readlink", absent)
     monkeypatch.setattr("os.stat", absent)
     monkeypatch.setattr(socket, "gethostname", lambda: "pod-7")
-    assert host_identity() == "machine:pod-7:pid:net:shm"
+    assert host_identity() == "pod-7:pid:net:shm"
 
 
 def test_the_environment_may_say_which_host_a_process_counts_for(monkeypatch):

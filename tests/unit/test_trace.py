@@ -124,8 +124,8 @@ def test_the_file_has_a_row_for_each_lane_and_times_in_microseconds_from_the_fir
     write_trace(tmp_path / "trace.json", processes)
     written = json.loads((tmp_path / "trace.json").read_text())
     assert written["traceEvents"] == trace_events(processes)
-    named = {(e["pid"], e.get("tid")): e["args"]["name"] for e in written["traceEvents"] if e["name"].endswith("s_name")}
-    assert named == {(1, None): "controller", (2, None): "generator 0"}
+    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in written["traceEvents"] if e["name"] == "process_name"}
+    assert named == {(1, 0): "controller", (2, 0): "generator 0"}
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in written["traceEvents"] if e["name"] == "thread_name"}
     assert rows == {(1, 1): "rollout 2", (1, 2): "rollout 10", (2, 1): "engine"}
     spans = [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in written["traceEvents"] if e["ph"] == "X"]

@@ -107,58 +107,41 @@ def bind_privately(folder: Path) -> bool:
     if len(bytes(folder)) + len("/") + SOCKET_NAME > _LONGEST_PATH:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
-    slot = _pointer_to("bind", _rust_bindings.__file__, libc)
-    if slot is None:
+    bind = ctypes.cast(libc.bind, ctypes.c_void_p)
+    slots = _pointers_to(bind, _rust_bindings.__file__)
+    if not slots:
         return False
-    assert slot.value is not None
-    bind = _BIND_TYPE(slot.value)
+    libc_bind = _BIND_TYPE(bind.value or 0)
 
     def bind_in_folder(descriptor: int, address: int, size: int) -> int:
         name = ctypes.string_at(address, size)
         if len(name) > 3 and struct.unpack_from("=HB", name) == (_UNIX, 0):
             name = name[:2] + bytes(folder) + b"/" + name[3:] + b"\0"
         held = ctypes.create_string_buffer(name, len(name))
-        return int(bind(descriptor, ctypes.addressof(held), len(name)))
+        return int(libc_bind(descriptor, ctypes.addressof(held), len(name)))
 
     _binds.append(_BIND_TYPE(bind_in_folder))
-    page = ctypes.addressof(slot) & -mmap.PAGESIZE
     libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    if libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
-        return False
-    slot.value = ctypes.cast(_binds[-1], ctypes.c_void_p).value
-    libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ)
+    for slot in slots:
+        page = slot & -mmap.PAGESIZE
+        if libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
+            return False
+        ctypes.c_void_p.from_address(slot).value = ctypes.cast(_binds[-1], ctypes.c_void_p).value
+        libc.mprotect(page, mmap.PAGESIZE, mmap.PROT_READ)
     return True
 
 
-def _pointer_to(function: str, library: str, libc: Any) -> ctypes.c_void_p | None:
-    """Where the loaded ELF ``library`` keeps its pointer to another library's ``function``; None: it is not such a one."""
-
-    class Loaded(ctypes.Structure):  # Dl_info
-        _fields_ = [("path", ctypes.c_char_p), ("base", ctypes.c_void_p), ("symbol", ctypes.c_char_p), ("at", ctypes.c_void_p)]
-
-    loaded = Loaded()
-    entry = ctypes.cast(ctypes.CDLL(library).PyInit__rust_bindings, ctypes.c_void_p)
-    if not libc.dladdr(entry, ctypes.byref(loaded)) or ctypes.string_at(loaded.base, 5) != b"\x7fELF\x02":
-        return None
-    base = int(loaded.base or 0)
-
-    def read(form: str, address: int) -> tuple[Any, ...]:
-        return struct.unpack(form, ctypes.string_at(address, struct.calcsize(form)))
-
-    (headers,), (size, count) = read("=Q", base + 32), read("=HH", base + 54)
-    segments = [read("=IIQQQQ", base + headers + index * size) for index in range(count)]
-    _, _, _, dynamic, _, length = next(segment for segment in segments if segment[0] == 2)  # PT_DYNAMIC
-    tags = dict(read("=QQ", base + dynamic + 16 * index) for index in range(length // 16))
-    # The loader has made addresses of most offsets.
-    symbols, names, moved, called = ((at if at >= base else base + at) for at in (tags[6], tags[5], tags[7], tags[23]))
-    # Relocations that name a symbol follow the relative ones (DT_RELACOUNT).
-    for table, first, end in ((moved, tags.get(0x6FFFFFF9, 0), tags[8] // 24), (called, 0, tags[2] // 24)):
-        for index in range(first, end):
-            offset, info = read("=QQ", table + 24 * index)
-            (name,) = read("=I", symbols + 24 * (info >> 32))
-            if info >> 32 and ctypes.string_at(names + name) == function.encode():
-                return ctypes.c_void_p.from_address(base + offset)
-    return None
+def _pointers_to(function: ctypes.c_void_p, library: str) -> list[int]:
+    """Where the loaded ``library`` holds the address of another library's function: the loader puts it into pages that nobody
+    may write afterwards."""
+    library = os.path.realpath(library)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    readable = [line.split()[0].split("-") for line in lines if line.endswith(f" {library}") and " r--p " in line]
+    if not readable:
+        return []
+    start, end = (int(place, 16) for place in readable[-1])  # those before hold constants
+    places = re.finditer(re.escape(bytes(function)), ctypes.string_at(start, end - start))
+    return [start + place.start() for place in places if place.start() % 8 == 0]
 
 
 @contextmanager

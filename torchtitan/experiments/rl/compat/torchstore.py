@@ -4,6 +4,7 @@ torchstore's own mixes sync and async endpoints in one actor, which Monarch refu
 torchstore sets ``HYPERACTOR_CODEC_MAX_FRAME_LENGTH``, with a warning on the terminal, where it is not set.
 """
 
+import functools
 from typing import Any
 
 import torchstore.api
@@ -16,32 +17,27 @@ from torchtitan.experiments.rl.compat.monarch import OneActor
 
 
 class AsyncController(Controller):
-    """Overrides each sync endpoint. ``Endpoint._method`` is the function that Monarch's decorator wrapped."""
-
-    @endpoint
-    async def get_controller_strategy(self) -> Any:
-        return Controller.get_controller_strategy._method(self)
-
-    @endpoint
-    async def locate_volumes(self, key: str) -> Any:
-        return Controller.locate_volumes._method(self, key)
-
-    @endpoint
-    async def notify_put(self, key: str, request: Any, storage_volume_id: str) -> None:
-        Controller.notify_put._method(self, key, request, storage_volume_id)
+    """Overrides each sync endpoint."""
 
     @endpoint
     async def teardown(self) -> None:
         self.storage_volumes = None  # torchstore's own would wait for a volume whose process may have ended
         await Controller.teardown._method(self)
 
-    @endpoint
-    async def keys(self, prefix: str | None = None) -> list[str]:
-        return Controller.keys._method(self, prefix)
 
-    @endpoint
-    async def notify_delete(self, key: str, storage_volume_id: str) -> None:
-        Controller.notify_delete._method(self, key, storage_volume_id)
+def _as_async(name: str) -> Any:
+    """``Endpoint._method`` is the function that Monarch's decorator wrapped."""
+    method = getattr(Controller, name)._method
+
+    @functools.wraps(method)
+    async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
+
+    return endpoint(call)
+
+
+for _name in ("get_controller_strategy", "locate_volumes", "notify_put", "keys", "notify_delete"):
+    setattr(AsyncController, _name, _as_async(_name))
 
 
 class SparingClient(LocalClient):

@@ -1,9 +1,7 @@
 """The kinds of jobs that a config can choose by name, with the job whose hosts are processes of this machine."""
 
-import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +18,7 @@ from torchtitan.experiments.rl.hosts.kubernetes import KubernetesJob
 from torchtitan.experiments.rl.hosts.pool import HostPool, attach
 from torchtitan.experiments.rl.hosts.slurm import SlurmJob
 from torchtitan.experiments.rl.process.host import HOST_VARIABLE, host_identity, mask_of, own_cores, visible_gpus
-from torchtitan.experiments.rl.process.lifetime import descendants
+from torchtitan.experiments.rl.process.lifetime import descendants, kill
 from torchtitan.experiments.rl.process.temporary import HOSTS_PREFIX
 
 __all__ = ["JobConfig", "KubernetesJob", "ProcessJob", "SlurmJob", "ThisHostJob"]
@@ -63,9 +61,7 @@ class ProcessJob(JobConfig):
         ]
 
         def end() -> None:
-            for pid in [pid for agent in agents for pid in [*descendants(agent.pid), agent.pid]]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            kill([pid for agent in agents for pid in [*descendants(agent.pid), agent.pid]])
             for agent in agents:
                 agent.wait()
             shutil.rmtree(sockets, ignore_errors=True)

@@ -1,5 +1,6 @@
 """Hosts that are pods of a Kubernetes cluster with Monarch's operator. The command, in a pod too, makes and removes them."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -57,17 +58,13 @@ class KubernetesJob(ClusterJob):
 
     def pod_template(self) -> dict[str, Any]:
         """Kubernetes' V1PodTemplateSpec of a host."""
-        resources: dict[str, str] = {}
-        if self.gpus_per_host:
-            resources["nvidia.com/gpu"] = str(self.gpus_per_host)
-        if self.cores_per_host is not None:
-            resources["cpu"] = str(self.cores_per_host)
-        resources |= self.resources
+        counts = {"nvidia.com/gpu": self.gpus_per_host, "cpu": self.cores_per_host}
+        resources = {name: str(count) for name, count in counts.items() if count} | self.resources
         env = {"MONARCH_PORT": str(self.port)} | self.env  # Monarch's job reads its agents' port there
         return {
             "spec": {
-                **({"tolerations": [_toleration(taint) for taint in self.tolerations]} if self.tolerations else {}),
-                **({"nodeSelector": self.node_selector} if self.node_selector else {}),
+                "tolerations": [_toleration(taint) for taint in self.tolerations],
+                "nodeSelector": self.node_selector,
                 "containers": [
                     {
                         "name": "worker",
@@ -94,13 +91,8 @@ class KubernetesJob(ClusterJob):
         }
 
     def plan(self, run_dir: str, hosts: int) -> str:
-        manifest = {
-            "mesh": _mesh_name(run_dir),
-            "namespace": self.namespace,
-            "replicas": hosts,
-            "podTemplate": self.pod_template(),
-        }
-        return json.dumps(manifest, indent=2)
+        pods = {"mesh": _mesh_name(run_dir), "namespace": self.namespace, "replicas": hosts, "podTemplate": self.pod_template()}
+        return json.dumps(pods, indent=2)
 
     def start(self, device: Device, hosts: int, run_dir: Path, stopped: Callable[[], bool]) -> HostPool:
         try:
@@ -114,7 +106,8 @@ class KubernetesJob(ClusterJob):
             with printed_to(run_dir / MONARCH_OUTPUT):
                 mesh = getattr(job.state(cached_path=None), name)
         except Exception as error:
-            _remove(job)
+            with contextlib.suppress(Exception):  # the first error counts
+                job.kill()
             raise RunError(f"the pods of {name} in namespace {self.namespace} did not come: {error}") from error
         return HostPool(
             mesh,
@@ -136,10 +129,3 @@ def _toleration(taint: str) -> dict[str, str]:
 def _mesh_name(run_dir: str) -> str:
     """Lower-case letters and digits, as Monarch wants it; another for each run."""
     return "rl" + hashlib.sha256(run_dir.encode()).hexdigest()[:12]
-
-
-def _remove(job: Any) -> None:
-    try:
-        job.kill()
-    except Exception:  # the first error counts
-        pass

@@ -9,7 +9,6 @@ import contextlib
 import hmac
 import itertools
 import os
-import queue
 import secrets
 import socket
 import sys
@@ -20,14 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from monarch.actor import Actor, HostMesh, Point, attach_to_workers, default_bootstrap_cmd
+from monarch.actor import Actor, HostMesh, attach_to_workers, default_bootstrap_cmd
 
 from torchtitan.experiments.rl.compat.monarch import printed_to
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process.host import (
     LOOPBACK_ADDRESS,
     gpu_host_lacks,
-    host_identity,
     mask_of,
     network_address,
     own_cores,
@@ -51,8 +49,6 @@ SILENCE_S = 30
 class HostReport:
     """What a host says of itself."""
 
-    identity: str
-    """From ``host_identity``."""
     name: str
     """Its host name."""
     address: str
@@ -84,7 +80,6 @@ class HostKeeper(Actor):
     @reported_endpoint
     async def report(self) -> HostReport:
         return HostReport(
-            identity=host_identity(),
             name=socket.gethostname(),
             address=self._address,
             port=self._listener.getsockname()[1],
@@ -116,44 +111,28 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def _end_with_command(listener: socket.socket, token: bytes, agent: int) -> None:
-    """Wait for the command's connection, and for its end. Then kill the host's processes, those of ``agent``."""
-    admitted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
-    threading.Thread(target=_admit, args=(listener, token, admitted), daemon=True).start()
-    connection = admitted.get()
+    """Hear strangers side by side: the command does not wait for one that says nothing."""
+    with contextlib.suppress(OSError):  # closed: the command is here
+        while True:
+            threading.Thread(target=_hear, args=(listener, listener.accept()[0], token, agent), daemon=True).start()
+
+
+def _hear(listener: socket.socket, connection: socket.socket, token: bytes, agent: int) -> None:
+    """Wait for the end of the connection that says the token, the command's. Then kill the host's processes, ``agent``'s."""
+    connection.settimeout(GREETING_S)
+    said = b""
+    with contextlib.suppress(OSError):
+        while len(said) < TOKEN_BYTES and (more := connection.recv(TOKEN_BYTES - len(said))):
+            said += more
+    if not hmac.compare_digest(said, token):
+        return connection.close()
     listener.close()
     keep_alive(connection)
     connection.settimeout(None)
-    try:
+    with contextlib.suppress(OSError):  # the command's host is gone
         while connection.recv(64):
             pass
-    except OSError:  # the command's host is gone
-        pass
     kill_family(agent)
-
-
-def _admit(listener: socket.socket, token: bytes, admitted: queue.SimpleQueue[socket.socket]) -> None:
-    """Hear strangers side by side: the command does not wait for one that says nothing."""
-
-    def hear(connection: socket.socket) -> None:
-        if _is_command(connection, token):
-            admitted.put(connection)
-        else:
-            connection.close()
-
-    with contextlib.suppress(OSError):  # closed: the command is here
-        while True:
-            threading.Thread(target=hear, args=(listener.accept()[0],), daemon=True).start()
-
-
-def _is_command(connection: socket.socket, token: bytes) -> bool:
-    connection.settimeout(GREETING_S)
-    said = b""
-    try:
-        while len(said) < TOKEN_BYTES and (more := connection.recv(TOKEN_BYTES - len(said))):
-            said += more
-    except OSError:
-        return False
-    return hmac.compare_digest(said, token)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,8 +234,9 @@ class HostPool:
         token, deadline = secrets.token_bytes(TOKEN_BYTES), time.monotonic() + timeout_s
         asked = []
         for index, environment in enumerate(environments):
+            command = default_bootstrap_cmd().with_env(dict(environment))
             procs = self.mesh.slice(hosts=index).spawn_procs(
-                per_host={"procs": 1}, name=f"keeper_{index}", bootstrap_command=_with_environment(environment)
+                per_host={"procs": 1}, name=f"keeper_{index}", bootstrap_command=lambda point, command=command: command
             )
             keeper = procs.spawn(f"keeper_{index}", HostKeeper, token, on_gpus, one_machine).slice(procs=0)
             self._keepers.append(keeper)
@@ -283,10 +263,7 @@ class HostPool:
             try:
                 return answer.get(timeout=POLL_S)
             except TimeoutError:
-                if self._stopped():
-                    raise RunError("stopped while its hosts were taken") from None
-                if time.monotonic() > deadline:
-                    raise RunError(late) from None
+                _go_on_waiting(self._stopped, deadline, late)
 
     def _link(self, index: int, name: str, report: HostReport, token: bytes) -> None:
         try:
@@ -344,18 +321,26 @@ def attach(
     deadline = time.monotonic() + timeout_s
     for index, endpoint in enumerate(endpoints):
         while (fault := _unheard(endpoint)) is not None:
-            if stopped():
-                raise RunError("stopped while its hosts were taken")
-            if time.monotonic() > deadline:
-                where = endpoint if isinstance(endpoint, str) else f"{endpoint[0]}:{endpoint[1]}"
-                cure = "see that host's log, or give it longer (provision.job.start_timeout_s)"
-                raise RunError(f"host {index} of {len(endpoints)}: no agent at {where} after {timeout_s:g} s ({fault}): {cure}")
+            where = endpoint if isinstance(endpoint, str) else f"{endpoint[0]}:{endpoint[1]}"
+            late = f"host {index} of {len(endpoints)}: no agent at {where} after {timeout_s:g} s ({fault})"
+            _go_on_waiting(stopped, deadline, f"{late}: see that host's log, or give it longer (provision.job.start_timeout_s)")
             time.sleep(POLL_S)
     try:
         with printed_to(printed):
             return attach_to_workers(ca="trust_all_connections", workers=list(workers), name="hosts")
     except Exception as error:  # Monarch's own types differ
         raise RunError(f"the hosts' agents can't be attached to: {str(error).partition(chr(10))[0]}") from error
+
+
+def _go_on_waiting(stopped: Callable[[], bool], deadline: float, late: str) -> None:
+    """
+    Raises:
+        RunError: nobody wants the hosts any more, or they are late.
+    """
+    if stopped():
+        raise RunError("stopped while its hosts were taken")
+    if time.monotonic() > deadline:
+        raise RunError(late)
 
 
 def _unheard(endpoint: tuple[str, int] | str) -> str | None:
@@ -373,7 +358,3 @@ def _unheard(endpoint: tuple[str, int] | str) -> str | None:
 
 def _pool(key: int) -> HostPool:
     return _started[key]
-
-
-def _with_environment(environment: Mapping[str, str]) -> Callable[[Point], Any]:
-    return lambda point: default_bootstrap_cmd().with_env(dict(environment))

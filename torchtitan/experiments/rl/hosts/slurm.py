@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Le
 
@@ -37,41 +37,34 @@ WAITING = ("PENDING", "CONFIGURING")
 """States of a job that has not started."""
 
 
-class JobState(NamedTuple):
-    """In Slurm's words, such as "PENDING" and "Resources"."""
-
-    state: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.state} ({self.reason})" if self.reason not in ("", "None") else self.state
-
-
-def job_states(job: str, *, wait: bool) -> Iterator[JobState]:
-    """The state of a job; with ``wait`` each time it changes, until the job has started or is gone.
+def job_states(job: str, *, wait: bool) -> Iterator[str]:
+    """The state of a job in Slurm's words, such as "PENDING (Resources)"; with ``wait`` each time it changes, until the job has
+    started or is gone.
 
     Ends where squeue is not there, fails, or does not know the job any more.
     """
     last = None
-    while (current := _job_state(job)) is not None:
+    while current := _job_state(job):
         if current != last:
             yield current
-        if not wait or current.state not in WAITING:
+        if not wait or not current.startswith(WAITING):
             return
         last = current
         time.sleep(POLL_S)
     if last is not None:
-        yield JobState("UNKNOWN", "squeue does not know the job any more")
+        yield "UNKNOWN (squeue does not know the job any more)"
 
 
-def _job_state(job: str) -> JobState | None:
+def _job_state(job: str) -> str:
     words = ["squeue", "--job", job, "--noheader", "--format=%T %r"]
     try:
         answer = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60)
     except (OSError, subprocess.TimeoutExpired):
-        return None
+        return ""
     state, _, reason = answer.stdout.strip().partition("\n")[0].partition(" ")
-    return JobState(state, reason.strip()) if state and not answer.returncode else None
+    if answer.returncode:
+        return ""
+    return state if reason.strip() in ("", "None") else f"{state} ({reason.strip()})"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -6,12 +6,15 @@ process says nothing about the others: when the whole run was suspended, or this
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
@@ -116,12 +119,9 @@ class HangWatch:
 
 def is_stopped(pid: int | None) -> bool:
     """Whether a process of this host is stopped, as by SIGSTOP. False where that can't be known."""
-    if pid is None:
-        return False
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
+    with contextlib.suppress(psutil.Error):
+        return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 async def stacks_of(life: Lifetime, stacks: str) -> str:

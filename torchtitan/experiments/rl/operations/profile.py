@@ -108,12 +108,11 @@ def trace_events(processes: Mapping[str, Sequence[Event]]) -> list[dict[str, Any
     zero = min((event.start_ns for events in processes.values() for event in events), default=0)
     written: list[dict[str, Any]] = []
     for pid, (process, events) in enumerate(processes.items(), start=1):
-        written.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": process}})
-        written.append({"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}})
         rows = {row: tid for tid, row in enumerate(sorted({event.row for event in events}, key=_place), start=1)}
-        for row, tid in rows.items():
-            written.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": row}})
-            written.append({"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}})
+        named = [("process", process, pid, 0), *(("thread", row, tid, tid) for row, tid in rows.items())]
+        for kind, name, place, tid in named:
+            for what, value in (("name", name), ("sort_index", place)):
+                written.append({"ph": "M", "name": f"{kind}_{what}", "pid": pid, "tid": tid, "args": {what: value}})
         # Of two events that begin together, the longer one is outside.
         for event in sorted(events, key=lambda event: (event.start_ns, -event.duration_ns)):
             written.append(

@@ -4,25 +4,24 @@ Host names do not tell hosts apart: containers and cluster nodes may share one, 
 NUMA node, as Linux describes them in /sys, has its memory there too: Linux gives it pages of the node that it runs on.
 """
 
-import fcntl
+import contextlib
 import ipaddress
 import os
 import resource
 import shutil
 import socket
-import struct
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 HOST_VARIABLE = "TORCHTITAN_RL_HOST"
 """Environment variable that replaces the identity: processes of one machine then count as several hosts."""
 LOOPBACK = "lo"
 """Linux's name of the interface that no other host reaches."""
 LOOPBACK_ADDRESS = "127.0.0.1"
-_SIOCGIFADDR = 0x8915
-"""Linux's request for the IPv4 address of an interface."""
 _SOMEWHERE = "192.0.2.1"
 """Reserved for documentation: nothing answers there, and nothing is sent."""
 SYS = Path("/sys")
@@ -63,17 +62,10 @@ def visible_gpus() -> list[int]:
 
 
 def _kernel() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # some container runtimes have no such file
-        return f"{_machine_id()}:{socket.gethostname()}"
-
-
-def _machine_id() -> str:
-    try:
-        return Path("/etc/machine-id").read_text().strip()
-    except OSError:
-        return "machine"
+    for file in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):  # some container runtimes have no such files
+        with contextlib.suppress(OSError):
+            return Path(file).read_text().strip()
+    return socket.gethostname()
 
 
 def _namespace(kind: str) -> str:
@@ -103,16 +95,9 @@ def source_address(target: str) -> str:
 
 def interface_towards(target: str) -> str:
     """Name of this host's interface that leads to the address ``target``; "" where there is none."""
-    address = source_address(target)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has no IPv4 address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
+    own = source_address(target)
+    named = psutil.net_if_addrs().items()
+    return next((name for name, addresses in named if any(own == entry.address for entry in addresses)), "")
 
 
 def cores_by_node() -> list[tuple[int, ...]]:
@@ -144,19 +129,15 @@ def cores_near(addresses: Iterable[str]) -> tuple[int, ...]:
     """
     near: set[int] = set()
     for address in addresses:
-        own = _cores_of(SYS / f"devices/system/node/node{_node_of(address)}") & os.sched_getaffinity(0)
+        try:
+            node = int((SYS / f"bus/pci/devices/{address}/numa_node").read_text())
+        except (OSError, ValueError):
+            return ()
+        own = _cores_of(SYS / f"devices/system/node/node{node}") & os.sched_getaffinity(0)
         if not own:
             return ()
         near |= own
     return tuple(sorted(near))
-
-
-def _node_of(address: str) -> int:
-    """-1 where it is not known."""
-    try:
-        return int((SYS / f"bus/pci/devices/{address}/numa_node").read_text())
-    except (OSError, ValueError):
-        return -1
 
 
 def _cores_of(node: Path) -> set[int]:
@@ -173,24 +154,21 @@ def _cores_of(node: Path) -> set[int]:
 
 def gpu_memory_gib() -> float | None:
     """Of the smallest GPU that this process sees. None: it sees none, or CUDA does not say."""
-    import torch
-
-    try:
-        sizes = [torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count())]
-    except RuntimeError:  # as below
-        return None
-    return min(sizes, default=0) / 2**30 or None
+    return min((gpu.total_memory for gpu in _gpus()), default=0) / 2**30 or None
 
 
 def pci_addresses() -> list[str]:
     """Of the GPUs that this process sees, by index, as Linux names them ("0000:3b:00.0"). Empty where CUDA does not say."""
+    return [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in _gpus()]
+
+
+def _gpus() -> list[Any]:
     import torch
 
     try:
-        found: list[Any] = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     except RuntimeError:  # a broken driver: who computes on the GPU says it better
         return []
-    return [f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in found]
 
 
 def gpu_host_lacks(*, several_hosts: bool) -> list[str]:

@@ -10,6 +10,8 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from torchtitan.experiments.rl.compat.monarch import process_death_behind
 from torchtitan.experiments.rl.errors import RunError
 
@@ -53,11 +55,9 @@ class Lifetime:
     @property
     def ending(self) -> bool:
         """Whether the system is taking this host's process down: its files are closed by then, and its end is seen soon."""
-        try:
-            flags = int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[6])
-        except (OSError, IndexError, ValueError):  # there is no such process, or its end was seen
-            return False
-        return bool(flags & _PF_EXITING)
+        with contextlib.suppress(OSError, IndexError):  # there is no such process, or its end was seen
+            return bool(int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[6]) & _PF_EXITING)
+        return False
 
     async def ended(self) -> str:
         """Wait for the end. Returns the cause."""
@@ -100,7 +100,7 @@ class Lifetime:
         Raises:
             ProcessLost: the process ended first.
         """
-        working = asyncio.ensure_future(_awaited(work))
+        working = asyncio.ensure_future(work)
         try:
             await asyncio.wait({working, self._ended}, return_when=asyncio.FIRST_COMPLETED)
             if self._ended.done():
@@ -122,8 +122,7 @@ class Lifetime:
         except ProcessLookupError:
             return self.end("ended before it was watched")
         arguments = (pid, os.dup(self._descriptor), output)
-        waiting = threading.Thread(target=self._wait, args=arguments, name=f"wait for {pid}", daemon=True)
-        waiting.start()
+        threading.Thread(target=self._wait, args=arguments, name=f"wait for {pid}", daemon=True).start()
 
     def kill(self, cause: str) -> None:
         """End the process with SIGKILL, for ``cause``."""
@@ -166,45 +165,35 @@ def _last_words(output: str) -> str:
     return ""
 
 
-async def _awaited(answer: Awaitable[Any]) -> Any:
-    """Monarch's futures can be awaited, and asyncio wants coroutines."""
-    return await answer
-
-
 def descendants(of: int | None = None) -> list[int]:
     """Process ids of those that live, parents before their children.
 
     Args:
         of: their ancestor; None: this process.
     """
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError, IndexError, ValueError):
-                # The name, in parentheses, may hold anything.
-                state, parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    children.setdefault(int(parent), []).append(int(entry))
-    found = list(children.get(os.getpid() if of is None else of, []))
-    for pid in found:
-        found += children.get(pid, [])
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(of).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.status() != psutil.STATUS_ZOMBIE:
+                    found.append(child.pid)
     return found
 
 
 def kill_descendants() -> None:
     """End them with SIGKILL; those too that one of them starts meanwhile."""
     while alive := descendants():
-        _kill(alive)
+        kill(alive)
 
 
 def kill_family(ancestor: int) -> None:
     """End the descendants of ``ancestor`` with SIGKILL, then itself, and this process last, which may be one of them."""
     while others := [pid for pid in descendants(ancestor) if pid != os.getpid()]:
-        _kill(others)
-    _kill([ancestor, os.getpid()])
+        kill(others)
+    kill([ancestor, os.getpid()])
 
 
-def _kill(pids: list[int]) -> None:
+def kill(pids: list[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)

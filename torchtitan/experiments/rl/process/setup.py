@@ -55,11 +55,6 @@ SPAWNED_ENVIRONMENT = {
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread keeps Python's lock when another wants it; 5 ms by default. Monarch's threads want it several times a
 message: beside a busy event loop an answer of the trainer took 10 to 40 ms. So a step of the demo takes a tenth less."""
-LEVELS = {
-    # Logs every request: thousands of lines a step.
-    "httpx": logging.WARNING,
-}
-"""Of libraries whose log is too much for the file."""
 _exit_code: int | None = None
 """Of this process, which ends with it and without Python's finalization; None: Python finalizes it."""
 OURS = "torchtitan.experiments.rl"
@@ -96,6 +91,7 @@ class TerminalHandler(logging.StreamHandler):
 
     def __init__(self) -> None:
         super().__init__(terminal())
+        self.addFilter(worth_the_terminal)
 
     def emit(self, record: logging.LogRecord) -> None:
         if worth_a_line(self.format(record)):
@@ -291,20 +287,16 @@ def set_up_logging(run_dir: Path | str, process_name: str, level: int = logging.
     for logger in [logging.getLogger(), *logging.root.manager.loggerDict.values()]:
         if isinstance(logger, logging.Logger):  # the dict also holds placeholders
             _take_terminal_from(logger)
-    for name, least in LEVELS.items():
-        logging.getLogger(name).setLevel(least)
-
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request: thousands of lines a step
     root = logging.getLogger()
     for handler in root.handlers[:]:
         if isinstance(handler, (RunFileHandler, TerminalHandler)):
             root.removeHandler(handler)
             handler.close()
-    file_handler = RunFileHandler(path)
-    file_handler.setFormatter(JsonLine(process_name))
-    terminal_handler = TerminalHandler()
-    terminal_handler.setFormatter(TerminalLine(process_name, path))
-    terminal_handler.addFilter(worth_the_terminal)
-    for handler in (file_handler, terminal_handler):
+    formats: dict[logging.Handler, logging.Formatter]
+    formats = {RunFileHandler(path): JsonLine(process_name), TerminalHandler(): TerminalLine(process_name, path)}
+    for handler, lines in formats.items():
+        handler.setFormatter(lines)
         root.addHandler(handler)
         monarch.keep_messages_as_written(handler)
     root.setLevel(level)

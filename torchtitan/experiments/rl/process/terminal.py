@@ -54,10 +54,6 @@ class SharedTerminal:
             self.in_line = not text.endswith("\n")
         return len(text)
 
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

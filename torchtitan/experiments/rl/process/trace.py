@@ -11,16 +11,17 @@ is recorded, ``span`` and ``lane`` return an object that does nothing.
 
 import asyncio
 import contextlib
-import heapq
+import itertools
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Event:
     name: str
     row: str
@@ -36,24 +37,36 @@ class _Recording:
     # perf_counter never jumps; the epoch's clock is read once.
     epoch_ns: int = field(default_factory=lambda: time.time_ns() - time.perf_counter_ns())
     events: list[Event] = field(default_factory=list)
-    open: "dict[int, _Span]" = field(default_factory=dict)
-    free: dict[str, list[int]] = field(default_factory=dict)
-    """By kind of lane: numbers that were used and are free."""
-    used: dict[str, int] = field(default_factory=dict)
-    """By kind of lane: how many numbers there are."""
+    open: dict[int, Event] = field(default_factory=dict)
+    """Those that have not ended, by their id."""
+    lanes: set[str] = field(default_factory=set)
+    """Rows of the lanes that are open."""
 
-    def take_lane(self, kind: str) -> int:
-        if free := self.free.get(kind):
-            return heapq.heappop(free)
-        self.used[kind] = self.used.get(kind, 0) + 1
-        return self.used[kind]
+    def end(self, event: Event, ended_ns: int) -> None:
+        event.duration_ns = self.epoch_ns + ended_ns - event.start_ns
+        self.events.append(event)
 
-    def free_lane(self, kind: str, number: int) -> None:
-        heapq.heappush(self.free.setdefault(kind, []), number)
+    @contextlib.contextmanager
+    def span(self, name: str, row: str, details: dict[str, Any]) -> Iterator[None]:
+        event = Event(name, row, self.epoch_ns + time.perf_counter_ns(), 0, details)
+        self.open[id(event)] = event
+        try:
+            yield
+        finally:
+            if self.open.pop(id(event), None) is not None:
+                self.end(event, time.perf_counter_ns())
 
-    def add(self, span: "_Span", ended_ns: int) -> None:
-        began = span.began_ns
-        self.events.append(Event(span.name, span.row, self.epoch_ns + began, ended_ns - began, span.details))
+    @contextlib.contextmanager
+    def lane(self, kind: str, details: dict[str, Any]) -> Iterator[None]:
+        row = next(row for number in itertools.count(1) if (row := f"{kind} {number}") not in self.lanes)
+        self.lanes.add(row)
+        token = _lane.set(row)
+        try:
+            with self.span(kind, row, details):
+                yield
+        finally:
+            _lane.reset(token)
+            self.lanes.remove(row)
 
 
 _recording: _Recording | None = None
@@ -61,49 +74,17 @@ _lane: ContextVar[str | None] = ContextVar("lane", default=None)
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-class _Span(AbstractContextManager[None]):
-    def __init__(self, recording: _Recording, name: str, details: dict[str, Any]):
-        self._recording, self.name, self.details = recording, name, details
-        self.row = ""
-        self.began_ns = 0
-
-    def __enter__(self) -> None:
-        self.row = _lane.get() or ("" if _in_event_loop() else threading.current_thread().name)
-        if self.row:
-            self._begin()
-
-    def __exit__(self, *raised: object) -> None:
-        if self._recording.open.pop(id(self), None) is not None:
-            self._recording.add(self, time.perf_counter_ns())
-
-    def _begin(self) -> None:
-        self._recording.open[id(self)] = self
-        self.began_ns = time.perf_counter_ns()
-
-
-class _Lane(_Span):
-    _token: Token[str | None]
-
-    def __enter__(self) -> None:
-        self._number = self._recording.take_lane(self.name)
-        self.row = f"{self.name} {self._number}"
-        self._token = _lane.set(self.row)
-        self._begin()
-
-    def __exit__(self, *raised: object) -> None:
-        super().__exit__(*raised)
-        _lane.reset(self._token)
-        self._recording.free_lane(self.name, self._number)
-
-
 def span(name: str, **details: Any) -> AbstractContextManager[None]:
     """What happens in the block, as a part of what the lane or the thread does."""
-    return _NOTHING if _recording is None else _Span(_recording, name, details)
+    if _recording is None:
+        return _NOTHING
+    row = _lane.get() or ("" if _in_event_loop() else threading.current_thread().name)
+    return _recording.span(name, row, details) if row else _NOTHING
 
 
 def lane(kind: str, **details: Any) -> AbstractContextManager[None]:
     """What happens in the block runs beside others of its kind, and has a row of its own for that time."""
-    return _NOTHING if _recording is None else _Lane(_recording, kind, details)
+    return _NOTHING if _recording is None else _recording.lane(kind, details)
 
 
 def _in_event_loop() -> bool:
@@ -132,8 +113,8 @@ def stop() -> list[Event]:
     if recorded is None:
         return []
     now = time.perf_counter_ns()
-    for unfinished in list(recorded.open.values()):
+    for unfinished in list(recorded.open.values()):  # threads go on ending theirs
         unfinished.details["unfinished"] = True
-        recorded.add(unfinished, now)
+        recorded.end(unfinished, now)
     recorded.open.clear()
     return recorded.events
