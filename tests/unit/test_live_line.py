@@ -245,7 +245,7 @@ def test_the_time_in_which_a_run_is_built_again_is_no_step():
     assert progress.seconds_left() is None and progress.line() == "      2/100 [--------------------]"
     taken(progress, clock, 7.0, 2.0, first=3)
     assert progress.seconds_left() == 96 * 2
-    assert progress.line().endswith("2 s a step, about 3 min left")
+    assert progress.line().endswith("2 s a step, about 3 min 12 s left")
     progress.begin(0, 10_000)
     taken(progress, clock, 5.0, *[60.0] * 20)
     assert progress.line().endswith("60 s a step, about 6 d 22 h left")  # 9,979 minutes

@@ -18,7 +18,7 @@ def replay(count=100, seed=0, **config) -> ExampleReplay:
 
 
 def stored(strategy) -> set[str]:
-    return {sample_id for sample_id, _, _ in strategy.state_dict()["stored"]}
+    return {sample_id for sample_id, _ in strategy.state_dict()["stored"]}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_resume_hands_out_the_stored_examples_of_the_dataset():
 
 def test_a_stored_example_the_dataset_lost_is_named():
     strategy = replay()
-    state = strategy.state_dict() | {"stored": [["gone", 0.25, 0]]}
+    state = strategy.state_dict() | {"stored": [["gone", 0.25]]}
     with pytest.raises(ConfigError, match="no example 'gone'"):
         strategy.load_state_dict(state)
 

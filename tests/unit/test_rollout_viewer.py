@@ -58,11 +58,10 @@ async def test_conversation_reads_from_top_to_bottom(run_folder, capsys):
     [
         ([], "012"),
         (["--limit", "2"], "01"),
-        (["--status", "error"], "2"),
         (["--outcome", "failed"], "2"),
         (["--min-reward", "0.5"], "0"),
         (["--max-reward", "0.5"], "1"),
-        (["--task", "calculator", "--status", "completed"], "01"),
+        (["--task", "calculator", "--outcome", "trained"], "01"),
         (["--group", "calculator-0"], "012"),
         (["--step", "3", "--limit", "1"], "0"),
         (["--last", "--limit", "2"], "12"),
@@ -104,8 +103,9 @@ async def test_nothing_to_show_is_said(run_folder, tmp_path, capsys):
     assert "no such file" in capsys.readouterr().err
 
 
-async def test_long_messages_are_cut(run_folder, capsys):
-    assert main([str(run_folder), "--limit", "1", "--chars", "5"]) == 0
+async def test_long_messages_are_cut(run_folder, capsys, monkeypatch):
+    monkeypatch.setattr("torchtitan.experiments.rl.observability.rollouts.MOST", 5)
+    assert main([str(run_folder), "--limit", "1"]) == 0
     assert "What … (" in capsys.readouterr().out
 
 

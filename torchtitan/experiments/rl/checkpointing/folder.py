@@ -10,7 +10,6 @@ no complete checkpoint with a file that is not.
 import contextlib
 import errno
 import hashlib
-import json
 import logging
 import os
 import re
@@ -19,7 +18,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.errors import RunError
@@ -59,6 +59,17 @@ def policies(run_dir: Path) -> list[Path]:
     """The hub folders that a run has written of its policy, the newest last."""
     found = [path for name in (OLD_POLICY_FOLDER, POLICY_FOLDER) for path in (run_dir / name).glob("step-*")]
     return sorted((path for path in found if path.name[5:].isdigit()), key=lambda path: int(path.name[5:]))
+
+
+class _File(msgspec.Struct):
+    size: int
+    sha256: str
+
+
+class _Manifest(msgspec.Struct):
+    format: int
+    step: int
+    files: dict[str, _File]
 
 
 class CheckpointError(RunError):
@@ -176,19 +187,19 @@ def verify(path: Path) -> None:
     manifest = _read_manifest(path)
 
     def problem(name: str) -> str | None:
-        file, said = path / name, manifest["files"][name]
+        file, said = path / name, manifest.files[name]
         try:
             size = file.stat().st_size
-            if size != said["size"]:
-                return f"{file} has {size:,} bytes and had {said['size']:,}"
-            return None if _checksum(file) == said["sha256"] else f"{file} has other bytes than were written"
+            if size != said.size:
+                return f"{file} has {size:,} bytes and had {said.size:,}"
+            return None if _checksum(file) == said.sha256 else f"{file} has other bytes than were written"
         except FileNotFoundError:
             return f"{file} is missing"
         except OSError as error:
             return f"{file} can't be read ({error.strerror})"
 
     with ThreadPoolExecutor(_READERS) as readers:
-        for found in readers.map(problem, sorted(manifest["files"])):
+        for found in readers.map(problem, sorted(manifest.files)):
             if found is not None:
                 raise _damaged(path, found)
 
@@ -238,43 +249,35 @@ def _write_manifest(folder: Path, step: int) -> None:
     """Fsync every file and folder below, and then write the manifest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
 
-    def entry(path: Path) -> dict[str, Any]:
+    def entry(path: Path) -> _File:
         _sync(path)
-        return {"size": path.stat().st_size, "sha256": _checksum(path)}
+        return _File(path.stat().st_size, _checksum(path))
 
     with ThreadPoolExecutor(_READERS) as readers:
         entries = dict(zip((str(path.relative_to(folder)) for path in files), readers.map(entry, files), strict=True))
     for path in folder.rglob("*"):
         if path.is_dir():
             _sync_folder(path)
-    manifest = {"format": FORMAT, "step": step, "files": entries}
-    with (folder / MANIFEST_FILE).open("w", encoding="utf-8") as file:
-        file.write(json.dumps(manifest, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    manifest = msgspec.json.encode(_Manifest(FORMAT, step, entries))
+    (folder / MANIFEST_FILE).write_bytes(msgspec.json.format(manifest, indent=1) + b"\n")
+    _sync(folder / MANIFEST_FILE)
     _sync_folder(folder)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> _Manifest:
     file = path / MANIFEST_FILE
     try:
-        manifest = json.loads(file.read_bytes())
-        known, step, entries = manifest["format"], manifest["step"], manifest["files"]
-        well_formed = all(isinstance(said["size"], int) and isinstance(said["sha256"], str) for said in entries.values())
+        manifest = msgspec.json.decode(file.read_bytes(), type=_Manifest)
     except FileNotFoundError:
         raise _damaged(path, f"{file} is missing") from None
     except OSError as error:
         raise _damaged(path, f"{file} can't be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        well_formed = False
-    else:
-        if known != FORMAT:
-            raise CheckpointError(
-                f"{file} has format {known}, and this version reads {FORMAT}: resume with the one that wrote it"
-            )
-        named = _NAME.fullmatch(path.name)
-        well_formed = well_formed and (named is None or int(named[1]) == step)
-    if not well_formed:
+    except ValueError:
+        raise _damaged(path, f"{file} is not what was written") from None
+    if manifest.format != FORMAT:
+        seen = f"{file} has format {manifest.format}, and this version reads {FORMAT}"
+        raise CheckpointError(f"{seen}: resume with the one that wrote it")
+    if _NAME.fullmatch(path.name) and step_of(path) != manifest.step:
         raise _damaged(path, f"{file} is not what was written")
     return manifest
 

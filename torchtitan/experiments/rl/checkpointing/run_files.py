@@ -3,6 +3,7 @@
 A checkpoint has the size of each, taken between two records. What follows was written by steps that are taken again.
 """
 
+import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,6 @@ from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_
 
 _LINES = (METRICS_FILE, LEDGER_FILE)
 """A run can't do without them: a resumed run's metrics and ledger have no gap."""
-_CHUNK = 2**16
 
 
 def sizes(run_dir: Path) -> dict[str, int]:
@@ -77,12 +77,7 @@ def _files(run_dir: Path) -> list[Path]:
 
 
 def _end_of_last_line(path: Path) -> int:
-    with path.open("rb") as file:
-        start = file.seek(0, os.SEEK_END)
-        while start > 0:
-            start = max(0, start - _CHUNK)
-            file.seek(start)
-            newline = file.read(_CHUNK).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-    return 0
+    if not path.stat().st_size:  # which can't be mapped
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return data.rfind(b"\n") + 1

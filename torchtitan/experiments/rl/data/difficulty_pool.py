@@ -11,6 +11,7 @@ from typing import Any
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, check_config
 from torchtitan.experiments.rl.data.dataset import Examples, count_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, random_order
+from torchtitan.experiments.rl.data.task_mix import pick_in_turn
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
@@ -53,7 +54,6 @@ class DifficultyPool(SampleStrategy):
             return {pool: getattr(self, f"{pool}_weight") for pool in POOLS}
 
         def validate(self, *, field: str) -> None:
-            """See SampleStrategy.Config."""
             if not self.hard_up_to < self.easy_from:
                 raise ConfigError(f"{field}.easy_from", self.easy_from, f"must be above hard_up_to = {self.hard_up_to:g}")
             if not any(self.weights().values()):
@@ -92,14 +92,12 @@ class DifficultyPool(SampleStrategy):
 
     def observe(self, group: RolloutGroup) -> None:
         sample_id = group.data_sample.sample_id
-        if sample_id in self._out:
-            index, pool, _ = self._out.pop(sample_id)
-        else:  # late, and taken back meanwhile
-            found = next((name for name, examples in self._pools.items() if sample_id in examples), None)
-            if found is None:
-                return
-            pool = found
-            index = self._pools[pool].pop(sample_id)
+        # Where it is late, it was taken back meanwhile.
+        back = ((examples.pop(sample_id), name, 0) for name, examples in self._pools.items() if sample_id in examples)
+        entry = self._out.pop(sample_id, None) or next(back, None)
+        if entry is None:
+            return
+        index, pool, _ = entry
         rewards = group.rewards
         if rewards:
             pool = self._pool_of(sum(rewards) / len(rewards))
@@ -143,11 +141,5 @@ class DifficultyPool(SampleStrategy):
     def _next_pool(self) -> str:
         """The pool to draw from now."""
         stocked = [pool for pool, size in self.pool_sizes().items() if size]
-        weighted = [pool for pool in stocked if self._weights[pool]]
-        if not weighted:
-            return stocked[0]
-        for pool in weighted:
-            self._credit[pool] += self._weights[pool]
-        picked = max(weighted, key=self._credit.__getitem__)
-        self._credit[picked] -= sum(self._weights[pool] for pool in weighted)
-        return picked
+        weighted = {pool: self._weights[pool] for pool in stocked if self._weights[pool]}
+        return pick_in_turn(self._credit, weighted) if weighted else stocked[0]

@@ -13,13 +13,6 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
 
-@dataclass(kw_only=True, slots=True)
-class _Stored:
-    sample: DataSample
-    variance: float
-    order: int
-
-
 class ExampleReplay(SampleStrategy):
     """Hands out the examples of stored groups again, among fresh ones.
 
@@ -49,7 +42,6 @@ class ExampleReplay(SampleStrategy):
         """A group is stored if its mean reward is below this; None: any."""
 
         def validate(self, *, field: str) -> None:
-            """See SampleStrategy.Config."""
             above, below = self.mean_above, self.mean_below
             if above is not None and below is not None and not above < below:
                 raise ConfigError(f"{field}.mean_below", below, f"must be above mean_above = {above:g}")
@@ -62,38 +54,33 @@ class ExampleReplay(SampleStrategy):
         check_config(config, field="sampler")
         self.fresh: SampleStrategy = config.fresh.build(dataset=dataset, seed=seed)
         self._draws = 0
-        self._stores = 0
-        self._stored: list[_Stored] = []
-        """In any order: what leaves is replaced by the last."""
-        self._places: dict[str, int] = {}
-        """Place in _stored, by sample id."""
+        self._stored: dict[str, tuple[DataSample, float]] = {}
+        """Example and variance of the rewards of each stored group, by the example's id, oldest first."""
 
     def next(self) -> DataSample:
         # A stream per draw: its number is all there is to save.
         random = np.random.default_rng([self.seed, self._draws])
         self._draws += 1
         if self._stored and random.random() < self.config.fraction:
-            return self._take(int(random.integers(len(self._stored)))).sample
+            names = list(self._stored)
+            return self._stored.pop(names[random.integers(len(names))])[0]
         return self.fresh.next()
 
     def observe(self, group: RolloutGroup) -> None:
         self.fresh.observe(group)
-        place = self._places.get(group.data_sample.sample_id)
-        if place is not None:
-            self._take(place)
+        sample = group.data_sample
+        self._stored.pop(sample.sample_id, None)
         rewards = np.array(group.rewards, np.float64)
-        if not self._informative(rewards):
-            return
-        self._store(_Stored(sample=group.data_sample, variance=float(rewards.var()), order=self._stores))
-        self._stores += 1
+        if self._informative(rewards):
+            self._stored[sample.sample_id] = sample, float(rewards.var())
         if len(self._stored) > self.config.capacity:
-            self._take(min(range(len(self._stored)), key=self._worth))
+            by_variance = self.config.keep == "variance"
+            del self._stored[min(self._stored, key=lambda name: self._stored[name][1] * by_variance)]  # of equals the oldest
 
     def state_dict(self) -> dict[str, Any]:
         return self.origin() | {
             "draws": self._draws,
-            "stores": self._stores,
-            "stored": [[entry.sample.sample_id, entry.variance, entry.order] for entry in self._stored],
+            "stored": [[name, variance] for name, (_, variance) in self._stored.items()],
             "fresh": self.fresh.state_dict(),
         }
 
@@ -104,44 +91,17 @@ class ExampleReplay(SampleStrategy):
             ConfigError: the state is of another strategy, dataset or seed.
         """
         self.check_origin(state)
-        samples = self._find({sample_id for sample_id, _, _ in state["stored"]})
+        wanted = {sample_id for sample_id, _ in state["stored"]}
+        samples = find_examples(self.dataset, wanted)
+        if missing := sorted(wanted - samples.keys()):
+            cure = "the checkpoint stored it: resume with the same examples"
+            raise ConfigError("dataset", f"no example {missing[0]!r}", cure)
         self.fresh.load_state_dict(state["fresh"])
-        self._draws, self._stores = state["draws"], state["stores"]
-        self._stored, self._places = [], {}
-        for sample_id, variance, order in state["stored"]:
-            self._store(_Stored(sample=samples[sample_id], variance=variance, order=order))
+        self._draws = state["draws"]
+        self._stored = {sample_id: (samples[sample_id], variance) for sample_id, variance in state["stored"]}
 
     def _informative(self, rewards: np.ndarray) -> bool:
         if rewards.size == 0 or rewards.min() == rewards.max():
             return False
         above, below, mean = self.config.mean_above, self.config.mean_below, rewards.mean()
         return bool((above is None or mean > above) and (below is None or mean < below))
-
-    def _worth(self, place: int) -> tuple[float, int]:
-        entry = self._stored[place]
-        return (entry.variance if self.config.keep == "variance" else 0.0, entry.order)
-
-    def _store(self, entry: _Stored) -> None:
-        self._places[entry.sample.sample_id] = len(self._stored)
-        self._stored.append(entry)
-
-    def _take(self, place: int) -> _Stored:
-        entry, last = self._stored[place], self._stored.pop()
-        del self._places[entry.sample.sample_id]
-        if last is not entry:
-            self._stored[place] = last
-            self._places[last.sample.sample_id] = place
-        return entry
-
-    def _find(self, sample_ids: set[str]) -> dict[str, DataSample]:
-        found = find_examples(self.dataset, sample_ids)
-        missing = sorted(sample_ids - found.keys())
-        if missing:
-            raise ConfigError(
-                "dataset", f"no example {missing[0]!r}", "the checkpoint stored it: resume with the same examples"
-            )
-        return found
-
-
-Replay = ExampleReplay
-"""Its name before groups could be replayed."""

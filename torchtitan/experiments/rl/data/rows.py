@@ -1,6 +1,7 @@
 """A dataset of rows: a file, a dataset of the hub, a pandas frame or a list of dicts."""
 
 import codecs
+import contextlib
 import csv
 import functools
 import io
@@ -8,7 +9,7 @@ import json
 import re
 import stat
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def load_rows(config: RowDataset.Config, *, field: str) -> Rows:
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise ConfigError(f"{field}.path", config.path, "is no file")
-        rows = READERS[file.suffix](file)
+        rows = _parquet(file) if file.suffix == ".parquet" else READERS[file.suffix](_text_of(file))
     except FileNotFoundError:
         raise MissingError(f"{field}.path", config.path, "no such file") from None
     except _Unreadable as error:
@@ -170,8 +171,7 @@ def _slice(rows: Rows, config: RowDataset.Config, *, field: str) -> Rows:
     import datasets  # takes a second: only runs that need it wait for it
 
     try:
-        parts = datasets.ReadInstruction.from_spec(config.sliced).to_absolute({name: len(rows)})
-        (part,) = parts
+        (part,) = datasets.ReadInstruction.from_spec(config.sliced).to_absolute({name: len(rows)})
     except Exception as error:  # the library's own types
         raise ConfigError(f"{field}.split", config.split, f'names no part, such as "train[:95%]": {cause_of(error)}') from error
     found = rows.part(part.from_, part.to)
@@ -224,12 +224,8 @@ def _text_of(file: Path) -> str:
         raise _Unreadable(f"line {line} is no UTF-8 (byte 0x{data[error.start]:02x}): save the file as UTF-8") from None
 
 
-def _read_json_lines(file: Path) -> Rows:
-    return _json_lines(_text_of(file))
-
-
 def _json_lines(text: str) -> Rows:
-    rows, numbers = [], []
+    rows: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(text.split("\n"), 1):
         if line := line.strip():
             try:
@@ -237,15 +233,13 @@ def _json_lines(text: str) -> Rows:
             except (ValueError, RecursionError) as error:
                 fault = f"{error.msg} at character {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
                 cure = 'write a whole {"column": value, ...} in each line, or remove it'
-                raise _Unreadable(f"line {number} is no JSON ({fault}): {_start(line)}; {cure}") from None
-            rows.append(_object(row, f"line {number}"))
-            numbers.append(number)
-    return Rows(_with_all_columns(rows), numbers)
+                raise _Unreadable(f"line {number} is no JSON ({fault}): {repr(line[:60])}; {cure}") from None
+            rows[number] = _object(row, f"line {number}")
+    return Rows(_with_all_columns([*rows.values()]), [*rows])
 
 
-def _read_json(file: Path) -> Rows:
+def _json(text: str) -> Rows:
     """A list of objects, or JSON lines."""
-    text = _text_of(file)
     if not text.lstrip().startswith("["):
         return _json_lines(text)
     try:
@@ -255,12 +249,12 @@ def _read_json(file: Path) -> Rows:
     return Rows(_with_all_columns([_object(row, f"row {index}") for index, row in enumerate(rows)]))
 
 
-def _read_csv(file: Path) -> Rows:
+def _csv(text: str) -> Rows:
     """A column whose values are all whole numbers, or all numbers, has numbers; 007 is none. An empty value is None."""
-    reader = csv.reader(io.StringIO(_text_of(file), newline=""), strict=True)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     limit = csv.field_size_limit(sys.maxsize)
     columns: list[str] = []
-    values, numbers = [], []
+    lines: dict[int, list[str]] = {}
     line = 1
     try:
         for row in reader:
@@ -270,8 +264,7 @@ def _read_csv(file: Path) -> Rows:
                 counts = f"line {line} has {len(row)} values, and the header {len(columns)} columns ({', '.join(columns)})"
                 raise _Unreadable(f"{counts}: quote a value that has a comma")
             elif row:
-                values.append(row)
-                numbers.append(line)
+                lines[line] = row
             line = reader.line_num + 1
     except csv.Error as error:
         raise _Unreadable(f"line {line} is no CSV ({error}): see to its quotes") from None
@@ -279,8 +272,8 @@ def _read_csv(file: Path) -> Rows:
         csv.field_size_limit(limit)
     if len(set(columns)) < len(columns):
         raise _Unreadable(f"its first line names a column twice ({', '.join(columns)}): it must be a header of different names")
-    typed = zip(*map(_typed, zip(*values, strict=True)), strict=True)
-    return Rows((dict(zip(columns, row, strict=True)) for row in typed), numbers)
+    typed = zip(*map(_typed, zip(*lines.values(), strict=True)), strict=True)
+    return Rows((dict(zip(columns, row, strict=True)) for row in typed), [*lines])
 
 
 def _typed(column: tuple[str, ...]) -> list[Any]:
@@ -290,7 +283,7 @@ def _typed(column: tuple[str, ...]) -> list[Any]:
     return [kind(value) if value else None for value in column]
 
 
-def _read_parquet(file: Path) -> Rows:
+def _parquet(file: Path) -> Rows:
     import pyarrow.parquet  # only runs that need it wait for it
 
     try:
@@ -299,7 +292,7 @@ def _read_parquet(file: Path) -> Rows:
         raise _Unreadable(f"is no Parquet file that can be read: {' '.join(str(error).split())}") from None
 
 
-READERS = {".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+READERS: dict[str, Callable[[str], Rows]] = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}
 
 
 def _object(row: Any, place: str) -> dict[str, Any]:
@@ -310,15 +303,8 @@ def _object(row: Any, place: str) -> dict[str, Any]:
 
 
 def _with_all_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    columns: dict[str, None] = {}
-    for row in rows:
-        columns.update(dict.fromkeys(row))
-    empty = dict.fromkeys(columns)
-    return [row if len(row) == len(columns) else empty | row for row in rows]
-
-
-def _start(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:60]}...")
+    empty = dict.fromkeys(column for row in rows for column in row)
+    return [row if len(row) == len(empty) else empty | row for row in rows]
 
 
 # ---- the hub
@@ -331,9 +317,7 @@ def _load_from_hub(config: RowDataset.Config, *, field: str) -> Any:
     assert config.path is not None
     fault = hub_fault()
     try:
-        if fault is None:
-            return datasets.load_dataset(config.path, config.name, split=config.sliced)
-        with without_hub():
+        with without_hub() if fault else contextlib.nullcontext():
             return datasets.load_dataset(config.path, config.name, split=config.sliced)
     except Exception as error:  # the hub, the network, the parsers and the library itself each raise types of their own
         cause = f"can't be loaded: {cause_of(error.__cause__ or error)}"

@@ -116,7 +116,8 @@ LARGEST_TABLE = 2**24
 """Examples up to which an order is held in memory, at 8 bytes each."""
 
 _ROUNDS = 6
-_WORD = 2**64 - 1
+_ODD = 0x9E3779B97F4A7C15
+"""To multiply by an odd number is a permutation of the numbers of so many bits."""
 
 
 class Order(Protocol):
@@ -136,10 +137,11 @@ def random_order(size: int, seed: int | Sequence[int]) -> Order:
 
 
 class ComputedOrder:
-    """An order that computes each of its places, by a Feistel network.
+    """An order that computes each of its places.
 
-    The network permutes the numbers of an even number of bits, of which there are at most four times ``size``. A result that is
-    no example goes through it again, until it is one (cycle walking: Black and Rogaway, 2002). So every example has one place.
+    In each round a number of so many bits gets a key, is multiplied, and its upper bits go into the lower ones. Each step can
+    be undone, so all are a permutation. A result that is no example goes through it again, until it is one (cycle walking:
+    Black and Rogaway, 2002). So every example has one place.
     """
 
     def __init__(self, size: int, keys: Sequence[int]):
@@ -148,7 +150,7 @@ class ComputedOrder:
             keys: of the rounds; they choose the order.
         """
         self._size, self._keys = size, keys
-        self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._bits = max(2, (size - 1).bit_length())
 
     def __len__(self) -> int:
         return self._size
@@ -162,16 +164,7 @@ class ComputedOrder:
         return number
 
     def _permuted(self, number: int) -> int:
-        mask = (1 << self._half_bits) - 1
-        left, right = number >> self._half_bits, number & mask
         for key in self._keys:
-            left, right = right, left ^ (_mixed(right + key) & mask)
-        return left << self._half_bits | right
-
-
-def _mixed(word: int) -> int:
-    """The finalizer of SplitMix64 (Steele et al., 2014): each bit of the input changes about half of the output's."""
-    word &= _WORD
-    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
-    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
-    return word ^ word >> 31
+            number = (number + key) * _ODD % 2**self._bits
+            number ^= number >> self._bits // 2
+        return number

@@ -1,6 +1,7 @@
 """Which task gives the next group."""
 
 import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +43,18 @@ class TaskMix(UserConfigurable, abc.ABC):
         """Continue from a state_dict."""
 
 
+def pick_in_turn(credit: dict[str, float], weights: Mapping[str, float]) -> str:
+    """Smooth weighted round robin, nginx's upstream rule: at each pick each name gains its weight in ``credit``, which is
+    changed. The name with the most (the first, of equals) is picked and pays the sum of the weights."""
+    for name, weight in weights.items():
+        credit[name] += weight
+    picked = max(weights, key=credit.__getitem__)
+    credit[picked] -= sum(weights.values())
+    return picked
+
+
 class WeightedRoundRobin(TaskMix):
-    """Smooth weighted round robin, nginx's upstream rule: at each pick every task gains its weight in credit. The task with
-    the most (the first named, of equals) is picked and pays the sum of the weights.
+    """``pick_in_turn`` of the tasks.
 
     After any number of picks a task has had its share to within one pick per other task, so no stretch of a run belongs to one
     task, as with random draws it might.
@@ -55,11 +65,7 @@ class WeightedRoundRobin(TaskMix):
         self._credit = dict.fromkeys(weights, 0.0)
 
     def next(self) -> str:
-        for name, weight in self.weights.items():
-            self._credit[name] += weight
-        picked = max(self._credit, key=self._credit.__getitem__)
-        self._credit[picked] -= sum(self.weights.values())
-        return picked
+        return pick_in_turn(self._credit, self.weights)
 
     def state_dict(self) -> dict[str, Any]:
         return {"credit": dict(self._credit)}

@@ -258,7 +258,6 @@ class GeneratorClient:
         return session
 
     def frozen(self, model: ModelReference) -> ModelClient:
-        """See PolicyClient.frozen."""
         if self._find_frozen is None:
             raise RunError(f"no frozen models here: asked for {model}")
         return self._find_frozen(model)

@@ -99,12 +99,9 @@ class EndpointClient:
     async def _attempt(self, url: str, body: dict[str, Any]) -> tuple[dict[str, Any], None] | tuple[None, str]:
         """The choice, or why another attempt may help."""
         try:
-            key = self.model.api_key()
+            response = await self._http.post(url, json=body, headers=_headers(self.model))
         except LookupError as error:
             raise self._error(f"has no key: {self.model.api_key_env}: {error}") from None
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        try:
-            response = await self._http.post(url, json=body, headers=headers)
         except httpx.TransportError as error:
             return None, f"{type(error).__name__} {self.model.quoted(str(error))}".rstrip()  # it may quote a broken answer
         if response.status_code == 429 or response.status_code >= 500:
@@ -250,9 +247,12 @@ def check_served_tokenizer(model: FrozenModel, field: str, tokenizer_path: str, 
 
 
 def _ask(model: FrozenModel, method: str, url: str, **request: Any) -> httpx.Response:
+    return httpx.request(method, url, headers=_headers(model), timeout=ASK_TIMEOUT_S, **request)
+
+
+def _headers(model: FrozenModel) -> dict[str, str]:
     key = model.api_key()
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    return httpx.request(method, url, headers=headers, timeout=ASK_TIMEOUT_S, **request)
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def _some(model: FrozenModel, names: list[str]) -> str:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -37,6 +38,8 @@ from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt, 
 
 logger = logging.getLogger(__name__)
 
+MOST_STEPS = 100_000
+"""That are remembered where nobody asks how full the engine was."""
 FIRST_STEPS = 20
 """They may compile, and so take long."""
 _CANARY_ID = -1
@@ -44,42 +47,32 @@ _CANARY_ID = -1
 
 
 class EngineUsage:
-    """How full the engine was, over the steps since someone asked last.
-
-    Written by the engine's thread, read by the event loop. What is added while it is read may be left
-    out."""
+    """How full the engine was after its steps. Written by the engine's thread, read by the event loop."""
 
     def __init__(self) -> None:
-        self._steps = self._running = self._waiting = 0
-        self._cache_max = 0.0
-        self._prompts = self._prompts_before = (0, 0)
-        """Tokens of prompts, and how many of them were cached, since the engine was built."""
+        self._steps: deque[Occupancy] = deque(maxlen=MOST_STEPS)
+        """Since someone asked last."""
+        self._prompts = (0, 0)
+        """Tokens of prompts, and how many of them were cached, from the engine's start until then."""
 
     def add(self, now: Occupancy) -> None:
-        """After each step."""
-        self._steps += 1
-        self._running += now.running
-        self._waiting += now.waiting
-        self._cache_max = max(self._cache_max, now.cache)
-        self._prompts = now.prompt_tokens, now.prompt_tokens_cached
+        self._steps.append(now)
 
     def lap(self) -> dict[str, float]:
         """Since the last call: number of ``steps``, the mean of requests ``running`` and ``waiting`` after a step, the largest
         share of the cache in use, and, where requests have finished, the share of their prompts' tokens that were cached."""
-        steps = max(1, self._steps)
-        prompts = self._prompts
-        tokens, cached = (now - before for now, before in zip(prompts, self._prompts_before, strict=True))
+        steps = [self._steps.popleft() for _ in range(len(self._steps))]
+        count = max(1, len(steps))
         found = {
-            "steps": self._steps,
-            "running": self._running / steps,
-            "waiting": self._waiting / steps,
-            "cache_max": self._cache_max,
+            "steps": len(steps),
+            "running": sum(step.running for step in steps) / count,
+            "waiting": sum(step.waiting for step in steps) / count,
+            "cache_max": max((step.cache for step in steps), default=0.0),
         }
-        if tokens:
-            found["prompts_cached"] = cached / tokens
-        self._prompts_before = prompts
-        self._steps = self._running = self._waiting = 0
-        self._cache_max = 0.0
+        if steps:
+            before, self._prompts = self._prompts, (steps[-1].prompt_tokens, steps[-1].prompt_tokens_cached)
+            if tokens := self._prompts[0] - before[0]:
+                found["prompts_cached"] = (self._prompts[1] - before[1]) / tokens
         return found
 
 

@@ -47,7 +47,6 @@ class FrozenClients:
         self._endpoints: dict[tuple, EndpointClient] = {}
 
     def find(self, model: ModelReference) -> ModelClient:
-        """See PolicyClient.frozen."""
         if isinstance(model, FrozenModel):
             key = dataclasses.astuple(model)
             if key not in self._endpoints:

@@ -130,11 +130,8 @@ class Judge(UserConfigurable):
                     try:
                         async with asyncio.timeout(config.timeout_s):
                             reply = await self._client.chat(messages, seed=seed + attempt, sampling=config.sampling)
-                    except TimeoutError:
-                        problem = f"no answer within timeout_s = {config.timeout_s:g}"
-                        continue
-                    except (RunError, ValueError, TypeError) as error:
-                        problem = str(error)
+                    except (TimeoutError, RunError, ValueError, TypeError) as error:
+                        problem = str(error) or f"no answer within timeout_s = {config.timeout_s:g}"
                         continue
                     self._count("prompt_tokens", reply.prompt_tokens)
                     self._count("completion_tokens", reply.completion_tokens)

@@ -67,7 +67,6 @@ class Progress:
         self._steps, self.total, self._last_at = steps_done, total_steps, None
 
     def step(self, step: int) -> None:
-        """This step has ended."""
         now = self._clock()
         if self._last_at is not None:
             self._durations.append(now - self._last_at)
@@ -95,7 +94,7 @@ class Progress:
         line = f"{f'{self._steps}/{self.total}':>11} [{'#' * done}{'-' * (BAR - done)}]"
         step_s, left_s = self.step_s(), self.seconds_left()
         if step_s is not None and left_s is not None and self._steps < self.total:
-            line += f"  {step_s:.{'2g' if step_s < 10 else '0f'}} s a step, about {_rounded(left_s)} left"
+            line += f"  {step_s:.{'2g' if step_s < 10 else '0f'}} s a step, about {_duration(left_s)} left"
         return line
 
 
@@ -233,14 +232,12 @@ class Console:
             self._live.end()
 
     def begin(self, steps_done: int, total_steps: int) -> None:
-        """Training begins, or begins again."""
         self._progress.begin(steps_done, total_steps)
 
     def header(self, header: RunHeader) -> None:
         self._print(*map(printable_line, header_lines(header)))
 
     def step(self, step: int, metrics: Mapping[str, float], val: tuple[float, int] | None = None) -> None:
-        """See ``step_line``."""
         if self._steps_printed % TITLE_EVERY == 0:
             self._print(self._coloured(title_line(), BOLD))
         self._steps_printed += 1
@@ -349,21 +346,15 @@ def _count(value: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s"
-    minutes, hours = whole // 60, whole // 3600
-    return f"{minutes} min {whole % 60} s" if hours == 0 else f"{hours} h {minutes % 60} min"
-
-
-def _rounded(seconds: float) -> str:
-    if seconds < 60:
-        return f"{round(seconds)} s"
-    minutes = round(seconds / 60)
-    hours = minutes // 60
-    if hours >= 48:
-        return f"{hours // 24} d {hours % 24} h"
-    return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"
+    """The two largest units that it has."""
+    left, parts = round(seconds), list[str]()
+    if left < 60:
+        return f"{seconds:.3g} s"
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        count, left = divmod(left, size)
+        if count or parts:
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])
 
 
 class Waits:
@@ -403,7 +394,6 @@ class Waits:
             self.close()
 
     def close(self) -> None:
-        """Nothing is waited for."""
         self._began.clear()
         if self._saying is not None:
             self._saying.cancel()

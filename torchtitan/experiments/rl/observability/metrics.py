@@ -112,7 +112,8 @@ class MetricsLogger(Configurable):
         check_config(config, field="metrics")
         run_dir.mkdir(parents=True, exist_ok=True)
         self.config, self._last_step = config, resume_step
-        self._file = self._tensorboard = None
+        self._file: RecordFile | None = None
+        self._tensorboard: Any = None
         if config.jsonl:
             path = run_dir / METRICS_FILE
             if resume_step is None:
@@ -146,8 +147,7 @@ class MetricsLogger(Configurable):
         finite = {key: value for key, value in values.items() if value is not None}
         if self._file is not None:
             self._file.append((json.dumps({"step": step, **values}, allow_nan=False) + "\n").encode())
-        if (tensorboard := self._tensorboard) is not None:
-            self._tensorboard = self._surviving(tensorboard, lambda: _add_scalars(tensorboard, finite, step))
+        self._to_tensorboard(lambda writer: _add_scalars(writer, finite, step))
         for tracker in self._trackers:
             tracker.put(lambda own: own.log(step, finite))
         self._last_step = step
@@ -157,34 +157,31 @@ class MetricsLogger(Configurable):
         if not self.config.samples or step % self.config.samples_every or (self._tensorboard is None and not self._trackers):
             return
         table = samples_table(groups, self.config.samples)
-        if (tensorboard := self._tensorboard) is not None:
-            self._tensorboard = self._surviving(tensorboard, lambda: tensorboard.add_text(table.name, _markdown(table), step))
+        self._to_tensorboard(lambda writer: writer.add_text(table.name, _markdown(table), step))
         for tracker in self._trackers:
             tracker.put(lambda own: own.log_table(step, table))
 
     def flush(self) -> None:
         """Have everything logged so far in the files."""
-        if self._tensorboard is not None:
-            self._tensorboard = self._surviving(self._tensorboard, self._tensorboard.flush)
+        self._to_tensorboard(lambda writer: writer.flush())
 
     def close(self) -> None:
         """Flush and close every backend. A second call does nothing."""
         if self._file is not None:
             self._file.close()
-        if self._tensorboard is not None:
-            self._surviving(self._tensorboard, self._tensorboard.close)
+        self._to_tensorboard(lambda writer: writer.close())
         for tracker in self._trackers:
             tracker.close()
         self._file, self._tensorboard, self._trackers = None, None, []
 
-    def _surviving(self, backend: Any, call: Callable[[], object]) -> Any:
-        """``backend``, or None if the call fails: a copy of the metrics is not worth the run."""
+    def _to_tensorboard(self, call: Callable[[Any], object]) -> None:
+        """Nothing more goes there when the call fails: a copy of the metrics is not worth the run."""
         try:
-            call()
+            if self._tensorboard is not None:
+                call(self._tensorboard)
         except Exception as error:
-            logger.warning("no further metrics are sent to %s: %s", type(backend).__name__, error)
-            return None
-        return backend
+            logger.warning("no further metrics are sent to %s: %s", type(self._tensorboard).__name__, error)
+            self._tensorboard = None
 
 
 def _add_scalars(writer: Any, values: Mapping[str, float], step: int) -> None:
@@ -269,13 +266,7 @@ def samples_table(groups: Sequence[RolloutGroup], most: int) -> Table:
     """One rollout each of at most ``most`` groups; of each further group another place in the group."""
     chosen = [group.rollouts[number % len(group.rollouts)] for number, group in enumerate(groups[:most]) if group.rollouts]
     rows = [
-        (
-            printable(rollout.rollout_id),
-            printable(rollout.task_name),
-            rollout.reward,
-            str(rollout.status),
-            conversation(rollout),
-        )
+        (*map(printable, (rollout.rollout_id, rollout.task_name)), rollout.reward, rollout.status.value, conversation(rollout))
         for rollout in chosen
     ]
     return Table(name="samples", columns=COLUMNS, rows=rows)

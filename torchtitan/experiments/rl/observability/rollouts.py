@@ -1,8 +1,9 @@
 """Prints recorded rollouts as conversations, with their rewards.
 
-python -m torchtitan.experiments.rl.observability.rollouts outputs/RUN [--task NAME] [--status STATUS] [--outcome COLUMN]
-    [--group ID] [--step N] [--min-reward R] [--max-reward R] [--validation] [--last] [--sort KEY] [--limit N] [--chars N]
-    [--tokens]
+python -m torchtitan.experiments.rl.observability.rollouts outputs/RUN [--task NAME] [--outcome COLUMN] [--group ID] [--step N]
+    [--min-reward R] [--max-reward R] [--validation] [--last] [--sort KEY] [--limit N] [--tokens]
+
+``rl-report`` shows them in the browser, with more to choose and sort by.
 """
 
 import argparse
@@ -10,17 +11,19 @@ import itertools
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.printable import printable
 from torchtitan.experiments.rl.process.setup import escape_unencodable_output
-from torchtitan.experiments.rl.rollouts.records import RecordedRollout, RecordKind
-from torchtitan.experiments.rl.rollouts.types import Completion, Rollout, RolloutStatus
+from torchtitan.experiments.rl.rollouts.records import RecordedRollout
+from torchtitan.experiments.rl.rollouts.types import Completion, Rollout
 from torchtitan.experiments.rl.types import TrainingSample
 
 WIDTH = 100
+MOST = 2000
+"""Characters of a message that the command prints."""
 SORTED_BY: dict[str, Callable[[Rollout], float]] = {
     "reward": lambda rollout: -float("inf") if rollout.reward is None else rollout.reward,
     "tokens": lambda rollout: rollout.completion_tokens,
@@ -38,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("path", type=Path, help="a run folder, or its rollouts.jsonl.gz")
     parser.add_argument("--task", help="only this task")
-    parser.add_argument("--status", choices=[status.value for status in RolloutStatus if status.is_terminal()])
-    parser.add_argument("--outcome", help='a column of the ledger, or its beginning: "trained", "failed", "filtered/pre/..."')
+    parser.add_argument("--outcome", default="", help='a column of the ledger, or its beginning: "trained", "failed"')
     parser.add_argument("--group", metavar="ID", help="only the rollouts of this group, such as sum_digits-12")
     parser.add_argument("--step", type=int, help="only groups that began when the policy had taken so many steps")
     parser.add_argument("--min-reward", type=float)
@@ -51,12 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tokens", action="store_true", help="of each completion its token ids, with their log-probabilities")
     parser.add_argument("--limit", type=int, default=10, help="show so many (default 10); 0: all")
-    parser.add_argument("--chars", type=int, default=2000, help="of a message, the rest is cut (default 2000); 0: all")
     options = parser.parse_args(arguments)
-    shown = 0
+    most, shown = options.limit or None, 0
     try:
-        for record, mean in chosen(options):
-            print(printable("\n".join(lines_of(record, group_mean=mean, chars=options.chars, tokens=options.tokens))))
+        found: Iterable[tuple[RecordedRollout, float | None]]
+        found = deque(matching(options), most) if options.last else matching(options)
+        if options.sort is not None:
+            found = sorted(found, key=lambda pair: SORTED_BY[options.sort](pair[0].rollout), reverse=True)
+        for record, mean in itertools.islice(found, most):
+            print(printable("\n".join(lines_of(record, group_mean=mean, chars=MOST, tokens=options.tokens))))
             shown += 1
     except FileNotFoundError as error:
         print(f"{error.filename}: no such file; was the run started with recorder.fraction = 0?", file=sys.stderr)
@@ -69,41 +74,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if shown else 1
 
 
-def chosen(options: argparse.Namespace) -> Iterator[tuple[RecordedRollout, float | None]]:
-    """The records to show, in their order, each with the mean reward of its group."""
-    found, most = matching(options), options.limit or None
-    if options.last:
-        found = iter(deque(found, most))
-    if options.sort is not None:
-        by = SORTED_BY[options.sort]
-        found = iter(sorted(found, key=lambda pair: by(pair[0].rollout), reverse=True))
-    return itertools.islice(found, most)
-
-
 def matching(options: argparse.Namespace) -> Iterator[tuple[RecordedRollout, float | None]]:
     """The records that pass the command's filters, each with the mean reward of its group."""
     from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # imports torch, which the report's pages need not
 
-    kind: RecordKind = "validation" if options.validation else "training"
-    for group_id, records in itertools.groupby(read_rollouts(options.path, kind), lambda record: record.rollout.group_id):
-        if options.group not in (None, group_id):
-            continue
-        group = list(records)
-        rewards = [record.rollout.reward for record in group if record.rollout.reward is not None]
+    recorded = read_rollouts(options.path, "validation" if options.validation else "training")
+    for group_id, records in itertools.groupby(recorded, lambda record: record.rollout.group_id):
+        group = [(record, record.rollout.reward) for record in records if options.group in (None, group_id)]
+        rewards = [reward for _, reward in group if reward is not None]
         mean = sum(rewards) / len(rewards) if rewards else None
-        yield from ((record, mean) for record in group if _matches(record, options))
-
-
-def _matches(record: RecordedRollout, options: argparse.Namespace) -> bool:
-    rollout, reward = record.rollout, record.rollout.reward
-    return (
-        options.task in (None, rollout.task_name)
-        and options.status in (None, rollout.status.value)
-        and (options.outcome is None or (record.outcome or "").startswith(options.outcome))
-        and options.step in (None, record.admitted_version)
-        and (options.min_reward is None or (reward is not None and reward >= options.min_reward))
-        and (options.max_reward is None or (reward is not None and reward <= options.max_reward))
-    )
+        for record, reward in group:
+            if (
+                options.task in (None, record.rollout.task_name)
+                and options.step in (None, record.admitted_version)
+                and (record.outcome or "").startswith(options.outcome)
+                and (options.min_reward is None or (reward is not None and reward >= options.min_reward))
+                and (options.max_reward is None or (reward is not None and reward <= options.max_reward))
+            ):
+                yield record, mean
 
 
 def lines_of(
@@ -151,7 +139,8 @@ def lines_of(
         lines.append(f"   {rollout.status.value}: {rollout.error}")
     if rollout.reward_components:
         lines.append(f"   rewards {_components(rollout.reward_components)}")
-    lines.append(f"   {_samples(record)}; made from {cut(_env_input(record), 200)}")
+    made_from = rollout.data_sample.env_input if rollout.data_sample else None
+    lines.append(f"   {_samples(record)}; made from {cut(made_from, 200)}")
     return [*lines, ""]
 
 
@@ -240,23 +229,17 @@ def _message(message: Mapping[str, Any], *, note: str = "") -> list[str]:
 def _samples(record: RecordedRollout) -> str:
     samples = record.rollout.samples
     text = f"{len(samples)} training sample{'s' * (len(samples) != 1)}"
-    advantages = [s.advantages[s.loss_mask] for s in samples if s.advantages is not None and s.loss_mask.any()]
-    values = sorted({round(float(value), 6) for part in advantages for value in (part.min(), part.max())})
-    if values:
-        text += f", advantage {values[0]:.3g}" + (f" to {values[-1]:.3g}" if len(values) > 1 else "")
-    for name in ("rl_weights", "ce_weights", "ref_kl_weights"):
+    for name in ("advantages", "rl_weights", "ce_weights", "ref_kl_weights"):
         if span := _span(samples, name):
-            text += f", {name} {span}"
+            text += f", {name.replace('advantages', 'advantage')} {span}"
     return text
 
 
 def _span(samples: Sequence[TrainingSample], name: str) -> str:
-    """Smallest and largest of a weight over the sampled tokens; empty where no sample has it."""
+    """Smallest and largest of a stream over the sampled tokens; empty where no sample has it."""
     parts = [values[s.loss_mask] for s in samples if (values := getattr(s, name)) is not None and s.loss_mask.any()]
-    if not parts:
-        return ""
-    low, high = min(float(part.min()) for part in parts), max(float(part.max()) for part in parts)
-    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+    ends = (min(part.min() for part in parts), max(part.max() for part in parts)) if parts else ()
+    return " to ".join(dict.fromkeys(f"{end:.3g}" for end in ends))
 
 
 def _tokens(completion: Completion, *, typed: bool) -> str:
@@ -264,10 +247,6 @@ def _tokens(completion: Completion, *, typed: bool) -> str:
         return " ".join(map(str, completion.token_ids.tolist()))
     pairs = zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True)
     return " ".join(f"{token}:{logprob:.2f}" for token, logprob in pairs)
-
-
-def _env_input(record: RecordedRollout) -> Any:
-    return record.rollout.data_sample.env_input if record.rollout.data_sample else None
 
 
 def _components(components: dict[str, float]) -> str:

@@ -44,11 +44,9 @@ class LoopLag:
         """Of each measurement since the last lap."""
 
     def start(self) -> None:
-        """Start to measure the running loop."""
         self._task = asyncio.create_task(self._look(), name="loop-lag")
 
     def stop(self) -> None:
-        """Stop measuring."""
         if self._task is not None:
             self._task.cancel()
 

@@ -81,6 +81,9 @@ class ZeroAdvantage(Filter):
         return nothing if self.config.per == "rollout" else [all(nothing)] * len(nothing)
 
 
+ZERO_ADVANTAGE = ZeroAdvantage(ZeroAdvantage.Config())
+
+
 def _teaches_nothing(sample: TrainingSample) -> bool:
     return (
         sample.advantages is not None
@@ -143,18 +146,12 @@ def combine(filters: Sequence[tuple[Filter, str]], group: RolloutGroup, matches:
         matching = (rollout for rollout, match in zip(group.scored, entries, strict=True) if match)
         result.tokens[name] += sum(rollout.completion_tokens for rollout in matching)
     for index, rollout in enumerate(group.scored):
-        by = next(
-            (
-                name
-                for (entry, name), entries in zip(filters, matches, strict=True)
-                if entry.config.mode == "enforce" and entries[index]
-            ),
-            None,
-        )
-        if by is None:
-            result.kept.append(rollout)
+        named = zip(filters, matches, strict=True)
+        by = [name for (entry, name), entries in named if entry.config.mode == "enforce" and entries[index]]
+        if by:
+            result.dropped.append((rollout, by[0]))
         else:
-            result.dropped.append((rollout, by))
+            result.kept.append(rollout)
     return result
 
 
@@ -164,14 +161,13 @@ def apply_filters(filters: Sequence[Filter], group: RolloutGroup) -> FilterResul
     Raises:
         RunError: a filter raised or returned a wrong type or number of entries. That is a fault of the run, not of a rollout.
     """
-    named, matches = [], []
+    matches = []
     for entry in filters:
         try:
             matches.append(matches_of(entry, group))
         except (Exception, SystemExit) as error:
             raise RunError(f"filter {entry.name} failed on group {group.group_id}: {cause_of(error)}") from error
-        named.append((entry, entry.name))
-    return combine(named, group, matches)
+    return combine([(entry, entry.name) for entry in filters], group, matches)
 
 
 class Gibberish(Filter):
@@ -203,7 +199,6 @@ class Gibberish(Filter):
         return [self._gibberish(rollout, self.vocab_size) >= self.config.tokens for rollout in group.scored]
 
     def _gibberish(self, rollout: Rollout, vocab_size: int) -> int:
-        """Gibberish tokens of a rollout."""
         unlikely, found = -math.log(vocab_size) - self.config.margin, 0
         for turn in rollout.turns:
             rare = turn.completion.token_ids >= self.config.rare_from * vocab_size

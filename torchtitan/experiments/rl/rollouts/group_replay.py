@@ -19,14 +19,12 @@ from annotated_types import Ge, Lt
 
 from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
-from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
+from torchtitan.experiments.rl.rollouts.filters import ZERO_ADVANTAGE
 from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
-from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
-
-_ZERO_ADVANTAGE = ZeroAdvantage.Config().build()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,22 +108,23 @@ class GroupReplay:
         for group in groups if self._count else ():
             versions = [sample.policy_versions[sample.loss_mask] for rollout in group.rollouts for sample in rollout.samples]
             sampled = np.concatenate(versions) if versions else np.zeros(0, np.int32)
-            if not len(sampled) or sampled.min() < 0 or all(_ZERO_ADVANTAGE.matches(group)):
+            if not len(sampled) or sampled.min() < 0 or all(ZERO_ADVANTAGE.matches(group)):
                 continue
             self._stored[group.group_id] = StoredGroup(group=group, version=int(sampled.min()))
-        self._drop_oldest()
+        for name in list(self._stored)[: -self.config.capacity]:  # the oldest
+            del self._stored[name]
 
     def draw(self, version: int) -> list[RolloutGroup]:
         """The replayed groups of the step that trains ``version``: different ones, each with the same chance."""
         self._stored = {k: entry for k, entry in self._stored.items() if version - entry.version <= self.config.max_age}
         random = np.random.default_rng([self._seed, version])
-        names = list(self._stored)
-        drawn = [names[place] for place in random.permutation(len(names))[: self._count].tolist()]
-        groups = [_replayed(self._stored[name].group) for name in drawn]
-        for name in drawn:
-            self._stored[name].replays += 1
-            if self._stored[name].replays >= self.config.most_replays:
-                del self._stored[name]
+        names, groups = list(self._stored), []
+        for place in random.permutation(len(names))[: self._count].tolist():
+            entry = self._stored[names[place]]
+            groups.append(_replayed(entry.group))
+            entry.replays += 1
+            if entry.replays >= self.config.most_replays:
+                del self._stored[names[place]]
         return groups
 
     def _load(self, file: Path) -> int:
@@ -137,7 +136,9 @@ class GroupReplay:
                 if record.outcome != "trained" or record.left_out is not None or rollout.static:
                     continue
                 group_id = rollout.group_id = f"recorded/{rollout.group_id}"
-                _date_back(rollout)
+                for sample in rollout.samples:  # versions and ids of another run mean nothing in this one
+                    sample.rollout_id = rollout.rollout_id
+                    sample.policy_versions = np.where(sample.loss_mask, 0, -1).astype(np.int32)
                 assert rollout.data_sample is not None, "every rollout of a run has an example"
                 group = groups.setdefault(
                     group_id,
@@ -166,10 +167,6 @@ class GroupReplay:
             name: StoredGroup(group=groups[name], version=version, replays=replays) for name, version, replays in state
         }
 
-    def _drop_oldest(self) -> None:
-        for name in list(self._stored)[: max(0, len(self._stored) - self.config.capacity)]:
-            del self._stored[name]
-
 
 def recorded_at(path: str) -> Path:
     """The file of recorded rollouts that a path names."""
@@ -183,10 +180,3 @@ def _replayed(group: RolloutGroup) -> RolloutGroup:
         replace(rollout, samples=[replace(sample, replicas=None) for sample in rollout.samples]) for rollout in group.rollouts
     ]
     return replace(group, rollouts=rollouts)
-
-
-def _date_back(rollout: Rollout) -> None:
-    """Versions and ids of another run mean nothing in this one."""
-    for sample in rollout.samples:
-        sample.rollout_id = rollout.rollout_id
-        sample.policy_versions = np.where(sample.loss_mask, 0, -1).astype(np.int32)

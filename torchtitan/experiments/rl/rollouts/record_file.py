@@ -107,17 +107,14 @@ def read_groups(path: Path) -> Iterator[tuple[int, bytes]]:
         FileNotFoundError: there is no such file.
     """
     with path.open("rb") as file:
-        size, offset = os.fstat(file.fileno()).st_size, 0
-        while 0 <= offset < size:
-            try:
-                lines, end = read_group(file, offset)
-            except ValueError as error:
-                end = _next_member(file, offset + 1)
-                if end >= 0 or offset == 0:
-                    logger.warning("%s, byte %d: %s", path, offset, error)
-            else:
-                yield offset, lines
-            offset = end
+        size, end = os.fstat(file.fileno()).st_size, 0
+        while end < size and (found := next_group(file, end)) is not None:
+            if found[0] > end:
+                logger.warning("%s, byte %d: a group is torn", path, end)
+            yield found[:2]
+            end = found[2]
+        if size and not end:
+            logger.warning("%s: a group is torn, or none begins there", path)
 
 
 def end_of_last_member(path: Path) -> int:

@@ -79,6 +79,7 @@ class RolloutRecord(msgspec.Struct, kw_only=True):
 
 _OF_ROLLOUT = tuple(field.name for field in fields(Rollout) if field.name not in ("data_sample", "turns", "samples"))
 _OF_TURN = tuple(field.name for field in fields(RolloutTurn))
+_OF_RECORD = ("outcome", "admitted_version", "left_out", "kind")
 """Names of fields. ``dataclasses.fields`` takes longer than to read them, for each rollout."""
 
 
@@ -87,10 +88,6 @@ def encode_rollout(
 ) -> bytes:
     """One line, its newline included. Above ``max_bytes``, turns, samples and env_input are left out."""
     data = rollout.data_sample
-    short = whole = None
-    if data is not None:
-        short = {"sample_id": _json(data.sample_id), "env_input": None}
-        whole = _example_record(data)
     given = _given_samples(rollout, len(rollout.samples))
     record = RolloutRecord(
         kind=kind,
@@ -100,14 +97,16 @@ def encode_rollout(
         turn_count=len(rollout.turns),
         completion_tokens=rollout.completion_tokens,
         rollout=_json({name: getattr(rollout, name) for name in _OF_ROLLOUT}),
-        data_sample=whole,
+        data_sample=None if data is None else _example_record(data),
         turns=[_turn_record(*pair) for pair in zip(rollout.turns, [None, *rollout.turns], strict=False)],
         samples=[_sample_record(*pair) for pair in zip(rollout.samples, given, strict=True)],
     )
     line = msgspec.json.encode(record, enc_hook=_encoded_array)
     if len(line) >= max_bytes:
         record.left_out = f"turns, samples and env_input: more than {max_bytes:,} bytes (recorder.max_rollout_bytes)"
-        record.turns, record.samples, record.data_sample = [], [], short
+        record.turns, record.samples = [], []
+        if data is not None:
+            record.data_sample = {"sample_id": _json(data.sample_id), "env_input": None}
         line = msgspec.json.encode(record)
     return line + b"\n"
 
@@ -131,13 +130,7 @@ def decode_rollout(line: bytes | str) -> RecordedRollout:
             rollout.samples.append(TrainingSample(**of_rollout | streams | sample.streams, **others))
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a rollout's record: {type(error).__name__}: {error}") from error
-    return RecordedRollout(
-        rollout=rollout,
-        outcome=record.outcome,
-        admitted_version=record.admitted_version,
-        left_out=record.left_out,
-        kind=record.kind,
-    )
+    return RecordedRollout(rollout=rollout, **{name: getattr(record, name) for name in _OF_RECORD})
 
 
 def plain_example(example: DataSample) -> dict[str, Any]:

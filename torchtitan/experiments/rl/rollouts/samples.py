@@ -107,9 +107,7 @@ def samples_from_turns(
     samples = []
     for run in runs.values():
         last, last_span = run[-1]
-        replicas, versions = np.empty(last_span.end, np.int16), np.empty(last_span.end, np.int32)
-        replicas.fill(-1)
-        versions.fill(-1)
+        replicas, versions = np.full(last_span.end, -1, np.int16), np.full(last_span.end, -1, np.int32)
         role_ids = np.empty(last_span.end, np.int8)
         role_ids[: last_span.completion] = last.prompt_role_ids
         sample = TrainingSample(
