@@ -63,7 +63,7 @@ def test_first_groups_that_fail_otherwise_do_not(said, others):
 def test_a_lower_limit_of_the_run_and_a_resumed_run_have_no_such_end(said):
     fail(FirstFailures(said.append, limit=FEW_GROUPS), [group("one")] * 2 * FEW_GROUPS)
     failures = FirstFailures(said.append, limit=100)
-    failures.resumed()
+    failures._began = True
     fail(failures, [group("one")] * 2 * FEW_GROUPS)
 
 

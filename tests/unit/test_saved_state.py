@@ -31,7 +31,8 @@ from torchtitan.experiments.rl.types import STREAMS, TrainingSample
 
 
 def through_json(record, kind):
-    return msgspec.convert(json.loads(json.dumps(msgspec.to_builtins(record))), kind)
+    plain = json.loads(json.dumps(msgspec.to_builtins(record, enc_hook=str)))
+    return msgspec.convert(plain, kind, dec_hook=lambda of, value: of(value))
 
 
 def of_json(records):

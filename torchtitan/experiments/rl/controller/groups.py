@@ -14,7 +14,7 @@ from pathlib import Path
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.saved_state import OpenGroupState
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
+from torchtitan.experiments.rl.rollouts.filters import ZERO_ADVANTAGE
 from torchtitan.experiments.rl.rollouts.record_file import compress, read_groups
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout, plain_example
@@ -107,13 +107,11 @@ class OpenGroups:
     def __iter__(self) -> Iterator[str]:
         return iter(self._groups)
 
-    def dispatch(self, task: Task, group_id: str) -> OpenGroup:
+    def dispatch(self, task: Task, group_id: str) -> None:
         """Open a group, and a ledger record for each of its rollouts."""
         size = task.config.group_size if task.needs_group else 1
-        entry = OpenGroup(task=task, rollout_ids={f"{group_id}/{index}" for index in range(size)})
+        entry = self._groups[group_id] = OpenGroup(task=task, rollout_ids={f"{group_id}/{index}" for index in range(size)})
         self.ledger.dispatch(task.name, entry.rollout_ids, version=self._version())
-        self._groups[group_id] = entry
-        return entry
 
     def end(self, entry: OpenGroup, rollout_id: str, column: str, why: str | None = None) -> None:
         """A rollout ends in ``column``; ``why`` is logged."""
@@ -126,8 +124,9 @@ class OpenGroups:
     def leave(self, group_id: str, column: str | None = None) -> OpenGroup:
         """Close a group; what is open of it ends in ``column``. A scored group is recorded."""
         entry = self._groups.pop(group_id)
-        for rollout_id in sorted(entry.rollout_ids) if column is not None else ():
-            self.end(entry, rollout_id, str(column))
+        if column is not None:
+            for rollout_id in sorted(entry.rollout_ids):
+                self.end(entry, rollout_id, column)
         if self._recorder is not None and entry.group is not None:
             self._recorder.record(entry.group, entry.outcomes)
         return entry
@@ -140,7 +139,6 @@ class OpenGroups:
         self.ledger.check({rollout_id for entry in self._groups.values() for rollout_id in entry.rollout_ids})
 
     def finished(self) -> list[RolloutGroup]:
-        """The scored groups, whole."""
         return [entry.group for entry in self._groups.values() if entry.group is not None]
 
     def states(self) -> list[OpenGroupState]:
@@ -243,9 +241,6 @@ def example_of(state: OpenGroupState, of_dataset: Mapping[str, DataSample]) -> D
     return DataSample(**state.example) if changed else own
 
 
-_NO_SIGNAL = ZeroAdvantage.Config().build()
-
-
 def has_signal(group: RolloutGroup) -> bool:
     """Whether training on the group changes anything: some advantage is not 0, or some token feeds ce or ref_kl."""
-    return bool(group.scored) and not all(_NO_SIGNAL.matches(group))
+    return not all(ZERO_ADVANTAGE.matches(group))

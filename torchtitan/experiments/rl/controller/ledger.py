@@ -29,7 +29,6 @@ class Ledger:
         self._unwritten: list[str] = []
 
     def dispatch(self, task: str, rollout_ids: Collection[str], *, version: int) -> None:
-        """Rollouts of a group that starts now."""
         for rollout_id in rollout_ids:
             if rollout_id in self._open:
                 raise RunError(f"rollout {rollout_id} was dispatched twice")

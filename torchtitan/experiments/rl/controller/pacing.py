@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import attrgetter
 
 from torchtitan.experiments.rl.controller.saved_state import SlotState
 
@@ -41,43 +42,28 @@ class _Slot:
     """Version its training leads to; None until a step takes it."""
 
 
-def _deadline(slot: _Slot) -> float:
-    return slot.deadline
-
-
-def _order_deadline(slot: _Slot) -> float:
-    return slot.order_deadline
-
-
 class Pacer:
     def __init__(self, *, groups_per_step: int, max_offpolicy_steps: int):
-        self._groups_per_step = groups_per_step
+        self.groups_per_step = groups_per_step
+        """Slots that a step trains on."""
         self._max_offpolicy_steps = max_offpolicy_steps
         self._slots: dict[str, _Slot] = {}
         self._admitted = 0
         # Sums over the slots: a step may have thousands of groups with a part of a slot each.
-        self._held, self._untrained, self._ready = Fraction(0), Fraction(0), Fraction(0)
-
-    @property
-    def groups_per_step(self) -> int:
-        """Slots that a step trains on."""
-        return self._groups_per_step
+        self._held, self._ready = Fraction(0), Fraction(0)
+        self.untrained = Fraction(0)
+        """Slots of groups admitted and neither dropped nor taken by a step."""
 
     @property
     def free_slots(self) -> Fraction:
         # A run that was resumed with fewer slots may hold more for a while.
-        return max(Fraction(0), (self._max_offpolicy_steps + 1) * self._groups_per_step - self._held)
+        return max(Fraction(0), (self._max_offpolicy_steps + 1) * self.groups_per_step - self._held)
 
     @property
     def has_slot(self) -> bool:
         """Whether another slot may be filled."""
         # A run that was resumed may have lost parts of slots: the next step would wait for them for ever.
-        return self.free_slots >= 1 or self._held == self._untrained < self._groups_per_step
-
-    @property
-    def untrained(self) -> Fraction:
-        """Slots of groups admitted and neither dropped nor taken by a step."""
-        return self._untrained
+        return self.free_slots >= 1 or self._held == self.untrained < self.groups_per_step
 
     def admit(self, group_id: str, version: int, *, frozen: bool = False, parts: int = 1) -> None:
         """Give a group a slot; ``version`` is what the generators hold now.
@@ -101,7 +87,7 @@ class Pacer:
         )
         self._admitted += 1
         self._held += slot.share
-        self._untrained += slot.share
+        self.untrained += slot.share
 
     def finish(self, group_id: str) -> None:
         """The group's rollouts are done and scored; a step may take it."""
@@ -117,19 +103,19 @@ class Pacer:
         slot = self._slots.pop(group_id)
         self._held -= slot.share
         if slot.leads_to is None:
-            self._untrained -= slot.share
+            self.untrained -= slot.share
             if slot.finished:
                 self._ready -= slot.share
 
     def take_groups(self, version: int) -> list[str] | None:
         """Groups for the step that consumes at ``version``, earliest deadline first; None while the trainer has to wait."""
-        if self._ready < self._groups_per_step:
+        if self._ready < self.groups_per_step:
             return None
         finished = [group_id for group_id, slot in self._slots.items() if slot.leads_to is None and slot.finished]
         # Without frozen groups the first two are one. The third is for a resumed run, where ``has_slot`` made more groups due
         # than a step takes.
-        for of, all_due in ((_order_deadline, False), (_deadline, False), (_deadline, True)):
-            ordered = sorted(finished, key=lambda group_id: (of(self._slots[group_id]), self._slots[group_id].order))
+        for of, all_due in (("order_deadline", False), ("deadline", False), ("deadline", True)):
+            ordered = sorted(finished, key=lambda group_id: attrgetter(of, "order")(self._slots[group_id]))
             batch = ordered[: self._count(ordered, version if all_due else None)]
             if self._others_can_wait(batch, version):
                 for group_id in batch:
@@ -141,7 +127,7 @@ class Pacer:
         """How many of these a step takes: enough, and those whose deadline is ``due``."""
         held = Fraction(0)
         for count, slot in enumerate(self._slots[group_id] for group_id in ordered):
-            if held >= self._groups_per_step and (due is None or slot.deadline > due):
+            if held >= self.groups_per_step and (due is None or slot.deadline > due):
                 return count
             held += slot.share
         return len(ordered)
@@ -152,16 +138,14 @@ class Pacer:
         waiting = [slot for group_id, slot in self._slots.items() if slot.leads_to is None and group_id not in taken]
         waiting = sorted((slot for slot in waiting if slot.deadline < math.inf), key=lambda slot: slot.deadline)
         held = itertools.accumulate(slot.share for slot in waiting)
-        return all(
-            slots <= self._groups_per_step * (slot.deadline - version) for slots, slot in zip(held, waiting, strict=True)
-        )
+        return all(slots <= self.groups_per_step * (slot.deadline - version) for slots, slot in zip(held, waiting, strict=True))
 
     def _take(self, group_id: str, version: int) -> None:
         slot = self._slots[group_id]
         age = version - slot.admitted_version
         assert version <= slot.deadline, f"group {group_id} is {age} versions old at version {version}"
         slot.leads_to = version + 1
-        self._untrained -= slot.share
+        self.untrained -= slot.share
         self._ready -= slot.share
 
     def live(self, version: int) -> None:

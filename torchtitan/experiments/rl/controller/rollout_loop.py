@@ -164,7 +164,6 @@ class RolloutLoop:
     # What the training loop calls.
 
     def fill(self) -> None:
-        """Start groups in every free slot."""
         self._replace()
         while self._may_start and self._pacer.has_slot:
             pick = self._selection.pick_task()

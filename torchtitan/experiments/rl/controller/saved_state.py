@@ -5,6 +5,7 @@ groups lie beside it (`groups.py`).
 """
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ class LedgerState(Record):
 class DropsState(Record):
     """Groups that were dropped since one was kept."""
 
-    groups: str
-    """As a fraction, as ``ties``: a group may hold a share of a slot."""
-    ties: str
+    groups: Fraction
+    """A group may hold a share of a slot."""
+    ties: Fraction
     """Those that were dropped because their rewards tie, in tasks that had a signal before."""
     columns: list[tuple[str, int]]
     """Their rollouts by column of the ledger."""
@@ -66,8 +67,7 @@ class NoSignalState(Record):
     """Groups without a learning signal since the start of the run."""
 
     signal_seen: bool
-    groups: str
-    """As a fraction."""
+    groups: Fraction
     mean_rewards: list[tuple[float, int]]
 
 
@@ -168,9 +168,10 @@ class RunState(Record):
 
 
 def write_state(folder: Path, state: RunState) -> None:
-    """Write the state into a checkpoint's folder."""
     # json's encoder: msgspec's refuses half a character, which a user's text may hold.
-    (folder / CONTROLLER_FILE).write_text(json.dumps(msgspec.to_builtins(state), indent=1) + "\n", encoding="ascii")
+    (folder / CONTROLLER_FILE).write_text(
+        json.dumps(msgspec.to_builtins(state, enc_hook=str), indent=1) + "\n", encoding="ascii"
+    )
 
 
 def read_state(folder: Path) -> RunState:
@@ -184,6 +185,6 @@ def read_state(folder: Path) -> RunState:
         found = data.get("format") if isinstance(data, dict) else None
         if found != FORMAT:
             raise RunError(f"{path} has format {found!r}, want {FORMAT}: resume with the version of the library that wrote it")
-        return msgspec.convert(data, RunState)
+        return msgspec.convert(data, RunState, dec_hook=lambda kind, value: kind(value))
     except (OSError, ValueError) as error:
         raise RunError(f"{path} can't be read ({error}): resume from another checkpoint") from error

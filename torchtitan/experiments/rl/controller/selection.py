@@ -5,7 +5,6 @@ that a fault is named where it arises.
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,9 @@ SMALL_GROUP = 16_384
 the gate's thread takes to be asked and to answer."""
 
 
+STATE_METHODS = ("state_dict", "load_state_dict")
+
+
 class Selection:
     """Samplers, task mix and filters of a run."""
 
@@ -45,7 +47,6 @@ class Selection:
         """By slot: before a step takes a group, and after. Each with the name that it is counted under."""
 
     def pick_task(self) -> Call:
-        """Ask the mix for the next task."""
         start = self._gate.start_own if is_own(self._mix) else self._gate.start
         return start(self._mix.next, owner=_owner("task mix", self._mix, "next"))
 
@@ -80,12 +81,11 @@ class Selection:
         Raises:
             RunError: one of them failed, or returned what JSON can't hold.
         """
-
-        async def state(what: str, part: SampleStrategy | TaskMix) -> Any:
-            return await self._gate.call(_plain, part.state_dict, owner=_owner(what, part, "state_dict"))
-
-        samplers = {name: await state(f"task {name!r}: sampler", task.sampler) for name, task in self.tasks.items()}
-        return samplers, await state("task mix", self._mix)
+        states = {
+            name: await self._gate.call(_plain, part.state_dict, owner=_owner(what, part, "state_dict"))
+            for name, what, part in self._stateful()
+        }
+        return states, states.pop(None)
 
     async def restore(self, samplers: Mapping[str, Any], mix: Any) -> None:
         """Have samplers and mix continue from a checkpoint. A task that is new since then begins with its first example.
@@ -93,14 +93,15 @@ class Selection:
         Raises:
             RunError: one of them failed, or the state is of another dataset or seed.
         """
+        states: dict[Any, Any] = {None: mix, **samplers}
+        for name, what, part in self._stateful():
+            if name in states:
+                await self._gate.call(part.load_state_dict, states[name], owner=_owner(what, part, "load_state_dict"))
 
-        async def load(what: str, part: SampleStrategy | TaskMix, state: Any) -> None:
-            await self._gate.call(part.load_state_dict, state, owner=_owner(what, part, "load_state_dict"))
-
-        for name, task in self.tasks.items():
-            if name in samplers:
-                await load(f"task {name!r}: sampler", task.sampler, samplers[name])
-        await load("task mix", self._mix, mix)
+    def _stateful(self) -> list[tuple[Any, str, SampleStrategy | TaskMix]]:
+        """The samplers, by task, and the mix, by None: the name, what errors call it, and the part."""
+        samplers = [(name, f"task {name!r}: sampler", task.sampler) for name, task in self.tasks.items()]
+        return [*samplers, (None, "task mix", self._mix)]
 
     async def examples_of(self, groups: Sequence[OpenGroupState]) -> dict[str, dict[str, DataSample]]:
         """The examples of a checkpoint's open groups that their tasks' datasets have, by task and id.
@@ -160,14 +161,10 @@ class Selection:
 
     def without_state(self) -> list[str]:
         """A line for people about each sampler, and the mix, that a resumed run can't have go on where it was."""
-        parts: list[tuple[str, SampleStrategy | TaskMix, type[SampleStrategy] | type[TaskMix]]] = [
-            *((f"task {name!r}: sampler", task.sampler, SampleStrategy) for name, task in self.tasks.items()),
-            ("task mix", self._mix, TaskMix),
-        ]
         lines = []
-        for what, part, base in parts:
-            both = ("state_dict", "load_state_dict")
-            methods = " and ".join(name for name in both if getattr(type(part), name, None) in (None, getattr(base, name)))
+        for _, what, part in self._stateful():
+            undefined = (None, *(vars(base).get(name) for base in (SampleStrategy, TaskMix) for name in STATE_METHODS))
+            methods = " and ".join(name for name in STATE_METHODS if getattr(type(part), name, None) in undefined)
             if methods:
                 lines.append(
                     f"{what} {name_of(part)} has no {methods}: a resumed run has it begin again; write {methods} "
@@ -178,12 +175,10 @@ class Selection:
 
 def named(slot: str, filters: Sequence[Filter]) -> list[tuple[Filter, str]]:
     """Each filter with its name, ``<slot>/<name>``; the second of one class is ``<slot>/<name>_2``."""
-    seen: Counter[str] = Counter()
-    found = []
-    for entry in filters:
-        seen[entry.name] += 1
-        found.append((entry, f"{slot}/{entry.name}" + (f"_{seen[entry.name]}" if seen[entry.name] > 1 else "")))
-    return found
+    names = [entry.name for entry in filters]
+    counts = [names[:place].count(name) for place, name in enumerate(names, 1)]
+    found = zip(filters, names, counts, strict=True)
+    return [(entry, f"{slot}/{name}" + (f"_{count}" if count > 1 else "")) for entry, name, count in found]
 
 
 def check_whole(group: RolloutGroup, dispatched: Collection[str], task: Task) -> None:

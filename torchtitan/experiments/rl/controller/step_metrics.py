@@ -1,8 +1,9 @@
 """What is known about a step that was taken: of its rollouts and their credit, its batch, and what each part of it took."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -68,9 +69,9 @@ def step_record(
         "batch/shared_fraction": packed.shared_fraction,
         "batch/dropped_groups": taken.dropped_groups,
         "policy/version": step,
-        "policy/age_mean": float(ages.mean()) if sampled else 0.0,
+        "policy/age_mean": mean(ages) if sampled else 0.0,
         "policy/age_max": int(ages.max()) if sampled else 0,
-        **{f"policy/age/{age}": float(np.mean(ages == age)) for age in np.unique(ages).tolist()},
+        **{f"policy/age/{age}": mean(ages == age) for age in np.unique(ages).tolist()},
         "policy/mixed_version_completions": _mixed_version_share(taken),
         **{f"filter/{name}": count for name, count in taken.filter_matches.items()},
         **{f"filter/{name}/tokens": count for name, count in taken.filter_tokens.items()},
@@ -91,15 +92,16 @@ def step_record(
         metrics |= {
             "perf/sync_version": last_sync.version,
             "perf/sync_canary_max_diff": last_sync.canary_max_diff,
-            "time/sync_copy_out_s": last_sync.copy_out_s,
-            "time/sync_load_s": last_sync.load_s,
-            "time/sync_verify_s": last_sync.verify_s,
-            "time/sync_reload_s": last_sync.reload_s,
+            **{f"time/sync_{part}": getattr(last_sync, part) for part in ("copy_out_s", "load_s", "verify_s", "reload_s")},
             **{f"weights/bytes_fetched/{host}": count for host, count in last_sync.fetched_bytes.items()},
             **({"time/sync_fetch_s": last_sync.fetch_s} if last_sync.fetched_bytes else {}),
         }
     validation = next((report for report in reversed(validations) if report.reward is not None), None)
     return StepRecord(step=step, metrics=metrics, groups=taken.groups, validation=validation)
+
+
+def mean(values: Any) -> float:
+    return float(np.mean(values))
 
 
 def _ages(groups: Sequence[RolloutGroup], version: int) -> np.ndarray:
@@ -113,7 +115,7 @@ def _mixed_version_share(taken: StepGroups) -> float:
     """Share of the completions with tokens that weights changed under."""
     rollouts = [rollout for group in taken.groups for rollout in group.rollouts]
     versions = [turn.completion.policy_versions for rollout in rollouts for turn in rollout.turns]
-    return float(np.mean([v[0] != v[-1] for v in versions if len(v)] or [False]))
+    return mean([v[0] != v[-1] for v in versions if len(v)] or [False])
 
 
 def _replay_metrics(taken: StepGroups, version: int) -> dict[str, float]:
@@ -124,7 +126,7 @@ def _replay_metrics(taken: StepGroups, version: int) -> dict[str, float]:
     return {
         "replay/groups": len(taken.replayed),
         "replay/rollouts": sum(len(group.rollouts) for group in taken.replayed),
-        "replay/age_mean": float(ages.mean()),
+        "replay/age_mean": mean(ages),
         "replay/age_max": int(ages.max()),
     }
 
@@ -150,23 +152,23 @@ def _rollout_metrics(taken: StepGroups) -> dict[str, float]:
     lengths = np.array([rollout.completion_tokens for rollout in rollouts])
     metrics = {
         "rollout/count": len(rollouts),
-        "rollout/reward_mean": float(rewards.mean()),
+        "rollout/reward_mean": mean(rewards),
         "rollout/reward_std": float(rewards.std()),
-        "rollout/reward_std_in_group": float(np.mean(spreads)),
-        "rollout/groups_all_equal": float(np.mean([spread == 0 for spread in spreads])),
-        "rollout/completion_tokens_mean": float(lengths.mean()),
+        "rollout/reward_std_in_group": mean(spreads),
+        "rollout/groups_all_equal": mean([spread == 0 for spread in spreads]),
+        "rollout/completion_tokens_mean": mean(lengths),
         "rollout/completion_tokens_max": int(lengths.max()),
-        "rollout/turns_mean": float(np.mean([len(rollout.turns) for rollout in rollouts])),
+        "rollout/turns_mean": mean([len(rollout.turns) for rollout in rollouts]),
     }
     statuses = Counter(rollout.status.value for rollout in rollouts)
     metrics |= {f"rollout/status/{status}": count / len(rollouts) for status, count in statuses.items()}
     for task in sorted({rollout.task_name for rollout in rollouts}):
         own = [rollout for rollout in rollouts if rollout.task_name == task]
-        metrics[f"rollout/{task}/reward_mean"] = float(np.mean([rollout.reward for rollout in own]))
+        metrics[f"rollout/{task}/reward_mean"] = mean([rollout.reward for rollout in own])
         metrics |= advantage_metrics(own, task)
         for name in sorted({name for rollout in own for name in rollout.reward_components}):
             values = [rollout.reward_components[name] for rollout in own if name in rollout.reward_components]
-            metrics[f"rollout/{task}/component/{name}"] = float(np.mean(values))
+            metrics[f"rollout/{task}/component/{name}"] = mean(values)
     return metrics
 
 
@@ -194,13 +196,12 @@ def advantage_metrics(rollouts: Sequence[Rollout], task: str) -> dict[str, float
 
 def credit_seconds(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """``time/credit_s/<task>``: seconds that the task's algorithm took for a rollout, mean."""
-    by_task: dict[str, list[RolloutGroup]] = {}
+    seconds: defaultdict[str, float] = defaultdict(float)
+    rollouts: Counter[str] = Counter()
     for group in groups:
-        by_task.setdefault(group.task_name, []).append(group)
-    return {
-        f"time/credit_s/{task}": sum(group.credit_s for group in own) / sum(len(group.rollouts) for group in own)
-        for task, own in by_task.items()
-    }
+        seconds[group.task_name] += group.credit_s
+        rollouts[group.task_name] += len(group.rollouts)
+    return {f"time/credit_s/{task}": seconds[task] / count for task, count in rollouts.items()}
 
 
 def costs(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -8,9 +8,8 @@ before. Rollouts, scoring, weight updates and evaluations run at the same time.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan
+from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop, RunStopped
@@ -20,26 +19,8 @@ from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.observability.timing import LoopLag, Stopwatch
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.memory import freeze_objects, unfreeze_objects
-from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport
-
-
-class Trainer(Protocol):
-    """Takes optimizer steps: training/client.py."""
-
-    @property
-    def data_parallel_size(self) -> int: ...
-
-    async def step(self, packed: BatchPlan, step: int) -> dict[str, float]: ...
-
-
-class Weights(Protocol):
-    """Brings a policy version to the generators: weights/sync.py."""
-
-    async def copy_out(self, version: int) -> CopiedOut: ...
-
-    async def update(self, copied: CopiedOut) -> SyncReport: ...
-
-    async def sleep(self) -> None: ...
+from torchtitan.experiments.rl.training.client import TrainerClient
+from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport, WeightSync
 
 
 class TrainingLoop:
@@ -50,8 +31,8 @@ class TrainingLoop:
         synchronous: bool,
         rollouts: RolloutLoop,
         batcher: Batcher,
-        trainer: Trainer,
-        weights: Weights,
+        trainer: TrainerClient,
+        weights: WeightSync,
         validator: Validator,
         runner: GroupRunner,
         watchers: Sequence[RunEvents] = (),
@@ -82,9 +63,15 @@ class TrainingLoop:
         self._lag.start()
         try:
             if not self.steps_done:
-                await self._measure_start()
-            elif self._synchronous:  # of a step that failed before its evaluation
+                self._validator.start(0)
+                if not self._synchronous:
+                    self._rollouts.fill()
+            if self._synchronous or not self.steps_done:  # a step may have failed before its evaluation
                 await self._validator.wait()
+            if not self.steps_done:
+                report = next(iter(self._validator.take()), ValidationReport(step=0, reward=None, metrics={}))
+                for watcher in self._watchers:
+                    watcher.started(report)
             self._rollouts.fill()
             while self.steps_done < self._steps and not self._stopping:
                 step = self.steps_done + 1
@@ -105,16 +92,6 @@ class TrainingLoop:
         finally:
             self._lag.stop()
             unfreeze_objects()
-
-    async def _measure_start(self) -> None:
-        """Evaluate version 0, before there is another."""
-        self._validator.start(0)
-        if not self._synchronous:
-            self._rollouts.fill()
-        await self._validator.wait()
-        report = next(iter(self._validator.take()), ValidationReport(step=0, reward=None, metrics={}))
-        for watcher in self._watchers:
-            watcher.started(report)
 
     def stop(self) -> None:
         """End after the step that is being taken."""

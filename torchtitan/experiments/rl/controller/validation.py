@@ -6,21 +6,21 @@ final policy) sample from one version alone.
 """
 
 import asyncio
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, Measurement
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport, ValidatorState
+from torchtitan.experiments.rl.controller.step_metrics import mean
 from torchtitan.experiments.rl.data.dataset import count_examples, read_example
-from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
-from torchtitan.experiments.rl.user_code.calls import Gate, cause_of
+from torchtitan.experiments.rl.user_code.calls import Gate, contained
 
 
 class Validator:
@@ -51,7 +51,7 @@ class Validator:
             name: task.config.validation_schedule or default for name, task in tasks.items() if task.validation is not None
         }
         self._running: dict[str, asyncio.Task] = {}
-        self._rounds: set[asyncio.Task] = set()
+        self._rounds: set[asyncio.Task[None]] = set()
         self._reports: list[ValidationReport] = []
         self._left_out: dict[str, int] = {}
         self._begun = 0
@@ -72,12 +72,14 @@ class Validator:
             if name in self._running:
                 self._left_out[name] = self._left_out.get(name, 0) + 1
                 continue
-            evaluation = self._evaluate(name, alone=alone, label=label)
+            evaluation = contained(self._measure(name, alone=alone, label=label))
             work = self._running[name] = asyncio.create_task(evaluation, name=f"validation-{name}-{step}")
-            work.add_done_callback(functools.partial(self._ended, name))
+            work.add_done_callback(partial(self._running.pop, name))
             begun.append(work)
         if begun:
-            self._rounds.add(asyncio.create_task(self._report(step, begun)))
+            report = asyncio.create_task(self._report(step, begun))
+            self._rounds.add(report)
+            report.add_done_callback(self._rounds.discard)
 
     async def wait(self) -> None:
         """Until nothing is running."""
@@ -90,7 +92,6 @@ class Validator:
         return reports
 
     async def close(self) -> None:
-        """Cancel what is running."""
         work = [*self._running.values(), *self._rounds]
         for task in work:
             task.cancel()
@@ -116,37 +117,20 @@ class Validator:
         names = [name for name in self._configs if name in due or name in state.running]
         self._start(names, step, alone=False, label=str(step))
 
-    def _ended(self, name: str, evaluation: asyncio.Task) -> None:
-        del self._running[name]
-
     async def _report(self, step: int, evaluations: Sequence[asyncio.Task]) -> None:
         """One report of all tasks that were begun together."""
         try:
             metrics = {name: value for part in await asyncio.gather(*evaluations) for name, value in part.items()}
-        except asyncio.CancelledError:
-            raise
         except Exception as error:
             for evaluation in evaluations:
                 evaluation.cancel()
-            self._on_failure(error)
-            return
-        finally:
-            self._rounds.discard(asyncio.current_task())
+            return self._on_failure(error)
         rewards = [value for name, value in metrics.items() if name.endswith("/reward")]
         metrics["validation/step"] = step
         metrics |= {f"validation/{name}/left_out": count for name, count in self._left_out.items()}
-        reward = float(np.mean(rewards)) if rewards else None
-        if reward is not None:
-            metrics["validation/reward"] = reward
+        reward = mean(rewards) if rewards else None
+        metrics |= {} if reward is None else {"validation/reward": reward}
         self._reports.append(ValidationReport(step=step, reward=reward, metrics=metrics))
-
-    async def _evaluate(self, name: str, *, alone: bool, label: str) -> dict[str, float]:
-        try:
-            return await self._measure(name, alone=alone, label=label)
-        except (Exception, asyncio.CancelledError):
-            raise
-        except BaseException as error:  # a SystemExit would stop the event loop
-            raise RunError(f"validation of task {name!r}: {cause_of(error)}") from error
 
     async def _measure(self, name: str, *, alone: bool, label: str) -> dict[str, float]:
         task, config = self._tasks[name], self._configs[name]
@@ -204,23 +188,21 @@ def evaluation_metrics(task: str, groups: Sequence[RolloutGroup], config: Valida
     metrics = {
         f"{prefix}/examples": len(groups),
         f"{prefix}/failed": sum(rollout.reward is None for rollout in rollouts),
-        f"{prefix}/truncated": float(np.mean([rollout.status.is_truncated() for rollout in rollouts])),
-        f"{prefix}/completion_tokens": float(np.mean([rollout.completion_tokens for rollout in rollouts])),
+        f"{prefix}/truncated": mean([rollout.status.is_truncated() for rollout in rollouts]),
+        f"{prefix}/completion_tokens": mean([rollout.completion_tokens for rollout in rollouts]),
     }
     if len(versions):
         metrics |= {f"{prefix}/version_min": int(versions.min()), f"{prefix}/version_max": int(versions.max())}
     scored = [group.rewards for group in groups if group.rewards]
     if scored:
-        average = float(np.mean([np.mean(rewards) for rewards in scored]))
+        average = mean([mean(rewards) for rewards in scored])
         metrics |= {f"{prefix}/reward": average, f"{prefix}/avg@{config.attempts}": average}
-        k = 1
-        while k <= config.attempts:
+        for k in sorted({config.attempts, *(2**power for power in range(config.attempts.bit_length()))}):
             passing = [
                 pass_at_k(len(rewards), sum(reward >= config.pass_reward for reward in rewards), min(k, len(rewards)))
                 for rewards in scored
             ]
-            metrics[f"{prefix}/pass@{k}"] = float(np.mean(passing))
-            k = k * 2 if k * 2 <= config.attempts or k == config.attempts else config.attempts
+            metrics[f"{prefix}/pass@{k}"] = mean(passing)
     return metrics
 
 

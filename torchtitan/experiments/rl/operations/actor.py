@@ -168,7 +168,7 @@ class Controller(Actor):
     def _print_header(self) -> None:
         context, plan = self._context, self._context.plan
         header = RunHeader(
-            run_name=self._context.run_dir.name,
+            run_name=context.run_dir.name,
             config_name=self._config_name,
             model=f"{near(context.config.model.hf_assets_path)} ({plan.parameters / 1e6:,.1f}M parameters)",
             sizes={
@@ -178,6 +178,6 @@ class Controller(Actor):
                 "trainer ranks": plan.trainer_ranks,
                 "generators": plan.generator_replicas,
             },
-            run_dir=self._context.run_dir,
+            run_dir=context.run_dir,
         )
         self._console.header(header)

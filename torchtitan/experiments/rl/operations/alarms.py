@@ -83,12 +83,8 @@ class FirstFailures(RunEvents):
             (cause,) = self._kinds.values()
             raise RunError(f"the first {self._few} groups all failed in the same way: {cause}")
 
-    def resumed(self) -> None:
-        """The groups to come are not the run's first."""
-        self._began = True
 
-
-class StallDetectors(RunEvents):
+class StallDetectors(FirstFailures):
     """Ends a run in which nothing is left to train on, with an error that names the causes, or as complete.
 
     * ``limit`` groups in a row are dropped. What post-batch filters empty is counted on its own, because they may drop every
@@ -104,18 +100,14 @@ class StallDetectors(RunEvents):
             groups_in_slot: of each task.
             note: prints the first failure of each kind.
         """
+        super().__init__(note, limit)
         self._limit, self._groups_in_slot = limit, groups_in_slot
-        self._failures = FirstFailures(note, limit)
         self._state = StallState(
             drops=_no_drops(),
             emptied=_no_drops(),
-            no_signal=NoSignalState(signal_seen=False, groups="0", mean_rewards=[]),
+            no_signal=NoSignalState(signal_seen=False, groups=Fraction(0), mean_rewards=[]),
             mastery=MasteryState(ties={}, signals={}),
         )
-
-    def group_arrived(self, group: RolloutGroup) -> None:
-        """See RunEvents."""
-        self._failures.group_arrived(group)
 
     def group_scored(self, group: RolloutGroup, *, signal: bool) -> None:
         """
@@ -128,22 +120,19 @@ class StallDetectors(RunEvents):
             count, total = mastery.signals.get(task, (0, 0.0))
             mastery.signals[task], mastery.ties[task] = (count + 1, total + _mean(group.rewards)), []
         elif group.scored and not start.signal_seen:
-            groups = Fraction(start.groups) + self._share(task)
-            start.groups = str(groups)
+            start.groups += Fraction(1, self._groups_in_slot[task])
             start.mean_rewards = _counted(start.mean_rewards, [_mean(group.rewards)])
-            if groups >= self._limit:
+            if start.groups >= self._limit:
                 raise RunError(
-                    f"none of the first {float(groups):g} groups teaches anything: all rollouts of a group got the same "
+                    f"none of the first {float(start.groups):g} groups teaches anything: all rollouts of a group got the same "
                     f"reward ({_shares(start.mean_rewards)}), so every advantage is 0; look at the rubric, and whether the "
                     "examples are too hard or too easy for this model (max_drops_in_a_row sets how many groups are waited for)"
                 )
 
     def group_kept(self) -> None:
-        """See RunEvents."""
         self._state.drops = _no_drops()
 
     def groups_taken(self) -> None:
-        """See RunEvents."""
         self._state.emptied = _no_drops()
 
     def group_dropped(self, columns: Sequence[str], group: RolloutGroup, *, signal: bool, taken: bool) -> None:
@@ -152,20 +141,19 @@ class StallDetectors(RunEvents):
             RunError: too many in a row, or the first groups of the run all failed in one way.
             NothingLeftToLearn: every task is mastered.
         """
-        share = self._share(group.task_name)
+        share = Fraction(1, self._groups_in_slot[group.task_name])
         if group.failure is not None:
-            self._failures.group_failed(share)
+            self.group_failed(share)
         tie = not signal and self._is_tie_of_mastered(columns, group)
         drops = self._state.emptied if taken else self._state.drops
-        groups, ties = Fraction(drops.groups) + share, Fraction(drops.ties) + share * tie
-        drops.groups, drops.ties = str(groups), str(ties)
+        drops.groups, drops.ties = drops.groups + share, drops.ties + share * tie
         drops.columns, drops.rewards = _counted(drops.columns, columns), _counted(drops.rewards, group.rewards)
-        others = groups - ties
-        if groups >= self._limit and (others >= self._limit or 2 * others >= groups):
+        others = drops.groups - drops.ties
+        if drops.groups >= self._limit and (others >= self._limit or 2 * others >= drops.groups):
             causes = ", ".join(f"{n} {column}" for column, n in Counter(dict(drops.columns)).most_common())
             rewards = f"; rewards {_shares(drops.rewards)}" if drops.rewards else ""
             raise RunError(
-                f"{float(groups):g} groups in a row gave nothing to train on (rollouts: {causes}{rewards}); see "
+                f"{float(drops.groups):g} groups in a row gave nothing to train on (rollouts: {causes}{rewards}); see "
                 "logs/controller.jsonl for each cause, or raise max_drops_in_a_row"
             )
 
@@ -174,13 +162,8 @@ class StallDetectors(RunEvents):
         return copy.deepcopy(self._state)
 
     def restore(self, state: StallState) -> None:
-        """Continue from a checkpoint."""
-        self._failures.resumed()
+        self._began = True  # the groups to come are not the run's first
         self._state = state
-
-    def _share(self, task: str) -> Fraction:
-        """Of a slot, that a group of the task holds."""
-        return Fraction(1, self._groups_in_slot[task])
 
     def _is_tie_of_mastered(self, columns: Iterable[str], group: RolloutGroup) -> bool:
         """Whether filters dropped the group because its rewards tie, in a task that had a signal before."""
@@ -221,7 +204,6 @@ class MismatchAlarm(RunEvents):
         return [MismatchState(age=age, distances=list(first)) for age, first in sorted(self._first.items())]
 
     def restore(self, state: Sequence[MismatchState]) -> None:
-        """Go on from a ``state``."""
         self._first = {entry.age: list(entry.distances) for entry in state}
 
     def bound(self, age: int) -> float:
@@ -232,7 +214,6 @@ class MismatchAlarm(RunEvents):
         return max(self._rounding if age == 0 else LEARNING * (age + 1), FACTOR * max(first))
 
     def step_trained(self, step: int, metrics: dict[str, float]) -> None:
-        """See RunEvents."""
         metrics |= self.check(step - 1, metrics)
 
     def check(self, version: int, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -283,7 +264,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _no_drops() -> DropsState:
-    return DropsState(groups="0", ties="0", columns=[], rewards=[])
+    return DropsState(groups=Fraction(0), ties=Fraction(0), columns=[], rewards=[])
 
 
 def _counted(before: list[tuple[T, int]], more: Iterable[T]) -> list[tuple[T, int]]:

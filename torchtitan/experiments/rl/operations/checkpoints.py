@@ -16,7 +16,7 @@ import shutil
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER, CheckpointError, CheckpointFolder
 from torchtitan.experiments.rl.checkpointing.run_files import cut_back, sizes, sync
@@ -44,20 +44,13 @@ from torchtitan.experiments.rl.rollouts.record_file import ROLLOUTS_FILE
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
+from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
 logger = logging.getLogger(__name__)
 
 RECORDER_LIMIT_S = 120.0
 """How long a checkpoint waits for the rollouts that were recorded before it."""
-
-
-class TrainerPart(Protocol):
-    """Saves the trainer's part: training/client.py."""
-
-    async def begin_checkpoint(self, folder: Path, step: int) -> None: ...
-
-    async def finish_checkpoint(self) -> None: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -78,7 +71,7 @@ class RunCheckpoints(RunEvents):
         validator: Validator,
         stall: StallDetectors,
         alarm: MismatchAlarm,
-        trainer: TrainerPart,
+        trainer: TrainerClient,
         metrics: MetricsLogger,
         recorder: RolloutRecorder,
         reports: RunReports,
@@ -133,7 +126,7 @@ class RunCheckpoints(RunEvents):
                 await self._save()
             except Exception as error:
                 self._failed(self._step, error)
-        await self._written()
+        await self.close()
 
     def trainer_lost(self, lost: RunError) -> None:
         """Nothing can be saved any more: the trainer's state is gone."""
@@ -146,7 +139,8 @@ class RunCheckpoints(RunEvents):
 
     async def close(self) -> None:
         """Return when nothing is being written."""
-        await self._written()
+        if self._writing is not None:
+            await asyncio.shield(self._writing)  # who stops waiting for it does not stop it: a thread may be at work
 
     async def _capture(self, step: int) -> _Captured:
         rollouts, groups, (rest, recorded) = await self._rollouts.capture(self._moment)
@@ -175,7 +169,7 @@ class RunCheckpoints(RunEvents):
         captured = self._captured
         assert captured is not None, "a state is captured before it is saved"
         step = captured.state.step
-        await self._written()
+        await self.close()
         try:
             folder = await asyncio.to_thread(self._folder.begin, step)
         except CheckpointError as error:
@@ -205,7 +199,6 @@ class RunCheckpoints(RunEvents):
             self._failed(step, error)
 
     def _write_files(self, captured: _Captured, folder: Path) -> None:
-        """In a thread."""
         if captured.recorded is not None:
             captured.state.offsets[ROLLOUTS_FILE] = captured.recorded.result(RECORDER_LIMIT_S)
         sync(self._run_dir)  # a checkpoint must not be ahead of the run's files
@@ -214,10 +207,6 @@ class RunCheckpoints(RunEvents):
                 shutil.copy(self._run_dir / name, folder)
         write_groups(folder, captured.groups)
         write_state(folder, captured.state)
-
-    async def _written(self) -> None:
-        if self._writing is not None:
-            await asyncio.shield(self._writing)  # who stops waiting for it does not stop it: a thread may be at work
 
     def _failed(self, step: int, error: Exception) -> None:
         """The run goes on: the checkpoints before are intact, and the next is tried again."""

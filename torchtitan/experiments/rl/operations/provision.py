@@ -57,14 +57,10 @@ async def shut_down(actors: Collection[Any], procs: Iterable[ProcMesh]) -> list[
     return [fault for report in reports if report is not None for faults in report.values() for fault in faults or ()]
 
 
-async def _done(future: Any) -> Any:
-    """Monarch's futures can be awaited, and asyncio wants coroutines."""
-    return await future
-
-
 async def _within_limit(what: str, future: Any) -> Any:
     try:
-        return await asyncio.wait_for(_done(future), SHUTDOWN_TIMEOUT_S)
+        async with asyncio.timeout(SHUTDOWN_TIMEOUT_S):
+            return await future
     except Exception as error:  # a part that is dead or busy must not keep the others from ending
         logger.info("%s: %s", what, error)
         return None
@@ -113,10 +109,8 @@ def spawn_on(
         environment |= {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
         return default_bootstrap_cmd().with_env(environment)
 
-    if hosts is None:
-        own = this_host()
-    else:
-        own = hosts.mesh.slice(hosts=first) if first == last else hosts.mesh.slice(hosts=slice(first, last + 1))
+    named = first if first == last else slice(first, last + 1)
+    own = this_host() if hosts is None else hosts.mesh.slice(hosts=named)
     procs = own.spawn_procs(
         per_host={"procs": len(places) // (last - first + 1)},
         bootstrap=partial(set_up_spawned_process, shares, device, output),

@@ -43,7 +43,6 @@ class RunReports(RunEvents):
         """Why there is nothing left to learn."""
 
     def begin(self, steps_done: int, total_steps: int) -> None:
-        """The training loop begins."""
         self._console.begin(steps_done, total_steps)
         self._waits.begin(FIRST_STEP if steps_done else FIRST_VALIDATION)
 
@@ -102,7 +101,6 @@ class StepWarnings:
         self._given: set[str] = set()
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """Look at the metrics of a step."""
         found = self._found(metrics)
         self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name in found})
         for name, text in found.items():

@@ -1,5 +1,6 @@
 """Runs a checked config to its end, whatever ends it: its last step, an error, a signal."""
 
+import math
 import os
 import shlex
 import signal
@@ -78,42 +79,36 @@ def _run(
         init_from=start.init_from,
     )
     running = controller.run.call_one()
-    grace_s = 0.0
-    handled, code = 0, 0
-    asked, deadline = 0.0, float("inf")
+    code, handled, asked, deadline, grace_s = 0, 0, 0.0, math.inf, 0.0
     look_up = time.monotonic() + SHARED_MEMORY_EVERY_S
     stops = []
     while True:
         try:
             running.get(timeout=SIGNAL_POLL_S)
-            break
+            return code
         except TimeoutError:
             now = time.monotonic()
-            if now > look_up:
-                temporary.note_shared_memory(descendants())
-                look_up = now + SHARED_MEMORY_EVERY_S
-            if now > deadline:
-                why = f"the step did not end within its grace period ({grace_s:.3g} s, checkpoint.grace_s)"
-                _stop_at_once(why, code, start, temporary)
-            if len(signals.received) == handled:
-                continue
-            handled = len(signals.received)
-            if handled > 1 and signals.received[-1] != signal.SIGINT and now < asked + SAME_SIGNAL_S:
-                continue
-            if handled > 1:
-                _stop_at_once("stopped at once", 128 + signals.received[-1], start, temporary)
-            first, asked = signals.received[0], now
-            code = 128 + first
-            write_line(sys.stderr, "stopping after this step; once more stops at once")
-            if first != signal.SIGINT:  # whoever sends these kills soon
-                grace_s = max(config.checkpoint.grace_s, config.provision.job.seconds_left())
-                deadline = now + grace_s
-            stops.append(controller.request_stop.call_one(signal.Signals(first).name))
         except Exception as error:
             write_line(sys.stderr, f"error: {printable_line(cause(error))} (logs in {start.run_dir}/logs)")
-            code = 1
-            break
-    return code
+            return 1
+        if now > look_up:
+            temporary.note_shared_memory(descendants())
+            look_up = now + SHARED_MEMORY_EVERY_S
+        if now > deadline:
+            why = f"the step did not end within its grace period ({grace_s:.3g} s, checkpoint.grace_s)"
+            _stop_at_once(why, code, start, temporary)
+        if len(signals.received) == handled:
+            continue
+        handled, newest = len(signals.received), signals.received[-1]
+        if handled == 1:
+            code, asked = 128 + newest, now
+            write_line(sys.stderr, "stopping after this step; once more stops at once")
+            if newest != signal.SIGINT:  # whoever sends these kills soon
+                grace_s = max(config.checkpoint.grace_s, config.provision.job.seconds_left())
+                deadline = now + grace_s
+            stops.append(controller.request_stop.call_one(signal.Signals(newest).name))
+        elif newest == signal.SIGINT or now >= asked + SAME_SIGNAL_S:
+            _stop_at_once("stopped at once", 128 + newest, start, temporary)
 
 
 def cause(error: Exception) -> str:

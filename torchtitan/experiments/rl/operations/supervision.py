@@ -7,7 +7,6 @@ that comes or goes: clients of generators (``Replicas``) and the weight update (
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -26,6 +25,7 @@ from torchtitan.experiments.rl.observability.console import Waits
 from torchtitan.experiments.rl.operations.hang_watch import HUNG, HangWatch, is_stopped
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
+from torchtitan.experiments.rl.user_code.calls import cause_of
 from torchtitan.experiments.rl.user_code.watched import ProcessIdentity
 from torchtitan.experiments.rl.weights.reader import Fetched
 
@@ -188,9 +188,8 @@ class Supervisor:
         async def wait() -> None:
             cause = await life.ended()
             logger.info("%s died: %s", name, cause)
-            self._lose(ProcessLost(name, cause))
-            assert self.lost is not None
-            mesh.end(f"{self.lost.name}: {self.lost.cause}")
+            lost = self._lose(ProcessLost(name, cause))
+            mesh.end(f"{lost.name}: {lost.cause}")
 
         async def end_with_mesh() -> None:
             life.kill(f"ended with {await mesh.ended()}")  # a rank alone waits for the others, and may write files meanwhile
@@ -217,7 +216,8 @@ class Supervisor:
         working, failed = asyncio.create_task(work), asyncio.create_task(self._failed.wait())
         try:
             await asyncio.wait({working, failed}, return_when=asyncio.FIRST_COMPLETED)
-            if self.failure is not None and not _succeeded(working):
+            succeeded = working.done() and not working.cancelled() and working.exception() is None
+            if self.failure is not None and not succeeded:
                 raise self.failure
             return working.result()
         finally:
@@ -231,10 +231,15 @@ class Supervisor:
         logger.error("%s", error)
         self._fail(error)
 
+    def _fail(self, error: RunError) -> None:
+        self.failure = self.failure or error
+        self._failed.set()
+        self._on_failure(error)
+
     def died(self, death: ProcessDeath) -> None:
         """Monarch reports the death of an actor. That of a process which is not watched is learned here."""
         for part in self.parts:
-            if part.process is not None and death.actor == self._spawn_name(part):
+            if part.process is not None and death.actor == f"{part.label}_{part.incarnation}":
                 part.process.life.report(death.cause)
 
     async def explained(self, error: Exception) -> Exception:
@@ -244,7 +249,7 @@ class Supervisor:
         """
         death = process_death_behind(error)
         if death is not None or isinstance(original(error), PeerGone) or any(life.ending for life, _ in self._guarded):
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._failed.wait(), DEATH_REPORTS_S)
         if self.failure is not None:
             return self.failure
@@ -252,21 +257,15 @@ class Supervisor:
 
     async def close(self) -> None:
         """Make nothing again from now on. What lives goes on living."""
-        beside = list(self._beside)
-        for task in beside:
+        for task in self._beside:
             task.cancel()
-        if beside:
-            await asyncio.wait(beside)
+        await asyncio.gather(*self._beside, return_exceptions=True)
         for life, _ in self.processes():
             life.close()
 
-    @staticmethod
-    def _spawn_name(part: Part) -> str:
-        return f"{part.label}_{part.incarnation}"
-
     async def _make(self, part: Part) -> Any:
         part.incarnation = self.restarts.incarnation(part.label)
-        procs, actor = part.spawn(self._spawn_name(part))
+        procs, actor = part.spawn(f"{part.label}_{part.incarnation}")
         process = part.process = PartProcess(procs=procs, actor=actor, life=Lifetime(part.name))
         await self._watch(actor, process.life, blocks=part.blocks)
         return await process.life.call(part.set_up(process))
@@ -303,7 +302,7 @@ class Supervisor:
             explained = await self.explained(error)
             if not isinstance(explained, RunError):
                 logger.exception("making %s again", part.name)
-                explained = RunError(f"{part.name} can't be made again: {type(error).__name__}: {error}")
+                explained = RunError(f"{part.name} can't be made again: {cause_of(error)}")
             self._fail(explained)
 
     async def _remake(self, part: Part) -> None:
@@ -311,29 +310,24 @@ class Supervisor:
         while True:
             self._clear_away(part)
             try:
-                await self._make(part)
-                return
+                return await self._make(part)
             except ProcessLost as lost:
                 self._count(part, lost.cause)
             except Exception as error:
                 logger.exception("setting %s up again", part.name)
-                cause = f"{type(error).__name__}: {error}"
                 if part.process is not None:
-                    part.process.life.kill(cause)
-                self._count(part, cause)
+                    part.process.life.kill(cause_of(error))
+                self._count(part, cause_of(error))
 
-    def _lose(self, lost: ProcessLost) -> None:
+    def _lose(self, lost: ProcessLost) -> ProcessLost:
+        """Returns the process that ended first."""
         if self.lost is None and lost.cause.startswith(HUNG):
             # Of ranks that hang in a collective one may be stopped, and the others wait for it.
             stopped = [life.name for life, _ in self._guarded if is_stopped(life.pid)]
             lost = ProcessLost(stopped[0], f"{HUNG}stopped by a signal") if stopped else lost
         self.lost = self.lost or lost
         self._fail(self.lost)
-
-    def _fail(self, error: RunError) -> None:
-        self.failure = self.failure or error
-        self._failed.set()
-        self._on_failure(error)
+        return self.lost
 
     def _count(self, part: Part, cause: str) -> None:
         """One more death of the part.
@@ -351,7 +345,8 @@ class Supervisor:
 
         async def clear() -> None:
             try:
-                await asyncio.wait_for(_stopped(process), STOP_TIMEOUT_S)
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await process.procs.stop()
             except Exception as error:  # it is dead all the same
                 logger.info("clearing away %s: %s", process.life.name, error)
 
@@ -361,14 +356,6 @@ class Supervisor:
         task = asyncio.create_task(work)
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
-
-
-async def _stopped(process: PartProcess) -> None:
-    await process.procs.stop()
-
-
-def _succeeded(task: asyncio.Task[Any]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
 
 
 class Replicas:
@@ -408,7 +395,6 @@ class Replicas:
             await worker.actor.admit.call_one(model, index, process.actor)
 
     def forget(self, worker: PartProcess | None) -> None:
-        """A worker is gone."""
         self._workers = [other for other in self._workers if other is not worker]
 
 
