@@ -24,7 +24,6 @@ _CAUSES = {
     errno.ENAMETOOLONG: "is too long for this file system",
     errno.EROFS: "is on a file system that is mounted read-only",
     errno.ENOTDIR: "lies under a file",
-    errno.EEXIST: "is a file",
     errno.EACCES: "may not be written by this user",
     errno.EPERM: "may not be written by this user",
     errno.ENOSPC: "is on a full disk",
@@ -48,7 +47,7 @@ def make_run_folder(given: str | None, output_dir: str, config_name: str, *, kee
     field, value = ("output_dir", output_dir) if given is None else ("--run-dir", given)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     folder = Path(output_dir) / f"{config_name}-{stamp}-{os.getpid()}" if given is None else Path(given)
-    made: list[Path] = []
+    made = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     kept = False
     try:
         if os.path.isdir(folder) and not all(any(map(file.match, may_hold)) for file in folder.iterdir()):
@@ -58,17 +57,20 @@ def make_run_folder(given: str | None, output_dir: str, config_name: str, *, kee
             raise ConfigError("--run-dir", str(folder), cure)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(folder / _LONGEST_FILE)  # a path that is too long: before a thousand folders of it are made
-        _make(folder, made, named=Path(value))
+        folder.mkdir(parents=True, exist_ok=True)
         _write_and_remove(folder)
         kept = keep
         return str(folder.resolve())
     except (OSError, ValueError) as error:  # ValueError: a null character
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(field, value, f"{_cause(error)}; name a folder that can be written") from None
+        is_file = os.path.exists(value) and not os.path.isdir(value)
+        raise ConfigError(
+            field, value, f"{'is a file' if is_file else _cause(error)}; name a folder that can be written"
+        ) from None
     finally:
-        if not kept:
-            for path in reversed(made):
+        for path in () if kept else made:
+            with contextlib.suppress(OSError, ValueError):  # it was not made
                 path.rmdir()
 
 
@@ -94,29 +96,6 @@ def _write_and_remove(folder: Path) -> None:
 
 def _cause(error: Exception) -> str:
     return _CAUSES.get(getattr(error, "errno", 0), f"can't be made a folder ({type(error).__name__}: {error})")
-
-
-def _make(folder: Path, made: list[Path], *, named: Path) -> None:
-    """Make the folder and those above it. Each that was made is appended to ``made``, also when a later one fails.
-
-    Raises:
-        FileExistsError: ``named``, the path that the config names, is a file.
-        NotADirectoryError: a path above it is.
-        OSError: a folder can't be made for another reason.
-    """
-    missing = [folder]
-    while not os.path.lexists(missing[-1]) and missing[-1].parent != missing[-1]:
-        missing.append(missing[-1].parent)
-    for path in reversed(missing):
-        try:
-            path.mkdir()
-        except FileExistsError:
-            if not path.is_dir():
-                if path == named:
-                    raise
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
-        else:
-            made.append(path)
 
 
 COMMAND_FILE = "command.json"
