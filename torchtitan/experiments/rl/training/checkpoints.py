@@ -48,7 +48,7 @@ class TrainerStart:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Trained:
-    """What follows the steps of the model, or of one of its adapters."""
+    """Optimizer, schedule and reference of the model, or of one of its adapters."""
 
     optimizers: OptimizersContainer
     lr_schedulers: LRSchedulersContainer
