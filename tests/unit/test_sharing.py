@@ -184,7 +184,7 @@ def test_what_shares_nothing_is_laid_out_as_without_sharing():
         assert left.trees is None and right.trees is None
         for name in left.__slots__:
             value = getattr(left, name)
-            assert value is None or isinstance(value, tuple) or value.equal(getattr(right, name))
+            assert value is None or isinstance(value, tuple | str) or value.equal(getattr(right, name))
 
 
 def test_sharing_can_be_turned_off():
