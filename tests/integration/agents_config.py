@@ -1,6 +1,7 @@
 """A run whose agents are the clients that people have: each rollout asks by another of them."""
 
 import itertools
+import threading
 
 from torchtitan.experiments.rl.config_registry import rl_calculator_qwen3_debug
 from torchtitan.experiments.rl.config_registry.debug import _fields_of
@@ -100,11 +101,11 @@ class ClientsTask(AgentTask):
     async def run_agent(self, sample, endpoint):
         ask, stream = WAYS[next(COUNT) % len(WAYS)]
         await ask(endpoint, prompt_text(sample.env_input), stream=stream)
-        return f"{ask.__name__} {'stream' if stream else 'plain'}"
+        return {"way": f"{ask.__name__} {'stream' if stream else 'plain'}", "lock": threading.Lock()}  # no pickle holds it
 
 
 def length(answer, expression):
-    return float(len(answer))
+    return float(len(answer["way"]))
 
 
 def rl_clients():

@@ -18,7 +18,7 @@ def test_every_client_is_trained_on_what_it_was_answered_in_a_worker_and_after_a
         records = list(read_rollouts(run.folder / "rollouts.jsonl.gz"))
         trained = [record.rollout for record in records if record.outcome == "trained"]
         assert len(trained) == 64
-        ways = {rollout.answer for rollout in trained}
+        ways = {rollout.answer["way"] for rollout in trained}
         assert ways == {
             f"{ask} {how}" for ask in ("chat", "responses", "messages", "openai_agents") for how in ("plain", "stream")
         }

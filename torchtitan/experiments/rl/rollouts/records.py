@@ -238,6 +238,11 @@ def _json(value: Any, otherwise: Callable[[Any], Any] | None = None) -> msgspec.
         return msgspec.Raw(_DUMPS((otherwise or _shown_in_parts)(value)))
 
 
+def json_value(value: Any) -> Any:
+    """A user's value as JSON holds it: a text in place of each part that it can't hold. Any process can be sent it."""
+    return json.loads(bytes(_json(value)))
+
+
 def _python_value(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()

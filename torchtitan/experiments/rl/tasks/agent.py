@@ -22,7 +22,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +39,7 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.gateway.session import AUXILIARY, POLICY, AgentRollout, Sampler
 from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, PolicySession
+from torchtitan.experiments.rl.rollouts.records import json_value
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn
 from torchtitan.experiments.rl.tasks.group import derive_seed
@@ -163,6 +164,13 @@ class AgentTask(Task):
             gateway.forget(endpoint.key)
         rollout.ended(failure)
 
+    async def score_rewards(self, group: RolloutGroup) -> None:
+        """See Task. What agents returned may be anything; from then on it is what JSON holds of it."""
+        await super().score_rewards(group)
+        for rollout in group.rollouts:
+            answer = rollout.answer
+            rollout.answer = json_value(asdict(answer) if isinstance(answer, CommandResult) else answer)
+
     def _frozen_session(self, sample: DataSample, name: str) -> PolicySession:
         return self._frozen[name].session(
             rollout_id=f"{self.name}/{sample.sample_id}/0",
@@ -261,12 +269,12 @@ class AgentCommandTask(AgentTask):
 
     async def score_rewards(self, group: RolloutGroup) -> None:
         """See Task. The folders are removed then."""
+        results = [rollout.answer for rollout in group.rollouts if isinstance(rollout.answer, CommandResult)]
         try:
             await super().score_rewards(group)
         finally:
-            for rollout in group.rollouts:
-                if isinstance(rollout.answer, CommandResult):
-                    await self._remove(rollout.answer.folder)
+            for result in results:
+                await self._remove(result.folder)
 
     async def close(self) -> None:
         """See Task."""
