@@ -40,7 +40,10 @@ WIDE = ("rl_grpo_qwen3_14b", "rl_grpo_qwen3_32b")
 TOO_LONG = "batcher.row_length = {}: the model has 256 positions; choose at most that"
 ROLES = "has no effect, because the renderer does not say whose message a token belongs to"
 REFUSED = {
-    ("rl_calculator_qwen3_debug", "no tools in its template"): "renderer.name = 'default': tasks.calculator offers tools",
+    **{
+        (f"rl_{name}_qwen3_debug", "no tools in its template"): "renderer.name = 'default': tasks.calculator offers tools"
+        for name in ("calculator", "agent_calculator", "agent_forks")
+    },
     ("rl_echo_qwen3_debug", "no tools in its template"): ROLES,
     ("rl_mixed_qwen3_debug", "no tools in its template"): ROLES,
     ("rl_demonstrations_qwen3_debug", "no tools in its template"): ROLES,
