@@ -198,4 +198,4 @@ def assert_same_step(result, expected) -> None:
     assert result[0] == pytest.approx(expected[0], rel=1e-6)
     scale = max(gradient.abs().max() for gradient in expected[1].values())
     assert scale > 1e-3
-    assert_same(result[1], expected[1], rtol=1e-6, atol=1e-6 * float(scale) * 1e-3)
+    assert_same(result[1], expected[1], rtol=1e-6, atol=5e-8 * float(scale))  # torchtitan rotates queries and keys in float32

@@ -47,6 +47,9 @@ class ModelAsked(Exception):
     """The person lets the model answer this turn."""
 
 
+LEFT = "the session was ended"
+
+
 class Left(RunError):
     """The person has ended the session."""
 
@@ -270,7 +273,7 @@ class Player(ScriptedPolicy):
                 return self._read()
         except (EOFError, KeyboardInterrupt):
             self.left = True
-        raise Left("the session was ended")
+        raise Left(LEFT)
 
 
 NO_LIMIT_S = 1e6
@@ -342,7 +345,7 @@ def result_lines(group: RolloutGroup, player: Player) -> list[str]:
 
 def was_left(rollout: Rollout) -> bool:
     """Whether it has not ended because the person has left."""
-    return rollout.status.is_error() and f"{Left.__name__}: " in str(rollout.error)
+    return rollout.status.is_error() and str(rollout.error).endswith(LEFT)
 
 
 def save(group: RolloutGroup, config: RunConfig, folder: Path, test: str) -> None:
