@@ -1,6 +1,5 @@
 """Batches for the tests of losses and their metrics."""
 
-import numpy as np
 import torch
 
 from torchtitan.experiments.rl.types import STREAMS, LossDenominators, TrainingBatch
@@ -11,7 +10,8 @@ ONE = LossDenominators(rl=1, ce=1, ref_kl=1)
 def batch_of(shape: tuple[int, int], **streams) -> TrainingBatch:
     """A batch whose streams are the given nested lists or tensors, and otherwise empty."""
     rows, length = shape
-    defaults = {name: torch.from_numpy(np.full(shape, stream.fill, stream.dtype)) for name, stream in STREAMS.items()} | dict(
+    empty = {name: torch.from_numpy(stream.padding(rows * length, None)) for name, stream in STREAMS.items()}
+    defaults = {name: flat.view(*shape, *flat.shape[1:]) for name, flat in empty.items()} | dict(
         positions=torch.arange(length, dtype=torch.int32).expand(rows, length).clone(),
         task_ids=torch.zeros(shape, dtype=torch.int32),
         temperatures=torch.ones(shape),

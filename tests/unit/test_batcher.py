@@ -121,7 +121,7 @@ def test_streams_have_the_dtypes_of_the_contract():
     ints = ("token_ids", "positions", "policy_versions", "task_ids")
     assert all(dtypes.pop(name) == torch.int32 for name in ints)
     assert dtypes.pop("loss_mask") == torch.bool and dtypes.pop("role_ids") == torch.int8
-    assert dtypes.pop("replicas") == torch.int16
+    assert dtypes.pop("replicas") == torch.int16 and dtypes.pop("routes") == torch.uint8
     assert set(dtypes.values()) == {torch.float32}
 
 

@@ -7,7 +7,6 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -105,7 +104,7 @@ def test_a_loss_reads_a_stream_exactly_where_its_declaration_says_so(name, rl):
 
 
 def test_declared_fills_make_padding_a_member_of_nothing():
-    empty = {name: torch.from_numpy(np.full((1, 4), stream.fill, stream.dtype)) for name, stream in STREAMS.items()}
+    empty = {name: torch.from_numpy(stream.padding(4, None)[None]) for name, stream in STREAMS.items()}
     zeros = torch.zeros(1, 4, dtype=torch.int32)
     batch = TrainingBatch(**empty, positions=zeros, temperatures=torch.ones(1, 4), task_ids=zeros - 1, task_names=())
     assert count_denominators(batch, ["members"] * 3).tolist() == [0, 0, 0]

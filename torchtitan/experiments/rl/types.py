@@ -28,14 +28,22 @@ class Stream:
     """How a per-token stream is stored, and who reads it."""
 
     dtype: type[np.generic]
+    """With ``dims`` the narrowest: samples may have a wider one."""
     fill: float
-    """Its value on padding, and on every token of a sample that has None."""
+    """Its value on padding, and on every token of a sample that has None. -1 is the largest value of an unsigned ``dtype``."""
     in_loss: bool
     """Whether a loss reads it, for its value or to tell which tokens are members. The model and the metrics may read any."""
     credit: bool = False
     """Whether algorithms write it."""
     like: str | None = None
     """The stream whose values it takes, instead of ``fill``, in a sample that has None."""
+    dims: int = 0
+    """Dimensions of a token's entry. Samples say their sizes; a batch none of whose samples has the stream has sizes of 0."""
+
+    def padding(self, length: int, given: np.ndarray | None) -> np.ndarray:
+        """``fill`` for ``length`` tokens, in the dtype and the sizes of ``given`` where samples decide on them."""
+        like = np.empty((0,) * (1 + self.dims), self.dtype) if given is None or not self.dims else given
+        return np.full((length, *like.shape[1:]), self.fill).astype(like.dtype)
 
 
 Array = TypeVar("Array")
@@ -48,7 +56,7 @@ NONE: Any = None
 
 @dataclass(kw_only=True)
 class TokenStreams(Generic[Array, OptionalArray]):
-    """The per-token streams, each declared here alone: [L] in a sample, [B, L] in a batch.
+    """The per-token streams, each declared here alone: [L] in a sample, [B, L] in a batch, and a token's own dimensions after.
 
     Batches, packing and records follow from the declaration: a new stream is one line here.
     """
@@ -78,6 +86,9 @@ class TokenStreams(Generic[Array, OptionalArray]):
     """None means 0.0 everywhere."""
     ref_logprobs: Annotated[OptionalArray, Stream(dtype=np.float32, fill=0, in_loss=True, credit=True)] = NONE
     """Log-probability of the same token under the reference model; needed where ref_kl_weights is not 0."""
+    routes: Annotated[OptionalArray, Stream(dtype=np.uint8, fill=-1, in_loss=False, dims=2)] = NONE
+    """[..., layers, k]: the experts that computed the token in the generator, where it was an input. The largest value of the
+    dtype, uint8 or uint16, where that is not known, as of the last token sampled. None: of no token."""
 
 
 STREAMS: dict[str, Stream] = {
@@ -150,6 +161,14 @@ class PrefixTrees:
         marked = mask.new_zeros(self.token_ids.numel())
         marked[self.slots[mask]] = True
         return marked.view_as(self.token_ids)
+
+    def of_any(self, values: torch.Tensor, mask: torch.Tensor, otherwise: int) -> torch.Tensor:
+        """[B, T, ...]: of each token the value, [B, L, ...], of one that it stands for where ``mask``, bool [B, L], is True."""
+        taken = self.slots.new_full((self.token_ids.numel(),), -1)
+        taken[self.slots[mask]] = mask.flatten().nonzero().squeeze(-1)
+        found = values.flatten(0, 1)[taken.clamp(min=0)]
+        known = (taken >= 0).view(-1, *[1] * (found.ndim - 1))
+        return found.where(known, otherwise).view(*self.token_ids.shape, *values.shape[2:])
 
     def of_each(self, values: torch.Tensor) -> torch.Tensor:
         """[B, L]: of each token of the batch the value, [B, T], of the token that stands for it."""

@@ -15,6 +15,7 @@ from torchtitan.experiments.rl.batching.packing import (
     pack_rows,
     padded_length,
     prefix_order,
+    prefix_tokens,
     shared_in_row,
     spread_rows,
     tree_units,
@@ -60,8 +61,9 @@ class BatchPlan:
 class Batcher(Configurable):
     """Packs whole samples into rows, rows into microbatches. Never truncates and never drops: ask ``fits`` first.
 
-    Samples that begin with the same tokens share them: they lie in one row as a prefix tree, as far as the row holds them, and
-    the model computes the tree. A tree that is longer than a row is cut into several, each with the prefix.
+    Samples that begin with the same tokens, by the same experts where these are replayed, share them: they lie in one row as a
+    prefix tree, as far as the row holds them, and the model computes the tree. A tree that is longer than a row is cut into
+    several, each with the prefix.
 
     The same samples in the same order give the same plan.
     """
@@ -129,7 +131,7 @@ class Batcher(Configurable):
         rows and ranks evenly."""
         order, shared = list(range(len(samples))), np.zeros(len(samples), np.int64)
         if self.config.share_prefixes:
-            tree_order, tree_shared = prefix_order([(sample.temperature, sample.token_ids) for sample in samples])
+            tree_order, tree_shared = prefix_order([(sample.temperature, prefix_tokens(sample)) for sample in samples])
             if tree_shared.sum() >= _LEAST_SHARED * sum(map(len, samples)) > 0:
                 order, shared = tree_order, tree_shared
         lengths, sharing = np.array([len(samples[index]) for index in order], np.int64), bool(shared.any())

@@ -104,6 +104,16 @@ LEAST_SHARE = 1 / 32
 """A prefix is shared where it is at least this part of a sample. Attention to a branch has a cost of its own, on CPU."""
 
 
+def prefix_tokens(sample: TrainingSample) -> np.ndarray:
+    """[L]: what two samples must have alike to share a token: its id, and the experts that are to compute it."""
+    ids = sample.token_ids.astype(np.int32, copy=False)
+    if sample.routes is None:
+        return ids
+    parts = [np.ascontiguousarray(part).reshape(len(ids), -1).view(np.uint8) for part in (ids, sample.routes)]
+    both = np.concatenate(parts, axis=1)
+    return both.view(f"V{both.shape[1]}")[:, 0]
+
+
 def prefix_order(samples: Sequence[tuple[float, np.ndarray]]) -> tuple[list[int], np.ndarray]:
     """Order samples so that those that begin alike are side by side.
 
@@ -111,20 +121,20 @@ def prefix_order(samples: Sequence[tuple[float, np.ndarray]]) -> tuple[list[int]
     before it where their tokens part.
 
     Args:
-        samples: temperature and int32 token ids of each. Samples of unequal temperature share nothing.
+        samples: temperature and ``prefix_tokens`` of each. Samples of unequal temperature share nothing.
 
     Returns:
         Indices of the samples in order, and int64 [samples]: how many tokens of each are also the first of the one before it.
     """
-    begins: dict[tuple[float, int], list[int]] = {}
-    for index, (temperature, token_ids) in enumerate(samples):
-        begins.setdefault((temperature, int(token_ids[0])), []).append(index)
+    begins: dict[tuple[float, bytes], list[int]] = {}
+    for index, (temperature, tokens) in enumerate(samples):
+        begins.setdefault((temperature, tokens[:1].tobytes()), []).append(index)
     order: list[int] = []
     shared = np.zeros(len(samples), np.int64)
     for alike in begins.values():
         if len(alike) > 1:
-            # Any order of the ids will do, so their bytes are compared as they are.
-            alike.sort(key=lambda index: samples[index][1].astype(np.int32, copy=False).tobytes())
+            # Any order of the tokens will do, so their bytes are compared as they are.
+            alike.sort(key=lambda index: samples[index][1].tobytes())
             pairs = zip(alike, alike[1:], strict=False)
             shared[len(order) + 1 : len(order) + len(alike)] = [_common(samples[i][1], samples[j][1]) for i, j in pairs]
         order += alike
@@ -222,17 +232,18 @@ def fill(
             sizes.append(padding)
 
     def shaped(flat: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(flat.reshape(len(rows), length))
+        return torch.from_numpy(flat.reshape(len(rows), length, *flat.shape[1:]))
 
     def stream(name: str, declared: Stream) -> torch.Tensor:
-        absent = np.full(length, declared.fill, declared.dtype)
-        parts = []
-        for sample, size in zip(pieces, sizes, strict=True):
+        given = []
+        for sample in pieces:
             values = None if sample is None else getattr(sample, name)
             if values is None and sample is not None and declared.like is not None:
                 values = getattr(sample, declared.like)
-            parts.append(absent[:size] if values is None else values)
-        return shaped(np.concatenate(parts, out=np.empty(len(rows) * length, declared.dtype)))
+            given.append(values)
+        absent = declared.padding(length, next((values for values in given if values is not None), None))
+        parts = [absent[:size] if values is None else values for values, size in zip(given, sizes, strict=True)]
+        return shaped(np.concatenate(parts, out=np.empty((len(rows) * length, *absent.shape[1:]), absent.dtype)))
 
     def constant(values: list[float] | list[int], dtype: type) -> torch.Tensor:
         return shaped(np.repeat(np.array(values, dtype), sizes))

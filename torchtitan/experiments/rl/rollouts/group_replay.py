@@ -136,9 +136,10 @@ class GroupReplay:
                 if record.outcome != "trained" or record.left_out is not None or rollout.static:
                     continue
                 group_id = rollout.group_id = f"recorded/{rollout.group_id}"
-                for sample in rollout.samples:  # versions and ids of another run mean nothing in this one
+                for sample in rollout.samples:  # versions, ids and experts of another run mean nothing in this one
                     sample.rollout_id = rollout.rollout_id
                     sample.policy_versions = np.where(sample.loss_mask, 0, -1).astype(np.int32)
+                    sample.routes = None
                 assert rollout.data_sample is not None, "every rollout of a run has an example"
                 group = groups.setdefault(
                     group_id,

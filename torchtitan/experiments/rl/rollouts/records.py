@@ -1,7 +1,7 @@
 """A rollout as one line of JSON, and the same rollout from that line.
 
 1. An array is ``{dtype: base64 of its bytes}``, such as ``{"<f4": "AACAPw=="}``: each float32 is exact, NaN and infinities too.
-   ``np.frombuffer(base64.b64decode(text), dtype)`` gives it again.
+   ``np.frombuffer(base64.b64decode(text), dtype)`` gives it again, of several dimensions too: ``{"(4, 2)|u1": ...}``.
 2. Nothing is written twice. Of a turn's prompt, only what follows the part that the turn before gives is written, so a record
    grows with a conversation's length and not with its square. Of a sample, only what `samples_from_turns` does not give::
 
@@ -214,7 +214,7 @@ def _sample_record(sample: TrainingSample, given: TrainingSample | None) -> Samp
     for name, declared in STREAMS.items():
         value, usual = getattr(sample, name), getattr(given, name, None)
         if value is not None:
-            value = np.asarray(value, declared.dtype)
+            value = np.asarray(value, None if declared.dims else declared.dtype)
         # By their bits: a NaN is itself, and 0.0 is not -0.0.
         if given is None or (value is not usual and (value is None or usual is None or value.tobytes() != usual.tobytes())):
             changed[name] = value
@@ -222,7 +222,7 @@ def _sample_record(sample: TrainingSample, given: TrainingSample | None) -> Samp
 
 
 def _encoded_array(array: np.ndarray) -> dict[str, bytes]:
-    return {array.dtype.str: array.tobytes()}
+    return {f"{array.shape[1:] if array.ndim > 1 else ''}{array.dtype.str}": array.tobytes()}
 
 
 def _decoded_array(_: type, value: dict[str, str]) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 
 from torchtitan.experiments.rl.rollouts.streams import first_non_finite
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutTurn
-from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
+from torchtitan.experiments.rl.types import ROLE_IDS, STREAMS, TrainingSample
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -40,6 +40,8 @@ def check_completion(completion: Completion) -> None:
     """
     if not isinstance(completion, Completion):
         raise ValueError(f"bad completion: a {type(completion).__name__}, want a Completion")
+    if (routes := completion.routes) is not None and (routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3):
+        raise ValueError(f"bad completion: its routes are {routes.dtype} {routes.shape}, want uint8 or uint16 [R, layers, k]")
     ids, logprobs, versions = map(np.asarray, (completion.token_ids, completion.logprobs, completion.policy_versions))
     aligned = ids.ndim == 1 and ids.shape == logprobs.shape == versions.shape
     if not aligned or completion.finish_reason not in FINISH_REASONS:
@@ -91,8 +93,11 @@ def samples_from_turns(
 
     Every sampled token is in exactly one sample's loss mask: where a later prompt repeats it in a new sample, it is context.
 
+    A token's route is that of the first turn that had it as an input: with it the log-probabilities after it were computed. A
+    later turn that computed it again, because the cache had lost it or the weights had changed, gives those of new tokens only.
+
     Raises:
-        ValueError: a completion whose streams differ in length.
+        ValueError: a completion whose streams differ in length, or with routes of more tokens than there are.
     """
     for index, turn in enumerate(turns):
         streams = (turn.completion.token_ids, turn.completion.logprobs, turn.completion.policy_versions)
@@ -117,6 +122,7 @@ def samples_from_turns(
             policy_versions=versions,
             replicas=replicas,
             role_ids=role_ids,
+            routes=_routes([(turn.completion.routes, span.end - 1) for turn, span in run], last_span.end),
             temperature=temperature,
             task_name=task_name,
             rollout_id=rollout_id,
@@ -130,3 +136,17 @@ def samples_from_turns(
             role_ids[sampled] = ROLE_IDS["assistant"]
         samples.append(sample)
     return samples
+
+
+def _routes(turns: Sequence[tuple[np.ndarray | None, int]], length: int) -> np.ndarray | None:
+    """[L, layers, k] of a sample of ``length`` tokens, of its turns' routes and the place where each ends."""
+    given = [(routes, end) for routes, end in turns if routes is not None]
+    if not given:
+        return None
+    found, filled = STREAMS["routes"].padding(length, given[0][0]), 0
+    for routes, end in given:
+        if len(routes) > end:
+            raise ValueError(f"routes of {len(routes)} tokens, and only {end} were inputs")
+        start = max(filled, end - len(routes))
+        found[start:end], filled = routes[len(routes) - (end - start) :], end
+    return found

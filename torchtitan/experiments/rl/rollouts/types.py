@@ -76,6 +76,9 @@ class Completion:
     """"stop", "length" or "abort"."""
     replica: int = -1
     """Generator replica that sampled it; -1 where that is not known, and where a frozen model sampled it."""
+    routes: np.ndarray | None = None
+    """uint8 or uint16 [R, layers, k]. The experts that computed the last R tokens of prompt and completion but one: what was
+    sampled last was no input yet. The largest value of the dtype where a token's are not known. None: not recorded."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -284,7 +284,7 @@ def token_streams(
     chosen = samples[sample]
     part = slice(offset, offset + MOST_TOKENS)
     ids = chosen.token_ids[part].tolist()
-    streams = {name: getattr(chosen, name) for name in STREAMS if name != "token_ids"}
+    streams = {name: getattr(chosen, name) for name, declared in STREAMS.items() if name != "token_ids" and not declared.dims}
     if streams["rl_weights"] is None and chosen.advantages is not None:
         streams["rl_weights"] = chosen.loss_mask.astype(np.float64)
     if chosen.trainer_logprobs is not None:
