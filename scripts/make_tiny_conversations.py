@@ -196,7 +196,7 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     tasks = build_tasks(args.tokenizer)
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, moe=False)
     warm_up(model, tasks, tokenizer, steps=args.steps)
     folder = args.tokenizer.with_name("tiny_qwen3_conversations")
     model.save_pretrained(folder)

@@ -1,6 +1,8 @@
-"""Makes `assets/tiny_qwen3`: a Qwen3 of about 0.9 million parameters, its tokenizer, and a first skill.
+"""Makes `assets/tiny_qwen3`: a Qwen3 of about 0.9 million parameters, its tokenizer, and a first skill. With `--moe`, a mixture
+of experts.
 
     python scripts/make_tiny_qwen3.py [--output assets/tiny_qwen3]
+    python scripts/make_tiny_qwen3.py --moe [--output assets/tiny_qwen3_moe]
 
 1. The tokenizer is a byte-level BPE with Qwen3's splitting rule (every digit is a token) and its special
    tokens, trained on conversations written below: the chat template, the tool preamble, the worked tasks' texts.
@@ -12,7 +14,9 @@
    laptop cannot teach addition from nothing in two minutes; it can find the skill among the habits. Such a
    run shows that the machinery learns, and nothing about what a large model would gain.
 4. The token ids come from the renderer the library itself uses, with thinking off and no system prompt.
-5. One thread and fixed seeds: the same machine makes the same weights. The script measures the validation
+5. The mixture has 8 experts of 64 in each layer, of which a token takes 2: 1.1 million parameters, half of them active. Nothing
+   balances their load.
+6. One thread and fixed seeds: the same machine makes the same weights. The script measures the validation
    reward of what it wrote, and fails if the greedy one is outside the range the demo is tuned for.
 """
 
@@ -27,7 +31,17 @@ from pathlib import Path
 import torch
 from renderers import Qwen3RendererConfig, Renderer, create_renderer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torchtitan.experiments.rl.tasks.sum_digits import answer_text, make_examples, prompt_text  # noqa: E402
@@ -187,9 +201,9 @@ def check_template(tokenizer: PreTrainedTokenizerFast) -> None:
             assert ids == renderer.render_ids(messages[:end], **prompt), f"template and renderer differ: {text}"
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, *, moe: bool) -> PreTrainedModel:
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    config = Qwen3Config(
+    sizes = dict(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=384,
@@ -203,7 +217,11 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         eos_token_id=end,
         pad_token_id=pad,
     )
-    model = Qwen3ForCausalLM(config)
+    if moe:
+        experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     model.generation_config = GenerationConfig(do_sample=True, eos_token_id=[end, pad], pad_token_id=pad)
     return model
 
@@ -271,7 +289,8 @@ def reward(model, renderer: Renderer, examples: list[list[int]], *, temperature:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("assets/tiny_qwen3"))
+    parser.add_argument("--moe", action="store_true", help="make a mixture of experts")
+    parser.add_argument("--output", type=Path, help="default: assets/tiny_qwen3, or assets/tiny_qwen3_moe")
     parser.add_argument("--steps", type=int, default=900, help="of warm-up; default: %(default)s")
     args = parser.parse_args()
 
@@ -280,13 +299,14 @@ def main() -> None:
     tokenizer = make_tokenizer()
     check_template(tokenizer)
     renderer = create_renderer(tokenizer, RENDERER)
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, moe=args.moe)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens in the vocabulary")
     warm_up(model, renderer, tokenizer, steps=args.steps)
-    model.save_pretrained(args.output)
-    tokenizer.save_pretrained(args.output)
-    model = Qwen3ForCausalLM.from_pretrained(args.output)  # the score is of what was written
-    renderer = create_renderer(AutoTokenizer.from_pretrained(args.output), RENDERER)
+    output = args.output or Path("assets/tiny_qwen3_moe" if args.moe else "assets/tiny_qwen3")
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    model = AutoModelForCausalLM.from_pretrained(output)  # the score is of what was written
+    renderer = create_renderer(AutoTokenizer.from_pretrained(output), RENDERER)
     validation = make_examples(1000, split="validation")
     greedy = reward(model, renderer, validation, temperature=0.0)
     sampled = reward(model, renderer, validation, temperature=1.0)

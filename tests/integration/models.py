@@ -8,6 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 MODEL = Path(__file__).resolve().parents[2] / "assets" / "tiny_qwen3"
 """Tied head, as Qwen3 0.6B to 4B have it."""
+MOE_MODEL = MODEL.with_name("tiny_qwen3_moe")
+"""A mixture of experts."""
 
 
 def llama_folder(folder: Path, *, num_key_value_heads: int = 1, **changes) -> str:

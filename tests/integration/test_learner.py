@@ -23,7 +23,7 @@ from tests.integration.learners import (
     step,
     tree_samples,
 )
-from tests.integration.models import llama_folder
+from tests.integration.models import MOE_MODEL, llama_folder
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import LossConfig, PPOClip, TruncatedImportance
@@ -74,7 +74,8 @@ def test_log_probabilities_of_a_folder_saved_by_transformers_are_those_of_transf
     one_rank, tmp_path, tied_model, untied_model, llama_model, reference
 ):
     unscaled = llama_folder(tmp_path / "unscaled", tie_word_embeddings=False)
-    for path, vocabulary in ((tied_model, 768), (untied_model, 96), (llama_model, 768), (unscaled, 768)):
+    models = ((tied_model, 768), (untied_model, 96), (llama_model, 768), (unscaled, 768), (str(MOE_MODEL), 768))
+    for path, vocabulary in models:
         learner = learner_of(tmp_path / "runs" / Path(path).name, model=path)
         tokens = np.random.default_rng(1).integers(0, vocabulary, 200).astype(np.int32)
         logprobs = learner.score(tokens)
@@ -123,6 +124,12 @@ def test_published_tensors_are_the_hub_folders_in_the_generators_dtype(one_rank,
     on_disk = load_file(Path(untied_model) / "model.safetensors")
     assert "lm_head.weight" in on_disk
     assert_same(published(learner_of(tmp_path, model=untied_model), monkeypatch), on_disk, rtol=0, atol=0)
+
+
+def test_experts_are_published_each_by_its_name_in_the_hub(one_rank, tmp_path, monkeypatch):
+    on_disk = load_file(MOE_MODEL / "model.safetensors")
+    assert "model.layers.3.mlp.experts.7.down_proj.weight" in on_disk
+    assert_same(published(learner_of(tmp_path, model=str(MOE_MODEL)), monkeypatch), on_disk, rtol=0, atol=0)
 
 
 def test_fused_flavor_publishes_the_tensors_it_loaded(one_rank, tmp_path, fused_model, monkeypatch):

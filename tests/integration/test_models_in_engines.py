@@ -1,5 +1,5 @@
-"""A second family, Llama 3, a flavor of torchtitan with fused queries, keys and values, and adapters of a Llama: trainer,
-engine and transformers agree on each, before a step and after.
+"""A second family, Llama 3, a flavor of torchtitan with fused queries, keys and values, a mixture of experts, and adapters of a
+Llama: trainer, engine and transformers agree on each, before a step and after.
 
 A generator for each model, and one learner in this process, in float32.
 """
@@ -18,6 +18,7 @@ import torchstore
 from monarch.actor import Channel
 
 from tests.integration.learners import full, fused_config, learner_of, samples_of
+from tests.integration.models import MOE_MODEL
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
@@ -35,28 +36,29 @@ from torchtitan.experiments.rl.weights.store import start_store
 
 LENGTH = 300
 """Tokens of a prompt: many times as long as the Llama's unscaled rotary frequencies reach."""
-LLAMA, FUSED, ADAPTED = "Llama 3", "fused flavor of Qwen3", "adapters of a Llama 3"
+LLAMA, FUSED, MOE, ADAPTED = "Llama 3", "fused flavor of Qwen3", "mixture of experts", "adapters of a Llama 3"
 TWO = "two adapters of a Llama 3, in an engine of two processes"
 NAMES = ("code", "math")
 NOTHING, BOTH = 1, 5
 """Versions: adapters that are zero, and two of them."""
-VERSIONS = {LLAMA: 2, FUSED: 3, ADAPTED: 4}
+VERSIONS = {LLAMA: 2, FUSED: 3, ADAPTED: 4, MOE: 6}
 """That a test publishes. They share a store."""
-LR = {LLAMA: 0.02, FUSED: 0.005, ADAPTED: 0.1}
+LR = {LLAMA: 0.02, FUSED: 0.005, ADAPTED: 0.1, MOE: 0.005}
 LORA = LoRA.Config(rank=3, alpha=6)
 
 
 @pytest.fixture(scope="module")
 def models(llama_model, fused_model) -> dict[str, ModelConfig]:
     llama = ModelConfig(hf_assets_path=llama_model)
-    return {LLAMA: llama, FUSED: fused_config(fused_model), ADAPTED: llama, TWO: llama}
+    moe = ModelConfig(hf_assets_path=str(MOE_MODEL))
+    return {LLAMA: llama, FUSED: fused_config(fused_model), MOE: moe, ADAPTED: llama, TWO: llama}
 
 
 @pytest.fixture(scope="module")
 def generators(models, tmp_path_factory) -> Iterator[dict[str, Any]]:
     adapters = {ADAPTED: {"": LORA.rank}, TWO: dict.fromkeys(NAMES, LORA.rank)}
     cores = sorted(os.sched_getaffinity(0))
-    shares = ((cores[0],), (cores[-1],), (cores[-1],), (cores[0], cores[-1]))
+    shares = ((cores[0],), (cores[-1],), (cores[0],), (cores[-1],), (cores[0], cores[-1]))
     procs = spawn_on(None, "generator", [Place(0, share) for share in shares], "cpu")[0]
 
     async def build() -> dict[str, Any]:

@@ -14,10 +14,12 @@ from tests.unit.command_line import assert_one_line
 from tests.unit.test_plan_and_config import DEBUG, TINY_MODEL
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.models import policy as policy_module
+from torchtitan.experiments.rl.models.experts import Experts
+from torchtitan.experiments.rl.models.family import UNUSED_INIT
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.llama3 import LLAMA3
 from torchtitan.experiments.rl.models.policy import FAMILIES, ModelConfig, family_of_flavor, parameter_count, policy_spec
-from torchtitan.experiments.rl.models.qwen3 import QWEN3
+from torchtitan.experiments.rl.models.qwen3 import QWEN3, QWEN3_MOE
 
 LLAMA_3_1 = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,6 +66,10 @@ def spec_of(tmp_path: Path, values: dict = LLAMA_3_1, **changes):
 
 def qwen3_config() -> dict:
     return json.loads((TINY_MODEL / "config.json").read_text())
+
+
+def moe_config() -> dict:
+    return json.loads((TINY_MODEL.with_name("tiny_qwen3_moe") / "config.json").read_text())
 
 
 # ---- Llama 3 from its folder
@@ -113,6 +119,10 @@ REFUSED = {
     "no architecture": (LLAMA_3_1, {"architectures": ...}, "architecture is ''"),
     "Qwen3 with scaling": (qwen3_config(), {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "rope_type = 'yarn'"),
     "Qwen3 with a window": (qwen3_config(), {"use_sliding_window": True}, "use_sliding_window = True"),
+    "experts in every second layer": (moe_config(), {"decoder_sparse_step": 2}, "decoder_sparse_step = 2"),
+    "a layer without experts": (moe_config(), {"mlp_only_layers": [0]}, "mlp_only_layers = [0]"),
+    "more chosen than there are": (moe_config(), {"num_experts_per_tok": 9}, "num_experts_per_tok = 9, and 8 experts"),
+    "experts without a size": (moe_config(), {"moe_intermediate_size": ...}, "has no 'moe_intermediate_size'"),
 }
 
 
@@ -153,6 +163,45 @@ def test_a_run_on_a_llama_folder_is_planned_before_anything_starts(command, tmp_
     assert_one_line(err, "batcher.row_length = 8192", "4096 positions")
 
 
+# ---- mixtures of experts
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_every_number_of_a_mixture_is_in_the_model_by_either_version_of_transformers(tmp_path, name):
+    count = dict.fromkeys(("num_experts", "num_local_experts"), ...) | {name: 6}
+    spec = spec_of(tmp_path, moe_config(), **count, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=False)
+    moe = spec.model.layers[-1].moe
+    inner, router, dispatcher = moe.routed_experts.inner_experts, moe.router, moe.routed_experts.token_dispatcher
+    assert (inner.num_experts, inner.dim, inner.hidden_dim) == (6, 128, 40)
+    assert (router.num_experts, router.top_k, router.score_func, router.route_norm) == (6, 3, "softmax", False)
+    assert (dispatcher.num_experts, dispatcher.top_k) == (6, 3)
+    # Embedding and last norm; a layer: two norms of 128 and two of a head, attention, a router and six experts.
+    attention = 2 * 128 * 128 + 2 * 64 * 128
+    assert parameter_count(spec) == 768 * 128 + 128 + 4 * (2 * 128 + 2 * 32 + attention + 6 * 128 + 6 * 3 * 40 * 128)
+    assert spec_of(tmp_path, moe_config()).model.layers[0].moe.router.route_norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_experts_compute_in_the_dtype_of_their_tokens(dtype):
+    """Three experts, of which the second has no token; the sum over the hidden units written out."""
+    experts = Experts.Config(dim=8, hidden_dim=16, num_experts=3, param_init=UNUSED_INIT).build().to(dtype)
+    random = torch.Generator().manual_seed(0)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, generator=random)
+    tokens = torch.randn(5, 8, generator=random, dtype=dtype)
+    found = experts(tokens, torch.tensor([2, 0, 3]))
+    for token, expert, own in zip(tokens, (0, 0, 2, 2, 2), found, strict=True):
+        gate, up = (weight[expert].double() @ token.double() for weight in (experts.w1_EFD, experts.w3_EFD))
+        expected = experts.w2_EDF[expert].double() @ (gate / (1 + torch.exp(-gate)) * up)
+        torch.testing.assert_close(own.double(), expected, rtol=0, atol=1e-4 if dtype == torch.float32 else 1e-12)
+
+
+def test_no_bias_balances_the_load_which_the_engine_would_not_have():
+    spec = policy_spec(ModelConfig(hf_assets_path="/nowhere", flavor="30B-A3B"), device="cuda", max_seq_len=512)
+    with torch.device("meta"):
+        assert not any("bias" in name for name, _ in spec.model.layers[0].moe.build().named_buffers())
+
+
 # ---- flavors
 
 
@@ -164,6 +213,7 @@ def test_a_flavor_is_found_by_its_full_name_by_the_folder_or_where_one_family_ha
     assert family_of_flavor("8B", llama) == (LLAMA3, "8B")
     assert family_of_flavor("8B", str(TINY_MODEL)) == (QWEN3, "8B")
     assert family_of_flavor("0.6B", nowhere) == (QWEN3, "0.6B")
+    assert family_of_flavor("qwen3/30B-A3B", nowhere) == (QWEN3_MOE, "30B-A3B")
     assert family_of_flavor("405B", str(TINY_MODEL)) == (LLAMA3, "405B")
 
 
@@ -182,7 +232,7 @@ def test_a_flavor_that_is_unknown_or_of_two_families_is_refused_with_those_there
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("name, millions", [("qwen3/0.6B", 596.0), ("llama3/8B", 8030.3)])
+@pytest.mark.parametrize("name, millions", [("qwen3/0.6B", 596.0), ("llama3/8B", 8030.3), ("30B-A3B", 30532.1)])
 def test_a_flavor_has_the_parameters_its_model_card_says(name, millions):
     spec = policy_spec(ModelConfig(hf_assets_path="/nowhere", flavor=name), device="cuda", max_seq_len=512)
     assert round(parameter_count(spec) / 1e6, 1) == millions
@@ -206,7 +256,7 @@ def test_a_further_family_is_one_record_under_its_architecture(tmp_path, monkeyp
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_every_family_gives_log_probabilities_of_the_needed_tokens(tmp_path, architecture):
-    (values,) = (folder for folder in (qwen3_config(), LLAMA_3_1) if folder["architectures"] == [architecture])
+    (values,) = (folder for folder in (qwen3_config(), moe_config(), LLAMA_3_1) if folder["architectures"] == [architecture])
     spec = spec_of(tmp_path, values)
     model = spec.model.build()
     model.init_states(buffer_device=torch.device("cpu"))

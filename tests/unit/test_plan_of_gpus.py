@@ -66,6 +66,25 @@ def test_memory_of_a_trainer_rank_by_hand(name, numbers):
     assert plan.trainer_gib == pytest.approx((state + inputs + max(head, at_work)) / GIB + 2, rel=1e-3)
 
 
+@pytest.mark.parametrize("name, ranks, gathered", [("rl_grpo_qwen3_30b_a3b", 4, 128), ("rl_grpo_qwen3_30b_a3b_16", 8, 16)])
+def test_a_mixture_is_planned_by_its_active_parameters_and_the_experts_that_a_rank_gathers(name, ranks, gathered):
+    """48 layers of 128 experts of 768 at a width of 2,048, of which a token takes 8; 32 heads of 128, 4 of keys."""
+    plan = plan_of(name)
+    expert, vocabulary = 3 * 2048 * 768, 151_936 * 2048
+    dense = 2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128
+    assert plan.parameters == pytest.approx(48 * (dense + 128 * expert) + 2 * vocabulary, rel=1e-4)
+    assert plan.active_parameters == plan.parameters - 48 * 120 * expert == pytest.approx(3.35e9, rel=0.01)
+    assert f"{plan.active_parameters / 1e6:,.1f}M active" in plan.lines()[0]
+    assert plan.trainer_memory.state == pytest.approx(16 * plan.parameters / ranks + 4 * 48 * 8192 * 2 * 128, rel=1e-6)
+    # bfloat16 copies of two layers, and the first one's gradient in bfloat16 and float32; what is computed again of a token:
+    # 4 of the width, 3 of queries and keys, 4 of its experts' width, and 4 of their tokens; two gradients of experts' width.
+    layer, width = dense + gathered * expert, 8 * 768
+    again = 2 * 8192 * (4 * 2048 + 3 * (4096 + 512) + 4 * width + 4 * 8 * 2048 + 2 * width)
+    assert plan.trainer_memory.layer == pytest.approx(max(10 * layer, 4 * vocabulary + 4 * layer) + again, rel=1e-3)
+    operations = 8 * (plan.active_parameters - vocabulary) + 9 * 2 * 4096 * 48 * 2048
+    assert plan.balance.train_s == pytest.approx(operations * 512 * 4096 / (ranks * FLOPS), rel=1e-3)
+
+
 def test_a_step_of_the_8b_by_hand_and_the_side_that_takes_longer():
     costs = plan_of("rl_grpo_qwen3_8b").balance
     parameters, tokens = 8_190_735_360, 512 * 4096

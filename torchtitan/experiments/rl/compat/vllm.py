@@ -5,7 +5,8 @@ environment when it is imported, so ``set_environment`` has to run first.
 
 A weight of the engine may be several tensors of the checkpoint, one below the other, or a share of one. On CPU vLLM packs the
 weight of a linear layer for its kernels and drops the weight itself: nothing can read the packed copy back. So what is packed
-is noted when it is packed, and the note hangs on the function that owns the copy.
+is noted when it is packed, and the note hangs on the function that owns the copy. The experts of a layer are two weights, of
+three dimensions; what is packed of them takes their place, and has the note.
 """
 
 import json
@@ -164,6 +165,9 @@ def reload_weights(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> 
         device = next(model.parameters()).device
         staged = ((name, tensor.to(device, non_blocking=True)) for name, tensor in given.items())
         worker.reload_weights(weights_iterator=staged)
+        if device.type == "cpu":
+            for module in {id(held.module): held.module for held in weights if held.parameter.ndim == 3}.values():
+                pack_experts(module)
     repack_tied_head(model)
 
 
@@ -176,6 +180,7 @@ def copying_suffices(model: Any, weights: Sequence["HeldWeight"], names: set[str
     from vllm.distributed import get_tensor_model_parallel_world_size
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
@@ -186,7 +191,7 @@ def copying_suffices(model: Any, weights: Sequence["HeldWeight"], names: set[str
         and get_tensor_model_parallel_world_size() == 1
         and {source for held in weights for source in held.sources} == names
         and {id(parameter) for parameter in model.parameters()} == {id(held.parameter) for held in weights}
-        and methods <= {UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
+        and methods <= {UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod}
         and attentions <= {Attention}
         and isinstance(getattr(model, "lm_head", None), ParallelLMHead)
     )
@@ -195,21 +200,31 @@ def copying_suffices(model: Any, weights: Sequence["HeldWeight"], names: set[str
 def _copy_and_pack(weights: Iterable["HeldWeight"], tensors: Mapping[str, torch.Tensor]) -> None:
     copied: set[int] = set()
     for module, of_module in groupby(weights, key=lambda held: held.module):
-        pack = False
+        pack = experts = False
         for held in of_module:
             if id(held.parameter) in copied:
                 continue  # a tied head, whose weight is the embedding's
             copied.add(id(held.parameter))
             parts = [tensors[name] for name in held.sources]
-            rows, weight = [len(part) for part in parts], held.parameter.data
-            if not weight.numel():  # vLLM keeps none beside the packed copy
-                weight = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=weight.dtype)
-                module.weight = torch.nn.Parameter(weight, requires_grad=False)
+            rows, weight, experts = [len(part) for part in parts], held.plain, held.parameter.ndim == 3
+            if weight is None:
+                shape = (*held.parameter.shape[:-2], -1, parts[0].shape[-1]) if experts else (sum(rows), *parts[0].shape[1:])
+                made = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=held.parameter.dtype).view(shape)
+                setattr(module, held.name, torch.nn.Parameter(made, requires_grad=False))
+                weight = made.flatten(0, -2) if experts else made
             pack = hasattr(module, "cpu_linear")  # an embedding's too, which ``packing_noted`` frees where it is for nothing
             for own, part in zip(weight[: sum(rows)].split(rows), parts, strict=True):  # a vocabulary may be filled up
                 own.copy_(part)
         if pack:
             module.quant_method.process_weights_after_loading(module)
+        elif experts:
+            pack_experts(module)
+
+
+def pack_experts(module: Any) -> None:
+    """Pack the weights of a layer's experts for CPU, as a load left them. vLLM 0.32 packs those of the first load only: after
+    another it would compute with rows in the wrong places."""
+    module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def repack_tied_head(model: Any) -> None:
@@ -229,11 +244,22 @@ class HeldWeight:
     """One weight of the engine."""
 
     module: Any
+    name: str = "weight"
+    """In its module."""
     parameter: torch.Tensor
     sources: tuple[str, ...]
-    """The tensors of the checkpoint that it is made of, one below the other: their hub names."""
+    """The tensors of the checkpoint that it is made of, one below the other: their hub names. Experts lie below each other,
+    each with its gate above its up."""
     packed: bool
     """Whether the model computes with a packed copy of it."""
+
+    @property
+    def plain(self) -> torch.Tensor | None:
+        """The weight itself, its sources one below the other; None where vLLM keeps nothing but the packed copy."""
+        weight = self.parameter.data
+        if self.parameter.ndim == 3:
+            return None if self.packed else weight.flatten(0, 1)
+        return weight if weight.numel() else None
 
 
 def held_weights(model: Any, names: set[str]) -> Iterator[HeldWeight]:
@@ -241,6 +267,7 @@ def held_weights(model: Any, names: set[str]) -> Iterator[HeldWeight]:
 
     A tied head has the embedding's source, and may have a packed copy of its own.
     """
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     parts: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
@@ -256,15 +283,22 @@ def held_weights(model: Any, names: set[str]) -> Iterator[HeldWeight]:
                 sources = tuple(f"{prefix}{part}.{name}" for part in parts.get(leaf, ()))
             if not sources or not names.issuperset(sources):
                 sources = sources_of.get(id(parameter), ())  # a tied head
+            packed = name == "weight" and hasattr(module, "cpu_linear") and not looked_up
+            if isinstance(module, RoutedExperts):
+                gate, up, down = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
+                of_one = {"w13_weight": (gate, up), "w2_weight": (down,)}[name]
+                sources = tuple(f"{prefix}{expert}.{own}.weight" for expert in range(len(parameter)) for own in of_one)
+                packed = parameter.device.type == "cpu"
             if sources:
                 sources_of[id(parameter)] = sources
-                packed = name == "weight" and hasattr(module, "cpu_linear") and not looked_up
-                yield HeldWeight(module=module, parameter=parameter, sources=sources, packed=packed)
+                yield HeldWeight(module=module, name=name, parameter=parameter, sources=sources, packed=packed)
 
 
 def rows_of_parts(held: HeldWeight, rows: int) -> list[int]:
     """How many of a weight's ``rows`` are of each source."""
-    return [rows] if len(held.sources) == 1 else list(held.module.output_partition_sizes)
+    if len(held.sources) == 1 or held.parameter.ndim == 3:
+        return [rows // len(held.sources)] * len(held.sources)
+    return list(held.module.output_partition_sizes)
 
 
 def region(held: HeldWeight, rows: int, shape: tuple[int, ...], held_shape: torch.Size) -> tuple[slice, ...]:
@@ -302,12 +336,21 @@ def packing_noted(note: Callable[[Any], Any], *, unpacked: Iterable[Any] = ()) -
     The modules of ``unpacked`` are not packed: they would compute with the weight itself. For a vocabulary of 32,000 that saves
     a tenth of a reload, and the memory of a copy.
 
-    The note is an attribute of ``cpu_linear``, the function that vLLM makes to compute with the packed copy: an old copy keeps
-    its old note.
+    The note is an attribute of ``cpu_linear``, the function that vLLM makes to compute with the packed copy, or of the packed
+    parameters of experts: an old copy keeps its old note.
     """
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     pack, kept = utils.dispatch_cpu_unquantized_gemm, {id(module) for module in unpacked}
+    kernels: Any = cpu_moe.CPUUnquantizedExperts
+    pack_experts = kernels.process_weights_after_loading
+
+    def pack_experts_noted(kernel: Any, layer: Any) -> None:
+        noted = note(layer)
+        pack_experts(kernel, layer)
+        if noted is not None:
+            layer.w13_weight.packed_from = layer.w2_weight.packed_from = noted
 
     def pack_noted(layer: Any, remove_weight: bool) -> None:
         if id(layer) in kept:
@@ -319,15 +362,18 @@ def packing_noted(note: Callable[[Any], Any], *, unpacked: Iterable[Any] = ()) -
             layer.cpu_linear.packed_from = noted
 
     utils.dispatch_cpu_unquantized_gemm = pack_noted
+    kernels.process_weights_after_loading = pack_experts_noted
     try:
         yield
     finally:
         utils.dispatch_cpu_unquantized_gemm = pack
+        kernels.process_weights_after_loading = pack_experts
 
 
-def packed_from(module: Any) -> Any:
-    """What was noted when the packed copy was made that ``module`` computes with; None for one made without a note."""
-    return getattr(module.cpu_linear, "packed_from", None)
+def packed_from(module: Any, name: str = "weight") -> Any:
+    """What was noted when the packed copy was made that ``module`` computes with in place of its weight ``name``; None for one
+    made without a note."""
+    return getattr(module.cpu_linear if name == "weight" else getattr(module, name), "packed_from", None)
 
 
 def adapters_in(names: Iterable[str]) -> dict[str, int]:

@@ -331,7 +331,7 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     device = device or config.provision.resolve()
     spec = policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
     parallelism, ranks = config.trainer.parallelism, config.trainer.ranks
-    parallelism.check_model(decoder_config(spec), field="trainer.parallelism")
+    parallelism.check_model(decoder_config(spec), field="trainer.parallelism", ranks=ranks)
     if config.trainer.enable_cpu_offload and device == "cpu":
         raise ConfigError("trainer.enable_cpu_offload", True, "everything is in the host's memory on CPU; set it to False")
     engine = config.generator.engine
@@ -369,6 +369,7 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     return RunPlan(
         device=device,
         parameters=parameters,
+        active_parameters=sizes.active_parameters,
         adapter=""
         if lora is None
         else f"; adapters of rank {lora.rank}: {held / 1e6:,.2f}M, learning rate {config.trainer.optimizer.lr:g}",
@@ -411,7 +412,9 @@ def _of_flavor(spec: ModelSpec) -> HubConfig:
     values = {
         "num_attention_heads": layer.attention.n_heads,
         "num_key_value_heads": layer.attention.n_kv_heads,
-        "intermediate_size": layer.feed_forward.w1.out_features,
+        "intermediate_size": (
+            layer.feed_forward.w1.out_features if layer.moe is None else layer.moe.routed_experts.inner_experts.hidden_dim
+        ),
         "vocab_size": decoder.vocab_size,
     }
     return HubConfig("", values)
@@ -476,10 +479,8 @@ def _divided(hub: HubConfig, degree: int) -> dict[str, int]:
     heads = _size(hub, "num_attention_heads")
     kv_heads = _size(hub, "num_key_value_heads")
     vocabulary = _size(hub, "vocab_size")
-    sizes = {
-        f"{heads} attention heads": heads,
-        f"intermediate size of {_size(hub, 'intermediate_size')}": _size(hub, "intermediate_size"),
-    }
+    width = _size(hub, "moe_intermediate_size") or _size(hub, "intermediate_size")  # a mixture's dense layers have another
+    sizes = {f"{heads} attention heads": heads, f"intermediate size of {width}": width}
     # Fewer key-value heads than parts are copied: each part then has one.
     if kv_heads is not None and (kv_heads >= degree or degree % kv_heads):
         sizes[f"{kv_heads} key-value heads"] = kv_heads

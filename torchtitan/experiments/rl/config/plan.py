@@ -35,11 +35,17 @@ class ModelSizes:
     """Key heads times head size; the same for values."""
     head_width: int
     feed_forward_width: int
+    """That a token is computed with: of all its experts."""
+    experts: int = 1
+    chosen: int = 1
+    """Of the experts, by each token."""
 
     @classmethod
     def of(cls, decoder: Decoder.Config, parameters: int) -> "ModelSizes":
         layer: Any = decoder.layers[0]  # torchtitan declares less than every decoder has
-        attention = layer.attention
+        attention, moe = layer.attention, layer.moe
+        chosen = 1 if moe is None else moe.router.top_k
+        width = layer.feed_forward.w1.out_features if moe is None else moe.routed_experts.inner_experts.hidden_dim * chosen
         return cls(
             parameters=parameters,
             layers=len(decoder.layers),
@@ -49,7 +55,9 @@ class ModelSizes:
             query_width=attention.n_heads * attention.rope.dim,
             key_width=(attention.n_kv_heads or attention.n_heads) * attention.rope.dim,
             head_width=attention.rope.dim,
-            feed_forward_width=layer.feed_forward.w1.out_features,
+            feed_forward_width=width,
+            experts=1 if moe is None else moe.num_experts,
+            chosen=chosen,
         )
 
     @property
@@ -61,15 +69,27 @@ class ModelSizes:
     def layer_parameters(self) -> int:
         return (self.parameters - (1 if self.tied else 2) * self.vocabulary_parameters) // self.layers
 
+    @property
+    def expert_parameters(self) -> int:
+        """Of the experts of a layer; 0 in a dense one."""
+        return 0 if self.experts == 1 else 3 * self.dim * self.feed_forward_width // self.chosen * self.experts
+
+    @property
+    def active_parameters(self) -> int:
+        """That a token is computed with."""
+        return self.parameters - self.layers * self.expert_parameters * (self.experts - self.chosen) // self.experts
+
     def layer_values(self, tensor_parallel: int) -> float:
         """Values that the backward pass of a layer needs, a token and rank.
 
         Its input, two norms and the residual between them: ``4 dim``, a part of the tokens on each tensor-parallel rank.
         Queries and keys before their norm and after rotation; values and the attention's output. Three products of the
-        feed-forward part and the activation: 4 of its width. Fused attention stores nothing quadratic.
+        feed-forward part and the activation: 4 of its width. Fused attention stores nothing quadratic. Experts have a copy of
+        their tokens, and what they make of it twice, once in float32.
         """
         attention = 3 * (self.query_width + self.key_width)
-        return (4 * self.dim + attention + 4 * self.feed_forward_width) / tensor_parallel
+        copied = 0 if self.experts == 1 else 4 * self.chosen * self.dim
+        return (4 * self.dim + attention + 4 * self.feed_forward_width + copied) / tensor_parallel
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -133,7 +153,10 @@ def trainer_memory(
     own = sizes.parameters if trained is None else trained
     held = 0 if trainer.enable_cpu_offload else sizes.parameters + (3 if trainer.reference is None else 4) * own
     compute, tokens = BYTES[trainer.mixed_precision_param], config.batcher.rows_per_microbatch * row_length
-    layer, head = sizes.layer_parameters / tensor_parallel, sizes.vocabulary_parameters / tensor_parallel
+    # Expert-parallel ranks gather whole experts, but not all of them.
+    experts = sizes.expert_parameters / max(tensor_parallel, trainer.parallelism.expert_parallel_degree)
+    layer = (sizes.layer_parameters - sizes.expert_parameters) / tensor_parallel + experts
+    head = sizes.vocabulary_parameters / tensor_parallel
     # The head takes at most a quarter of a row at once.
     logits = min(trainer.logprob_chunk_tokens, max(1, row_length // 4)) * sizes.vocabulary / tensor_parallel
     value = tokens * compute / divided
@@ -195,9 +218,9 @@ class Balance:
     """Seconds of one optimizer step on each side, with every rollout as long as it may be."""
 
     train_s: float
-    """For each token 6 operations a parameter of a layer, 8 of the head, which always computes its logits again, and 7 products
-    of attention with what the token sees, half of its rollout on average. Full checkpointing takes 2 more of each, the head
-    aside. A frozen matrix, with adapters, has no gradient, and takes 2 less. Shared by all trainer ranks."""
+    """For each token 6 operations an active parameter of a layer, 8 of the head, which always computes its logits again, and 7
+    products of attention with what the token sees, half of its rollout on average. Full checkpointing takes 2 more of each, the
+    head aside. A frozen matrix, with adapters, has no gradient, and takes 2 less. Shared by all trainer ranks."""
     generate_s: float
     """Each step of an engine reads the weights and the keys and values of its sequences once, shared by its GPUs. A sequence
     takes a step a token. Prompts cost 2 operations a parameter and token."""
@@ -224,7 +247,7 @@ def balance(config: RunConfig, sizes: ModelSizes, rollouts: int, trained: int) -
     tokens = longest.env.max_rollout_tokens
     sampled = min(tokens, longest.env.max_turns * longest.sampling.max_tokens)
     itemsize = engine.torch_dtype.itemsize
-    layers = sizes.layer_parameters * sizes.layers
+    layers = sizes.layer_parameters * sizes.layers - (sizes.parameters - sizes.active_parameters)
     # Selective checkpointing computes attention's way out and one product of the feed-forward part again.
     selected = 2 * sizes.layers * sizes.dim * (sizes.query_width + sizes.feed_forward_width)
     again = {"none": 0, "selective": selected, "full": 2 * layers}[checkpointing]
@@ -237,8 +260,10 @@ def balance(config: RunConfig, sizes: ModelSizes, rollouts: int, trained: int) -
     at_once = min(mine, getattr(engine, "max_num_seqs", rollouts))
     cache = at_once * (tokens - sampled / 2) * 2 * sizes.key_width * sizes.layers
     steps = sampled * math.ceil(mine / at_once)
-    decode = steps * (sizes.parameters + cache) * itemsize / BANDWIDTH
-    prefill = 2 * sizes.parameters * mine * (tokens - sampled) / FLOPS
+    # Each token reads other experts: of a few tokens, not all are read.
+    unread = (1 - sizes.chosen / sizes.experts) ** at_once * sizes.expert_parameters * sizes.layers
+    decode = steps * (sizes.parameters - unread + cache) * itemsize / BANDWIDTH
+    prefill = 2 * sizes.active_parameters * mine * (tokens - sampled) / FLOPS
     return Balance(train_s=train, generate_s=(decode + prefill) / engine.tensor_parallel_degree)
 
 
@@ -248,6 +273,8 @@ class RunPlan:
 
     device: Literal["cpu", "cuda"]
     parameters: int
+    active_parameters: int
+    """That a token is computed with."""
     adapter: str
     """What is trained of them, where that is adapters."""
     steps: int
@@ -329,8 +356,9 @@ class RunPlan:
             "CUDA": memory.fixed,
         }
         held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
+        active = "" if self.active_parameters == self.parameters else f", {self.active_parameters / 1e6:,.1f}M active"
         lines = [
-            f"model          {self.parameters / 1e6:,.1f}M parameters{self.adapter}",
+            f"model          {self.parameters / 1e6:,.1f}M parameters{active}{self.adapter}",
             f"steps          {self.steps}, each on {self.groups_per_step} groups = {self.rollouts_per_step} rollouts",
             f"off-policy     at most {self.max_offpolicy_steps} versions; {self.open_groups} groups open at most",
             f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",

@@ -39,6 +39,8 @@ from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerCo
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
 
 TINY_MODEL = str(Path(__file__).parents[4] / "assets" / "tiny_qwen3")
+TINY_MOE = TINY_MODEL + "_moe"
+"""As TINY_MODEL, a mixture of 8 experts."""
 TINY_TEACHER = TINY_MODEL + "_teacher"
 """As TINY_MODEL, trained on right demonstrations only (scripts/make_tiny_teachers.py)."""
 TINY_READER = TINY_MODEL + "_reader"
@@ -77,6 +79,13 @@ def rl_grpo_qwen3_debug() -> RunConfig:
         validation=ValidationConfig(every=10, examples=256),
         provision=ProvisionConfig(device="cpu"),
     )
+
+
+def rl_moe_qwen3_debug() -> RunConfig:
+    """As rl_grpo_qwen3_debug, with a mixture of 8 experts of which a token takes 2."""
+    config = rl_grpo_qwen3_debug()
+    config.model = ModelConfig(hf_assets_path=TINY_MOE)
+    return config
 
 
 def rl_grpo_qwen3_debug_hosts() -> RunConfig:

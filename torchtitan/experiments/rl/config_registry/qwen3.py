@@ -83,6 +83,17 @@ def rl_grpo_qwen3_32b_64() -> RunConfig:
     return _on_hosts(_qwen3("32B", trainer_ranks=32, trainer_tensor_parallel_degree=4, replicas=16, tensor_parallel_degree=2))
 
 
+def rl_grpo_qwen3_30b_a3b() -> RunConfig:
+    """Qwen3-30B-A3B, a mixture of experts, on 8 GPUs of 141 GB: four train, two generators of two."""
+    return _qwen3("30B-A3B", trainer_ranks=4, replicas=2, tensor_parallel_degree=2)
+
+
+def rl_grpo_qwen3_30b_a3b_16() -> RunConfig:
+    """Qwen3-30B-A3B on 16 GPUs of 80 GB: eight train and share out the experts, four generators of two. 2 hosts of Slurm:
+    docs/clusters.md."""
+    return _on_hosts(_qwen3("30B-A3B", trainer_ranks=8, expert_parallel_degree=8, replicas=4, tensor_parallel_degree=2))
+
+
 def rl_questions_qwen3(size: str = "0.6b") -> RunConfig:
     """Your own questions: name the data (README, "Your own data"). Qwen3-0.6B on 2 GPUs; or --size. Right is what equals the
     column `answer`, or what a reward function of yours says."""
@@ -146,6 +157,7 @@ def _qwen3(
     replicas: int,
     trainer_tensor_parallel_degree: int = 1,
     tensor_parallel_degree: int = 1,
+    expert_parallel_degree: int = 1,
     checkpointing: Literal["selective", "full"] = "full",
 ) -> RunConfig:
     """A real model on GPUs, in bfloat16 with float32 master weights. Its sums are longer than the demo's."""
@@ -165,7 +177,9 @@ def _qwen3(
         model=ModelConfig(hf_assets_path=f"{HUB_FOLDER}/Qwen3-{flavor}", flavor=f"qwen3/{flavor}"),
         trainer=TrainerConfig(
             ranks=trainer_ranks,
-            parallelism=Parallelism(tensor_parallel_degree=trainer_tensor_parallel_degree),
+            parallelism=Parallelism(
+                tensor_parallel_degree=trainer_tensor_parallel_degree, expert_parallel_degree=expert_parallel_degree
+            ),
             optimizer=OptimizerConfig(lr=1e-6),
             mixed_precision_param="bfloat16",
             activation_checkpoint=checkpointing,

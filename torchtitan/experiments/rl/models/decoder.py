@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.experiments.rl.compat.torchtitan.models import HiddenStateDecoder
 from torchtitan.experiments.rl.models.attention import CPUVarlenAttention, packed_metadata, parent_columns, tree_mask
 from torchtitan.experiments.rl.models.context_parallel import Context
+from torchtitan.experiments.rl.models.experts import tell_padding
 from torchtitan.experiments.rl.types import TrainingBatch
 from torchtitan.models.common.attention import AttentionMasksType, FlexAttention, create_attention_mask
 
@@ -50,6 +51,7 @@ class LogprobDecoder(HiddenStateDecoder):
             computed, places_BL = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
             part = self.context.part(computed.shape[1])
         masks = self.get_attention_masks(places_BL)
+        tell_padding(self, places_BL, part)
         hidden_BLD = self.hidden_states(computed[:, part].long(), places_BL[:, part].long(), masks)
         if isinstance(hidden_BLD, DTensor):
             # Tensor parallelism: every rank has all of it. The head's gradient is each rank's part of the sum.

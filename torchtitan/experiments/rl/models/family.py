@@ -13,6 +13,7 @@ from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.models.common import Decoder, Embedding, Linear, RoPE, TransformerBlock
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.protocols.model_spec import ModelSpec
@@ -43,6 +44,9 @@ class ModelFamily:
 _MOST_LAYERS = 1024
 """The config of each layer is an object: a number that is rubbish would fill the memory."""
 
+UNUSED_INIT = dict.fromkeys(("weight", "bias", "w1_EFD", "w2_EDF", "w3_EFD"), torch.nn.init.zeros_)
+"""torchtitan's required field. Weights always come from a checkpoint."""
+
 
 def dense_decoder(
     hub: HubConfig,
@@ -51,12 +55,14 @@ def dense_decoder(
     block: type[TransformerBlock.Config],
     rope: RoPE.Config,
     qk_norm: bool,
+    experts: Callable[[HubConfig], MoE.Config] | None = None,
 ) -> Decoder.Config:
     """
     Args:
         model, block: the family's config classes.
         rope: its ``dim`` is the size of a head.
         qk_norm: queries and keys are normalised, each head on its own.
+        experts: of each layer, in place of one feed-forward network.
 
     Raises:
         ConfigError: config.json lacks a field, has a size that no model can have, biases, or another activation than SiLU.
@@ -73,8 +79,13 @@ def dense_decoder(
     if layers > _MOST_LAYERS:
         raise hub.error(f"its config.json has num_hidden_layers = {layers}, want at most {_MOST_LAYERS}")
     tied = hub.get("tie_word_embeddings", False)
-    # Weights always come from a checkpoint: the initialisation is only torchtitan's required field.
-    init = {"weight": torch.nn.init.zeros_, "bias": torch.nn.init.zeros_}
+    init = UNUSED_INIT
+
+    def feed_forward() -> dict[str, Any]:
+        if experts is not None:
+            return {"moe": experts(hub)}
+        hidden = hub.size("intermediate_size")
+        return {"feed_forward": make_ffn_config(dim=dim, hidden_dim=hidden, w1_param_init=init, w2w3_param_init=init)}
 
     def norm(size: int) -> RMSNorm.Config:
         return RMSNorm.Config(
@@ -96,9 +107,7 @@ def dense_decoder(
                 qk_norm=norm(rope.dim) if qk_norm else None,
                 rope=rope,
             ),
-            feed_forward=make_ffn_config(
-                dim=dim, hidden_dim=hub.size("intermediate_size"), w1_param_init=init, w2w3_param_init=init
-            ),
+            **feed_forward(),
         )
 
     return model(

@@ -41,7 +41,7 @@ SEED = 0
 class LoRA:
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """Adapters of the policy. Embedding and head have none."""
+        """Adapters of the policy. Embedding, head, experts and what routes to these have none."""
 
         rank: PositiveInt = 8
         alpha: PositiveFloat = 16.0
@@ -62,10 +62,13 @@ def with_lora(spec: ModelSpec, lora: LoRA.Config) -> ModelSpec:
     Raises:
         ConfigError: a target that names no matrix of the layers.
     """
-    found = {name.rpartition(".")[2] for name, *_ in spec.model.traverse(Linear.Config) if name.startswith("layers.")}
+    matrices = [name for name, *_ in spec.model.traverse(Linear.Config) if name.startswith("layers.")]
+    found = {name.rpartition(".")[2] for name in matrices if ".moe." not in name}
     targets = sorted(found) if lora.targets == "all-linear" else list(lora.targets)
     if unknown := [name for name in targets if name not in found]:
         cure = f"{unknown[0]} names no matrix of this model's layers; choose among {', '.join(sorted(found))}, or all-linear"
+        if len(found) < len({name.rpartition(".")[2] for name in matrices}):
+            cure += "; experts have no adapters"
         raise ConfigError(f"{FIELD}.targets", lora.targets, cure)
     if not targets:
         raise ConfigError(f"{FIELD}.targets", lora.targets, "nothing would be trained; name a matrix, or all-linear")

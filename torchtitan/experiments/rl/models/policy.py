@@ -13,12 +13,13 @@ import torch
 from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.models.attention import CPUVarlenAttention
+from torchtitan.experiments.rl.models.experts import policy_experts
 from torchtitan.experiments.rl.models.family import ModelFamily
 from torchtitan.experiments.rl.models.hub import HubConfig, Shape
 from torchtitan.experiments.rl.models.llama3 import LLAMA3
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead
 from torchtitan.experiments.rl.models.lora import LoRA, with_lora
-from torchtitan.experiments.rl.models.qwen3 import QWEN3
+from torchtitan.experiments.rl.models.qwen3 import QWEN3, QWEN3_MOE
 from torchtitan.models.common import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 
@@ -69,6 +70,8 @@ def policy_spec(
         layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=max_seq_len)
         if device == "cpu":
             layer.attention.inner_attention = CPUVarlenAttention.Config()
+        if layer.moe is not None:
+            layer.moe = policy_experts(layer.moe)
     spec = dataclasses.replace(spec, model=config)
     return spec if lora is None else with_lora(spec, lora)
 
@@ -118,15 +121,13 @@ def _base_spec(model: ModelConfig) -> tuple[ModelFamily, ModelSpec]:
         return family_of_folder(hub), folder_spec(hub)
     family, flavor = family_of_flavor(model.flavor, model.hf_assets_path)
     spec = family.spec_of_flavor(flavor, attn_backend="flex")
-    if any(getattr(layer, "moe", None) is not None for layer in decoder_config(spec).layers):
-        cure = "a mixture of experts can't be published to the generators yet; choose a dense flavor"
-        raise ConfigError("model.flavor", model.flavor, cure)
     check_flavor(model.flavor, family, decoder_config(spec), model.hf_assets_path)
     return family, spec
 
 
 FAMILIES: dict[str, ModelFamily] = {
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
     "LlamaForCausalLM": LLAMA3,
 }
 """By the name that config.json has in ``architectures``."""
@@ -197,7 +198,7 @@ def check_flavor(flavor: str, family: ModelFamily, decoder: Decoder.Config, path
 def _sizes(decoder: Decoder.Config) -> dict[str, Any]:
     """Sizes of a model by their names in config.json; left out: those that this kind of model does not have."""
     layer: Any = decoder.layers[0]  # torchtitan declares less than every decoder has
-    attention, feed_forward = layer.attention, getattr(layer, "feed_forward", None)
+    attention, feed_forward, moe = layer.attention, getattr(layer, "feed_forward", None), layer.moe
     sizes = {
         "hidden_size": decoder.dim,
         "vocab_size": decoder.vocab_size,
@@ -206,6 +207,9 @@ def _sizes(decoder: Decoder.Config) -> dict[str, Any]:
         "num_key_value_heads": attention.n_kv_heads,
         "head_dim": attention.rope.dim,
         "intermediate_size": None if feed_forward is None else feed_forward.w1.out_features,
+        "num_experts": None if moe is None else moe.num_experts,
+        "num_experts_per_tok": None if moe is None else moe.router.top_k,
+        "moe_intermediate_size": None if moe is None else moe.routed_experts.inner_experts.hidden_dim,
         "rope_theta": attention.rope.theta,
         "tie_word_embeddings": getattr(decoder, "enable_weight_tying", False),
     }

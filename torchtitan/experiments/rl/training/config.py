@@ -38,6 +38,9 @@ class Parallelism:
     context_parallel_degree: PositiveInt = 1
     """Ranks that divide each row along its length, for rows whose activations one rank can't hold. In attention they divide the
     heads, so it divides the model's key and value heads. Not with ``tensor_parallel_degree`` yet."""
+    expert_parallel_degree: PositiveInt = 1
+    """Ranks that share out the experts of each layer and send each other the tokens: of those that share a copy, so it takes no
+    further ranks. It divides the model's experts."""
 
     def shards(self, ranks: int) -> int:
         """Ranks that share a copy's parameters by FSDP."""
@@ -69,11 +72,15 @@ class Parallelism:
             name = "tensor_parallel_degree" if self.data_parallel_shard_degree is None else "data_parallel_shard_degree"
             cure = f"the product of the degrees is {product} and trainer.ranks = {ranks}: make them equal"
             raise ConfigError(f"{field}.{name}", getattr(self, name), cure)
+        sharing = ranks // self.data_parallel_replicate_degree
+        if sharing % self.expert_parallel_degree:
+            cure = f"must divide the {sharing} ranks that share a copy of the model"
+            raise ConfigError(f"{field}.expert_parallel_degree", self.expert_parallel_degree, cure)
 
-    def check_model(self, decoder: Decoder.Config, *, field: str) -> None:
+    def check_model(self, decoder: Decoder.Config, *, field: str, ranks: int) -> None:
         """
         Raises:
-            ConfigError: the heads of the model can't be shared out evenly.
+            ConfigError: the heads of the model, or its experts, can't be shared out evenly.
         """
         which = "tensor_parallel_degree" if self.context_parallel_degree == 1 else "context_parallel_degree"
         degree, attention = getattr(self, which), decoder.first_attention
@@ -82,6 +89,14 @@ class Parallelism:
             if heads is not None and heads % degree:
                 what = "attention heads" if name == "n_heads" else "key and value heads"
                 raise ConfigError(f"{field}.{which}", degree, f"must divide the model's {heads} {what}")
+        moe = decoder.layers[0].moe
+        experts, degree = 1 if moe is None else moe.num_experts, self.expert_parallel_degree
+        if experts % degree:
+            raise ConfigError(f"{field}.expert_parallel_degree", degree, f"must divide the model's {experts} experts")
+        sharing = ranks // self.data_parallel_replicate_degree // (self.tensor_parallel_degree if degree == 1 else 1)
+        if moe is not None and sharing <= experts and experts % sharing:  # more ranks share out each expert's rows
+            cure = f"{sharing} ranks share out the model's {experts} experts: choose a number that divides these"
+            raise ConfigError("trainer.ranks", ranks, cure)
 
     def for_torchtitan(self) -> ParallelismConfig:
         return ParallelismConfig(
@@ -89,6 +104,7 @@ class Parallelism:
             # torchtitan's own context parallelism knows no prefix trees: to it, ranks that divide a row only share a copy.
             data_parallel_shard_degree=(self.data_parallel_shard_degree or 0) * self.context_parallel_degree or -1,
             tensor_parallel_degree=self.tensor_parallel_degree,
+            expert_parallel_degree=self.expert_parallel_degree,
             # The default backend fails with torch 2.13 and more than one rank.
             spmd_backend="partial_dtensor",
         )

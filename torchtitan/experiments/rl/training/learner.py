@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -38,6 +39,7 @@ from torchtitan.experiments.rl.losses import (
 from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.context_parallel import Context, ContextGroups
 from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs, needed_places
+from torchtitan.experiments.rl.models.experts import count_load, load_metrics
 from torchtitan.experiments.rl.models.lora import Adapters, of_adapter
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.process import trace
@@ -45,7 +47,7 @@ from torchtitan.experiments.rl.training.checkpoints import Trained, TrainerCheck
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
-from torchtitan.experiments.rl.weights.publisher import Tensors
+from torchtitan.experiments.rl.weights.publisher import OwnPart, Tensors, shard_of
 from torchtitan.tools.utils import get_peak_flops
 
 
@@ -63,12 +65,24 @@ class HubTensors:
         self._parts = {"tok_embeddings.": others.pop("tok_embeddings."), **layers, **others}
         self._to_hub, self._adapters = to_hub, adapters
 
-    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def items(self) -> Iterator[tuple[str, torch.Tensor | OwnPart]]:
         """As they are when each is read, until the next is. Collective: every rank reads all of them."""
         for prefix, part in self._parts.items():
             with nullcontext() if self._adapters is None else self._adapters.merged(part):
-                held = part.state_dict(prefix=prefix)
-                yield from self._to_hub({name: tensor for name, tensor in held.items() if ".lora_" not in name}).items()
+                held = {name: own for name, own in part.state_dict(prefix=prefix).items() if ".lora_" not in name}
+                experts = {name: held.pop(name) for name, own in [*held.items()] if own.ndim == 3 and isinstance(own, DTensor)}
+                yield from self._to_hub(held).items()
+                for name, stack in experts.items():
+                    yield from self._experts(name, stack)
+
+    def _experts(self, name: str, stack: DTensor) -> Iterator[tuple[str, OwnPart]]:
+        """Of each expert in a stack [experts, ...], what this rank has. torchtitan names on a rank those alone that it has."""
+        (first, end), *place = shard_of(stack)
+        local, shape = stack.to_local(), tuple(stack.shape[1:])
+        for expert, hub in enumerate(self._to_hub({name: torch.empty(stack.shape, device="meta")})):
+            here = first <= expert < end
+            own = local[expert - first] if here else local.new_empty([0] * len(shape))
+            yield hub, OwnPart(own, tuple(place) if here else ((0, 0),) * len(shape), shape)
 
 
 A100 = 312e12
@@ -165,7 +179,7 @@ class Learner:
         self.rank = dist.get_rank()
         parallelism = config.parallelism.for_torchtitan()
         dims = ParallelDims.from_config(parallelism, dist.get_world_size())
-        self._shards = dims.dp_shard
+        self._shards, self._shares_experts = dims.dp_shard, dims.ep_enabled
         # torchtitan's mesh over ranks that are sent different rows: dp_replicate x dp_shard. None where it has one rank.
         mesh = dims.get_optional_mesh("batch")
         self._data_parallel_group = None if mesh is None else mesh.get_group()
@@ -186,7 +200,7 @@ class Learner:
         spec = policy_spec(
             model, device=device, max_seq_len=max_seq_len, chunk_tokens=config.logprob_chunk_tokens, lora=config.lora
         )
-        if dims.tp_enabled:  # torchtitan's own entry, which sets how each part of the model is sharded
+        if dims.tp_enabled or dims.ep_enabled:  # torchtitan's own entry, which sets how each part of the model is sharded
             decoder_config(spec).update_from_config(config=SimpleNamespace(parallelism=parallelism))
         dtype = dtype or getattr(torch, config.dtype)
         with torch.device("meta"):
@@ -332,6 +346,7 @@ class Learner:
         places = [needed_places(microbatch).to(self._device) for microbatch in microbatches]
         references, conditioned = self._reference_logprobs(reference, batches, places, on_microbatch)
         sums, kept = MetricSums(), list[torch.Tensor]()
+        count_load(self.model, self._device)
         for index, batch in enumerate(batches):
             on_microbatch()
             synchronise_gradients(self.model, shards=self._shards, last=index == len(microbatches) - 1)
@@ -360,6 +375,8 @@ class Learner:
             self.flops.add(microbatch)
         if self._data_parallel_group is not None:
             sums.all_reduce(self._data_parallel_group)
+        for name, value in load_metrics(self.model).items():
+            sums.add_mean(name, torch.tensor([value]), torch.tensor([True]))
         return sums, kept
 
     def _reference_logprobs(
@@ -404,7 +421,7 @@ class Learner:
         metrics, clip = dict[str, Any](), self.config.optimizer.max_norm
         for name in self._moving:
             self._activate(name)
-            norm = clip_grad_norm_(self.model.parameters(), clip, foreach=True).item()
+            norm = clip_grad_norm_(self.model.parameters(), clip, foreach=True, ep_enabled=self._shares_experts).item()
             check_finite("gradient norm", norm, self.config.loss)
             metrics[of_adapter(name, "train/grad_norm")] = norm
         taken, self.steps_taken = self.steps_taken, None

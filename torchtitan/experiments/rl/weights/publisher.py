@@ -6,7 +6,7 @@ From a GPU tensors are copied without the CPU's help, into memory that is page-l
 import asyncio
 import uuid
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,19 @@ from torchtitan.experiments.rl.weights.store import manifest_key, shards_key
 T = TypeVar("T")
 
 
-class Tensors(Protocol):
-    """Tensors by hub name, DTensors or plain, the same on every rank and in one order."""
+class OwnPart(NamedTuple):
+    """This rank's part of a tensor that ranks share out as no DTensor can say: one expert of a stack that they share out."""
 
-    def items(self) -> Iterable[tuple[str, torch.Tensor]]: ...
+    local: torch.Tensor
+    shard: Shard
+    shape: tuple[int, ...]
+    """Of the whole."""
+
+
+class Tensors(Protocol):
+    """Tensors by hub name, DTensors or plain, or parts of them, the same on every rank and in one order."""
+
+    def items(self) -> Iterable[tuple[str, torch.Tensor | OwnPart]]: ...
 
 
 class SnapshotPublisher:
@@ -89,9 +98,11 @@ class SnapshotPublisher:
         device = torch.device("cpu")
         shares: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
-            shares[name] = torch.zeros((), dtype=torch.int64, device=tensor.device)
+            local = (
+                tensor.local if isinstance(tensor, OwnPart) else tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            )
+            shares[name] = torch.zeros((), dtype=torch.int64, device=local.device)
             if name in targets:
-                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 device = self._reach(local.device)
                 shares[name] = digest(copy_to_host(targets[name], local), self._mine[name], tuple(tensor.shape))
         wait_for_copies(device)
@@ -162,8 +173,10 @@ class SnapshotPublisher:
         ]
 
 
-def shard_of(tensor: torch.Tensor) -> Shard:
+def shard_of(tensor: torch.Tensor | OwnPart) -> Shard:
     """This rank's part of a tensor: all of one that is not shared out."""
+    if isinstance(tensor, OwnPart):
+        return tensor.shard
     offset, shape = local_shard(tensor) if isinstance(tensor, DTensor) else ((0,) * tensor.ndim, tuple(tensor.shape))
     return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
 

@@ -62,7 +62,10 @@ class HeldWeights:
     def __init__(self, model: Any, layout: SnapshotLayout):
         self._entries = {entry.name: entry for entry in layout.entries}
         self._weights = list(compat.held_weights(model, set(self._entries)))
-        self._packed = {id(held.module): held for held in self._weights if held.packed}
+        self._packed: dict[int, list[compat.HeldWeight]] = {}
+        for held in self._weights:
+            if held.packed:
+                self._packed.setdefault(id(held.module), []).append(held)
         first = {id(held.parameter): held.module for held in reversed(self._weights)}
         self._tied = {id(held.module) for held in self._weights if first[id(held.parameter)] is not held.module}
         self._noted_later: dict[int, dict[str, Part]] = {}
@@ -72,12 +75,13 @@ class HeldWeights:
 
     def note(self, module: Any) -> dict[str, Part] | None:
         """Digests of what is about to be packed."""
-        held = self._packed.get(id(module))
-        if held is None:
-            return None
-        if id(module) in self._tied:
+        packed, found = self._packed.get(id(module), []), dict[str, Part]()
+        if packed and id(module) in self._tied:
             return self._noted_later.setdefault(id(module), {})
-        return self._parts_of(held, module.weight)
+        for held in packed:
+            weight = getattr(module, held.name)  # another one than it was
+            found |= self._parts_of(held, weight.flatten(0, 1) if weight.ndim == 3 else weight)
+        return found or None
 
     def parts(self) -> dict[str, list[tuple[Shard, int | str]]]:
         """By hub name, in the snapshot's order. A model may hold a tensor more than once, as a tied head."""
@@ -85,12 +89,13 @@ class HeldWeights:
         read: dict[int, dict[str, Part]] = {}
         for held in self._weights:
             own = id(held.parameter)  # a tied head has the embedding's
-            if own not in read and held.parameter.numel():
-                read[own] = self._parts_of(held, held.parameter)
+            if own not in read and (plain := held.plain) is not None:
+                read[own] = self._parts_of(held, plain)
             copies = [read[own]] if own in read else []
             if held.packed:
                 self._noted_later.get(id(held.module), {}).update(read.get(own, {}))
-                copies.append(compat.packed_from(held.module) or dict.fromkeys(held.sources, ((), UNKNOWN)))
+                noted = compat.packed_from(held.module, held.name) or dict.fromkeys(held.sources, ((), UNKNOWN))
+                copies.append({name: noted[name] for name in held.sources if name in noted})
             for copy in copies:
                 for name, part in copy.items():
                     found[name].append(part)
