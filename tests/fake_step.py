@@ -120,6 +120,8 @@ class Watch(TorchDispatchMode):
                 self.hold(tensor.untyped_storage())
         if func.overloadpacket in flop_registry:
             self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=out)
+        if func is ATEN._grouped_mm.default:  # torch has no count of it: each row meets one expert's matrix
+            self.flops += 2 * args[0].numel() * args[1].shape[-1]
         return out
 
     def hold(self, storage: torch.UntypedStorage) -> None:
@@ -220,6 +222,7 @@ def stand_in(patch: pytest.MonkeyPatch, watch: Watch, fake: FakeTensorMode, seen
     patch.setattr(learning, "TrainerCheckpoints", lambda **_: SimpleNamespace(wait_for_staging=lambda: None))
     patch.setattr(learning, "policy_spec", lambda model, *, device, **rest: policy_spec(model, device="cuda", **rest))
     patch.setattr(learning.MetricSums, "all_reduce", lambda *_: None)  # sends objects: bytes that FakeTensors lack
+    patch.setattr(learning, "load_metrics", lambda *_: {})
     patch.setattr(decoder, "create_attention_mask", block_mask)
     patch.setattr(FlexAttention, "_compiled_flex_attn", flex)
     patch.setattr(torch.nn.functional, "rms_norm", lambda values, shape, weight, eps: KernelOfNorm.apply(values, weight))

@@ -1,6 +1,6 @@
 """Deliveries of weights that go wrong, one at a time, against a real engine: each has to be caught at its version.
 
-    python -m tests.sabotage [--dtypes float32 bfloat16] [--versions 200] [--seed 0] [--model FOLDER] [--adapters]
+    python -m tests.sabotage [--dtypes float32 bfloat16] [--versions 200] [--seed 0] [--model FOLDER] [--adapters | --experts]
 
 1. The model is tiny and random, with a tied head and biases; or that of a hub folder, which may have no biases and no case of
    them. A version moves each weight by up to the learning rate, as Adam does.
@@ -21,19 +21,20 @@ import json
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tests.sabotage.kinds import ADAPTER_SABOTAGES, BIAS, SABOTAGES  # noqa: E402
-from tests.sabotage.world import World, reloaded_by_vllm  # noqa: E402
+from tests.sabotage.kinds import ADAPTER_SABOTAGES, BIAS, EXPERT_SABOTAGES, SABOTAGES  # noqa: E402
+from tests.sabotage.world import World, make_mixture, make_model, read_model, reloaded_by_vllm  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 
 
 def run_adapters(dtype: Literal["float32", "bfloat16"], versions: int, seed: int, model: str | None) -> dict[str, str]:
     """As ``run``, where a version is an adapter."""
     with tempfile.TemporaryDirectory() as folder:
-        world = World(model or folder, dtype, seed, made=model is None, adapters=True)
+        world = World(model or folder, dtype, seed, make=read_model if model else make_model, adapters=True)
         found = {}
         for name, (how, lr) in ADAPTER_SABOTAGES.items():
             error = world.deliver(how, lr)
@@ -46,11 +47,18 @@ def run_adapters(dtype: Literal["float32", "bfloat16"], versions: int, seed: int
         return found
 
 
-def run(dtype: Literal["float32", "bfloat16"], versions: int, seed: int, model: str | None) -> dict[str, str]:
-    """Each sabotage and what went wrong with it: "" where it was caught."""
+def run(
+    dtype: Literal["float32", "bfloat16"], versions: int, seed: int, model: str | None, *, experts: bool = False
+) -> dict[str, str]:
+    """Each sabotage and what went wrong with it: "" where it was caught.
+
+    Args:
+        experts: the model is a mixture, and the sabotages those of one.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        world = World(model or folder, dtype, seed, made=model is None)
+        world = World(model or folder, dtype, seed, make=read_model if model else make_mixture if experts else make_model)
         sabotages = {name: how for name, how in SABOTAGES.items() if BIAS in world.names or "bias" not in name}
+        sabotages = EXPERT_SABOTAGES if experts else sabotages
         found = {}
         for way, context in (("copied", contextlib.nullcontext), ("reloaded by vLLM", reloaded_by_vllm)):
             with context():
@@ -73,13 +81,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="a hub folder; a tiny model is made without it")
     parser.add_argument("--adapters", action="store_true", help="a version is an adapter, and not the whole model")
+    parser.add_argument("--experts", action="store_true", help="the model is a mixture of experts")
     parser.add_argument("--json", help="write the outcome of each case here")
     arguments = parser.parse_args()
     set_up_process()
     found = {
         f"{dtype}: {name}": fault
         for dtype in arguments.dtypes
-        for name, fault in (run_adapters if arguments.adapters else run)(
+        for name, fault in (run_adapters if arguments.adapters else partial(run, experts=arguments.experts))(
             dtype, arguments.versions, arguments.seed, arguments.model
         ).items()
     }

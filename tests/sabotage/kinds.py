@@ -46,9 +46,13 @@ SABOTAGES: dict[str, tuple[Sabotage, float]] = {}
 """By name: how, and at which learning rate."""
 
 
-def sabotage(lr: float = 1e-4, name: str | None = None) -> Callable[[Callable], Callable]:
+EXPERT_SABOTAGES: dict[str, tuple[Sabotage, float]] = {}
+"""Of a mixture of experts."""
+
+
+def sabotage(lr: float = 1e-4, name: str | None = None, among: dict = SABOTAGES) -> Callable[[Callable], Callable]:
     def add(function: Callable) -> Callable:
-        SABOTAGES[name or function.__name__] = (contextmanager(function), lr)
+        among[name or function.__name__] = (contextmanager(function), lr)
         return function
 
     return add
@@ -76,14 +80,14 @@ def _reloading(change: Callable[[Tensors], Tensors | None]) -> Iterator[None]:
         yield None
 
 
-def change(name: str, lr: float = 1e-4) -> Callable:
+def change(name: str, lr: float = 1e-4, among: dict = SABOTAGES) -> Callable:
     """A sabotage that changes the tensors on their way into the engine."""
 
     def add(function: Callable[[Delivery, Tensors], Tensors | None]) -> Callable:
         def run(delivery: Delivery) -> Iterator[None]:
             yield from _reloading(lambda tensors: function(delivery, tensors))
 
-        sabotage(lr, name)(run)
+        sabotage(lr, name, among)(run)
         return function
 
     return add
@@ -189,6 +193,60 @@ def digests_of_another_version(delivery: Delivery) -> Iterator[Manifest]:
 def digest_of_another_tensor(delivery: Delivery) -> Iterator[Manifest]:
     digests = delivery.published.digests
     yield replace(delivery.published, digests=digests | {Q: digests[OUT]})
+
+
+EXPERT, OTHER, ROUTER = ("model.layers.1.mlp.experts.0.", "model.layers.1.mlp.experts.3.", "model.layers.0.mlp.gate.weight")
+
+
+def _swapped(tensors: Tensors, of: str) -> Tensors:
+    """Two experts' tensors whose names end so have each other's places."""
+    own = {name: name.replace(EXPERT, OTHER) for name in tensors if name.startswith(EXPERT) and name.endswith(of)}
+    return {own[name]: tensors[name] for name in own} | {name: tensors[other] for name, other in own.items()}
+
+
+def _of_experts(tensors: Tensors, *experts: int) -> Tensors:
+    return {name: t for name, t in tensors.items() if any(f".experts.{expert}." in name for expert in experts)}
+
+
+change("two experts swapped", among=EXPERT_SABOTAGES)(lambda d, t: t | _swapped(t, ".weight"))
+change("gates of two experts swapped", among=EXPERT_SABOTAGES)(lambda d, t: t | _swapped(t, "gate_proj.weight"))
+change("gate and up of an expert swapped", among=EXPERT_SABOTAGES)(
+    lambda d, t: (
+        t
+        | {f"{EXPERT}gate_proj.weight": t[f"{EXPERT}up_proj.weight"], f"{EXPERT}up_proj.weight": t[f"{EXPERT}gate_proj.weight"]}
+    )
+)
+for _lr in (1e-4, 1e-6):
+    change(f"an expert of the version before, lr {_lr:g}", _lr, EXPERT_SABOTAGES)(lambda d, t: t | _of_experts(d.before, 2))
+    change(f"router of the version before, lr {_lr:g}", _lr, EXPERT_SABOTAGES)(lambda d, t: t | {ROUTER: d.before[ROUTER]})
+change("experts of one rank missing", among=EXPERT_SABOTAGES)(
+    lambda d, t: {name: tensor for name, tensor in t.items() if name not in _of_experts(t, 2, 3)}
+)
+change("dropped router", among=EXPERT_SABOTAGES)(lambda d, t: {name: tensor for name, tensor in t.items() if name != ROUTER})
+
+
+@sabotage(among=EXPERT_SABOTAGES)
+def experts_not_packed(delivery: Delivery) -> Iterator[None]:
+    """As vLLM 0.32 leaves them after a reload."""
+    pack = compat.pack_experts
+    compat.pack_experts = lambda module: None
+    try:
+        yield None
+    finally:
+        compat.pack_experts = pack
+
+
+@sabotage(among=EXPERT_SABOTAGES)
+def old_packed_experts_put_back(delivery: Delivery) -> Iterator[None]:
+    experts = delivery.model.model.layers[1].mlp.experts.routed_experts
+    old = experts.w2_weight
+
+    def reload(worker: Any, tensors: Any) -> None:
+        compat.reload_weights(worker, tensors)
+        experts.w2_weight = old
+
+    with reloading_by(reload):
+        yield None
 
 
 ADAPTER_SABOTAGES: dict[str, tuple[Sabotage, float]] = {}

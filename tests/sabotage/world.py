@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,14 @@ from typing import Any, Literal, cast
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from tests.sabotage.kinds import Delivery, Sabotage, Tensors
 from torchtitan.experiments.rl.compat import vllm as compat
@@ -44,6 +51,40 @@ def read_model(folder: str) -> tuple[PreTrainedModel, Tensors]:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), load_file(
         Path(folder, "model.safetensors")
     )
+
+
+def make_mixture(folder: str) -> tuple[PreTrainedModel, Tensors]:
+    """As ``make_model``, of a mixture of four experts."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+    )
+    Qwen3MoeForCausalLM(config).float().save_pretrained(folder)
+    return read_model(folder)
+
+
+def of_transformers(tensors: Tensors) -> Tensors:
+    """A checkpoint's tensors as transformers' models have them: experts in stacks, each with its gate above its up."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for layer in {name.partition(".experts.")[0] for name in tensors.keys() - found.keys()}:
+        count = sum(name.startswith(f"{layer}.experts.") for name in tensors) // 3
+        gate, up, down = (
+            torch.stack([tensors[f"{layer}.experts.{expert}.{part}_proj.weight"] for expert in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        found |= {f"{layer}.experts.gate_up_proj": torch.cat([gate, up], 1), f"{layer}.experts.down_proj": down}
+    return found
 
 
 def make_model(folder: str) -> tuple[PreTrainedModel, Tensors]:
@@ -102,14 +143,20 @@ class World:
     """``deliver`` publishes the next version to two replicas, which are one engine that loads twice."""
 
     def __init__(
-        self, folder: str, dtype: Literal["float32", "bfloat16"], seed: int, *, made: bool = True, adapters: bool = False
+        self,
+        folder: str,
+        dtype: Literal["float32", "bfloat16"],
+        seed: int,
+        *,
+        make: Callable[[str], tuple[PreTrainedModel, Tensors]] = make_model,
+        adapters: bool = False,
     ):
         """
         Args:
-            made: the model is made in ``folder``; otherwise it is there.
+            make: makes the model in ``folder``, or reads the one that is there.
             adapters: a version is an adapter of each matrix of the layers, and not the whole model.
         """
-        model, tensors = make_model(folder) if made else read_model(folder)
+        model, tensors = make(folder)
         config = VLLMEngineConfig(max_model_len=64, max_num_seqs=COMPLETIONS, dtype=dtype)
         self.engine = config.build(model_path=folder, device="cpu", adapters={"": RANK} if adapters else {})
         self._base = tensors
@@ -146,7 +193,7 @@ class World:
             engine=self.engine._engine,
         )
         intended = buffer.bytes.clone()
-        self._trainer.load_state_dict(merged(self._base, views), strict=False)
+        self._trainer.load_state_dict(of_transformers(merged(self._base, views)), strict=False)
 
         def replica(wrongly: Sabotage | None, canary: np.ndarray) -> WeightReceipt:
             """As Generator.update_weights: what the store has, a load, and the check of what is held."""

@@ -118,5 +118,5 @@ def test_arguments_that_are_set_here_are_those_that_no_user_may_give():
                 VLLMEngineConfig(args={"max_num_batched_tokens": 4096}).build(model_path="m", device=device)
         assert seen["async_scheduling"] is (device == "cuda") and seen["max_num_batched_tokens"] == 4096
     free = {"async_scheduling", "max_num_batched_tokens", "enable_chunked_prefill", "block_size", "disable_log_stats"}
-    free |= {"use_tqdm_on_load", "disable_hybrid_kv_cache_manager"}
+    free |= {"use_tqdm_on_load", "disable_hybrid_kv_cache_manager", "moe_backend"}
     assert set(seen) - free <= set(OWN_ARGUMENTS)

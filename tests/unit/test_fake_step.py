@@ -8,7 +8,12 @@ from tests.fake_step import plan_of, traced
 from torchtitan.experiments.rl import losses
 from torchtitan.experiments.rl.config import checks
 from torchtitan.experiments.rl.config.plan import FLOPS
-from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_0_6b, rl_grpo_qwen3_8b, rl_grpo_qwen3_14b
+from torchtitan.experiments.rl.config_registry import (
+    rl_grpo_qwen3_0_6b,
+    rl_grpo_qwen3_8b,
+    rl_grpo_qwen3_14b,
+    rl_grpo_qwen3_30b_a3b,
+)
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import policy_spec
 from torchtitan.experiments.rl.training import learner
@@ -27,12 +32,13 @@ def two_layers(monkeypatch):
         monkeypatch.setattr(module, "policy_spec", short)
 
 
-# A rank that is alone, its head tied; four shards; two shards of two tensor-parallel ranks.
+# A rank that is alone, its head tied; four shards; two shards of two tensor-parallel ranks; a mixture in four shards.
 CASES = [(rl_grpo_qwen3_0_6b, "full", 0), (rl_grpo_qwen3_8b, "none", 0), (rl_grpo_qwen3_14b, "full", 0)]
 ADAPTED = [(config, checkpointing, 16) for config, checkpointing, _ in CASES]
+MIXTURE = [(rl_grpo_qwen3_30b_a3b, "full", 0)]
 
 
-@pytest.mark.parametrize("config, checkpointing, rank", CASES + ADAPTED)
+@pytest.mark.parametrize("config, checkpointing, rank", CASES + ADAPTED + MIXTURE)
 def test_a_step_takes_the_memory_and_the_operations_that_the_plan_says(config, checkpointing, rank, two_layers):
     """Whole models: ``python -m tests.fake_step``."""
     config = config()

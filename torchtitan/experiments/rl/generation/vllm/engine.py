@@ -141,7 +141,8 @@ class VLLMEngine:
         keep_imported()
 
         on_cpu = device == "cpu"
-        arguments: dict[str, Any] = {}
+        # Kernels of experts that keep the weights in the checkpoint's order: of others', digests are no proof.
+        arguments: dict[str, Any] = {} if on_cpu else {"moe_backend": "triton"}
         if on_cpu:
             # vLLM compiles one small function of log-probabilities, also where it is told not to compile: seconds for nothing.
             torch.compiler.set_stance("force_eager")
