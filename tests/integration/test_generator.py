@@ -12,6 +12,7 @@ import pytest
 import torch
 import torchstore
 from monarch.actor import ProcMesh
+from transformers import AutoTokenizer
 
 from tests.integration.pairs import CANARY, Pair
 from tests.integration.processes import descendants
@@ -181,6 +182,22 @@ async def test_a_stop_token_ends_a_completion_and_is_part_of_it(tied):
     stopped = await tied.complete(prompt, stop=[stop], **options)
     assert stopped.token_ids.tolist() == free.token_ids[:length].tolist()
     assert stopped.finish_reason == "stop" and len(stopped.logprobs) == len(stopped.policy_versions) == length
+
+
+async def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it_and_all_sampled_is_kept(tied):
+    decode = AutoTokenizer.from_pretrained(tied.path).decode
+    prompt, options = tied.prompt(12, seed=3), dict(seed=77, max_tokens=20, temperature=FLAT)
+    free = (await tied.complete(prompt, **options)).token_ids.tolist()
+    texts = [decode(free[:n]) for n in range(len(free) + 1)]
+    end = next(n for n in range(3, len(free)) if len(texts[n]) > len(texts[n - 1]) + 1 and texts[n].isascii())
+    stop = texts[end][len(texts[end - 1]) - 1 : -1]  # ends inside a token, and began in the one before
+    length = next(n for n, text in enumerate(texts) if stop in text)
+    stopped, other = await tied.run(
+        tied.request(prompt, texts=["never said", stop], **options), tied.request(prompt, texts=["never said"], **options)
+    )
+    assert stopped.completion.token_ids.tolist() == free[:length] and stopped.completion.finish_reason == "stop"
+    assert len(stopped.completion.logprobs) == len(stopped.completion.policy_versions) == length
+    assert other.completion.token_ids.tolist() == free and other.completion.finish_reason == "length"
 
 
 async def test_greedy_takes_the_most_likely_token_and_needs_no_seed(tied):

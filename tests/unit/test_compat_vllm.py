@@ -75,6 +75,7 @@ def test_output_processor_keeps_a_counting_detokenizer_for_each_open_request():
     assert "self.output_processor = " in source_of(LLMEngine.__init__), "LLMEngine.output_processor"
     assert "self.request_states[request_id] = " in source_of(OutputProcessor.add_request), "OutputProcessor.request_states"
     assert "self.detokenizer = " in source_of(RequestState.__init__), "RequestState.detokenizer"
+    assert "tokenizer=self.tokenizer" in source_of(OutputProcessor.add_request), "OutputProcessor.tokenizer"
     # Without a tokenizer there is nothing to detokenize, and the tokens are counted all the same.
     counter = IncrementalDetokenizer.from_new_request(None, SimpleNamespace(sampling_params=object()))
     engine = SimpleNamespace(

@@ -133,6 +133,11 @@ RELATIONS = {
         ["--tasks.sum-digits.dataset.max-digits", "100000"],
         "tasks.sum_digits.dataset.max_digits = 100000",
     ),
+    "a stop token that is none": (
+        ["--tasks.sum-digits.sampling.stop-token-ids", "768"],
+        "tasks.sum_digits.sampling.stop_token_ids = 768: the model has 768 ids",
+    ),
+    "a stop text of nothing": (["--tasks.sum-digits.sampling.stop", ""], "sampling.stop[0] = '': must not be empty"),
     "a context longer than the model's": (
         ["--generator.engine.max-model-len", "100000"],
         "generator.engine.max_model_len = 100000: the model has 2048 positions",

@@ -127,6 +127,10 @@ def test_checks_and_plan_read_no_more_of_an_engine_than_its_base():
     config = scripted_run(dtype="bfloat16")
     check(config)
     assert plan_run(config, device="cpu").generator_gib == 0
+    config.tasks["sum_digits"].sampling.stop = ["END"]
+    with pytest.raises(ConfigError, match="sampling.stop = .*END.*ScriptedEngineConfig does not look for texts"):
+        check(config)
+    config.tasks["sum_digits"].sampling.stop = []
     config.tasks["sum_digits"].algorithm = config_registry.rl_opd_qwen3_debug().tasks["sum_digits"].algorithm
     config.tasks["sum_digits"].algorithm.teacher = HostedModel(path="t", engine=ScriptedEngineConfig())
     check(config)

@@ -145,7 +145,7 @@ async def test_score_reads_log_probabilities_by_token_id(server, connect):
 
 
 async def test_session_sends_tokens_and_gets_tokens_without_a_policy_version(server, connect):
-    talk = session(connect(), temperature=0.7, top_p=0.9, max_tokens=9)
+    talk = session(connect(), temperature=0.7, top_p=0.9, max_tokens=9, stop=["END"], stop_token_ids=[4])
     completion = await talk.generate(tokens(1, 2, 3), max_tokens=50)
     assert completion.token_ids.tolist() == [5, 6, 7] and completion.logprobs.tolist() == [-0.5] * 3
     assert completion.policy_versions.tolist() == [-1, -1, -1] and completion.finish_reason == "stop"
@@ -153,7 +153,8 @@ async def test_session_sends_tokens_and_gets_tokens_without_a_policy_version(ser
     assert (await talk.generate(tokens(1, 2, 3), max_tokens=2)).finish_reason == "length"
     first, second = server.requests
     assert (first["prompt"], first["max_tokens"], second["max_tokens"]) == ([1, 2, 3], 9, 2)
-    assert (first["temperature"], first["top_p"], first["stop_token_ids"]) == (0.7, 0.9, [2])
+    assert (first["temperature"], first["top_p"], first["stop_token_ids"]) == (0.7, 0.9, [2, 4])
+    assert (first["stop"], first["include_stop_str_in_output"]) == (["END"], True)
     assert first["return_token_ids"] is True and first["seed"] != second["seed"]
     talk.close()
 

@@ -22,8 +22,9 @@ from torchtitan.experiments.rl.envs.renderer import (
 )
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.sealed import copied
-from torchtitan.experiments.rl.rollouts.types import RolloutStatus
+from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus
 from torchtitan.experiments.rl.types import ROLES
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -61,6 +62,21 @@ async def test_next_prompt_extends_prompt_and_completion_token_for_token(wrap, t
     assert [turn.assistant_message["content"] for turn in env.turns] == ["one", "two", "three"]
     assert [message["role"] for message in step.next_prompt_messages] == ["user", "assistant"] * 3 + ["user"]
     assert step.env_reward_components == {"steps": 1.0}
+
+
+async def test_a_turn_that_a_stop_text_ended_is_closed_by_the_next_prompt_and_not_by_the_model(wrap, tokenizer):
+    env = wrap(TalkingEnv(turns=2))
+    first = (await stepped(env)).next_prompt_token_ids
+    sampled = completion_of(tokenizer, "42 STOP").token_ids[:-1]
+    streams = dict(logprobs=np.zeros(len(sampled), np.float32), policy_versions=np.zeros(len(sampled), np.int32))
+    step = await stepped(env, Completion(token_ids=sampled, finish_reason="stop", **streams))
+    assert step.assistant_message["content"] == "42 STOP"
+    before = [*first, *sampled.tolist()]
+    assert step.next_prompt_token_ids[: len(before)] == before
+    assert tokenizer.decode(step.next_prompt_token_ids[len(before) :]).startswith("<|im_end|>\n<|im_start|>user")
+    await stepped(env, completion_of(tokenizer, "ok"))
+    (sample,) = samples_from_turns(env.turns, task_name="t", rollout_id="r", temperature=1.0)
+    assert sample.token_ids[sample.loss_mask].tolist() == [*sampled.tolist(), *env.turns[1].completion.token_ids.tolist()]
 
 
 async def test_prompts_of_a_conversation_share_their_memory(wrap, tokenizer):

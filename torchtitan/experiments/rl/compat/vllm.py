@@ -109,6 +109,17 @@ def output_token_count(engine: Any, internal_id: str) -> int:
     return engine.output_processor.request_states[internal_id].detokenizer.num_output_tokens()
 
 
+def give_tokenizer(engine: Any, path: str) -> None:
+    """Have the engine find stop texts, once a request has some.
+
+    vLLM 0.32 looks for them in its output processor, which has no tokenizer where ``skip_tokenizer_init`` is set.
+    """
+    if engine.output_processor.tokenizer is None:
+        from transformers import AutoTokenizer
+
+        engine.output_processor.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+
+
 def occupancy(engine: Any) -> tuple[int, int, float]:
     """Requests that run, requests that wait, and the share of the key-value cache in use.
 

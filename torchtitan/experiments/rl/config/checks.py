@@ -91,6 +91,9 @@ def check(config: RunConfig) -> None:
         field = f"tasks.{name}"
         with user_code(field, built_class(task).__name__, "its validate failed"):
             task.validate(field=field, policy_path=config.model.hf_assets_path)
+        if task.sampling.stop and not config.generator.engine.stops_at_texts:
+            cure = f"{type(config.generator.engine).__name__} does not look for texts: name sampling.stop_token_ids"
+            raise ConfigError(f"{field}.sampling.stop", task.sampling.stop, cure)
         for limit_field, limit in (
             ("batcher.row_length", config.batcher.row_length),
             ("generator.engine.max_model_len", config.generator.engine.max_model_len),

@@ -112,6 +112,10 @@ def checked_renderer(config: RunConfig) -> Renderer:
     with user_code("model.hf_assets_path", path, "its tokenizer can't be loaded"):
         highest = max(AutoTokenizer.from_pretrained(path, local_files_only=True).get_vocab().values())
     vocab_size = decoder_config(policy_spec(config.model, device="cpu", max_seq_len=1)).vocab_size
+    for name, task in config.tasks.items():
+        if (last := max(task.sampling.stop_token_ids, default=0)) >= vocab_size:
+            cure = f"the model has {vocab_size} ids: name one of those"
+            raise ConfigError(f"tasks.{name}.sampling.stop_token_ids", last, cure)
     if highest >= vocab_size:
         cure = f"its tokenizer has the id {highest}, and the model a vocab_size of {vocab_size}: they are of different models"
         raise ConfigError("model.hf_assets_path", path, cure)

@@ -103,7 +103,8 @@ class GeneratorSession:
     def __init__(self, client: Sender, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]):
         self._client = client
         self.group, self._seed = rollout_id.rpartition("/")[0], seed
-        self._sampling, self._stop_token_ids = sampling, stop_token_ids
+        own = sampling.stop_token_ids  # without them it stays one list for all: a message then holds it once
+        self._sampling, self._stop_token_ids = sampling, stop_token_ids + own if own else stop_token_ids
         self._turn = 0
         self._last_replica: int | None = None
         self._closed = False

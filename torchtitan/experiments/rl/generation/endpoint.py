@@ -64,6 +64,7 @@ class EndpointClient:
         """See ChatClient.chat. The server renders the messages by its model's template; any OpenAI-compatible one will do."""
         request: dict[str, Any] = {"messages": list(messages), "max_tokens": sampling.max_tokens, "seed": seed}
         request |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
+        request |= {name: value for name in ("stop", "stop_token_ids") if (value := getattr(sampling, name))}
         choice = await self.complete(request, "/chat/completions")
         message, usage = choice.get("message"), choice["usage"]
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
@@ -129,7 +130,7 @@ class EndpointSession:
 
     def __init__(self, client: EndpointClient, *, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]):
         self._client, self._seed = client, seed
-        self._sampling, self._stop_token_ids = sampling, stop_token_ids
+        self._sampling, self._stop_token_ids = sampling, stop_token_ids + sampling.stop_token_ids
         self._turn = 0
 
     async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
@@ -144,6 +145,9 @@ class EndpointSession:
                 "top_p": sampling.top_p,
                 "top_k": sampling.top_k,
                 "seed": (self._seed + self._turn) % 2**63,
+                "stop": sampling.stop,
+                "include_stop_str_in_output": True,
+                "skip_special_tokens": False,
                 "stop_token_ids": self._stop_token_ids,
                 "ignore_eos": True,
                 "logprobs": 0,

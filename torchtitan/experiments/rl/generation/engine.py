@@ -7,7 +7,7 @@ makes in the generator's process. Import what only the engine needs inside ``bui
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 
@@ -150,6 +150,9 @@ class EngineConfig(ABC):
     """Longest prompt + completion, in tokens."""
     tensor_parallel_degree: Changeable[PositiveInt] = 1
     """GPUs that share one engine's model."""
+    stops_at_texts: ClassVar[bool] = False
+    """Whether the engine ends a completion at the texts of ``SamplingConfig.stop``. Tokens of ``stop_token_ids`` every engine
+    does."""
     sleep: Changeable[bool] = False
     """Free the GPU's memory while the trainer steps, for a synchronous run on the trainer's own GPUs
     (``provision.share_gpus``). On CPU an engine keeps its memory, and answers no request while it sleeps."""

@@ -3,13 +3,13 @@
 Implemented by ``generation/client.py`` (the policy), ``generation/endpoint.py`` and ``generation/frozen.py`` (frozen models).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
 import numpy as np
 from annotated_types import Ge, Gt, Interval, Le
 
-from torchtitan.experiments.rl.bounds import PositiveInt
+from torchtitan.experiments.rl.bounds import NonEmptyStr, NonNegativeInt, PositiveInt
 from torchtitan.experiments.rl.rollouts.types import Completion
 
 Temperature = Annotated[float, Interval(ge=0, le=2)]
@@ -27,6 +27,11 @@ class SamplingConfig:
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     top_k: Annotated[int, Ge(-1)] = -1
     """-1 and 0: all tokens."""
+    stop: list[NonEmptyStr] = field(default_factory=list)
+    """Texts that end a completion too, with the token that completes one. All that was sampled is kept and trained on: the text
+    itself, and what else that token holds. Special tokens are text here."""
+    stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
+    """Tokens that end a completion, beside the renderer's, and are part of it."""
 
 
 @dataclass(kw_only=True, slots=True)

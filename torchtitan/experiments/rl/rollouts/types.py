@@ -67,7 +67,7 @@ class Completion:
     """What the generator sampled for one prompt."""
 
     token_ids: np.ndarray
-    """int32 [T]. Includes the stop token, when there was one."""
+    """int32 [T]. Includes the token that ended it, when one did."""
     logprobs: np.ndarray
     """float32 [T]. Of the logits divided by the sampling temperature."""
     policy_versions: np.ndarray

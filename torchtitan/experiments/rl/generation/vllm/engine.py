@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, PeerGone
 from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport, Occupancy, WrongWeights
 from torchtitan.experiments.rl.generation.messages import (
+    GenerateRequest,
     GenerateResult,
     Request,
     RequestFailed,
@@ -67,6 +68,7 @@ OWN_ARGUMENTS = {
 class VLLMEngineConfig(EngineConfig):
     """vLLM's settings; what vLLM calls them is said where the names differ."""
 
+    stops_at_texts: ClassVar[bool] = True
     max_num_seqs: Changeable[PositiveInt] = 256
     """Sequences in one engine step."""
     gpu_memory_utilization: Changeable[Annotated[float, Gt(0), Le(1)]] = 0.9
@@ -184,7 +186,7 @@ class VLLMEngine:
         )
         # As an offline engine vLLM takes 8,192 or 16,384 tokens a step, by the GPU. Without a context it takes 2,048.
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | config.args), usage_context=UsageContext.LLM_CLASS)
-        self._max_model_len = config.max_model_len
+        self._model_path, self._max_model_len = model_path, config.max_model_len
         self._has_workers = config.tensor_parallel_degree > 1
         self._open: dict[str, tuple[Request, str]] = {}
         """By ``request_id`` as text: the request, and the id that vLLM gave it."""
@@ -205,6 +207,8 @@ class VLLMEngine:
 
     def add(self, request: Request) -> RequestFailed | None:
         try:
+            if isinstance(request, GenerateRequest) and request.sampling.stop:
+                compat.give_tokenizer(self._engine, self._model_path)
             prompt, params = _to_vllm(request, salt=str(self._version), max_model_len=self._max_model_len)
             key = str(request.request_id)
             adapter = self._served[request.adapter] if self._served else None
@@ -316,7 +320,6 @@ def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, A
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     common: dict[str, Any] = {
-        "detokenize": False,
         "flat_logprobs": True,
         "output_kind": RequestOutputKind.FINAL_ONLY,
         "skip_clone": True,  # these parameters are of one request alone; vLLM's deep copy of them takes 20 us
@@ -325,6 +328,7 @@ def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, A
         if not 2 <= len(request.token_ids) < max_model_len:
             raise ValueError(f"{len(request.token_ids)} tokens to score: give 2 to max_model_len - 1 = {max_model_len - 1}")
         prompt = TokensPrompt(prompt_token_ids=request.token_ids.tolist(), cache_salt=salt)
+        common["detokenize"] = False
         return prompt, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, **common)
     sampling = request.sampling
     if len(request.prompt_token_ids) + sampling.max_tokens > max_model_len:
@@ -339,6 +343,10 @@ def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, A
         max_tokens=sampling.max_tokens,
         seed=request.seed if sampling.temperature > 0 else None,
         stop_token_ids=request.stop_token_ids,
+        stop=sampling.stop,
+        detokenize=bool(sampling.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
         ignore_eos=True,  # The renderer's stop tokens say where a turn ends, not the checkpoint's generation config.
         logprobs=0,
         **common,
