@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.integration.learners import (
@@ -20,6 +21,7 @@ from tests.integration.learners import (
     accumulate,
     assert_same,
     full,
+    fused_config,
     learner_of,
     parameters,
     samples_of,
@@ -329,6 +331,12 @@ def work_of_a_rank(rank: int, folder: str, start: TrainerStart) -> None:
     result = {"weights": parameters(learner), "third": step(learner, 3)}
     saved(learner, Path(folder) / "trainer", 3)
     learner.close()
+    fused = learner_of(f"{folder}/fused", model=fused_config(str(MODEL)))
+    result["fused"] = parameters(fused)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "redistribute", None)  # a rank that gathers a tensor fails
+        saved(fused, Path(folder) / "fused", 1)
+    fused.close()
     torch.save(result, f"{folder}/result-{rank}.pt")
     dist.destroy_process_group()
 
@@ -342,3 +350,11 @@ def test_two_ranks_go_on_from_one_and_one_from_two(uninterrupted, one_rank, tmp_
     # Rounding of a gradient near 0 may turn Adam's step around: by at most the learning rate of 1e-3.
     assert_same(parameters(learner), uninterrupted["final"], rtol=0, atol=1e-4)
     learner.close()
+    start = TrainerStart(folder=tmp_path / "fused", step=1)
+    fused = learner_of(tmp_path / "one", model=fused_config(str(MODEL)), start=start)
+    assert_same(parameters(fused), wide["fused"], rtol=0, atol=0)
+    policy = fused.checkpoints.export(1, rank=0)
+    fused.close()
+    export_checkpoint(start.folder, fused_config(str(MODEL)), tmp_path / "exported")
+    for folder in (policy, tmp_path / "exported"):
+        assert_same(load_file(folder / "model.safetensors"), wide["fused"], rtol=0, atol=0)

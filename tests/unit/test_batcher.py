@@ -176,7 +176,9 @@ def test_fits_is_asked_before_because_nothing_is_ever_truncated():
     assert batcher.fits(sample(10)) and not batcher.fits(sample(11))
     assert not batcher.oversized([sample(10), sample(1)])
     assert batcher.oversized([sample(10), sample(11)])
-    with pytest.raises(ValueError, match="rollout 'group4/0' has 11 tokens and a row holds 10"):
+    short = Batcher.Config(row_length=10).build(positions=4)
+    assert short.fits(sample(4)) and not short.fits(sample(5))
+    with pytest.raises(ValueError, match="rollout 'group4/0' has 11 tokens and a row takes 10"):
         batcher.plan([sample(3), sample(11, 4)], 1)
 
 

@@ -232,7 +232,7 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before_and_one
         (lambda path: os.truncate(path / "manifest.json", 100), "manifest.json is not what was written"),
         (lambda path: (path / "manifest.json").write_text("[1]"), "manifest.json is not what was written"),
         (
-            lambda path: (path / "manifest.json").write_text('{"format": 1, "step": 20, "files": {}}'),
+            lambda path: (path / "manifest.json").write_text('{"format": 2, "step": 20, "files": {}}'),
             "manifest.json is not what was written",
         ),
     ],
@@ -261,10 +261,10 @@ def test_a_run_without_a_valid_checkpoint_says_why(tmp_path):
 
 
 def test_a_manifest_of_another_format_is_not_called_damaged(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "FORMAT", 2)
+    monkeypatch.setattr(module, "FORMAT", 1)
     path = write(CheckpointFolder(tmp_path, keep=1), 20)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="has format 2, and this version reads 1"):
+    with pytest.raises(CheckpointError, match="has format 1, and this version reads 2"):
         verify(path)
 
 

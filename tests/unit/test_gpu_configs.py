@@ -147,6 +147,22 @@ def test_a_config_of_more_than_8_gpus_is_submitted_to_hosts_of_8(name, started):
     assert found.device == "cuda" and found.hosts == needed_gpus(CONFIGS[name]) / 8
 
 
+def test_rows_of_128k_are_planned_over_the_parts_of_8_ranks(started):
+    """A row is longer than the 40,960 positions of the model, which are those of a sample."""
+    parts = ["trainer.ranks", "trainer.parallelism.context-parallel-degree"]
+    words = ["--gpus", "16", "--batcher.row-length", "131072", "--trainer.parallelism.tensor-parallel-degree", "1"]
+    words += [word for part in parts for word in (f"--{part}", "8")]
+    plans = [
+        started("rl_grpo_qwen3_8b", *words, "--provision.job", "slurm", "--provision.job.hosts", "2", "--trainer.no-compile")
+    ]
+    words[3] = "65536"
+    plans.append(
+        started("rl_grpo_qwen3_8b", *words, "--provision.job", "slurm", "--provision.job.hosts", "2", "--trainer.no-compile")
+    )
+    long, short = [plan.trainer_memory for plan in plans]
+    assert plans[0].row_shapes[-1] == (1, 131_072) and long.activations == 2 * short.activations and long.total < 80
+
+
 def test_which_configs_start_on_which_hosts():
     fitting = {gpus: [name for name in CONFIGS if needed_gpus(CONFIGS[name]) <= gpus] for gpus in (1, 8, 16)}
     assert [name for name in CONFIGS if name not in fitting[16]] == ["rl_grpo_qwen3_32b_32", "rl_grpo_qwen3_32b_64"]

@@ -71,17 +71,19 @@ class Batcher(Configurable):
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
         row_length: Changeable[Annotated[int, Ge(2)]] = 2048
-        """L, in tokens: the longest sample that can be trained on."""
+        """L, in tokens. The longest sample that can be trained on, where the model has positions for so many."""
         rows_per_microbatch: Changeable[PositiveInt] = 8
         """B at most. What fits in memory: B * L tokens are in flight at once."""
         share_prefixes: Changeable[bool] = True
         """Compute what samples of a row begin with alike once. Changes nothing but time, memory, and rounding."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, *, positions: int | None = None):
+        """``positions``: of the model, where a row is longer."""
         self.config = config
+        self._longest = config.row_length if positions is None else min(positions, config.row_length)
 
     def fits(self, sample: TrainingSample) -> bool:
-        return max(len(sample), 0 if sample.reference_ids is None else len(sample.reference_ids)) <= self.config.row_length
+        return max(len(sample), 0 if sample.reference_ids is None else len(sample.reference_ids)) <= self._longest
 
     def oversized(self, samples: Sequence[TrainingSample]) -> bool:
         """Whether any of a rollout's samples doesn't fit, so that the rollout can't be trained on whole."""
@@ -170,7 +172,7 @@ class Batcher(Configurable):
     def _check(self, sample: TrainingSample) -> None:
         if not self.fits(sample):
             raise ValueError(
-                f"a sample of rollout {sample.rollout_id!r} has {len(sample)} tokens and a row holds {self.config.row_length}: "
+                f"a sample of rollout {sample.rollout_id!r} has {len(sample)} tokens and a row takes {self._longest}: "
                 "drop the rollout (Batcher.fits), lower max_rollout_tokens or raise row_length"
             )
         check_sample(sample)

@@ -34,7 +34,7 @@ OLD_POLICY_FOLDER = "checkpoint"
 """What older runs call it."""
 TRAINER_FOLDER = "trainer"
 """In a checkpoint's folder: what the trainer's ranks wrote."""
-FORMAT = 1
+FORMAT = 2
 """Of the manifest; a reader refuses others."""
 
 _NAME = re.compile(r"step-(\d{6,})")

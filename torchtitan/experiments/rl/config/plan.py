@@ -36,6 +36,8 @@ class ModelSizes:
     head_width: int
     feed_forward_width: int
     """That a token is computed with: of all its experts."""
+    rotations: int
+    """Positions in a layer's table of rotations."""
     experts: int = 1
     chosen: int = 1
     """Of the experts, by each token."""
@@ -56,6 +58,7 @@ class ModelSizes:
             key_width=(attention.n_kv_heads or attention.n_heads) * attention.rope.dim,
             head_width=attention.rope.dim,
             feed_forward_width=width,
+            rotations=attention.rope.max_seq_len,
             experts=1 if moe is None else moe.num_experts,
             chosen=chosen,
         )
@@ -173,7 +176,7 @@ def trainer_memory(
     if frozen:
         reduced, stays, gradient = 0, compute * head if sizes.tied else 0, 0
     return TrainerMemory(
-        state=held * BYTES[trainer.dtype] / shards + 2 * 4 * sizes.layers * row_length * sizes.head_width,
+        state=held * BYTES[trainer.dtype] / shards + 2 * 4 * sizes.layers * sizes.rotations * sizes.head_width,
         activations=sizes.layers * kept,
         head=max(forward, backward) + 3 * sizes.dim * value,
         layer=stays

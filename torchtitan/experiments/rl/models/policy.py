@@ -50,24 +50,22 @@ def policy_spec(
     chunk_tokens: int = 1024,
     lora: LoRA.Config | None = None,
 ) -> ModelSpec:
-    """torchtitan's model spec with our head, rotary tables of ``max_seq_len``, and attention that runs on ``device``; with
-    ``lora``, its base frozen and adapters in its layers.
+    """torchtitan's model spec with our head, rotary tables for rows of ``max_seq_len``, and attention that runs on ``device``;
+    with ``lora``, its base frozen and adapters in its layers.
 
     Raises:
-        ConfigError: unknown flavor or one that is not the folder's model, a folder of no known family, or rows longer than the
-            model's positions; adapters of no matrix.
+        ConfigError: unknown flavor or one that is not the folder's model, a folder of no known family, or adapters of no
+            matrix.
     """
     family, spec = _base_spec(model)
     decoder = decoder_config(spec)
-    if max_seq_len > decoder.max_seq_len:
-        cure = f"the model has {decoder.max_seq_len} positions; choose at most that"
-        raise ConfigError("batcher.row_length", max_seq_len, cure)
     config = family.policy_config(**{f.name: getattr(decoder, f.name) for f in dataclasses.fields(decoder)})
     head = {f.name: getattr(config.lm_head, f.name) for f in dataclasses.fields(config.lm_head)}
     config.lm_head = LogprobHead.Config(**head, chunk_tokens=chunk_tokens)
     for layer in config.layers:
         # Non-Trainer configs skip torchtitan's own resize of the rotary cache.
-        layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=max_seq_len)
+        rotary = min(max_seq_len, decoder.max_seq_len)  # positions begin anew with each sample of a row
+        layer.attention.rope = dataclasses.replace(layer.attention.rope, max_seq_len=rotary)
         if device == "cpu":
             layer.attention.inner_attention = CPUVarlenAttention.Config()
         if layer.moe is not None:

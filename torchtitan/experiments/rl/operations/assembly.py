@@ -38,6 +38,7 @@ from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.models.policy import model_positions
 from torchtitan.experiments.rl.observability.console import RunSummary, Waits
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.operations.alarms import StallDetectors, mismatch_alarm
@@ -500,7 +501,7 @@ class Run:
         renderer = build_renderer(config.renderer, config.model.hf_assets_path)
         vocab_size = HubConfig.read(config.model.hf_assets_path).size("vocab_size")
         await self._tasks.build(renderer, vocab_size=vocab_size)
-        tasks, batcher = self._tasks.tasks, config.batcher.build()
+        tasks, batcher = self._tasks.tasks, config.batcher.build(positions=model_positions(config.model))
         selection = Selection(
             context.gate,
             mix=await self._built(

@@ -87,7 +87,8 @@ class TrainerCheckpoints:
             page_locked: copies go into page-locked memory, which a GPU writes by itself while the next step begins: into fresh
                 memory a rank with 27 GB would wait for some 10 s.
         """
-        self._hub_folder, self._export_folder, self._adapters = hub_folder, run_dir / POLICY_FOLDER, adapters
+        self._hub_folder, self._export_folder = hub_folder, run_dir / POLICY_FOLDER
+        self._model, self._adapters = model, adapters
         first = next(iter(trained.values()))
         self._manager = CheckpointManager.Config(
             enable=True,
@@ -110,10 +111,9 @@ class TrainerCheckpoints:
         if start is None or adapters is not None:
             self._manager.folder = str(run_dir / "no-checkpoint-yet")  # else one in it would be loaded
             self._manager.load()
-        if adapters is not None:
-            if start is None:
-                adapters.start()
-            states[MODEL] = AdapterWeights(adapters)
+        if adapters is not None and start is None:
+            adapters.start()
+        states[MODEL] = ModelWeights(model) if adapters is None else AdapterWeights(adapters)
         base = {} if adapters is None else {"base": BaseDigest(model)}
         states |= base
         del states[OPTIMIZER], states[LR_SCHEDULER]
@@ -165,7 +165,9 @@ class TrainerCheckpoints:
         if rank == 0:  # no rank writes before all have told the manager what they have
             shutil.rmtree(being_written, ignore_errors=True)  # of a run that was killed
         self._manager.folder = str(being_written)
+        self._manager.states[MODEL] = ModelWrapper(self._model)  # hub folders have queries, keys and values apart
         self._manager.save(step, last_step=True)
+        self._manager.states[MODEL] = ModelWeights(self._model)
         if rank == 0:
             folder = being_written / f"step-{step}"
             shutil.rmtree(folder / "sharded", ignore_errors=True)  # the parts it was put together from
@@ -187,6 +189,22 @@ class TrainerCheckpoints:
         if self._manager.save_future is not None:
             self._manager.save_future.exception()
             self._manager.save_future = None
+
+
+class ModelWeights(Stateful):
+    """A model's weights as each rank holds them. torchtitan's ``ModelWrapper`` gathers the fused queries, keys and values of
+    all layers on every rank, and keeps them beside the model."""
+
+    def __init__(self, model: nn.Module):
+        passing = {f"{path}.{name}" for path, part in model.named_modules() for name in part._non_persistent_buffers_set}
+        held = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n not in passing}}
+        self._held = {name.replace("_checkpoint_wrapped_module.", ""): tensor.detach() for name, tensor in held.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._held
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Checkpoints are read into what ``state_dict`` gave."""
 
 
 ADAPTER_FOLDER = "adapter"
@@ -332,7 +350,7 @@ def export_checkpoint(
         write_policy(target, adapters.peft(), lora, base=Path(model.hf_assets_path), merged=not adapter)
         return
     made.to(getattr(torch, hub.dtype)).to_empty(device="cpu")
-    load_weights(ModelWrapper(made), trainer_folder, {}, no_dist=True)
+    load_weights(ModelWeights(made), trainer_folder, {}, no_dist=True)
     tensors = spec.state_dict_adapter(spec.model, model.hf_assets_path).to_hf(made.state_dict())
     being_written = target.with_name(f".{target.name}.partial")
     shutil.rmtree(being_written, ignore_errors=True)  # of a command that was killed
