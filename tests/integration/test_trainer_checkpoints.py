@@ -323,7 +323,7 @@ def test_a_reference_follows_the_policy_is_saved_with_it_and_changes_it_by_its_t
     assert_same(held(new), policies[3] | {"version": torch.tensor(0)}, rtol=0, atol=0)
 
 
-def work_of_a_rank(rank: int, folder: str, start: TrainerStart) -> None:
+def work_of_a_rank(rank: int, folder: str, start: TrainerStart, fused_model: str) -> None:
     torch.set_num_threads(1)
     set_up_process()
     init_process_group(device="cpu", rank=rank, world_size=2, url=f"file://{folder}/store")
@@ -331,7 +331,7 @@ def work_of_a_rank(rank: int, folder: str, start: TrainerStart) -> None:
     result = {"weights": parameters(learner), "third": step(learner, 3)}
     saved(learner, Path(folder) / "trainer", 3)
     learner.close()
-    fused = learner_of(f"{folder}/fused", model=fused_config(str(MODEL)))
+    fused = learner_of(f"{folder}/fused", model=fused_config(fused_model))
     result["fused"] = parameters(fused)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "redistribute", None)  # a rank that gathers a tensor fails
@@ -341,8 +341,8 @@ def work_of_a_rank(rank: int, folder: str, start: TrainerStart) -> None:
     dist.destroy_process_group()
 
 
-def test_two_ranks_go_on_from_one_and_one_from_two(uninterrupted, one_rank, tmp_path):
-    run_ranks(work_of_a_rank, str(tmp_path), uninterrupted["start"], count=2)
+def test_two_ranks_go_on_from_one_and_one_from_two(uninterrupted, one_rank, tmp_path, fused_model):
+    run_ranks(work_of_a_rank, str(tmp_path), uninterrupted["start"], fused_model, count=2)
     wide = torch.load(tmp_path / "result-0.pt", weights_only=False)
     assert_same(wide["weights"], uninterrupted["weights"], rtol=0, atol=0)
     assert wide["third"] == pytest.approx(uninterrupted["metrics"][2], rel=1e-4)
@@ -351,10 +351,10 @@ def test_two_ranks_go_on_from_one_and_one_from_two(uninterrupted, one_rank, tmp_
     assert_same(parameters(learner), uninterrupted["final"], rtol=0, atol=1e-4)
     learner.close()
     start = TrainerStart(folder=tmp_path / "fused", step=1)
-    fused = learner_of(tmp_path / "one", model=fused_config(str(MODEL)), start=start)
+    fused = learner_of(tmp_path / "one", model=fused_config(fused_model), start=start)
     assert_same(parameters(fused), wide["fused"], rtol=0, atol=0)
     policy = fused.checkpoints.export(1, rank=0)
     fused.close()
-    export_checkpoint(start.folder, fused_config(str(MODEL)), tmp_path / "exported")
+    export_checkpoint(start.folder, fused_config(fused_model), tmp_path / "exported")
     for folder in (policy, tmp_path / "exported"):
         assert_same(load_file(folder / "model.safetensors"), wide["fused"], rtol=0, atol=0)

@@ -167,6 +167,11 @@ MISTAKES = {
         "trainer.parallelism.context_parallel_degree = 2",
         "the two are not tried together",
     ),
+    "8-bit floats without the compiler": (
+        [*DEBUG, "--trainer.float8", "rowwise"],
+        "trainer.float8 = 'rowwise'",
+        "set trainer.compile",
+    ),
     "mixture of experts": (
         [*DEBUG, "--model.flavor", "qwen3/30B-A3B"],
         "model.flavor = 'qwen3/30B-A3B'",

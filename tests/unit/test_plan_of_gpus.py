@@ -239,6 +239,16 @@ def test_a_gpu_too_small_for_both_is_refused_by_what_they_take(monkeypatch, gib,
         assert "trainer rank and engine take about 20.8 GiB and a GPU here has 16.0" in str(problems[0])
 
 
+def test_8_bit_floats_need_a_gpu_that_has_them_and_torchao(monkeypatch):
+    plan, needs = plan_of("rl_grpo_qwen3_8b"), []
+    for capability in ((8, 0), (9, 0)):
+        fake_gpus(monkeypatch, 8, capability=capability)
+        needs += machine.missing_float8("rowwise", plan)
+    old, lacking = map(str, needs)  # it is not among the packages of CPU hosts
+    assert "trainer.float8 = 'rowwise': needs GPUs of capability 8.9" in old and "pip install torchao" in lacking
+    assert machine.missing_float8("off", plan) == []
+
+
 @pytest.mark.parametrize(
     "name, gpus, ranks, replicas",
     [("8b", 8, 4, 4), ("8b", 16, 6, 10), ("1_7b", 8, 2, 6), ("0_6b", 2, 1, 1), ("14b", 16, 8, 4), ("32b_32", 64, 24, 20)],

@@ -158,6 +158,13 @@ def check_relations(config: RunConfig) -> None:
     """
     if config.trainer.async_tensor_parallel and not config.trainer.compile:
         raise ConfigError("trainer.async_tensor_parallel", True, "the compiler does it: set trainer.compile")
+    if config.trainer.float8 != "off":
+        if not config.trainer.compile:
+            raise ConfigError(
+                "trainer.float8", config.trainer.float8, "is slower than without, uncompiled: set trainer.compile"
+            )
+        if config.trainer.lora is not None:
+            raise ConfigError("trainer.float8", config.trainer.float8, 'is not tried with trainer.lora: set it to "off"')
     if config.trainer.compile and config.trainer.parallelism.context_parallel_degree > 1:
         raise ConfigError("trainer.compile", True, "set it to False: with context_parallel_degree above 1 it is not tried")
     profiled_steps(config.profile_steps)

@@ -93,6 +93,7 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     lacks(*checks.missing_engine(config))
     lacks(*machine.machine_lacks(plan, folder, field=field, checkpoints=0 if resumed is None else resumed.checkpoints))
     lacks(*(machine.missing_gpu_memory(plan) if here else ()))
+    lacks(*(machine.missing_float8(config.trainer.float8, plan) if here else ()))
     lacks(*(machine.missing_on_gpu_host() if plan.device == "cuda" and here else ()))
     if hub is not None and (fault := push_fault(hub)) is not None:
         lacks(MissingError("--push-to-hub", hub, fault))

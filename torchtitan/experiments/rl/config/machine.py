@@ -7,8 +7,11 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
+
+import torch
 
 from torchtitan.experiments.rl.config.placement import ranges
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
@@ -145,6 +148,18 @@ def missing_gpu_memory(plan: RunPlan) -> list[MissingError]:
         who, cure = "trainer rank and engine take", "lower generator.engine.kv_cache_gib or batcher.row_length"
     cure = f"{who} about {plan.gpu_gib:.1f} GiB and a GPU here has {there:.1f}: {cure}"
     return [MissingError("provision.device", "cuda", cure)]
+
+
+def missing_float8(recipe: str, plan: RunPlan) -> list[MissingError]:
+    """What this host lacks for products in 8-bit floats."""
+    if recipe == "off":
+        return []
+    lack = ""
+    if plan.device == "cpu" or torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        lack = 'needs GPUs of capability 8.9 and above (H100, B200): set it to "off"'
+    elif find_spec("torchao") is None:
+        lack = "needs torchao: pip install torchao==0.18.0"
+    return [MissingError("trainer.float8", recipe, lack)] if lack else []
 
 
 def missing_gpus(needed: int) -> list[MissingError]:

@@ -152,6 +152,10 @@ class TrainerConfig:
     async_tensor_parallel: Changeable[bool] = False
     """Exchange activations between tensor-parallel ranks while their products are computed. With ``compile``, and GPUs that
     reach each other's memory."""
+    float8: Changeable[Literal["off", "rowwise", "rowwise_with_gw_hp"]] = "off"
+    """Compute the products of the layers' matrices in 8-bit floats, by torchtitan's converter and this recipe of torchao;
+    rowwise_with_gw_hp leaves the weights' gradients as they are. Parameters keep their dtype. With ``compile``, on GPUs of
+    capability 8.9 and above."""
     logprob_chunk_tokens: Changeable[PositiveInt] = 1024
     """Tokens whose full-vocabulary logits exist at once."""
     save_final_model: Changeable[bool] = True

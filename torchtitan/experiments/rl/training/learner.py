@@ -200,6 +200,15 @@ class Learner:
         spec = policy_spec(
             model, device=device, max_seq_len=max_seq_len, chunk_tokens=config.logprob_chunk_tokens, lora=config.lora
         )
+        if config.float8 != "off":
+            from torchtitan.components.quantization import Float8LinearConverter  # its torchao takes seconds
+
+            Float8LinearConverter.Config(
+                recipe_name=config.float8,
+                filter_fqns=["lm_head"],
+                emulate=device == "cpu",
+                model_compile_enabled=config.compile,
+            ).build().convert(decoder_config(spec))
         if dims.tp_enabled or dims.ep_enabled:  # torchtitan's own entry, which sets how each part of the model is sharded
             decoder_config(spec).update_from_config(config=SimpleNamespace(parallelism=parallelism))
         dtype = dtype or getattr(torch, config.dtype)
