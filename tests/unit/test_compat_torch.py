@@ -119,8 +119,8 @@ def test_the_last_error_of_the_loaded_cuda_runtime_is_taken_once(tmp_path):
     assert (take_cuda_error(), take_cuda_error()) == (801, 0)
 
 
-def test_each_shape_is_compiled_for_itself(monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", True)
+@torch._dynamo.config.patch(automatic_dynamic_shapes=True)  # and puts it back
+def test_each_shape_is_compiled_for_itself():
     compile_each_shape()
     graphs = []
 
