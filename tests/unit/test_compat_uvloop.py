@@ -66,3 +66,16 @@ async def test_nothing_runs_between_fork_and_exec():
     process = await started("true")
     await process.communicate()
     assert not calls
+
+
+@pytest.mark.parametrize("writes", [True, False])
+async def test_a_pipe_is_closed_once(writes):
+    """A second close would close what another thread has opened in between. A file that is closed now is not closed again."""
+    ends = os.pipe()
+    file = os.fdopen(ends[writes], "wb" if writes else "rb", 0)
+    loop = asyncio.get_running_loop()
+    transport, _ = await (loop.connect_write_pipe if writes else loop.connect_read_pipe)(asyncio.Protocol, file)
+    assert file.closed and not transport.is_closing()
+    os.fstat(transport.get_extra_info("pipe").fileno())
+    transport.close()
+    os.close(ends[not writes])

@@ -13,12 +13,32 @@ from typing import Any
 import uvloop
 
 
+class OwnedPipe:
+    """A pipe for the event loop alone. uvloop closes a file object that it was given after it has closed its descriptor, whose
+    number is by then another thread's."""
+
+    def __init__(self, pipe: Any):
+        self._descriptor = os.dup(pipe.fileno())
+        pipe.close()
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def close(self) -> None: ...
+
+
 class EventLoop(uvloop.Loop):
     """Processes are started by asyncio's own code, and their ends are seen by pidfd."""
 
     _debug = False
     subprocess_exec: Any = asyncio.BaseEventLoop.subprocess_exec
     subprocess_shell: Any = asyncio.BaseEventLoop.subprocess_shell
+
+    async def connect_read_pipe(self, protocol_factory: Any, pipe: Any) -> Any:
+        return await super().connect_read_pipe(protocol_factory, OwnedPipe(pipe))
+
+    async def connect_write_pipe(self, protocol_factory: Any, pipe: Any) -> Any:
+        return await super().connect_write_pipe(protocol_factory, OwnedPipe(pipe))
 
     async def _make_subprocess_transport(
         self, protocol: Any, args: Any, shell: bool, stdin: Any, stdout: Any, stderr: Any, bufsize: int, **kwargs: Any

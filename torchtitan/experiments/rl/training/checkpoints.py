@@ -25,7 +25,7 @@ from torchtitan.experiments.rl.checkpointing.folder import POLICY_FOLDER
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.lora import Adapters, LoRA, of_adapter, write_adapter, write_merged
-from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
+from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.weights.publisher import shard_of
 from torchtitan.experiments.rl.weights.snapshot import digest
@@ -350,6 +350,8 @@ def export_checkpoint(
         write_policy(target, adapters.peft(), lora, base=Path(model.hf_assets_path), merged=not adapter)
         return
     made.to(getattr(torch, hub.dtype)).to_empty(device="cpu")
+    if decoder_config(spec).enable_weight_tying:
+        made.lm_head.weight = made.tok_embeddings.weight  # to_empty has parted them
     load_weights(ModelWeights(made), trainer_folder, {}, no_dist=True)
     tensors = spec.state_dict_adapter(spec.model, model.hf_assets_path).to_hf(made.state_dict())
     being_written = target.with_name(f".{target.name}.partial")
