@@ -38,6 +38,11 @@ def play() -> int:
     return _run("play")
 
 
+def simulate() -> int:
+    """``rl-simulate``: as ``python -m torchtitan.experiments.rl.simulate``."""
+    return _run("simulate")
+
+
 def _run(module: str) -> int:
     """The ``main`` of a module of the library, which finds modules in the current folder too, as ``python -m`` does."""
     if not sys.flags.safe_path:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from scripts import gpu_smoke
-from torchtitan.experiments.rl import export, script
+from torchtitan.experiments.rl import export, script, simulate
 from torchtitan.experiments.rl.config import trial
 from torchtitan.experiments.rl.config.checks import check
 from torchtitan.experiments.rl.config.command_line import load_config, option_paths, parse_command
@@ -136,6 +136,8 @@ def test_every_command_of_the_library_is_one_that_its_parser_takes(shown_files, 
                 export.parser().parse_args(words)
             case "evaluate" | "report" | "play":  # test_evaluate_*.py, test_report_*.py, test_play.py
                 pass
+            case "simulate":
+                simulate.parsed(words)
             case other:
                 raise AssertionError(f"{page}: {other} is no command: {command}")
     assert read > 20

@@ -10,7 +10,7 @@ import pytest
 
 LIBRARY = Path(__file__).resolve().parents[2] / "torchtitan/experiments/rl"
 PACKAGE = "torchtitan.experiments.rl"
-MAX_ROOT_MODULES = 12
+MAX_ROOT_MODULES = 13
 
 FLOORS = (
     ("errors",),
@@ -29,9 +29,10 @@ FLOORS = (
     ("config",),
     ("controller",),
     ("operations",),
+    ("simulation",),
     ("config_registry",),
     ("tools",),
-    ("grpo", "evaluate", "export", "report", "play", "script"),
+    ("grpo", "evaluate", "export", "report", "play", "simulate", "script"),
 )
 """From bottom to top. A file imports from its own folder and from floors below, and from no other folder of its floor."""
 

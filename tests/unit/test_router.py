@@ -108,25 +108,26 @@ def generate(session, prompt=PROMPT, *, max_tokens: int = 10) -> asyncio.Task:
 
 def router_of(replicas: int) -> Router:
     router = Router()
-    router.open |= set(range(replicas))
+    for replica in range(replicas):
+        router.open(replica)
     return router
 
 
 def test_least_loaded_replica_is_chosen_and_the_first_on_a_tie():
     router = router_of(3)
     assert router.choose(None) == 0
-    router.load[0] += 10
-    router.load[1] += 5
+    router.add(0, 10)
+    router.add(1, 5)
     assert router.choose(None) == 2
-    router.load[2] += 7
+    router.add(2, 7)
     assert router.choose(None) == 1
-    router.load[0] -= 10
+    router.add(0, -10)
     assert router.choose(None) == 0
 
 
 def test_a_conversation_stays_with_its_replica_however_loaded():
     router = router_of(2)
-    router.load[1] += 1000
+    router.add(1, 1000)
     assert router.choose(1) == 1
 
 
@@ -134,10 +135,10 @@ def test_a_group_stays_where_its_prompt_is_until_that_replica_is_too_far_ahead()
     router = router_of(2)
     for request in range(AHEAD + 1):  # 0 tokens ahead before the first, 10 x AHEAD before the last
         assert router.choose(None, group="a", tokens=10) == 0, request
-        router.load[0] += 10
+        router.add(0, 10)
     assert router.choose(None, group="a", tokens=10) == 1
-    router.load[1] += 10
-    router.load[0] -= 10 * AHEAD
+    router.add(1, 10)
+    router.add(0, -10 * AHEAD)
     assert router.choose(None, group="a", tokens=10) == 1, "its prompt is there now"
     assert router.choose(None, group="b", tokens=10) == 0 and router.choose(None) == 0
 
@@ -145,9 +146,9 @@ def test_a_group_stays_where_its_prompt_is_until_that_replica_is_too_far_ahead()
 def test_a_group_moves_when_its_replica_closes_and_is_forgotten_with_its_last_session():
     router = router_of(2)
     assert router.choose(None, group="a", tokens=1) == 0
-    router.open.discard(0)
+    router.close(0)
     assert router.choose(None, group="a", tokens=1) == 1
-    router.open.add(0)
+    router.open(0)
     assert router.choose(None, group="a", tokens=1) == 1
     router.forget("a")
     router.forget("a")

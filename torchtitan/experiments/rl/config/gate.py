@@ -4,6 +4,7 @@ A dry run passes the same checks, keeps no folder, and notes what this machine l
 and, where the config names the architecture, the model.
 """
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from torchtitan.experiments.rl.config.run_folder import (
 from torchtitan.experiments.rl.envs.renderer import AUTO, DEFAULT, renderer_name
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, fault_of
 from torchtitan.experiments.rl.models.lora import read_adapter
-from torchtitan.experiments.rl.observability.console import write_line
+from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.printable import printable_line
 
 
@@ -125,6 +126,9 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         write_line(sys.stdout, printable_line(line))
     if dry_run:
         shown = [*_plan_lines(config, plan, start, checkpoint_s), *trial.shown_tasks(config, tried, renderer=renderer)]
+        if plan.device == "cuda":
+            words = [word for word in command.words if word != "--dry-run"]
+            shown.append(f"what it takes  {typed_command('simulate')} {shlex.join(words)}   (simulated: docs/scale.md)")
         print("\n".join([*shown, *(f"before a run   {printable_line(str(note))}" for note in notes)]))
     elif start.script is None:
         start.lock = start.lock or lock_run_folder(Path(start.run_dir), field="--run-dir")

@@ -19,6 +19,7 @@ bookkeeping: it has no clock.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -51,6 +52,8 @@ class Pacer:
         self._admitted = 0
         # Sums over the slots: a step may have thousands of groups with a part of a slot each.
         self._held, self._ready = Fraction(0), Fraction(0)
+        self._unfinished: Counter[float] = Counter()
+        """Shares of the slots that are not finished, by deadline, but for frozen ones."""
         self.untrained = Fraction(0)
         """Slots of groups admitted and neither dropped nor taken by a step."""
 
@@ -88,12 +91,14 @@ class Pacer:
         self._admitted += 1
         self._held += slot.share
         self.untrained += slot.share
+        self._count_unfinished(slot, slot.share)
 
     def finish(self, group_id: str) -> None:
         """The group's rollouts are done and scored; a step may take it."""
         slot = self._slots[group_id]
         slot.finished = True
         self._ready += slot.share
+        self._count_unfinished(slot, -slot.share)
 
     def drop(self, group_id: str) -> None:
         """The group leaves untrained (failed, filtered, oversized); its slot frees at once.
@@ -106,10 +111,14 @@ class Pacer:
             self.untrained -= slot.share
             if slot.finished:
                 self._ready -= slot.share
+            else:
+                self._count_unfinished(slot, -slot.share)
 
     def take_groups(self, version: int) -> list[str] | None:
         """Groups for the step that consumes at ``version``, earliest deadline first; None while the trainer has to wait."""
-        if self._ready < self.groups_per_step:
+        # The second is asked at the end of each group, and nearly always says no: to look at every slot for it took longer
+        # than all else that a group costs the controller.
+        if self._ready < self.groups_per_step or not self._in_time(self._unfinished, version):
             return None
         finished = [group_id for group_id, slot in self._slots.items() if slot.leads_to is None and slot.finished]
         # Without frozen groups the first two are one. The third is for a resumed run, where ``has_slot`` made more groups due
@@ -134,11 +143,25 @@ class Pacer:
 
     def _others_can_wait(self, batch: list[str], version: int) -> bool:
         """Whether every group left, and all due before it, fit the steps from the next one to its deadline."""
-        taken = set(batch)
-        waiting = [slot for group_id, slot in self._slots.items() if slot.leads_to is None and group_id not in taken]
-        waiting = sorted((slot for slot in waiting if slot.deadline < math.inf), key=lambda slot: slot.deadline)
-        held = itertools.accumulate(slot.share for slot in waiting)
-        return all(slots <= self.groups_per_step * (slot.deadline - version) for slots, slot in zip(held, waiting, strict=True))
+        taken, waiting = set(batch), Counter[float]()
+        for group_id, slot in self._slots.items():
+            if slot.leads_to is None and group_id not in taken and slot.deadline < math.inf:
+                waiting[slot.deadline] += slot.share  # type: ignore[assignment]  # Counter's values are declared as int
+        return self._in_time(waiting, version)
+
+    def _in_time(self, waiting: Counter[float], version: int) -> bool:
+        """Whether slots, by deadline, fit the steps from the next one on."""
+        deadlines = sorted(waiting)
+        held = itertools.accumulate(waiting[deadline] for deadline in deadlines)
+        return all(
+            slots <= self.groups_per_step * (deadline - version) for slots, deadline in zip(held, deadlines, strict=True)
+        )
+
+    def _count_unfinished(self, slot: _Slot, share: Fraction) -> None:
+        if slot.deadline < math.inf:
+            self._unfinished[slot.deadline] += share  # type: ignore[assignment]
+            if not self._unfinished[slot.deadline]:
+                del self._unfinished[slot.deadline]
 
     def _take(self, group_id: str, version: int) -> None:
         slot = self._slots[group_id]

@@ -1,0 +1,208 @@
+"""What a turn costs the process that runs rollouts, and the controller beside rollout workers, as the number of replicas grows.
+
+    python benchmarks/control_plane.py [--replicas 8,125,500,1000] [--seconds 20] [--turns-per-s 2000] [--open-per-replica 0]
+
+1. ``rollouts``: RolloutLoop, TrainingLoop, Pacer, Selection with its filters, ledger file, Batcher, GeneratorClient and Router,
+   WeightSync, metrics: all in real time in this process, as where no rollout workers run. Replicas are stubs in this process
+   that answer after a second; renderer and env are left out (docs/measured.md has the renderer's own time).
+2. ``controller``: the same, and WorkerRunner in front of stub rollout workers, one for each 8 replicas: what comes back of a
+   group is unpickled, as from a message. A message of Monarch's own costs some 0.3 ms beside that.
+
+A rollout has two turns of 64 tokens. The load is the same for each number of replicas: so many turns a second, or what this
+machine does. With --open-per-replica the load grows with the replicas. Printed: turns a second, this process's CPU a turn
+without the stubs' own, the 99th percentile and the longest of the event loop's lag, resident memory at the end and by how much
+it grew. Lag and turns a second depend on what else the machine does; CPU a turn hardly does.
+"""
+
+import argparse
+import asyncio
+import pickle
+import resource
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import numpy as np  # noqa: E402
+import uvloop  # noqa: E402
+
+from torchtitan.experiments.rl.config_registry.qwen3 import rl_grpo_qwen3_8b  # noqa: E402
+from torchtitan.experiments.rl.controller.group_runner import GroupResult, LocalRunner, WorkerRunner  # noqa: E402
+from torchtitan.experiments.rl.generation.messages import GenerateResult  # noqa: E402
+from torchtitan.experiments.rl.process.lifetime import Lifetime  # noqa: E402
+from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
+from torchtitan.experiments.rl.simulation import run as simulated_run  # noqa: E402
+from torchtitan.experiments.rl.simulation.engine import Endpoint, EngineTotals, receipt  # noqa: E402
+from torchtitan.experiments.rl.simulation.rates import EngineRates, Rates, TrainerRates  # noqa: E402
+from torchtitan.experiments.rl.simulation.tasks import Lengths, Turn  # noqa: E402
+
+TOKENS, TURNS, GROUP, ANSWER_S = 64, 2, 16, 1.0
+RATES = Rates(
+    engine=EngineRates(step_s=0, sequence_s=0, context_s=0, prompt_s=0, prefill_token_s=0, cache_tokens=1 << 40, load_s=0),
+    trainer=TrainerRates(step_s=0.1, microbatch_s=0, token_s=0, pair_s=0, publish_s=0, checkpoint_s=0),
+)
+STUB = {"s": 0.0, "turns": 0}
+"""Seconds that the stubs took, and turns that they answered."""
+
+
+class TwoTurns(Lengths):
+    def draw(self, example: np.random.Generator, own: np.random.Generator) -> list[Turn]:
+        return [Turn(prompt=64, completion=TOKENS, env_s=0.0)] * TURNS
+
+
+class StubReplica:
+    """Answers each message as a whole, ANSWER_S later."""
+
+    open_requests = 0
+
+    def __init__(self, rates: EngineRates, **settings: Any):
+        self.totals, self._version, self._port = EngineTotals(), settings["version"], None
+        self.attach, self.submit, self.abort = Endpoint(self._attach), Endpoint(self._submit), Endpoint(lambda ids: None)
+        self.update_weights, self.canary = Endpoint(self._update), Endpoint(self._canary)
+
+    async def _attach(self, client_id: int, port: Any) -> None:
+        self._port = port
+
+    def _submit(self, requests: list[Any]) -> None:
+        asyncio.get_running_loop().call_later(ANSWER_S, self._answer, requests)
+
+    def _answer(self, requests: list[Any]) -> None:
+        began, results = time.perf_counter(), []
+        for request in requests:
+            first = request.seed % 2**30
+            completion = Completion(
+                token_ids=np.arange(first, first + TOKENS, dtype=np.int32),
+                logprobs=np.full(TOKENS, -0.5, np.float32),
+                policy_versions=np.full(TOKENS, self._version, np.int32),
+                finish_reason="stop",
+            )
+            results.append(GenerateResult(request_id=request.request_id, completion=completion))
+        STUB["turns"] += len(requests)
+        STUB["s"] += time.perf_counter() - began
+        self._port.send(results)
+
+    async def _update(self, version: int, canary: np.ndarray):
+        self._version = version
+        return receipt(version, canary, 0.0)
+
+    async def _canary(self, canary: np.ndarray) -> np.ndarray:
+        return np.zeros(len(canary), np.float32)
+
+    def kill(self) -> int:
+        return 0
+
+
+class StubWorker:
+    """Gives each group what one that was run before has, under its own ids, from a message."""
+
+    def __init__(self, group: Any, policy: Any):
+        self._group, self._policy = pickle.dumps(group, protocol=5), policy
+        self.run = Endpoint(self._run)
+
+    async def _run(self, request: Any) -> GroupResult:
+        await asyncio.sleep(ANSWER_S * TURNS)
+        group = pickle.loads(self._group)
+        began = time.perf_counter()
+        group.group_id, group.data_sample = request.group_id, request.data_sample
+        group.admitted_version = self._policy.version
+        for rollout in group.rollouts:
+            rollout.group_id, rollout.data_sample = request.group_id, request.data_sample
+            for sample in rollout.samples:
+                sample.rollout_id = rollout.rollout_id
+                sample.policy_versions = np.where(sample.loss_mask, np.int32(self._policy.version), np.int32(-1))
+            for turn in rollout.turns:
+                turn.completion = replace(turn.completion, policy_versions=np.full(TOKENS, self._policy.version, np.int32))
+        STUB["turns"] += TURNS * len(group.rollouts)
+        STUB["s"] += time.perf_counter() - began
+        return GroupResult(group=group, event_loop_lag_s=0.0)
+
+
+class MixedRunner(WorkerRunner):
+    """The first group runs here, and gives the workers what they answer; then they take over."""
+
+    def __init__(self, policy: Any, *, seed: int, workers: int):
+        super().__init__(policy)
+        self._local, self._policy, self._count = LocalRunner(policy, seed=seed), policy, workers
+        self._first = asyncio.Lock()
+
+    async def answer(self, task: Any, request: Any) -> Any:
+        async with self._first:
+            if not self._workers:
+                group = await self._local.answer(task, request)
+                for index in range(self._count):
+                    self.admit(index, StubWorker(group, self._policy), Lifetime(f"rollout worker {index}"))
+                return group
+        return await super().answer(task, request)
+
+
+async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int) -> dict[str, float]:
+    config = rl_grpo_qwen3_8b()
+    task = config.tasks["sum_digits"]
+    task.validation, task.group_size, task.env.max_turns = None, GROUP, TURNS
+    config.generator.replicas, config.max_offpolicy_steps, config.steps = replicas, 1, 1 << 20
+    config.rollouts_per_step = max(GROUP, open_rollouts // 2 // GROUP * GROUP)
+    config.trainer.ranks = 1
+    STUB.update(s=0.0, turns=0)
+    simulated_run.SimulatedReplica = StubReplica  # type: ignore[misc, assignment]
+    workers = max(1, replicas // 8)
+    simulated_run.LocalRunner = (  # type: ignore[misc, assignment]
+        LocalRunner if mode == "rollouts" else lambda policy, seed: MixedRunner(policy, seed=seed, workers=workers)
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        run = simulated_run.SimulatedRun(config, RATES, TwoTurns(), run_dir=Path(folder))
+        running = asyncio.create_task(run.run())
+        warm = 4 * ANSWER_S * TURNS
+        await asyncio.wait({running}, timeout=warm)
+        cpu, stub, turns, began, lags = time.process_time(), STUB["s"], STUB["turns"], time.perf_counter(), []
+        memory = resident()
+        while time.perf_counter() - began < seconds and not running.done():
+            before = time.perf_counter()
+            await asyncio.sleep(0.005)
+            lags.append(time.perf_counter() - before - 0.005)
+        took, count = time.perf_counter() - began, STUB["turns"] - turns
+        own = time.process_time() - cpu - (STUB["s"] - stub)
+        end = resident()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    return {
+        "turns/s": count / took,
+        "CPU us/turn": own / max(1, count) * 1e6,
+        "lag p99 ms": float(np.quantile(lags, 0.99)) * 1e3,
+        "lag max ms": max(lags) * 1e3,
+        "MiB": end,
+        "MiB grown": end - memory,
+    }
+
+
+def resident() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", default="8,125,500,1000")
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--turns-per-s", type=int, default=1000)
+    parser.add_argument("--open-per-replica", type=int, default=0)
+    parser.add_argument("--modes", default="rollouts,controller")
+    options = parser.parse_args()
+    for mode in options.modes.split(","):
+        first = None
+        for replicas in map(int, options.replicas.split(",")):
+            # Little's law: a turn is open for ANSWER_S. Half of what is open waits for its step where the trainer is quick.
+            rollouts = options.open_per_replica * replicas or round(options.turns_per_s * ANSWER_S)
+            found = uvloop.run(measured(mode, replicas, options.seconds, rollouts))
+            first = first or found
+            print(
+                f"{mode:10} {replicas:5} replicas, {rollouts:6} open: "
+                + ", ".join(f"{name} {value:,.0f}" for name, value in found.items())
+                + f"; CPU a turn {found['CPU us/turn'] / first['CPU us/turn']:.2f} of the first's",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

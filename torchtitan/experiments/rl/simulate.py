@@ -1,0 +1,128 @@
+"""The command: ``python -m torchtitan.experiments.rl.simulate --config NAME [--gpus N] [--lengths ...] [--failures N/day]``.
+
+Exit codes: 0 done; 1 an invariant of the run did not hold; 2 the config can't be simulated; 130 Ctrl-C.
+"""
+
+import argparse
+import logging
+import re
+import sys
+import time
+from pathlib import Path
+
+from torchtitan.experiments.rl.config.command_line import Command, find_model, load_config, parse_command
+from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.observability.console import near, typed_command
+from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.setup import escape_unencodable_output, quiet_libraries, run_command, set_up_process
+
+
+def main(arguments: list[str] | None = None) -> int:
+    escape_unencodable_output()
+    log = logging.getLogger("torchtitan.experiments.rl")
+    level = log.level
+    log.setLevel(logging.ERROR)  # thousands of restarts and drops that nobody has seen happen
+    try:
+        return _simulate(*parsed(sys.argv[1:] if arguments is None else arguments))
+    except ConfigError as error:
+        print(f"error: {printable_line(str(error))}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"error: {printable_line(str(error))}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        log.setLevel(level)
+
+
+def parsed(arguments: list[str]) -> tuple[argparse.Namespace, Command, float]:
+    """The command's own options, those of a run's command, and failures a day.
+
+    Raises:
+        ConfigError: an option that is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan.experiments.rl.simulate",
+        description="What a config will do on N GPUs, before they are paid for: the real controller in virtual time, with "
+        "simulated engines, trainer and hosts. docs/scale.md says what is left out.",
+        epilog="Also as a run's command: --config, --module, --gpus, --run-dir, and any field (--steps 200, --seed 0).",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
+    parser.add_argument(
+        "--lengths",
+        default="lognormal:",
+        metavar="RUN|lognormal:...",
+        help="turns, tokens and env times: of a run that was recorded, or (default) "
+        "lognormal:mean=512,sigma=0.8,tail=0,times=8,prompt=200,turns=1,env_s=0",
+    )
+    parser.add_argument("--device", default="H100", help="A100, H100 (default) or H200")
+    parser.add_argument("--failures", default="0/day", metavar="N/day", help="deaths of hosts, of all together (default: none)")
+    parser.add_argument("--hosts-at-once", type=int, default=1, metavar="N", help="hosts that die together (default: 1)")
+    parser.add_argument("--repair-s", type=float, default=600.0, help="until there is a host again (default: 600)")
+    parser.add_argument(
+        "--survive", action="store_true", help="a generator's host that dies does not end the run, as it does today"
+    )
+    parser.add_argument("--sweep", metavar="FIELDS", help="replicas, max_offpolicy_steps or both: short runs, the best first")
+    parser.add_argument("--no-sensitivity", action="store_true", help="leave out the fields that matter most")
+    try:
+        options, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error.argument_name), None, error.message) from None
+    for option in ("--resume", "--init-from", "--dry-run", "--list"):
+        if option in rest:
+            raise ConfigError(option, None, "is of a run's command, and means nothing here")
+    per_day = re.fullmatch(r"(\d+(?:\.\d+)?)/day", options.failures)
+    if per_day is None:
+        raise ConfigError("--failures", options.failures, "want a number a day, such as 3/day")
+    return options, parse_command(rest), float(per_day[1])
+
+
+def _simulate(options: argparse.Namespace, command: Command, per_day: float) -> int:
+    set_up_process()
+    with quiet_libraries():
+        from torchtitan.experiments.rl.config.resume import save_config
+        from torchtitan.experiments.rl.config.run_folder import make_run_folder
+        from torchtitan.experiments.rl.simulation import study
+        from torchtitan.experiments.rl.simulation.tasks import lengths_of
+
+        find_model(command)
+        config = load_config(command)
+    if options.device not in study.DEVICES:
+        raise ConfigError("--device", options.device, f"want one of {', '.join(study.DEVICES)}")
+    failures = study.Failures(
+        per_day=per_day, hosts=options.hosts_at_once, end_run=not options.survive, repair_s=options.repair_s
+    )
+    setting = study.Setting(config=config, lengths=lengths_of(options.lengths), device=options.device, failures=failures)
+    engines = config.generator.replicas * config.generator.engine.tensor_parallel_degree
+    gpus = command.gpus or config.trainer.ranks + engines
+    if command.gpus is not None:
+        trains = config.trainer.ranks / (config.trainer.ranks + engines)
+        if "--trainer.ranks" in command.overrides:
+            trains = config.trainer.ranks / gpus
+        elif "--generator.replicas" in command.overrides:
+            trains = 1 - engines / gpus
+        setting = setting.divided(gpus, trains)
+    if options.sweep is not None:
+        print("\n".join(study.sweep(setting, options.sweep.split(","), gpus)))
+        return 0
+    setting.rates()  # what can't run has no folder
+    run_dir = Path(make_run_folder(command.run_dir, config.output_dir, f"simulate-{command.config_name}", keep=True))
+    save_config(run_dir, setting.config)
+    began = time.monotonic()
+    print(
+        f"simulated      {command.config_name} on {gpus:,} {options.device}: {setting.config.trainer.ranks} trainer ranks, "
+        f"{setting.config.generator.replicas} replicas, {setting.config.steps} steps. No GPU has run it."
+    )
+    outcome = setting.run(run_dir)
+    print("\n".join(study.described(outcome)))
+    if not options.no_sensitivity:
+        print("\n".join(study.sensitivities(setting, gpus)))
+    print(f"folder         {near(run_dir)}, in {time.monotonic() - began:.0f} s")
+    print(f"see it         {typed_command('report')} {near(run_dir)}")
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,415 @@
+"""A generator's replica that samples nothing and takes its time: continuous batching, a prefix cache, preemption, new weights.
+
+It is event-driven: between an admission and the next completion every engine step has the same sequences, so their time is a
+sum in closed form (``EngineRates``). What happens in between takes effect after the engine step that it falls into.
+
+A request's length stands in its ``stop_token_ids``: the task that asks knows it (`tasks.py`).
+"""
+
+import asyncio
+import bisect
+import heapq
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from torchtitan.experiments.rl.generation.config import WeightUpdate
+from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Request, RequestFailed
+from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.simulation.rates import EngineRates
+from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
+
+
+class Endpoint:
+    """Of an actor in this process: called as Monarch's are."""
+
+    def __init__(self, call: Callable[..., Any]):
+        self.broadcast = call
+        self._call = call
+
+    async def choose(self, *args: Any) -> Any:
+        return await self._call(*args)
+
+    call_one = choose
+
+    async def call(self, *args: Any) -> dict[int, Any]:
+        return {0: await self._call(*args)}
+
+
+class LocalChannel:
+    """Both ends of a channel in this process."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Any] = deque()
+        self._sent = asyncio.Event()
+
+    @classmethod
+    def open(cls) -> tuple["LocalChannel", "LocalChannel"]:
+        channel = cls()
+        return channel, channel
+
+    def send(self, message: Any) -> None:
+        self._messages.append(message)
+        self._sent.set()
+
+    async def recv(self) -> Any:
+        while not self._messages:
+            self._sent.clear()
+            await self._sent.wait()
+        return self._messages.popleft()
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Sequence:
+    request: GenerateRequest
+    length: int
+    """Tokens that it will sample."""
+    submitted: float
+    began: int = 0
+    """Decode steps that the engine had taken when it was admitted last."""
+    new: int = 0
+    """Tokens of its context that only it holds."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Version and count of the tokens that it had when it was preempted."""
+    running: bool = False
+
+    @property
+    def had(self) -> int:
+        return sum(count for _, count in self.versions)
+
+    @property
+    def left(self) -> int:
+        return self.length - self.had
+
+
+@dataclass(kw_only=True, slots=True)
+class EngineTotals:
+    """Of a replica, since it began. Seconds."""
+
+    busy_s: float = 0.0
+    loading_s: float = 0.0
+    sampled: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    recomputed_tokens: int = 0
+    """Computed again after a preemption or, where ``weight_update`` says so, under new weights."""
+    preemptions: int = 0
+    longest_wait_s: float = 0.0
+    """From a request's arrival to its first admission."""
+
+
+class SimulatedReplica:
+    """What a ``GeneratorClient`` and a ``WeightSync`` call a generator's actor."""
+
+    def __init__(
+        self,
+        rates: EngineRates,
+        *,
+        max_num_seqs: int,
+        weight_update: WeightUpdate = "keep",
+        prefix_caching: bool = True,
+        version: int = 0,
+    ):
+        self._rates, self._max_num_seqs = rates, max_num_seqs
+        self._weight_update, self._prefix_caching = weight_update, prefix_caching
+        self.totals = EngineTotals()
+        self._ports: dict[int, Any] = {}
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[_Sequence] = deque()
+        self._running: dict[int, _Sequence] = {}
+        """By request id, in the order of their admission."""
+        self._ends: list[tuple[int, int, _Sequence]] = []
+        """A heap: the decode step after which each running sequence ends."""
+        self._order = itertools.count()
+        self._steps = 0
+        """Decode steps taken."""
+        self._versions: list[tuple[int, int]] = [(0, version)]
+        """Decode steps taken when each version was loaded."""
+        self._context = self._held = 0
+        """Tokens that running sequences read in a step; tokens whose keys and values they hold."""
+        self._cached: OrderedDict[Any, int] = OrderedDict()
+        """Tokens of each prefix that is cached and held by nobody, the least recently used first."""
+        self._cached_tokens = 0
+        self._debt_s = 0.0
+        """Of prompts that are to be computed before the next decode step."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._planned = 0
+        """Decode steps until ``_timer``, and when they began after the prompts."""
+        self._decode_began = self._plan_began = 0.0
+        self._update: tuple[int, asyncio.Future[None]] | None = None
+        self._loading = self._dead = False
+        self.attach, self.submit, self.abort = Endpoint(self._attach), Endpoint(self._submit), Endpoint(self._abort)
+        self.update_weights, self.sleep = Endpoint(self._update_weights), Endpoint(self._sleep)
+        self.canary = Endpoint(self._canary)
+
+    @property
+    def version(self) -> int:
+        return self._versions[-1][1]
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._running) + len(self._waiting)
+
+    def oldest_wait_s(self) -> float:
+        return self._loop.time() - self._waiting[0].submitted if self._waiting else 0.0
+
+    def kill(self) -> int:
+        """It answers nothing any more. Returns the tokens that were sampled for open requests."""
+        self._dead = True
+        if self._timer is not None:
+            self._timer.cancel()
+        return sum(each.had + self._steps - each.began for each in self._running.values())
+
+    # Endpoints.
+
+    async def _attach(self, client_id: int, port: Any) -> None:
+        self._ports[client_id] = port
+
+    def _submit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            assert isinstance(request, GenerateRequest), "simulated tasks ask for no scores"
+            length = min(request.stop_token_ids[0], request.sampling.max_tokens)
+            if len(request.prompt_token_ids) + length > self._rates.cache_tokens:
+                cause = f"{len(request.prompt_token_ids) + length} tokens exceed the cache's {self._rates.cache_tokens}"
+                self._send([RequestFailed(request_id=request.request_id, cause=cause)])
+                continue
+            self._waiting.append(_Sequence(request=request, length=length, submitted=self._loop.time()))
+        if len(self._running) < self._max_num_seqs:
+            self._interrupt()
+
+    def _abort(self, request_ids: Sequence[int]) -> None:
+        ids = set(request_ids)
+        self._waiting = deque(each for each in self._waiting if each.request.request_id not in ids)
+        for request_id in request_ids:
+            if (sequence := self._running.get(request_id)) is not None:
+                self._leave(sequence)
+
+    async def _update_weights(self, version: int, canary_token_ids: np.ndarray) -> WeightReceipt:
+        """As the engine thread: between two steps; with ``drain`` when what runs has finished."""
+        self._update = version, self._loop.create_future()
+        done = self._update[1]
+        self._interrupt()
+        await done
+        return receipt(version, canary_token_ids, self._rates.load_s)
+
+    async def _sleep(self) -> None:
+        assert not self._running and not self._waiting, "a request is open"
+
+    async def _canary(self, canary_token_ids: np.ndarray) -> np.ndarray:
+        return np.zeros(len(canary_token_ids), np.float32)
+
+    # The engine.
+
+    def _interrupt(self) -> None:
+        """Have what is new taken up after the engine step that is under way."""
+        if self._loading or self._dead:
+            return
+        if self._timer is None:
+            self._next()
+            return
+        spent = self._loop.time() - self._decode_began
+        steps = 0 if spent <= 0 else self._rates.steps_in(spent, len(self._running), self._context)
+        if steps < self._planned:
+            self._timer.cancel()
+            self._plan(steps)
+
+    def _plan(self, steps: int) -> None:
+        self._planned = steps
+        ends = self._decode_began + self._rates.decode_s(steps, len(self._running), self._context)
+        self._timer = self._loop.call_at(ends, self._advance)
+
+    def _advance(self) -> None:
+        """The planned steps are taken."""
+        self._timer = None
+        count, steps = len(self._running), self._planned
+        self.totals.busy_s += self._loop.time() - self._plan_began
+        self.totals.sampled += count * steps
+        self._steps += steps
+        self._context += count * steps
+        self._held += count * steps
+        finished = []
+        while self._ends and (self._ends[0][0] <= self._steps or not self._is_current(self._ends[0])):
+            entry = heapq.heappop(self._ends)
+            if self._is_current(entry):
+                finished.append(self._finish(entry[2]))
+        if finished:
+            self._send(finished)
+        self._next()
+
+    def _next(self) -> None:
+        """Load weights, admit what waits, preempt what has no room, and plan until something ends."""
+        drains = self._weight_update == "drain" and (bool(self._running) or self._preempted)
+        if self._update is not None and not drains:
+            return self._load()
+        while self._waiting and (self._update is None or self._preempted) and self._admit():
+            pass
+        while self._running and self._room < len(self._running):
+            self._preempt()
+        if not self._running:
+            return
+        self._plan_began = self._loop.time()
+        self._decode_began = self._plan_began + self._debt_s
+        self._debt_s = 0.0
+        while not self._is_current(self._ends[0]):
+            heapq.heappop(self._ends)
+        self._plan(min(self._ends[0][0] - self._steps, self._room // len(self._running)))
+
+    @property
+    def _room(self) -> int:
+        return self._rates.cache_tokens - self._held
+
+    @property
+    def _preempted(self) -> bool:
+        """Whether the next that waits has tokens already: such come first."""
+        return bool(self._waiting) and bool(self._waiting[0].versions)
+
+    def _admit(self) -> bool:
+        """The next that waits, unless there is no place or no room for it."""
+        if len(self._running) == self._max_num_seqs:
+            return False
+        sequence = self._waiting[0]
+        prompt = sequence.request.prompt_token_ids
+        context = len(prompt) + sequence.had
+        hit = self._hit(prompt) if self._prefix_caching else 0
+        spare = max(len(self._running) + 1, self._rates.cache_tokens // 100)  # else it would be preempted soon
+        if self._running and self._room < context - hit + spare:
+            return False
+        self._waiting.popleft()
+        sequence.began, sequence.new, sequence.running = self._steps, context - hit, True
+        self._running[sequence.request.request_id] = sequence
+        heapq.heappush(self._ends, (self._steps + sequence.left, next(self._order), sequence))
+        self._context += context
+        self._held += sequence.new
+        self._evict()
+        self._debt_s += self._rates.prompt_s + self._rates.prefill_token_s * sequence.new
+        if sequence.versions:
+            self.totals.recomputed_tokens += sequence.new
+        else:
+            self.totals.prompt_tokens += len(prompt)
+            self.totals.cached_tokens += hit
+            wait = self._loop.time() - sequence.submitted
+            self.totals.longest_wait_s = max(self.totals.longest_wait_s, wait)
+        self._keep(_family(prompt), min(len(prompt), _shared(prompt)))
+        return True
+
+    def _preempt(self) -> None:
+        """The sequence that was admitted last waits again, and its context is computed again then."""
+        sequence = self._running[next(reversed(self._running))]
+        self._leave(sequence)
+        sequence.versions = self._tokens_of(sequence)
+        self._waiting.appendleft(sequence)
+        self.totals.preemptions += 1
+
+    def _load(self) -> None:
+        assert self._update is not None
+        version, done = self._update
+        self._loading, self._update = True, None
+
+        def loaded() -> None:
+            if self._dead:
+                return
+            self._loading = False
+            self.totals.loading_s += self._rates.load_s
+            self._versions.append((self._steps, version))
+            self._cached.clear()
+            self._cached_tokens = 0
+            if self._weight_update == "recompute":
+                self._debt_s += self._rates.prefill_token_s * self._context
+                self.totals.recomputed_tokens += self._context
+            if not done.done():
+                done.set_result(None)
+            self._next()
+
+        self._loop.call_later(self._rates.load_s, loaded)
+
+    def _finish(self, sequence: _Sequence) -> GenerateResult:
+        self._leave(sequence)
+        request, tokens = sequence.request, self._tokens_of(sequence)
+        versions = np.repeat([version for version, _ in tokens], [count for _, count in tokens]).astype(np.int32)
+        # Ids that no other rollout begins with, and of which none is like the next.
+        first = request.seed % 2**30
+        ids = np.arange(first, first + sequence.length, dtype=np.int32)
+        if self._prefix_caching:
+            prompt = request.prompt_token_ids
+            self._keep((_family(prompt), _own(prompt, first)), len(prompt) + sequence.length)
+        completion = Completion(
+            token_ids=ids,
+            logprobs=np.full(sequence.length, -0.5, np.float32),
+            policy_versions=versions,
+            finish_reason="stop" if sequence.length == request.stop_token_ids[0] else "length",
+        )
+        return GenerateResult(request_id=request.request_id, completion=completion)
+
+    def _leave(self, sequence: _Sequence) -> None:
+        sequence.running = False
+        del self._running[sequence.request.request_id]
+        sampled = self._steps - sequence.began
+        self._context -= len(sequence.request.prompt_token_ids) + sequence.had + sampled
+        self._held -= sequence.new + sampled
+
+    def _tokens_of(self, sequence: _Sequence) -> list[tuple[int, int]]:
+        """Version and count of its tokens, up to this step."""
+        found, at = list(sequence.versions), sequence.began
+        for place in range(bisect.bisect_right(self._versions, (at, 2**62)) - 1, len(self._versions)):
+            until = self._versions[place + 1][0] if place + 1 < len(self._versions) else self._steps
+            if until > at:
+                found.append((self._versions[place][1], until - at))
+                at = until
+        return found
+
+    def _is_current(self, entry: tuple[int, int, _Sequence]) -> bool:
+        return entry[2].running and entry[0] == entry[2].began + entry[2].left
+
+    def _hit(self, prompt: np.ndarray) -> int:
+        """Tokens that are cached, at most all but one."""
+        keys = [_family(prompt)] if len(prompt) <= _shared(prompt) else [(_family(prompt), _own(prompt)), _family(prompt)]
+        for key in keys:
+            if key in self._cached:
+                self._cached.move_to_end(key)
+                return min(self._cached[key], len(prompt) - 1)
+        return 0
+
+    def _keep(self, key: Any, tokens: int) -> None:
+        self._cached_tokens += tokens - self._cached.pop(key, 0)
+        self._cached[key] = tokens
+        self._evict()
+
+    def _evict(self) -> None:
+        while self._cached and self._cached_tokens > self._room:
+            self._cached_tokens -= self._cached.popitem(last=False)[1]
+
+    def _send(self, results: Sequence[Any]) -> None:
+        for port in self._ports.values():
+            port.send(results)
+
+
+def receipt(version: int, canary_token_ids: np.ndarray, seconds: float) -> WeightReceipt:
+    return WeightReceipt(
+        version=version,
+        fingerprint=fingerprint(version),
+        canary_logprobs=np.zeros(len(canary_token_ids), np.float32),
+        verify_s=0.0,
+        reload_s=seconds,
+    )
+
+
+def fingerprint(version: int) -> str:
+    return f"version {version}"
+
+
+def _family(prompt: np.ndarray) -> int:
+    """Prompts of one example begin with a token of its own, which says how long their common part is (`tasks.py`)."""
+    return int(prompt[0])
+
+
+def _shared(prompt: np.ndarray) -> int:
+    return int(prompt[1])
+
+
+def _own(prompt: np.ndarray, first: int | None = None) -> int:
+    """What tells the rollout's prompts from others of its example: the first token that it sampled."""
+    return int(prompt[_shared(prompt)]) if len(prompt) > _shared(prompt) else int(first or 0)

@@ -1,0 +1,484 @@
+"""A simulated run: the real controller, and simulated parts behind the protocols of those that it drives.
+
+    real        TrainingLoop, RolloutLoop, Pacer, Selection, samplers, algorithm, filters, Validator, Ledger, Batcher,
+                LocalRunner, GeneratorClient and its Router, WeightSync, Restarts, the state of a checkpoint and the way back
+                from it, metrics
+    simulated   replicas (`engine.py`), trainer, network, envs (`tasks.py`), hosts that fail and come back
+    left out    Monarch's messages, rollout workers, the recorder, files of checkpoints
+
+A host that dies ends the run, which goes on from its newest checkpoint, as the library has it; or, to see what that costs, only
+its own parts are made again. Either way the ledger balances, no token is older than the bound, and no group is left behind: a
+simulation in which that does not hold ends with an error.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchtitan.experiments.rl.batching.batcher import BatchPlan
+from torchtitan.experiments.rl.config.checks import groups_per_step
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.controller.events import RunEvents
+from torchtitan.experiments.rl.controller.group_runner import LocalRunner
+from torchtitan.experiments.rl.controller.ledger import Ledger
+from torchtitan.experiments.rl.controller.pacing import Pacer
+from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
+from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
+from torchtitan.experiments.rl.controller.selection import Selection
+from torchtitan.experiments.rl.controller.step_metrics import StepRecord
+from torchtitan.experiments.rl.controller.training_loop import TrainingLoop
+from torchtitan.experiments.rl.controller.validation import Validator
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.operations.supervision import Restarts
+from torchtitan.experiments.rl.process.lifetime import Lifetime
+from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
+from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE
+from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.simulation.clock import InPlaceGate
+from torchtitan.experiments.rl.simulation.engine import (
+    Endpoint,
+    EngineTotals,
+    LocalChannel,
+    SimulatedReplica,
+    fingerprint,
+)
+from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, GPUS_PER_HOST, Rates, TrainerRates
+from torchtitan.experiments.rl.simulation.tasks import Lengths, simulated_tasks
+from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, WeightSync
+
+EVENTS_FILE = "events.jsonl"
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Failures:
+    per_day: float = 0.0
+    """Of all hosts together."""
+    hosts: int = 1
+    """That die at once."""
+    end_run: bool = True
+    """False: a host of generators that dies costs its replicas, and nothing else."""
+    repair_s: float = 600.0
+    """Until there is a host again."""
+
+
+class SimulatedTrainer:
+    """Implements what a TrainingLoop asks of a TrainerClient, and a WeightSync of the trainer's mesh."""
+
+    def __init__(self, rates: TrainerRates, data_parallel_size: int):
+        self._rates, self.data_parallel_size = rates, data_parallel_size
+        self.busy_s = 0.0
+        self._published = 0
+        self.publish_weights, self.proof, self.score = Endpoint(self._publish), Endpoint(self._proof), Endpoint(self._score)
+
+    async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
+        seconds = self._rates.step_s + max(
+            sum(
+                max(
+                    self._rates.microbatch_s,
+                    self._rates.token_s * (batch.trees or batch).token_ids.numel()
+                    + self._rates.pair_s * sum(len(sample) ** 2 / 2 for row in rows for sample in row),
+                )
+                for batch, rows in zip(batches, of_rank, strict=True)
+            )
+            for batches, of_rank in zip(packed.microbatches, packed.samples, strict=True)
+        )
+        self.busy_s += seconds
+        await asyncio.sleep(seconds)
+        return {}
+
+    def size(self, dimension: str) -> int:
+        return 1  # one stands for all ranks, which publish side by side
+
+    def slice(self, **dimensions: int) -> "SimulatedTrainer":
+        return self
+
+    async def _publish(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> None:
+        await asyncio.sleep(self._rates.publish_s)
+        self._published = version
+
+    async def _proof(self) -> tuple[str, np.ndarray]:
+        return fingerprint(self._published), np.zeros(CANARY_TOKENS, np.float32)
+
+    async def _score(self, canary_token_ids: np.ndarray) -> np.ndarray:
+        return np.zeros(len(canary_token_ids), np.float32)
+
+
+class _Network:
+    """Implements weights.sync.HostCopies."""
+
+    lost = 0
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+
+    async def fetch(self, version: int) -> None:
+        await asyncio.sleep(self._seconds)
+
+    def take_fetched_bytes(self) -> dict[str, int]:
+        return {}
+
+
+@dataclass(kw_only=True, slots=True)
+class Outcome:
+    """What a run has shown. Seconds are virtual."""
+
+    gpus: int
+    seconds: float = 0.0
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Metrics of each step; of one that was repeated, the last time."""
+    ledger: dict[str, int] = field(default_factory=dict)
+    replicas: int = 0
+    engines: EngineTotals = field(default_factory=EngineTotals)
+    """Of all replicas together."""
+    engine_down_s: float = 0.0
+    """Replicas' seconds without a process."""
+    trainer_busy_s: float = 0.0
+    deaths: int = 0
+    down_s: float = 0.0
+    """From a death that ended the run until it went on."""
+    repeated_s: float = 0.0
+    """Of the steps since the newest checkpoint."""
+    lost_tokens: int = 0
+    """Sampled, and gone with a process."""
+
+    def mean(self, name: str) -> float:
+        """Of a metric over the steps, without the first tenth: the pipeline fills."""
+        steps = sorted(self.steps)[len(self.steps) // 10 :]
+        values = [self.steps[step][name] for step in steps if name in self.steps[step]]
+        return sum(values) / max(1, len(values))
+
+    @property
+    def trained_tokens(self) -> float:
+        return sum(metrics["batch/sampled_tokens"] for metrics in self.steps.values())
+
+    @property
+    def step_s(self) -> float:
+        return self.mean("time/step_s")
+
+    @property
+    def generators_idle(self) -> float:
+        return 1 - self.engines.busy_s / max(1e-9, self.seconds * self.replicas)
+
+    @property
+    def trainer_idle(self) -> float:
+        return 1 - self.trainer_busy_s / max(1e-9, self.seconds)
+
+    @property
+    def gpu_hours_per_million(self) -> float:
+        """Of tokens that were sampled and trained on."""
+        return self.gpus * self.seconds / 3600 / max(1.0, self.trained_tokens) * 1e6
+
+
+@dataclass(kw_only=True, slots=True)
+class _Saved:
+    """A checkpoint."""
+
+    step: int
+    rollouts: RolloutLoopState
+    groups: Sequence[RolloutGroup]
+    offsets: dict[Path, int]
+    time: float
+
+
+class SimulatedRun:
+    """``run`` once, in virtual time."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rates: Rates,
+        lengths: Lengths,
+        *,
+        failures: Failures | None = None,
+        run_dir: Path | None = None,
+        validate: bool = True,
+    ):
+        """
+        Args:
+            run_dir: gets metrics, ledger and events; None: nothing is written.
+            validate: evaluate as the config says; every task has as many held-out examples as that asks for.
+        """
+        self._config, self._rates, self._lengths = config, rates, lengths
+        self._failures, self._run_dir, self._validate = failures or Failures(), run_dir, validate
+        engine, ranks = config.generator.engine, config.trainer.ranks
+        self._gpus_of_engine = engine.tensor_parallel_degree
+        self._trainer_hosts = -(-ranks // GPUS_PER_HOST)
+        self._hosts = self._trainer_hosts + -(-config.generator.replicas * self._gpus_of_engine // GPUS_PER_HOST)
+        self.outcome = Outcome(
+            gpus=ranks + config.generator.replicas * self._gpus_of_engine, replicas=config.generator.replicas
+        )
+        self._random = np.random.default_rng([config.seed, 33])
+        self._restarts = Restarts(config.supervision)
+        self._saved: _Saved | None = None
+        self._events = None if run_dir is None else (run_dir / EVENTS_FILE).open("w", encoding="utf-8")
+        self._files = [] if run_dir is None else [run_dir / METRICS_FILE, run_dir / LEDGER_FILE]
+
+    async def run(self) -> Outcome:
+        """
+        Raises:
+            RunError: a part died too often, or an invariant does not hold.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            attempt = _Attempt(self, self._saved)
+            died_at = await attempt.run()
+            self.outcome.seconds = loop.time()
+            if died_at is None:
+                break
+            outcome = self.outcome
+            outcome.repeated_s += died_at - (0.0 if self._saved is None else self._saved.time)
+            await asyncio.sleep(DEATH_SEEN_S + self._failures.repair_s + self._rates.start_s)
+            outcome.down_s += loop.time() - died_at
+            for file in self._files:
+                if file.exists():
+                    os.truncate(file, 0 if self._saved is None else self._saved.offsets.get(file, 0))
+            if self._saved is not None:
+                self._saved.time = loop.time()
+            self._tell("goes on", step=0 if self._saved is None else self._saved.step)
+        if self._events is not None:
+            self._events.close()
+        return self.outcome
+
+    def _tell(self, event: str, **values: Any) -> None:
+        if self._events is not None:
+            line = {"t": round(asyncio.get_running_loop().time(), 6), "event": event} | values
+            self._events.write(json.dumps(line) + "\n")
+
+
+class _Attempt(RunEvents):
+    """From the start, or a checkpoint, to the end or a death that ends the run."""
+
+    def __init__(self, whole: SimulatedRun, saved: _Saved | None):
+        self._whole, self._saved = whole, saved
+        self._config, self._rates = whole._config, whole._rates
+        config = self._config
+        self._began = self._lap_at = asyncio.get_running_loop().time()
+        self._lap_busy = 0.0
+        self._died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        synchronous = config.max_offpolicy_steps == 0
+        self._client = GeneratorClient(lockstep=synchronous, on_failure=self._fail, open_channel=LocalChannel.open)
+        size = config.trainer.parallelism.data_parallel_size(config.trainer.ranks)
+        self._trainer = SimulatedTrainer(self._rates.trainer, size)
+        text = np.arange(CANARY_TOKENS, dtype=np.int32)
+        self._weights = WeightSync(
+            self._trainer, self._client, text=text, bound=CanaryBound("float32"), copies=_Network(self._rates.fetch_s)
+        )
+        self._replicas: dict[int, SimulatedReplica] = {}
+        self._gone: list[EngineTotals] = []
+        """Of replicas that died."""
+        self._beside: set[asyncio.Task[None]] = set()
+        gate = InPlaceGate(synchronous=synchronous)
+        examples = max(config.validation.examples, *(_examples(task) for task in config.tasks.values()))
+        self._tasks = simulated_tasks(
+            config.tasks,
+            validation_examples=examples if whole._validate else 0,
+            seed=config.seed,
+            lengths=whole._lengths,
+            threads=asyncio.Semaphore(max(1, config.rollout_workers)),
+            turn_s=self._rates.turn_s,
+        )
+        selection = Selection(
+            gate,
+            mix=config.task_mix.build(weights={name: task.weight for name, task in config.tasks.items()}),
+            tasks=dict(self._tasks),
+            pre_batch_filters=[entry.build() for entry in config.pre_batch_filters],
+            post_batch_filters=[entry.build() for entry in config.post_batch_filters],
+        )
+        for entry, _ in [*selection.filters["pre"], *selection.filters["post"]]:
+            entry.vocab_size = 1 << 31  # simulated ids are of no vocabulary, and none is rare
+        runner = LocalRunner(self._client, seed=config.seed)
+        step, run_dir = (0 if saved is None else saved.step), whole._run_dir
+        self._metrics = None
+        if run_dir is not None:
+            own = MetricsLogger.Config(tensorboard=False, samples=0)
+            self._metrics = own.build(run_dir=run_dir, resume_step=step or None)
+        replay = GroupReplay(config.replay, groups_per_step=groups_per_step(config), seed=config.seed, load=saved is None)
+        batcher = config.batcher.build()
+        self._rollouts = RolloutLoop(
+            selection=selection,
+            runner=runner,
+            policy=self._client,
+            pacer=Pacer(groups_per_step=replay.fresh_groups, max_offpolicy_steps=config.max_offpolicy_steps),
+            batcher=batcher,
+            total_groups=replay.fresh_groups * (config.steps - step),
+            ledger=Ledger(None if run_dir is None else run_dir / LEDGER_FILE),
+            replay=replay,
+            watchers=[self],
+        )
+        self._training = TrainingLoop(
+            steps=config.steps,
+            synchronous=synchronous,
+            rollouts=self._rollouts,
+            batcher=batcher,
+            trainer=self._trainer,  # type: ignore[arg-type]
+            weights=self._weights,
+            validator=Validator(dict(self._tasks), runner, config.validation, on_failure=self._fail, gate=gate),
+            runner=runner,
+            watchers=[self],
+            generated_tokens=lambda: self._client.generated_tokens,
+            first_step=step + 1,
+            sleep=config.generator.engine.sleep,
+        )
+
+    async def run(self) -> float | None:
+        """Returns when it died; None at its end."""
+        step = 0 if self._saved is None else self._saved.step
+        if step:
+            await self._weights.publish_start(step)
+            self._client.version = step
+        await asyncio.gather(*(self._start_replica(index) for index in range(self._config.generator.replicas)))
+        if self._saved is not None:
+            finished = {group.group_id: group for group in self._saved.groups}
+            await self._rollouts.restore(self._saved.rollouts, finished, step)
+        self._beside_run(self._let_hosts_fail())
+        training = asyncio.create_task(self._training.run())
+        try:
+            either: set[asyncio.Future[Any]] = {training, self._died}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not self._died.done():
+                training.result()
+        finally:
+            lost = sum(replica.kill() for _, replica in sorted(self._replicas.items()))
+            if self._died.done():
+                self._whole.outcome.lost_tokens += lost
+            for task in [*self._beside, training]:
+                task.cancel()
+            await asyncio.wait({training})
+            await self._training.close()
+            await self._rollouts.close()
+            self._client.close()
+            if self._metrics is not None:
+                self._metrics.close()
+            self._add_totals()
+        return self._died.result() if self._died.done() else None
+
+    # Its parts.
+
+    def _fail(self, error: Exception) -> None:
+        self._rollouts.fail(error)
+
+    def _beside_run(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._beside.add(task)
+        task.add_done_callback(self._ended_beside)
+
+    def _ended_beside(self, task: asyncio.Task[None]) -> None:
+        self._beside.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error if isinstance(error, Exception) else RunError(str(error)))
+
+    async def _start_replica(self, index: int) -> None:
+        engine = self._config.generator.engine
+        replica = SimulatedReplica(
+            self._rates.engine,
+            max_num_seqs=getattr(engine, "max_num_seqs", 1 << 30),
+            weight_update=self._config.generator.weight_update,
+            prefix_caching=getattr(engine, "enable_prefix_caching", True),
+            version=self._client.version,
+        )
+
+        async def take_requests() -> None:
+            self._replicas[index] = replica
+            await self._client.admit(index, replica, Lifetime(f"generator {index}"))
+
+        await self._weights.admit(index, replica, take_requests)
+
+    async def _let_hosts_fail(self) -> None:
+        """For as long as the run goes on."""
+        whole, failures = self._whole, self._whole._failures
+        while failures.per_day:
+            await asyncio.sleep(float(whole._random.exponential(86_400 / failures.per_day)))
+            hosts = sorted(
+                int(host) for host in whole._random.choice(whole._hosts, min(failures.hosts, whole._hosts), replace=False)
+            )
+            whole.outcome.deaths += 1
+            whole._tell("hosts die", hosts=hosts)
+            if failures.end_run or hosts[0] < whole._trainer_hosts:
+                self._died.set_result(asyncio.get_running_loop().time())
+                return
+            for index in sorted(self._replicas):
+                if self._host_of(index) in hosts:
+                    self._beside_run(self._make_again(index, self._replicas.pop(index)))
+
+    def _host_of(self, replica: int) -> int:
+        return self._whole._trainer_hosts + replica * self._whole._gpus_of_engine // GPUS_PER_HOST
+
+    async def _make_again(self, index: int, dead: SimulatedReplica) -> None:
+        outcome, began = self._whole.outcome, asyncio.get_running_loop().time()
+        outcome.lost_tokens += dead.kill()
+        self._gone.append(dead.totals)
+        await asyncio.sleep(DEATH_SEEN_S)
+        self._whole._restarts.count(f"generator_{index}", f"generator {index}", "its host died")
+        self._client.lose(index)
+        await asyncio.sleep(self._whole._failures.repair_s + self._rates.start_s)
+        await self._start_replica(index)
+        outcome.engine_down_s += asyncio.get_running_loop().time() - began
+        self._whole._tell("replica is back", replica=index)
+
+    # What it hears of the loops.
+
+    def group_arrived(self, group: RolloutGroup) -> None:
+        tokens = sum(rollout.completion_tokens for rollout in group.rollouts)
+        self._whole._tell("group", id=group.group_id, tokens=tokens, failure=group.failure)
+
+    async def step_published(self, step: int, metrics: dict[str, float]) -> None:
+        now, replicas = asyncio.get_running_loop().time(), self._config.generator.replicas
+        busy, elapsed = self._busy_s(), max(1e-9, now - self._lap_at)
+        metrics["perf/generators/busy"] = (busy - self._lap_busy) / elapsed / replicas
+        metrics["perf/generators/open_requests"] = sum(replica.open_requests for replica in self._replicas.values())
+        metrics["time/virtual_s"] = now
+        self._lap_at, self._lap_busy = now, busy
+
+    def step_taken(self, record: StepRecord) -> None:
+        """
+        Raises:
+            RunError: a token is too old, or a group was left behind.
+        """
+        bound, metrics = self._config.max_offpolicy_steps, record.metrics
+        if metrics["policy/age_max"] > bound:
+            raise RunError(f"step {record.step} trained a token of age {metrics['policy/age_max']}, and the bound is {bound}")
+        for task in self._tasks.values():
+            for group_id, version in task.open.items():
+                if version < record.step - bound:
+                    raise RunError(f"group {group_id} of version {version} still runs after step {record.step}")
+        if self._metrics is not None:
+            self._metrics.log(record.step, metrics)
+        self._whole.outcome.steps[record.step] = metrics
+        self._whole.outcome.ledger = self._rollouts.ledger.counts()
+        self._whole._tell("step", step=record.step, tokens=metrics["batch/tokens"], age=metrics["policy/age_mean"])
+
+    async def step_ended(self, step: int) -> None:
+        every = self._config.checkpoint.interval
+        if not every or step % every:
+            return
+        state, groups, offsets = await self._rollouts.capture(
+            lambda: {file: file.stat().st_size for file in self._whole._files if file.exists()}
+        )
+        await asyncio.sleep(self._rates.trainer.checkpoint_s)
+        now = asyncio.get_running_loop().time()
+        self._whole._saved = _Saved(step=step, rollouts=state, groups=groups, offsets=offsets, time=now)
+
+    # What is counted.
+
+    def _busy_s(self) -> float:
+        return sum(totals.busy_s for totals in [*self._gone, *(replica.totals for replica in self._replicas.values())])
+
+    def _add_totals(self) -> None:
+        outcome = self._whole.outcome
+        outcome.trainer_busy_s += self._trainer.busy_s
+        for totals in [*self._gone, *(replica.totals for replica in self._replicas.values())]:
+            for name in EngineTotals.__dataclass_fields__:
+                mine, theirs = getattr(outcome.engines, name), getattr(totals, name)
+                setattr(outcome.engines, name, max(mine, theirs) if name == "longest_wait_s" else mine + theirs)
+
+
+def _examples(task: Any) -> int:
+    return 1 if task.validation_schedule is None else task.validation_schedule.examples
