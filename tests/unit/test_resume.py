@@ -287,6 +287,8 @@ def test_a_folder_with_a_run_says_how_to_resume_it(command, tmp_path):
     code, _, err = command("--config", NAME, "--run-dir", str(run))
     assert code == 2
     assert_one_line(err, "holds files already", f"--resume {run} goes on with the run in it")
+    code, _, err = command("--config", NAME, "--run-dir", str(make_run(tmp_path / "killed early", steps=())))
+    assert code == 2 and "holds files already" in err and "--resume" not in err
 
 
 # ---- models and other weights

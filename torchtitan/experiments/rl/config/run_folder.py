@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchtitan.experiments.rl.checkpointing.folder import write_durably
+from torchtitan.experiments.rl.checkpointing.folder import checkpoints, write_durably
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
@@ -52,7 +52,7 @@ def make_run_folder(given: str | None, output_dir: str, config_name: str, *, kee
     try:
         if os.path.isdir(folder) and not all(any(map(file.match, may_hold)) for file in folder.iterdir()):
             cure = "holds files already; name a new folder, nothing in it is overwritten"
-            if (folder / COMMAND_FILE).exists():
+            if checkpoints(folder):
                 cure += f"; --resume {folder} goes on with the run in it"
             raise ConfigError("--run-dir", str(folder), cure)
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
