@@ -28,7 +28,7 @@ from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
-from torchtitan.experiments.rl.tasks.sum_digits_rounds import SumDigitsRoundsDataset, SumDigitsRoundsTask
+from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsRoundsDataset, SumDigitsRoundsTask
 from torchtitan.experiments.rl.training.learner import Learner
 
 ROUNDS, GROUPS, GROUP_SIZE = 3, 8, 8

@@ -17,7 +17,7 @@ from torchtitan.experiments.rl.config.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.metrics import without_timing
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
-from torchtitan.experiments.rl.tools.report.index import RunIndex
+from torchtitan.experiments.rl.tools.report.run import RunIndex
 
 
 def same_but_for_the_clock(left: Run, right: Run) -> None:

@@ -16,7 +16,7 @@ from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import WeightUpdate
 from torchtitan.experiments.rl.generation.engine import LoadReport
-from torchtitan.experiments.rl.generation.engine_thread import EngineThread
+from torchtitan.experiments.rl.generation.generator import EngineThread
 from torchtitan.experiments.rl.generation.messages import (
     GenerateRequest,
     GenerateResult,

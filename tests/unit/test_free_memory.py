@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tests.unit.waiting import until
-from torchtitan.experiments.rl.user_code import watched
-from torchtitan.experiments.rl.user_code.watched import WatchedActor
+from torchtitan.experiments.rl.user_code import endpoint as watched
+from torchtitan.experiments.rl.user_code.endpoint import WatchedActor
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
-from torchtitan.experiments.rl.operations import hang_watch
-from torchtitan.experiments.rl.operations.hang_watch import HangWatch, is_stopped, stacks_of
+from torchtitan.experiments.rl.operations import supervision as hang_watch
+from torchtitan.experiments.rl.operations.supervision import HangWatch, is_stopped, stacks_of
 from torchtitan.experiments.rl.process.heartbeat import Heartbeat, Pulse
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 

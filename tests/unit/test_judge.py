@@ -17,8 +17,7 @@ from torchtitan.experiments.rl.generation.references import FrozenModel, HostedM
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus, counted_in
 from torchtitan.experiments.rl.rubrics.rubric import win_shares
-from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsTask
-from torchtitan.experiments.rl.tasks.sum_digits_judged import JudgedSumDigitsRubric
+from torchtitan.experiments.rl.tasks.sum_digits import JudgedSumDigitsRubric, SumDigitsTask
 
 SERVER = FrozenModel(name="big", base_url="http://localhost:1/v1")
 ASKED = [{"role": "user", "content": "which?"}]

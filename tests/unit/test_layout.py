@@ -38,7 +38,7 @@ FLOORS = (
 
 
 def imports_of(library: Path) -> dict[str, set[str]]:
-    """Module to the modules of the library it imports, wherever in the file: ``envs.prompt`` to ``{"types", ...}``."""
+    """Module to the modules of the library it imports, wherever in the file: ``envs.conversation`` to ``{"types", ...}``."""
     files = {_module(file, library): file for file in library.rglob("*.py")}
     return {module: _imported(file, files) for module, file in files.items()}
 
@@ -79,15 +79,15 @@ def test_imports_point_one_way_without_circles():
             "types imports tasks.task, which is not on a floor",
         ),
         (
-            "losses/components.py",
+            "losses/loss.py",
             "import torchtitan.experiments.rl.batching.packing",
-            "losses.components imports batching.packing, which is not",
+            "losses.loss imports batching.packing, which is not",
         ),
         ("rollouts/types.py", "from torchtitan.experiments.rl.rollouts.samples import turn_spans", "in a circle"),
         (
-            "envs/prompt.py",
+            "envs/conversation.py",
             "def late():\n    from torchtitan.experiments.rl import grpo",
-            "envs.prompt imports grpo",
+            "envs.conversation imports grpo",
         ),
         ("surprise.py", "", "surprise is on no floor"),
     ],

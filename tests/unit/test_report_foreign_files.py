@@ -8,8 +8,7 @@ from fastapi.testclient import TestClient
 from tests.unit.report_runs import record, rollout, small_run, write_ledger, write_metrics
 from torchtitan.experiments.rl.rollouts.record_file import RecordFile, compress
 from torchtitan.experiments.rl.tools.report.app import report_app
-from torchtitan.experiments.rl.tools.report.index import RunIndex
-from torchtitan.experiments.rl.tools.report.run import ReportedRun
+from torchtitan.experiments.rl.tools.report.run import ReportedRun, RunIndex
 
 GARBAGE = [b"", b"7", b"null", b"[]", b"{}", b"\xff\xfe", b'{"step": "x"}', b"[" * 100_000, b'{"step": 1e99}', b"x" * 2**20]
 

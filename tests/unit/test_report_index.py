@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.unit.report_runs import record, rollout, small_run, write_ledger, write_metrics
-from torchtitan.experiments.rl.tools.report import index as index_module
-from torchtitan.experiments.rl.tools.report.index import RunIndex
+from torchtitan.experiments.rl.tools.report import run as index_module
+from torchtitan.experiments.rl.tools.report.run import RunIndex
 
 
 def ids(index: RunIndex) -> list[str]:

@@ -5,7 +5,7 @@ import pytest
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms import Echo
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
-from torchtitan.experiments.rl.tasks.sum_digits_rounds import SumDigitsRoundsDataset, SumDigitsRoundsTask
+from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsRoundsDataset, SumDigitsRoundsTask
 
 
 def test_rounds_use_each_list_once():

@@ -16,26 +16,20 @@ from torchtitan.experiments.rl.config.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
 from torchtitan.experiments.rl.process.memory import collect_again, hold_collection, keep_imported
-from torchtitan.experiments.rl.process.setup import escape_unencodable_output, quiet_libraries, run_command, set_up_process
+from torchtitan.experiments.rl.process.setup import of_command, quiet_libraries, run_command, set_up_process
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets
 
 RESULT_FILE = "evaluation.json"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    escape_unencodable_output()
+@of_command()
+def main(arguments: list[str] | None) -> int:
     if arguments is None:
         hold_collection()
-    try:
-        options, command = parse_options(arguments)
-        set_up_process()
-        with quiet_libraries():
-            models = _prepare(options, command)
-    except ConfigError as error:
-        print(f"error: {printable_line(str(error))}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # while modules are imported; nothing was spawned
-        return 130
+    options, command = parse_options(arguments)
+    set_up_process()
+    with quiet_libraries():
+        models = _prepare(options, command)
     from torchtitan.experiments.rl.tools.evaluate import measure_all, result_lines
 
     temporary = TemporaryFolder()

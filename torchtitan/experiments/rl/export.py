@@ -16,30 +16,20 @@ from torchtitan.experiments.rl.config.hub import push
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.setup import (
-    escape_unencodable_output,
-    quiet_libraries,
-    run_command,
-    set_up_process,
-)
+from torchtitan.experiments.rl.process.setup import of_command, quiet_libraries, run_command, set_up_process
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """``arguments``: None: those of this process."""
-    escape_unencodable_output()
+@of_command(RunError, OSError)
+def main(arguments: list[str] | None) -> int:
     options = parser().parse_args(arguments)
     target = Path(options.to).absolute()
-    try:
-        if target.exists():
-            raise ConfigError("--to", options.to, "it is there already: name a folder that is not")
-        if options.push_to_hub is not None and (fault := push_fault(options.push_to_hub)) is not None:
-            raise ConfigError("--push-to-hub", options.push_to_hub, fault)
-        set_up_process()
-        with quiet_libraries():
-            checkpoint = _export(options, target)
-    except (ConfigError, RunError, OSError) as error:
-        print(f"error: {printable_line(str(error))}", file=sys.stderr)
-        return 2
+    if target.exists():
+        raise ConfigError("--to", options.to, "it is there already: name a folder that is not")
+    if options.push_to_hub is not None and (fault := push_fault(options.push_to_hub)) is not None:
+        raise ConfigError("--push-to-hub", options.push_to_hub, fault)
+    set_up_process()
+    with quiet_libraries():
+        checkpoint = _export(options, target)
     write_line(sys.stdout, printable_line(f"exported    {checkpoint}"))
     write_line(sys.stdout, printable_line(f"policy      {target}"))
     return 0 if options.push_to_hub is None or push(target, options.push_to_hub) else 1

@@ -18,48 +18,36 @@ from torchtitan.experiments.rl.config.command_line import (
     load_config,
     parse_command,
 )
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.memory import collect_again, hold_collection, keep_imported
-from torchtitan.experiments.rl.process.setup import (
-    escape_unencodable_output,
-    quiet_libraries,
-    run_command,
-    set_up_process,
-)
+from torchtitan.experiments.rl.process.setup import of_command, quiet_libraries, run_command, set_up_process
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets, remove_left_over
 from torchtitan.experiments.rl.process.terminal import share_terminal
 
 
-def main(arguments: list[str] | None = None) -> int:
+@of_command()
+def main(arguments: list[str] | None) -> int:
     """``arguments``: None: those of this process. Someone waits for it then, and the first line tells them so."""
-    escape_unencodable_output()
     if arguments is None:
         hold_collection()
-    try:
-        command = parse_command(sys.argv[1:] if arguments is None else arguments)
-        if arguments is None and not command.list_configs:
-            write_line(sys.stdout, printable_line(starting_line(command)))
-        set_up_process()
-        if command.list_configs:
-            return _list(command.module)
-        find_model(command)
-        resumed, command = _resumed(command)
-        config = load_config(command)
-        if command.gpus is not None:
-            config = _divided(command, config)
-        keep_imported()
-        with quiet_libraries():
-            from torchtitan.experiments.rl.config.gate import pass_gate
+    command = parse_command(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and not command.list_configs:
+        write_line(sys.stdout, printable_line(starting_line(command)))
+    set_up_process()
+    if command.list_configs:
+        return _list(command.module)
+    find_model(command)
+    resumed, command = _resumed(command)
+    config = load_config(command)
+    if command.gpus is not None:
+        config = _divided(command, config)
+    keep_imported()
+    with quiet_libraries():
+        from torchtitan.experiments.rl.config.gate import pass_gate
 
-            start = pass_gate(config, command, resumed or _newest(config, command))
-    except ConfigError as error:
-        for line in [f"error: {error}", *error.lines]:
-            print(printable_line(line), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:  # while modules are imported; nothing was spawned
-        return 130
+        start = pass_gate(config, command, resumed or _newest(config, command))
     if command.dry_run:
         return 0
     if start is None:  # a run that has taken its steps, and may have been killed after them
@@ -136,8 +124,6 @@ def _submit(config: Any, start: Any) -> int:
     except RunError as error:
         write_line(sys.stderr, f"error: {printable_line(str(error))}")
         return 1
-    except KeyboardInterrupt:  # the job stays in the queue
-        return 130
     return 0
 
 

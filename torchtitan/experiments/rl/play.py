@@ -4,17 +4,16 @@ Exit codes: 0 the rollouts ended, or the person ended the session; 1 a rollout f
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from torchtitan.experiments.rl.config.command_line import Command, find_model, load_config, parse_with_own, served_by
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.setup import escape_unencodable_output, quiet_libraries, run_command, set_up_process
+from torchtitan.experiments.rl.process.setup import of_command, quiet_libraries, run_command, set_up_process
 
 
-def main(arguments: list[str] | None = None) -> int:
-    escape_unencodable_output()
+@of_command()
+def main(arguments: list[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.experiments.rl.play",
         description="Be the policy of a task in the terminal: see the prompts as the model does, answer, and see the rewards, "
@@ -37,17 +36,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--scripted", action="append", default=[], metavar="TEXT", help="a line that is entered for you; may be repeated"
     )
     parser.add_argument("--endpoint", metavar="URL", help="/model asks a vLLM server, such as http://host:8000/v1")
-    try:
-        known, command = parse_with_own(parser, arguments)
-        if known.rollouts < 1:
-            raise ConfigError("--rollouts", known.rollouts, "must be at least 1")
-        set_up_process(engine=True)
-        return _play(known, command)
-    except ConfigError as error:
-        print(f"error: {printable_line(str(error))}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    known, command = parse_with_own(parser, arguments)
+    if known.rollouts < 1:
+        raise ConfigError("--rollouts", known.rollouts, "must be at least 1")
+    set_up_process(engine=True)
+    return _play(known, command)
 
 
 def _play(known: argparse.Namespace, command: Command) -> int:

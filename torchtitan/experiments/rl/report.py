@@ -4,20 +4,18 @@ import argparse
 import errno
 import secrets
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.setup import escape_unencodable_output, run_command
+from torchtitan.experiments.rl.process.setup import of_command, run_command
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@of_command(RunError, OSError)
+def main(arguments: Sequence[str] | None) -> int:
     """Exit codes: 0 ended by Ctrl-C, or exported; 2 a folder without a run, or no such address."""
-    escape_unencodable_output()
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.experiments.rl.report",
         description="Pages about runs, in the browser: rewards, where rollouts went, what the model said and why. "
@@ -35,21 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
-    try:
-        runs = [ReportedRun(folder) for folder in options.runs]
-        if options.export is not None:
-            from torchtitan.experiments.rl.tools.report.app import exported
+    runs = [ReportedRun(folder) for folder in options.runs]
+    if options.export is not None:
+        from torchtitan.experiments.rl.tools.report.app import exported
 
-            for run in runs:
-                while not run.index.refresh():
-                    pass
-            options.export.write_text(exported(runs, sample=options.sample), encoding="utf-8")
-            print(f"wrote       {options.export}")
-            return 0
-        return _serve(runs, options.host, options.port)
-    except (RunError, OSError) as error:
-        print(f"error: {printable_line(str(error))}", file=sys.stderr)
-        return 2
+        for run in runs:
+            while not run.index.refresh():
+                pass
+        options.export.write_text(exported(runs, sample=options.sample), encoding="utf-8")
+        print(f"wrote       {options.export}")
+        return 0
+    return _serve(runs, options.host, options.port)
 
 
 def _serve(runs: Sequence, host: str, port: int) -> int:

@@ -14,24 +14,19 @@ from torchtitan.experiments.rl.config.command_line import Command, find_model, l
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.observability.console import near, typed_command
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.setup import escape_unencodable_output, quiet_libraries, run_command, set_up_process
+from torchtitan.experiments.rl.process.setup import of_command, quiet_libraries, run_command, set_up_process
 
 
-def main(arguments: list[str] | None = None) -> int:
-    escape_unencodable_output()
+@of_command()
+def main(arguments: list[str] | None) -> int:
     log = logging.getLogger("torchtitan.experiments.rl")
     level = log.level
     log.setLevel(logging.ERROR)  # thousands of restarts and drops that nobody has seen happen
     try:
         return _simulate(*parsed(sys.argv[1:] if arguments is None else arguments))
-    except ConfigError as error:
-        print(f"error: {printable_line(str(error))}", file=sys.stderr)
-        return 2
     except RunError as error:
         print(f"error: {printable_line(str(error))}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     finally:
         log.setLevel(level)
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan.experiments.rl.algorithms.length_penalty import GroupRewards, centered
-from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.algorithms.base import GroupRewards, centered
 
 
 class GRPO(GroupRewards):
@@ -25,12 +24,5 @@ class GRPO(GroupRewards):
 
     config: Config
 
-    def score_group(self, group: RolloutGroup) -> None:
-        if not group.scored:
-            return
-        rewards = self.shaped_rewards(group)
-        advantages = centered(rewards)
-        if self.config.normalize_std:
-            advantages /= np.std(rewards) + 1e-6
-        for rollout, advantage in zip(group.scored, advantages, strict=True):
-            rollout.assign_advantages(float(advantage))
+    def advantages(self, rewards: np.ndarray) -> np.ndarray:
+        return centered(rewards) / (np.std(rewards) + 1e-6 if self.config.normalize_std else 1.0)

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from torchtitan.experiments.rl.algorithms.length_penalty import GroupRewards, centered
-from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+from torchtitan.experiments.rl.algorithms.base import GroupRewards, centered
 
 
 class MaxRL(GroupRewards):
@@ -15,13 +14,8 @@ class MaxRL(GroupRewards):
     logarithm: rare successes weigh more. Made for rewards of 0 and 1.
     """
 
-    def score_group(self, group: RolloutGroup) -> None:
-        if not group.scored:
-            return
-        rewards = self.shaped_rewards(group)
+    def advantages(self, rewards: np.ndarray) -> np.ndarray:
         mean = rewards.mean()
         # Rewards of both signs can cancel but for rounding: such a mean is 0, not a divisor of 1e-17.
         positive = mean > 1e-9 * np.abs(rewards).max()
-        advantages = centered(rewards) / mean if positive else np.zeros_like(rewards)
-        for rollout, advantage in zip(group.scored, advantages, strict=True):
-            rollout.assign_advantages(float(advantage))
+        return centered(rewards) / mean if positive else np.zeros_like(rewards)

@@ -4,8 +4,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.algorithms.length_penalty import centered
+from torchtitan.experiments.rl.algorithms.base import Algorithm, centered
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 
 

@@ -1,7 +1,8 @@
 """RLOO: a rollout's advantage is how much better it did than the mean of the others."""
 
-from torchtitan.experiments.rl.algorithms.length_penalty import GroupRewards, centered
-from torchtitan.experiments.rl.rollouts.types import RolloutGroup
+import numpy as np
+
+from torchtitan.experiments.rl.algorithms.base import GroupRewards, centered
 
 
 class RLOO(GroupRewards):
@@ -15,11 +16,6 @@ class RLOO(GroupRewards):
     which matters where groups differ in size.
     """
 
-    def score_group(self, group: RolloutGroup) -> None:
-        count = len(group.scored)
-        if not count:
-            return
+    def advantages(self, rewards: np.ndarray) -> np.ndarray:
         # One survivor has no other to be compared with: 0.
-        advantages = centered(self.shaped_rewards(group)) * (count / max(count - 1, 1))
-        for rollout, advantage in zip(group.scored, advantages, strict=True):
-            rollout.assign_advantages(float(advantage))
+        return centered(rewards) * (len(rewards) / max(len(rewards) - 1, 1))

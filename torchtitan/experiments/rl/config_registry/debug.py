@@ -31,9 +31,14 @@ from torchtitan.experiments.rl.tasks.calculator_agent import (
 from torchtitan.experiments.rl.tasks.demonstrations import DemonstrationTask
 from torchtitan.experiments.rl.tasks.guess_number import GuessNumberDataset, GuessNumberTask
 from torchtitan.experiments.rl.tasks.questions import QuestionTask
-from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsDemonstrations, SumDigitsRubric, SumDigitsTask
-from torchtitan.experiments.rl.tasks.sum_digits_judged import JudgedSumDigitsRubric
-from torchtitan.experiments.rl.tasks.sum_digits_rounds import SumDigitsRoundsTask
+from torchtitan.experiments.rl.tasks.sum_digits import (
+    JudgedSumDigitsRubric,
+    SumDigitsDataset,
+    SumDigitsDemonstrations,
+    SumDigitsRoundsTask,
+    SumDigitsRubric,
+    SumDigitsTask,
+)
 from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.reference import ReferenceConfig

@@ -38,8 +38,7 @@ from torchtitan.experiments.rl.user_code.calls import (
     cause_of,
     sentence,
 )
-from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
-from torchtitan.experiments.rl.user_code.watched import WatchedActor
+from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, reported_endpoint
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,13 @@ from annotated_types import Ge
 from renderers import Renderer
 
 from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
-from torchtitan.experiments.rl.envs.conversation import Conversation
+from torchtitan.experiments.rl.envs.conversation import Conversation, GroupPrompts
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.messages import (
     checked_messages,
     checked_rewards,
     checked_tools,
 )
-from torchtitan.experiments.rl.envs.prompt import GroupPrompts
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.sealed import copied

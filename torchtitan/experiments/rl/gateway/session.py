@@ -19,8 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from renderers import Message, Renderer
 
-from torchtitan.experiments.rl.envs.conversation import Conversation
-from torchtitan.experiments.rl.envs.prompt import GroupPrompts
+from torchtitan.experiments.rl.envs.conversation import Conversation, GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.gateway.chains import Chains, Match
 from torchtitan.experiments.rl.gateway.dialects.request import ModelReply, ModelRequest, Refusal, reply_of

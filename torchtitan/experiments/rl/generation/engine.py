@@ -71,7 +71,7 @@ class Occupancy:
 class Engine(Protocol):
     """Samples and scores tokens with one model, many requests at once.
 
-    Synchronous, and used by one thread from ``build`` to ``close`` (``generation/engine_thread.py``): an engine needs no lock.
+    Synchronous, and used by one thread from ``build`` to ``close`` (``generation/generator.py``): an engine needs no lock.
     Requests are named by ``request_id``, which is unique among the open ones and may be negative. An exception from any method
     but ``load`` means that the engine can't go on: its generator fails, and every open request with it.
     """

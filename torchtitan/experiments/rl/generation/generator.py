@@ -1,34 +1,355 @@
-"""The Generator actor: an engine in this process, stepped by one thread (``engine_thread.py``). Requests arrive as messages.
+"""The Generator actor: an engine in this process, and the thread that owns it: it adds requests, runs steps, loads weights.
+
+No other thread uses the engine. The event loop puts commands in a queue, and the thread runs them between two engine steps. So
+requests join and leave the batch at every step, weights change between steps, and the engine needs no lock.
+
+A weight update withdraws the requests that have no token yet, loads, compares what the engine holds with what was published,
+adds the canary, and then adds those requests again, with the ones that arrived meanwhile: they start under the new version.
+``GeneratorConfig.weight_update`` says what happens to the requests that have tokens. One update ends, canary included, before
+the next begins.
 
 The results of one engine step leave in one message.
 """
 
+import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from monarch.actor import Port, current_rank
 
-from torchtitan.experiments.rl.generation.config import GeneratorConfig
-from torchtitan.experiments.rl.generation.engine_thread import EngineThread
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
+from torchtitan.experiments.rl.generation.engine import Engine, LoadReport, Occupancy, WrongWeights, check_held
 from torchtitan.experiments.rl.generation.messages import (
     CLIENT_BITS,
     GeneratorFailed,
     GeneratorMessage,
     Request,
+    Result,
+    ScoreRequest,
+    ScoreResult,
 )
+from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.process.heartbeat import Heartbeat
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.memory import freeze_objects, keep_imported
 from torchtitan.experiments.rl.process.setup import set_up_logging
-from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
-from torchtitan.experiments.rl.user_code.watched import WatchedActor
+from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, cause_in, for_a_future, reported_endpoint
 from torchtitan.experiments.rl.weights.reader import local_snapshot
-from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
+from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt, fingerprint
 from torchtitan.experiments.rl.weights.store import published
 
 logger = logging.getLogger(__name__)
+
+MOST_STEPS = 100_000
+"""That are remembered where nobody asks how full the engine was."""
+FIRST_STEPS = 20
+"""They may compile, and so take long."""
+_CANARY_ID = -1
+"""Of the first adapter; those of others count down. Clients' ids count up from 0."""
+
+
+class EngineUsage:
+    """How full the engine was after its steps. Written by the engine's thread, read by the event loop."""
+
+    def __init__(self) -> None:
+        self._steps: deque[Occupancy] = deque(maxlen=MOST_STEPS)
+        """Since someone asked last."""
+        self._prompts = (0, 0)
+        """Tokens of prompts, and how many of them were cached, from the engine's start until then."""
+
+    def add(self, now: Occupancy) -> None:
+        self._steps.append(now)
+
+    def lap(self) -> dict[str, float]:
+        """Since the last call: number of ``steps``, the mean of requests ``running`` and ``waiting`` after a step, the largest
+        share of the cache in use, and, where requests have finished, the share of their prompts' tokens that were cached."""
+        steps = [self._steps.popleft() for _ in range(len(self._steps))]
+        count = max(1, len(steps))
+        found = {
+            "steps": len(steps),
+            "running": sum(step.running for step in steps) / count,
+            "waiting": sum(step.waiting for step in steps) / count,
+            "cache_max": max((step.cache for step in steps), default=0.0),
+        }
+        if steps:
+            before, self._prompts = self._prompts, (steps[-1].prompt_tokens, steps[-1].prompt_tokens_cached)
+            if tokens := self._prompts[0] - before[0]:
+                found["prompts_cached"] = (self._prompts[1] - before[1]) / tokens
+        return found
+
+
+class EngineThread:
+    def __init__(
+        self,
+        deliver: Callable[[Sequence[GeneratorMessage]], None],
+        heartbeat: Heartbeat | None = None,
+        adapters: Sequence[str] = ("",),
+    ):
+        """
+        Args:
+            deliver: called on this thread: with the results of a step, and with a GeneratorFailed if the engine fails.
+            adapters: of each version, in order. The canary is scored with each.
+        """
+        self._adapters = adapters
+        self._engine: Engine | None = None
+        self._deliver = deliver
+        self._heartbeat = heartbeat or Heartbeat()
+        self._steps = 0
+        self.usage = EngineUsage()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._after_drain: Callable[[], None] | None = None
+        """A command to run when the engine has no open request left."""
+        self._postponed: dict[int, Request] | None = None
+        """Requests that wait for the next version, by id, oldest first. None while no update makes them wait."""
+        self._canaries: list[Future[np.ndarray]] = []
+        """By adapter."""
+        self._update_lock = asyncio.Lock()
+        """For the whole of an update: its canary must be scored before the next version is loaded."""
+        self._pending: set[Future[Any]] = set()
+        """Futures that coroutines wait for and this thread completes."""
+        self._failure: RunError | None = None
+        self._running, self._stopping = True, False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def engine(self) -> Engine:
+        """Used by commands only, which run on this thread after ``start``."""
+        assert self._engine is not None, "start has not made the engine yet"
+        return self._engine
+
+    # On the event loop.
+
+    async def start(self, build: Callable[[], Engine]) -> None:
+        """Make the engine, on this thread."""
+
+        def start() -> None:
+            with self._heartbeat.work("building the engine", slow=True):
+                self._engine = build()
+
+        await self.call(start)
+
+    def submit(self, requests: list[Request]) -> None:
+        self._commands.put(lambda: self._add(requests))
+
+    def abort(self, request_ids: list[int]) -> None:
+        self._commands.put(lambda: self._abort(request_ids))
+
+    async def call(self, command: Callable[[], Any], *, drain: bool = False) -> Any:
+        """Run ``command`` between two engine steps, and return what it returns.
+
+        With ``drain`` it runs when every request that has a token by then has finished. The other requests, and new ones, wait.
+
+        Raises:
+            RunError: the engine failed or was stopped before.
+        """
+        done = self._future()
+
+        def run() -> None:
+            try:
+                done.set_result(command())
+            except BaseException as error:  # SystemExit too: it would end this thread, and the caller would wait for ever
+                done.set_exception(for_a_future(error))
+                if isinstance(error, WrongWeights):
+                    raise  # no request may be answered with these weights
+
+        def start_drain() -> None:
+            if self._postponed is None:
+                self._postpone()
+            self._after_drain = run
+
+        self._commands.put(start_drain if drain else run)
+        return await asyncio.wrap_future(done)
+
+    async def update_weights(
+        self,
+        manifest: Manifest,
+        path: str,
+        canary_token_ids: np.ndarray,
+        how: WeightUpdate,
+        *,
+        verify: bool = True,
+    ) -> WeightReceipt:
+        """Load the snapshot at ``path``, and score the canary with it before any request that waited.
+
+        Args:
+            verify: compare what the engine then holds with the manifest's digests.
+
+        Raises:
+            RunError: the engine holds other weights than were published, or failed: it is used no more. Or the snapshot is
+                gone: the engine then keeps its weights.
+        """
+
+        def load() -> tuple[LoadReport, list[Future[np.ndarray]]]:
+            return self._load(manifest, path, canary_token_ids, recompute=how == "recompute", verify=verify)
+
+        async with self._update_lock:
+            report, canaries = await self.call(load, drain=how == "drain")
+            logprobs = await _joined(canaries)
+            return WeightReceipt(
+                version=manifest.version,
+                fingerprint=fingerprint(report.digests) if verify else "",
+                canary_logprobs=logprobs,
+                verify_s=report.verify_s,
+                reload_s=report.reload_s,
+            )
+
+    async def sleep(self) -> None:
+        """Free the engine's memory until the next update, once the requests that have a token have finished. The others, and
+        those that arrive meanwhile, start under that version."""
+
+        def sleep() -> None:
+            self._heartbeat.beat("freeing the engine's memory", slow=True)
+            self.engine.sleep()
+
+        async with self._update_lock:
+            await self.call(sleep, drain=True)
+
+    async def score_canary(self, token_ids: np.ndarray) -> np.ndarray:
+        """float32 [adapters * L] log-probabilities under the current weights, with each adapter in turn. Waits for an update
+        that has begun."""
+        async with self._update_lock:
+            return await _joined(await self.call(lambda: self._score_canary(token_ids)))
+
+    async def stop(self) -> None:
+        """End the thread and close the engine. Every coroutine that still waits gets a RunError."""
+
+        def stop() -> None:
+            self._running = False
+
+        self._stopping = True
+        self._commands.put(stop)
+        await asyncio.to_thread(self._thread.join)
+        if self._engine is not None:
+            self._engine.close()
+
+    def _future(self) -> Future[Any]:
+        """A future that is completed even if the engine fails first."""
+        future: Future[Any] = Future()
+        # A coroutine may stop waiting, and cancel. Marked as running, the future can't be cancelled, and the thread may set it.
+        future.set_running_or_notify_cancel()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        if self._failure is not None:
+            future.set_exception(self._failure)
+        return future
+
+    # On the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._run_commands():
+                if self._busy:
+                    with self._heartbeat.work("a step of the engine", slow=self._steps < FIRST_STEPS), trace.span("step"):
+                        results = self.engine.step()
+                    self._steps += 1
+                    self.usage.add(self.engine.occupancy())
+                    self._deliver_results(results)
+                if self._after_drain is not None and not self._busy:
+                    command, self._after_drain = self._after_drain, None
+                    with self._heartbeat.work("a command to the engine"):
+                        command()
+            self._fail_pending(RunError("the generator was shut down"))
+        except BaseException as error:
+            logger.log(logging.INFO if self._stopping else logging.ERROR, "the engine stopped", exc_info=error)
+            cause = cause_in(error)
+            self._deliver([GeneratorFailed(cause=cause)])
+            self._fail_pending(RunError(f"the engine stopped: {cause}"))
+
+    @property
+    def _busy(self) -> bool:
+        return self._engine is not None and self._engine.busy
+
+    def _run_commands(self) -> bool:
+        """Run the queued commands; wait for one if no request is open. Returns False after the command to stop."""
+        idle = not self._busy
+        while self._running:
+            try:
+                command = self._commands.get(block=idle)
+            except queue.Empty:
+                break
+            with self._heartbeat.work("a command to the engine"):
+                command()
+            idle = False
+        return self._running
+
+    def _add(self, requests: Iterable[Request]) -> None:
+        if self._postponed is not None:
+            self._postponed.update((request.request_id, request) for request in requests)
+            return
+        with trace.span("add requests"):
+            failures = [failed for request in requests if (failed := self.engine.add(request))]
+        if failures:
+            self._deliver(failures)
+
+    def _abort(self, request_ids: list[int]) -> None:
+        if self._postponed is not None:
+            for request_id in request_ids:
+                self._postponed.pop(request_id, None)
+        self.engine.abort(request_ids)
+
+    def _postpone(self) -> None:
+        self._postponed = {request.request_id: request for request in self.engine.withdraw()}
+
+    def _load(
+        self,
+        manifest: Manifest,
+        path: str,
+        canary_token_ids: np.ndarray,
+        *,
+        recompute: bool,
+        verify: bool,
+    ) -> tuple[LoadReport, list[Future[np.ndarray]]]:
+        if self._postponed is None:
+            self._postpone()
+        logger.info("loading version %d", manifest.version)
+        self._heartbeat.beat(f"loading version {manifest.version}", slow=True)
+        try:
+            with trace.span("load weights", version=manifest.version):
+                report = self.engine.load(manifest, path, recompute=recompute, verify=verify)
+            if verify:
+                check_held(report, manifest.version, manifest.digests)
+            logger.info("holds version %d", manifest.version)
+            return report, self._score_canary(canary_token_ids)
+        finally:
+            postponed, self._postponed = self._postponed, None
+            self._add((postponed or {}).values())
+
+    def _score_canary(self, token_ids: np.ndarray) -> list[Future[np.ndarray]]:
+        canaries = self._canaries = [self._future() for _ in self._adapters]
+        for number, (adapter, canary) in enumerate(zip(self._adapters, canaries, strict=True)):
+            request = ScoreRequest(request_id=_CANARY_ID - number, token_ids=token_ids, adapter=adapter)
+            if failed := self.engine.add(request):
+                canary.set_exception(RunError(f"the canary: {failed.cause}"))
+        return canaries
+
+    def _deliver_results(self, results: list[Result]) -> None:
+        answers = []
+        for result in results:
+            if result.request_id >= 0:
+                answers.append(result)
+            elif isinstance(result, ScoreResult):
+                self._canaries[_CANARY_ID - result.request_id].set_result(result.logprobs)
+        if answers:
+            self._deliver(answers)
+
+    def _fail_pending(self, failure: RunError) -> None:
+        self._failure = failure
+        for future in list(self._pending):
+            if not future.done():
+                future.set_exception(failure)
+
+
+async def _joined(canaries: Iterable[Future[np.ndarray]]) -> np.ndarray:
+    return np.concatenate(await asyncio.gather(*map(asyncio.wrap_future, canaries)))
 
 
 class Generator(WatchedActor):

@@ -1,16 +1,6 @@
 """What the trainer minimises: three per-token components, rl, ce and ref_kl, summed. Start with ``loss.py``."""
 
-from torchtitan.experiments.rl.losses.components import CrossEntropy, RefKL, reference_kl
-from torchtitan.experiments.rl.losses.corrections import (
-    Correction,
-    GeometricMask,
-    IcePop,
-    ProbabilityMask,
-    SequenceMask,
-    TruncatedImportance,
-    check_corrections,
-)
-from torchtitan.experiments.rl.losses.loss import LossConfig, compute_loss
+from torchtitan.experiments.rl.losses.loss import CrossEntropy, LossConfig, RefKL, compute_loss, reference_kl
 from torchtitan.experiments.rl.losses.members import (
     advantage_sums,
     count_denominators,
@@ -18,7 +8,22 @@ from torchtitan.experiments.rl.losses.members import (
     with_normalized_advantages,
 )
 from torchtitan.experiments.rl.losses.metrics import MetricSums, mismatch_metrics
-from torchtitan.experiments.rl.losses.variants import CISPO, DPPO, GSPO, CustomRLLoss, PPOClip, RLLoss, RLTokens
+from torchtitan.experiments.rl.losses.variants import (
+    CISPO,
+    DPPO,
+    GSPO,
+    Correction,
+    CustomRLLoss,
+    GeometricMask,
+    IcePop,
+    PPOClip,
+    ProbabilityMask,
+    RLLoss,
+    RLTokens,
+    SequenceMask,
+    TruncatedImportance,
+    check_corrections,
+)
 
 __all__ = [
     "CISPO",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.printable import printable
-from torchtitan.experiments.rl.process.setup import escape_unencodable_output
+from torchtitan.experiments.rl.process.setup import of_command
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout
 from torchtitan.experiments.rl.rollouts.types import Completion, Rollout
 from torchtitan.experiments.rl.types import TrainingSample
@@ -32,9 +32,9 @@ SORTED_BY: dict[str, Callable[[Rollout], float]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+@of_command()
+def main(arguments: Sequence[str] | None) -> int:
     """The command. Exit code 1 where nothing matches or there is no such file."""
-    escape_unencodable_output()
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan.experiments.rl.observability.rollouts",
         description="Print recorded rollouts as conversations, with their rewards.",

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import errno
+import functools
 import io
 import json
 import locale
@@ -24,10 +25,11 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from torchtitan.experiments.rl.compat import monarch
 from torchtitan.experiments.rl.compat.uvloop import EventLoopPolicy
+from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.printable import one_sentence, printable_json, printable_line
 from torchtitan.experiments.rl.process.host import cores_near, cores_on_nodes_of, mask_of, pci_addresses
 from torchtitan.experiments.rl.process.memory import hold_collection
@@ -322,6 +324,31 @@ def ignore_signals_of_the_command(ignored: bool = True) -> None:
     libc = ctypes.CDLL(None)
     for number in (signal.SIGTERM, signal.SIGHUP):
         libc.signal(int(number), ctypes.c_void_p(signal.SIG_IGN if ignored else signal.SIG_DFL))
+
+
+def of_command(*failures: type[Exception]) -> Callable[[Callable[[Any], int]], Callable[..., int]]:
+    """Makes a command of ``main``, which gets its words; None: those of this process. Of a ConfigError, and of these failures,
+    a line is printed, and the exit code is 2. Of Ctrl-C it is 130.
+    """
+
+    known: tuple[type[Exception], ...] = (ConfigError, *failures)
+
+    def wrap(main: Callable[[Any], int]) -> Callable[..., int]:
+        @functools.wraps(main)
+        def command_of(arguments: Sequence[str] | None = None) -> int:
+            escape_unencodable_output()
+            try:
+                return main(arguments)
+            except known as error:
+                for line in [f"error: {error}", *getattr(error, "lines", ())]:
+                    print(printable_line(line), file=sys.stderr)
+                return 2
+            except KeyboardInterrupt:  # a run that has begun takes signals itself
+                return 130
+
+        return command_of
+
+    return wrap
 
 
 def run_command(main: Callable[[], int]) -> NoReturn:

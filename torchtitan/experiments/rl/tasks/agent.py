@@ -34,7 +34,7 @@ from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.bounds import Changeable, Cure, NonEmptyStr, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.rows import RowDataset
-from torchtitan.experiments.rl.envs.prompt import GroupPrompts
+from torchtitan.experiments.rl.envs.conversation import GroupPrompts
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.gateway.session import AUXILIARY, POLICY, AgentRollout, Sampler
 from torchtitan.experiments.rl.generation.references import ModelReference

@@ -12,9 +12,9 @@ from torchtitan.experiments.rl.algorithms.sft import StaticSFT
 from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.data.dataset import Dataset, read_example
 from torchtitan.experiments.rl.data.rows import RowDataset
+from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT, off_the_loop_if
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.messages import check_all_rendered, checked_messages, checked_tools
-from torchtitan.experiments.rl.envs.prompt import LARGE_TEXT, off_the_loop_if
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.judge import ChatClient
 from torchtitan.experiments.rl.generation.references import FrozenModel

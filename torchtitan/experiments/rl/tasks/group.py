@@ -15,9 +15,9 @@ from renderers import Renderer
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.batching.sample_checks import check_weights, missing_credit
+from torchtitan.experiments.rl.envs.conversation import GroupPrompts, Line, yield_queue
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.messages import checked_rewards
-from torchtitan.experiments.rl.envs.prompt import GroupPrompts, Line, yield_queue
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv
 from torchtitan.experiments.rl.gateway.session import AgentRollout
 from torchtitan.experiments.rl.printable import shown

@@ -2,23 +2,25 @@
 
     Sum of the digits: 4 8 2 7   ->   21
 
-The examples follow from the arguments alone, in any process and on any machine.
+The examples follow from the arguments alone, in any process and on any machine. Behind the task are two more of the same sums:
+`JudgedSumDigitsRubric`, whose rewards a judge decides, and `SumDigitsRoundsTask`, of several turns.
 """
 
 import random
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 from renderers import Message
 
-from torchtitan.experiments.rl.bounds import AtMost, Cure
+from torchtitan.experiments.rl.bounds import AtMost, Cure, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset, MadeDataset, Split, split_of_text
 from torchtitan.experiments.rl.envs.message_env import MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
-from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.generation.judge import Judge
+from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout
-from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
+from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component, last_assistant_text, win_shares
 from torchtitan.experiments.rl.tasks.answers import number_of
 from torchtitan.experiments.rl.tasks.task import Task
 
@@ -134,3 +136,96 @@ class SumDigitsDemonstrations(SumDigitsDataset):
             {"role": "assistant", "content": answer_text(example.env_input)},
         ]
         return DataSample(sample_id=example.sample_id, env_input={"messages": messages}, info=example.info)
+
+
+class JudgedSumDigitsRubric(Rubric):
+    """A Judge.Config in the config, the judge made with the rubric and set up with it, and reward functions that ask it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Rubric.Config):
+        judge: Annotated[Judge.Config, Cure("Judge.Config(model=HostedModel(path=...))")]
+        mode: Literal["each", "pairwise"] = "each"
+        """each: 1 for a reply that is the judge's. pairwise: the share of comparisons with the group's others that it wins."""
+
+    config: Config
+
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.judge: Judge = config.judge.build()
+
+    def register_funcs(self) -> list[RewardFn]:
+        truth = RewardFn(exact, weight=0.0, name="correct")
+        if self.config.mode == "each":
+            return [RewardFn(self.agrees), truth]
+        return [RewardFn(self.wins, group_level=True), truth]
+
+    async def setup(self, policy: PolicyClient) -> None:
+        await self.judge.setup(policy)
+
+    async def agrees(self, rollout: Rollout, digits: list[int]) -> float:
+        return float(last_assistant_text(rollout).strip() == await self._verdict(digits))
+
+    async def wins(self, rollouts: list[Rollout], digits: list[int]) -> list[float]:
+        replies = [last_assistant_text(rollout).strip() for rollout in rollouts]
+
+        async def prefers(first: int, second: int) -> float:
+            verdict = await self._verdict(digits)
+            return 0.5 + 0.5 * ((replies[first] == verdict) - (replies[second] == verdict))
+
+        return await win_shares(len(replies), prefers)
+
+    async def _verdict(self, digits: list[int]) -> str:
+        answer = await self.judge.chat([{"role": "user", "content": prompt_text(digits)}])
+        return str(answer["content"]).strip()
+
+
+class SumDigitsRoundsEnv(MessageEnv):
+    """Gives 1 / rounds, as component "right", for each right reply, so that a rollout's sum is in [0, 1]."""
+
+    def __init__(self, rounds: list[list[int]]):
+        self.rounds = rounds
+        self._round = 0
+
+    async def reset(self) -> ResetOutput:
+        return ResetOutput(messages=[{"role": "user", "content": prompt_text(self.rounds[0])}])
+
+    async def step_message(self, message: Message) -> StepOutput:
+        answer = answer_text(self.rounds[self._round])
+        right = message["content"].strip() == answer
+        self._round += 1
+        done = self._round == len(self.rounds)
+        messages = (
+            [] if done else [{"role": "user", "content": f"The sum is {answer}. {prompt_text(self.rounds[self._round])}"}]
+        )
+        return StepOutput(env_messages=messages, done=done, reward_components={"right": right / len(self.rounds)})
+
+
+def make_rounds(*, rounds: int, **config: Any) -> list[list[list[int]]]:
+    """Examples of ``rounds`` lists of sum_digits each."""
+    lists = make_examples(**config)
+    return [lists[end - rounds : end] for end in range(rounds, len(lists) + 1, rounds)]
+
+
+class SumDigitsRoundsDataset(MadeDataset):
+    """Examples of ``rounds`` lists of sum_digits each; ``env_input`` is a list of lists."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SumDigitsDataset.Config):
+        rounds: PositiveInt = 2
+
+    make = staticmethod(make_rounds)
+
+
+class SumDigitsRoundsTask(Task):
+    @dataclass(kw_only=True, slots=True)
+    class Config(Task.Config):
+        dataset: Dataset.Config = field(default_factory=SumDigitsRoundsDataset.Config)
+        validation: Dataset.Config | None = field(
+            default_factory=lambda: SumDigitsRoundsDataset.Config(split="validation", count=256, seed=1)
+        )
+        rubric: Rubric.Config = field(default_factory=lambda: Rubric.Config(reward_fns=[env_component("right")]))
+        env: RendererEnvConfig = field(default_factory=lambda: RendererEnvConfig(max_turns=2, max_rollout_tokens=192))
+        sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=8))
+
+    def make_env(self, sample: DataSample) -> SumDigitsRoundsEnv:
+        return SumDigitsRoundsEnv(sample.env_input)

@@ -31,8 +31,7 @@ from torchtitan.experiments.rl.training.checkpoints import TrainerStart, write_e
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite
 from torchtitan.experiments.rl.types import DataParallel
-from torchtitan.experiments.rl.user_code.endpoint import for_a_future, reported_endpoint
-from torchtitan.experiments.rl.user_code.watched import WatchedActor
+from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, for_a_future, reported_endpoint
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import fingerprint
 

@@ -11,8 +11,7 @@ from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.memory import collect_again
 from torchtitan.experiments.rl.process.setup import set_up_logging
-from torchtitan.experiments.rl.user_code.endpoint import cause_in, reported_endpoint
-from torchtitan.experiments.rl.user_code.watched import WatchedActor
+from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, cause_in, reported_endpoint
 from torchtitan.experiments.rl.weights.host_shards import RemoteShards, copy_held, fetch
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer
 from torchtitan.experiments.rl.weights.store import copy_key, published, shards_key

@@ -13,12 +13,14 @@ from torchtitan.experiments.rl.gateway.dialects.request import (
     checked_request,
     event,
     listed,
+    openai_error,
     refuse_changed_sampling,
     text,
     texts,
 )
 
 NAME = "chat"
+error = openai_error
 KEEP_ALIVE = b": keep-alive\n\n"
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -82,11 +84,6 @@ def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
     for chunk in chunks:
         yield event(ChatCompletionChunk.model_validate(head | chunk).model_dump_json(exclude_unset=True))
     yield event("[DONE]")
-
-
-def error(refusal: Refusal) -> dict[str, Any]:
-    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
 
 
 def error_event(refusal: Refusal) -> dict[str, Any]:

@@ -189,6 +189,11 @@ def texts(value: Any, field: str) -> list[str]:
     return given
 
 
+def openai_error(refusal: Refusal) -> dict[str, Any]:
+    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
+    return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
+
+
 def event(data: str, name: str | None = None) -> bytes:
     """A server-sent event."""
     return f"event: {name}\ndata: {data}\n\n".encode() if name else f"data: {data}\n\n".encode()

@@ -14,11 +14,13 @@ from torchtitan.experiments.rl.gateway.dialects.request import (
     checked_request,
     event,
     listed,
+    openai_error,
     refuse_changed_sampling,
     text,
 )
 
 NAME = "responses"
+error = openai_error
 KEEP_ALIVE = b": keep-alive\n\n"
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
@@ -168,11 +170,6 @@ def _events(answer: ModelReply, complete: Response) -> Iterator[tuple[type[BaseM
         yield types.ResponseOutputItemDoneEvent, at | {"item": record}
     ended = types.ResponseIncompleteEvent if complete.status == "incomplete" else types.ResponseCompletedEvent
     yield ended, {"response": complete}
-
-
-def error(refusal: Refusal) -> dict[str, Any]:
-    kind = "invalid_request_error" if refusal.status < 500 else "server_error"
-    return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
 
 
 def error_event(refusal: Refusal) -> dict[str, Any]:
