@@ -16,8 +16,8 @@ from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerCo
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.types import TrainingSample
 from torchtitan.experiments.rl.weights.host_shards import copy_held, volume
-from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, tensor_digests, views
+from torchtitan.experiments.rl.weights.publisher import OwnPart, SnapshotPublisher
+from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, index_of, tensor_digests, views
 
 LAYOUTS = {
     "short rows": dict(row_length=64, rows_per_microbatch=1),
@@ -109,8 +109,19 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
+def whole(tensor: torch.Tensor | OwnPart) -> torch.Tensor:
+    """Collective."""
+    if not isinstance(tensor, OwnPart):
+        return full(tensor)
+    held, counts = torch.zeros(2, *tensor.shape, dtype=tensor.local.dtype)
+    held[index_of(tensor.shard)], counts[index_of(tensor.shard)] = tensor.local.detach(), 1
+    for values in (held, counts):
+        dist.all_reduce(values)
+    return held / counts
+
+
 def parameters(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: full(tensor) for name, tensor in learner.hub_tensors.items()}
+    return {name: whole(tensor) for name, tensor in learner.hub_tensors.items()}
 
 
 def accumulate(learner: Learner, layout: dict, samples: list[TrainingSample]) -> dict[str, float]:

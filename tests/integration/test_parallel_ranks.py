@@ -1,4 +1,5 @@
-"""Tensor-parallel ranks, alone and beside sharded ones: every number is that of one rank. Four processes do all of it."""
+"""Tensor-parallel and expert-parallel ranks, alone and beside sharded ones: every number is that of one rank. Four processes do
+all of it."""
 
 from pathlib import Path
 
@@ -19,13 +20,15 @@ from tests.integration.learners import (
     learner_of,
     loss_and_gradient,
     one_step,
+    parameters,
     snapshot,
     snapshot_of_two_hosts,
     tree_samples,
 )
-from tests.integration.models import MODEL, llama_folder
+from tests.integration.models import MODEL, MOE_MODEL, llama_folder
 from tests.integration.ranks import run_ranks
 from torchtitan.experiments.rl.process.setup import set_up_process
+from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.config import Parallelism
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.trainer import init_process_group
@@ -39,8 +42,26 @@ MESHES = {
     "copies 2, shards 2": Parallelism(data_parallel_replicate_degree=2),
     "context 2": Parallelism(context_parallel_degree=2),
     "context 2, shards 2": Parallelism(context_parallel_degree=2),
+    "mixture, shards 2": Parallelism(),
+    "mixture, experts 2": Parallelism(expert_parallel_degree=2),
+    "mixture, experts 2, shards 4": Parallelism(expert_parallel_degree=2),
+    "mixture, experts 4, tensor 2": Parallelism(expert_parallel_degree=4, tensor_parallel_degree=2),
 }
-RANKS = {"tensor 2": 2, "tensor 2, shards 2": 4, "copies 2, shards 2": 4, "context 2": 2, "context 2, shards 2": 4}
+RANKS = {
+    "tensor 2": 2,
+    "tensor 2, shards 2": 4,
+    "copies 2, shards 2": 4,
+    "context 2": 2,
+    "context 2, shards 2": 4,
+    "mixture, shards 2": 2,
+    "mixture, experts 2": 2,
+    "mixture, experts 2, shards 4": 4,
+    "mixture, experts 4, tensor 2": 4,
+}
+
+
+def model_of(mesh: str) -> str:
+    return str(MOE_MODEL if "mixture" in mesh else MODEL)
 
 
 def work_of_a_rank(rank: int, folder: str, fused: str, llama: str) -> None:
@@ -59,8 +80,13 @@ def work_of_a_rank(rank: int, folder: str, fused: str, llama: str) -> None:
 
 
 def work_on(mesh: str, parallelism: Parallelism, folder: str, fused: str, llama: str) -> dict:
-    learner = learner_of(f"{folder}/float32", parallelism=parallelism, lr=LR)
+    own = dict(model=model_of(mesh), parallelism=parallelism)
+    learner = learner_of(f"{folder}/float32", lr=LR, **own)
     results = one_step(learner) | {"snapshot": snapshot(learner), "two hosts": snapshot_of_two_hosts(learner)}
+    if mesh == "mixture, experts 2":
+        learner.checkpoints.begin(Path(folder, "trainer"), 1).result()
+        results |= {"start": TrainerStart(folder=Path(folder, "trainer"), step=1), "next": one_step(learner)}
+        results["policy"] = learner.save_final(2)
     learner.close()
     if mesh == "tensor 2":
         for name, model in (("fused", fused_config(fused)), ("llama", llama)):
@@ -69,7 +95,7 @@ def work_on(mesh: str, parallelism: Parallelism, folder: str, fused: str, llama:
             learner.close()
     with pytest.MonkeyPatch.context() as patch:
         compute_in_float64(patch.setattr)
-        learner = learner_of(f"{folder}/float64", dtype=torch.float64, parallelism=parallelism)
+        learner = learner_of(f"{folder}/float64", dtype=torch.float64, **own)
         results["float64"] = loss_and_gradient(learner, LAYOUTS["short rows"])
         results["trees"] = loss_and_gradient(learner, LAYOUTS["long rows"], tree_samples())
         learner.close()
@@ -89,16 +115,19 @@ def ranks(fused_model, llama_of_two_key_heads, tmp_path_factory) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def alone(one_rank, tmp_path_factory) -> dict:
-    learner = learner_of(tmp_path_factory.mktemp("alone"), lr=LR)
-    result = one_step(learner)
-    learner.close()
-    return result
+def alone_with(one_rank, tmp_path_factory) -> dict[str, dict]:
+    """By model."""
+    found = {}
+    for model in {model_of(mesh) for mesh in MESHES}:
+        learner = learner_of(tmp_path_factory.mktemp("alone"), lr=LR, model=model)
+        found[model] = one_step(learner)
+        learner.close()
+    return found
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_loss_gradient_norm_and_published_parameters_are_those_of_one_rank(alone, ranks, mesh):
-    before = load_file(MODEL / "model.safetensors")
+def test_loss_gradient_norm_and_published_parameters_are_those_of_one_rank(alone_with, ranks, mesh):
+    alone, before = alone_with[model_of(mesh)], load_file(Path(model_of(mesh), "model.safetensors"))
     assert max((alone["parameters"][name] - before[name]).abs().max() for name in before) > LR / 2, "the step changed nothing"
     for result in (results[mesh] for results in ranks if mesh in results):
         for metric in ("loss/total", "train/grad_norm"):
@@ -123,7 +152,7 @@ def test_two_hosts_publish_a_half_each_without_a_rank_that_gathers_a_tensor(rank
 @pytest.mark.parametrize("mesh", MESHES)
 def test_in_float64_nothing_but_rounding_depends_on_the_mesh(one_rank, ranks, mesh, tmp_path, monkeypatch):
     compute_in_float64(monkeypatch.setattr)
-    learner = learner_of(tmp_path, dtype=torch.float64)
+    learner = learner_of(tmp_path, dtype=torch.float64, model=model_of(mesh))
     expected = loss_and_gradient(learner, REFERENCE_LAYOUT)
     of_trees = loss_and_gradient(learner, REFERENCE_LAYOUT | {"share_prefixes": False}, tree_samples())
     learner.close()
@@ -134,6 +163,30 @@ def test_in_float64_nothing_but_rounding_depends_on_the_mesh(one_rank, ranks, me
             assert loss == pytest.approx(of_trees[0], rel=1e-6)
             # torchtitan rotates queries and keys in float32, here those of a whole tree at once.
             assert_same(gradient, of_trees[1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if "mixture" in mesh])
+def test_every_choice_of_every_rank_is_computed_and_its_load_counted(alone_with, ranks, mesh):
+    alone = alone_with[model_of(mesh)]["metrics"]
+    for result in (results[mesh] for results in ranks if mesh in results):
+        metrics = {name: value for name, value in result["metrics"].items() if name.startswith("experts/")}
+        assert metrics["experts/dropped"] == 0 and len(metrics) == 1 + 2 * 4
+        assert 1 <= metrics["experts/layer_0/load_max"] <= 4 and metrics["experts/layer_0/unused"] < 1
+        if "tensor" not in mesh:  # sequence-parallel ranks count padding too
+            # A token that two samples share is computed, and counted, as often as the ranks that have one of them.
+            assert metrics == pytest.approx({name: alone[name] for name in metrics}, rel=0.005)
+
+
+def test_what_expert_parallel_ranks_saved_one_rank_goes_on_with(one_rank, ranks, tmp_path):
+    saved = ranks[0]["mixture, experts 2"]
+    learner = learner_of(tmp_path, model=str(MOE_MODEL), lr=LR, start=saved["start"])
+    assert_same(parameters(learner), saved["parameters"], rtol=0, atol=0)
+    found = one_step(learner)
+    assert found["metrics"]["loss/total"] == pytest.approx(saved["next"]["metrics"]["loss/total"], rel=1e-5)
+    assert_same(found["parameters"], saved["next"]["parameters"], rtol=0, atol=1e-5)
+    (file,) = saved["policy"].glob("*.safetensors")
+    assert_same(load_file(file), saved["next"]["parameters"], rtol=0, atol=0)
+    learner.close()
 
 
 def test_tensor_parallel_ranks_have_one_data_parallel_coordinate(ranks):

@@ -27,7 +27,7 @@ from tests.integration.learners import (
     samples_of,
     tree_samples,
 )
-from tests.integration.models import MODEL
+from tests.integration.models import MODEL, MOE_MODEL
 from tests.integration.ranks import run_ranks
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.errors import RunError
@@ -75,6 +75,21 @@ def test_the_step_after_a_checkpoint_is_the_uninterrupted_runs_bit_for_bit(unint
     assert_same(parameters(learner), uninterrupted["final"], rtol=0, atol=0)
     assert learner.steps_taken == 3
     learner.close()
+
+
+def test_a_mixture_of_experts_goes_on_bit_for_bit_and_is_exported_by_the_hubs_names(one_rank, tmp_path):
+    learner = learner_of(tmp_path / "first", model=str(MOE_MODEL))
+    step(learner, 1)
+    start, weights = saved(learner, tmp_path / "trainer", 1), parameters(learner)
+    expected = step(learner, 2), parameters(learner)
+    learner.close()
+    again = learner_of(tmp_path / "again", model=str(MOE_MODEL), start=start)
+    assert_same(parameters(again), weights, rtol=0, atol=0)
+    assert step(again, 2) == expected[0]
+    assert_same(parameters(again), expected[1], rtol=0, atol=0)
+    again.close()
+    export_checkpoint(start.folder, ModelConfig(hf_assets_path=str(MOE_MODEL)), tmp_path / "policy")
+    assert_same(load_file(tmp_path / "policy" / "model.safetensors"), weights, rtol=0, atol=0)
 
 
 def test_a_new_learning_rate_holds_from_the_first_step_after_a_checkpoint(uninterrupted, one_rank, tmp_path):

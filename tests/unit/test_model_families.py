@@ -196,6 +196,19 @@ def test_experts_compute_in_the_dtype_of_their_tokens(dtype):
         torch.testing.assert_close(own.double(), expected, rtol=0, atol=1e-4 if dtype == torch.float32 else 1e-12)
 
 
+def test_experts_have_no_adapters_and_on_cpu_the_engine_serves_none_beside_them(command):
+    words = ["--config", "rl_moe_qwen3_debug", "--trainer.lora.rank", "4", "--dry-run"]
+    code, _, err = command(*words)
+    assert code == 2
+    assert_one_line(err, "generator.adapter = 'served': set it to merged")
+    code, out, _ = command(*words, "--generator.adapter", "merged")
+    # A and B of queries, keys with values, and the way out, in four layers.
+    assert code == 0 and f"adapters of rank 4: {4 * 4 * (3 * 128 + 2 * 128 + 128) / 1e6:.2f}M" in out
+    code, _, err = command(*words, "--trainer.lora.targets", "gate")
+    assert code == 2
+    assert_one_line(err, "gate names no matrix of this model's layers; choose among", "experts have no adapters")
+
+
 def test_no_bias_balances_the_load_which_the_engine_would_not_have():
     spec = policy_spec(ModelConfig(hf_assets_path="/nowhere", flavor="30B-A3B"), device="cuda", max_seq_len=512)
     with torch.device("meta"):

@@ -374,6 +374,9 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     tokens = groups * largest.group_size * largest.env.max_rollout_tokens
     row_length, rows = config.batcher.row_length, config.batcher.rows_per_microbatch
     sizes = ModelSizes.of(decoder_config(spec), parameters)
+    if config.served and device == "cpu" and sizes.experts > 1:
+        cure = "set it to merged: with adapters vLLM computes experts by Triton's kernels, which need a GPU"
+        raise ConfigError("generator.adapter", "served", cure)
     memory = trainer_memory(sizes, config, device=device, trained=held)
     shares_gpus = config.provision.share_gpus and device == "cuda"
     return RunPlan(

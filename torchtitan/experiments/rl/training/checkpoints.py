@@ -327,7 +327,7 @@ def export_checkpoint(
     """Write the weights in ``trainer_folder`` (of a checkpoint) as the hub folder ``target``, which is there when it is whole.
 
     The weights have the dtype of the folder that the run began with, whose config.json and tokenizer are copied. All of them
-    are in this process's memory once.
+    are in this process's memory once, and experts twice.
 
     Args:
         target: a folder that is not there yet.
@@ -357,7 +357,9 @@ def export_checkpoint(
     being_written = target.with_name(f".{target.name}.partial")
     shutil.rmtree(being_written, ignore_errors=True)  # of a command that was killed
     being_written.mkdir(parents=True)
-    save_torch_state_dict({name: tensor.contiguous() for name, tensor in tensors.items()}, being_written)
+    # Experts are parts of one tensor, of which the writer would keep the first alone.
+    apart = {name: tensor.clone() if ".experts." in name else tensor.contiguous() for name, tensor in tensors.items()}
+    save_torch_state_dict(apart, being_written)
     for file in Path(model.hf_assets_path).iterdir():
         if file.is_file() and ".safetensors" not in file.name:
             shutil.copy(file, being_written)

@@ -22,7 +22,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.compile import apply_compile
-from torchtitan.distributed.utils import clip_grad_norm_
+from torchtitan.distributed.utils import clip_grad_norm_, set_spmd_backend
 from torchtitan.experiments.rl.compat.torch import compile_each_shape
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import (
@@ -179,6 +179,7 @@ class Learner:
         self.rank = dist.get_rank()
         parallelism = config.parallelism.for_torchtitan()
         dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+        set_spmd_backend(parallelism.spmd_backend)  # of the process: modules ask for it
         self._shards, self._shares_experts = dims.dp_shard, dims.ep_enabled
         # torchtitan's mesh over ranks that are sent different rows: dp_replicate x dp_shard. None where it has one rank.
         mesh = dims.get_optional_mesh("batch")
