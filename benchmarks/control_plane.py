@@ -4,7 +4,7 @@
 
 1. ``rollouts``: RolloutLoop, TrainingLoop, Pacer, Selection with its filters, ledger file, Batcher, GeneratorClient and Router,
    WeightSync, metrics: all in real time in this process, as where no rollout workers run. Replicas are stubs in this process
-   that answer after a second; renderer and env are left out (docs/measured.md has the renderer's own time).
+   that answer after four seconds; renderer and env are left out (docs/measured.md has the renderer's own time).
 2. ``controller``: the same, and WorkerRunner in front of stub rollout workers, one for each 8 replicas: what comes back of a
    group is unpickled, as from a message. A message of Monarch's own costs some 0.3 ms beside that.
 
@@ -21,6 +21,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,12 @@ from torchtitan.experiments.rl.generation.messages import GenerateResult  # noqa
 from torchtitan.experiments.rl.process.lifetime import Lifetime  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
 from torchtitan.experiments.rl.simulation import run as simulated_run  # noqa: E402
-from torchtitan.experiments.rl.simulation.engine import Endpoint, EngineTotals, receipt  # noqa: E402
+from torchtitan.experiments.rl.simulation.engine import Endpoint  # noqa: E402
 from torchtitan.experiments.rl.simulation.rates import EngineRates, Rates, TrainerRates  # noqa: E402
 from torchtitan.experiments.rl.simulation.tasks import Lengths, Turn  # noqa: E402
+from torchtitan.experiments.rl.weights.snapshot import WeightReceipt  # noqa: E402
 
-TOKENS, TURNS, GROUP, ANSWER_S = 64, 2, 16, 1.0
+TOKENS, TURNS, GROUP, ANSWER_S = 64, 2, 16, 4.0
 RATES = Rates(
     engine=EngineRates(step_s=0, sequence_s=0, context_s=0, prompt_s=0, prefill_token_s=0, cache_tokens=1 << 40, load_s=0),
     trainer=TrainerRates(step_s=0.1, microbatch_s=0, token_s=0, pair_s=0, publish_s=0, checkpoint_s=0),
@@ -56,10 +58,8 @@ class TwoTurns(Lengths):
 class StubReplica:
     """Answers each message as a whole, ANSWER_S later."""
 
-    open_requests = 0
-
     def __init__(self, rates: EngineRates, **settings: Any):
-        self.totals, self._version, self._port = EngineTotals(), settings["version"], None
+        self.totals, self._version, self._port = Counter(), settings["version"], None
         self.attach, self.submit, self.abort = Endpoint(self._attach), Endpoint(self._submit), Endpoint(lambda ids: None)
         self.update_weights, self.canary = Endpoint(self._update), Endpoint(self._canary)
 
@@ -86,7 +86,8 @@ class StubReplica:
 
     async def _update(self, version: int, canary: np.ndarray):
         self._version = version
-        return receipt(version, canary, 0.0)
+        proof = np.zeros(len(canary), np.float32)
+        return WeightReceipt(version=version, fingerprint=str(version), canary_logprobs=proof, verify_s=0.0, reload_s=0.0)
 
     async def _canary(self, canary: np.ndarray) -> np.ndarray:
         return np.zeros(len(canary), np.float32)
@@ -154,10 +155,10 @@ async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int)
     with tempfile.TemporaryDirectory() as folder:
         run = simulated_run.SimulatedRun(config, RATES, TwoTurns(), run_dir=Path(folder))
         running = asyncio.create_task(run.run())
-        warm = 4 * ANSWER_S * TURNS
+        warm = 2 * ANSWER_S * TURNS
         await asyncio.wait({running}, timeout=warm)
         cpu, stub, turns, began, lags = time.process_time(), STUB["s"], STUB["turns"], time.perf_counter(), []
-        memory = resident()
+        memory, steps = resident(), len(run.outcome.steps)
         while time.perf_counter() - began < seconds and not running.done():
             before = time.perf_counter()
             await asyncio.sleep(0.005)
@@ -170,6 +171,7 @@ async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int)
     return {
         "turns/s": count / took,
         "CPU us/turn": own / max(1, count) * 1e6,
+        "steps": len(run.outcome.steps) - steps,
         "lag p99 ms": float(np.quantile(lags, 0.99)) * 1e3,
         "lag max ms": max(lags) * 1e3,
         "MiB": end,
@@ -192,7 +194,8 @@ def main() -> None:
     for mode in options.modes.split(","):
         first = None
         for replicas in map(int, options.replicas.split(",")):
-            # Little's law: a turn is open for ANSWER_S. Half of what is open waits for its step where the trainer is quick.
+            # Little's law: a turn is open for ANSWER_S. A step takes half of what is open, so some ANSWER_S: all replicas load
+            # new weights in each, which costs the controller so much a replica, and not a turn.
             rollouts = options.open_per_replica * replicas or round(options.turns_per_s * ANSWER_S)
             found = uvloop.run(measured(mode, replicas, options.seconds, rollouts))
             first = first or found

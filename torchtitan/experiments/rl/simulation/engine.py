@@ -3,22 +3,24 @@
 It is event-driven: between an admission and the next completion every engine step has the same sequences, so their time is a
 sum in closed form (``EngineRates``). What happens in between takes effect after the engine step that it falls into.
 
-A request's length stands in its ``stop_token_ids``: the task that asks knows it (`tasks.py`).
+A request's length stands in its ``stop_token_ids``: the task that asks knows it (`tasks.py`). Prompts of one example begin with
+a token of its own, and then with the length that they have in common; what comes there tells one conversation from another.
 """
 
 import asyncio
 import bisect
 import heapq
 import itertools
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from torchtitan.experiments.rl.generation.config import WeightUpdate
-from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Request, RequestFailed
+from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Request
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.simulation.rates import EngineRates
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
@@ -40,27 +42,10 @@ class Endpoint:
         return {0: await self._call(*args)}
 
 
-class LocalChannel:
+def open_channel() -> tuple[Any, Any]:
     """Both ends of a channel in this process."""
-
-    def __init__(self) -> None:
-        self._messages: deque[Any] = deque()
-        self._sent = asyncio.Event()
-
-    @classmethod
-    def open(cls) -> tuple["LocalChannel", "LocalChannel"]:
-        channel = cls()
-        return channel, channel
-
-    def send(self, message: Any) -> None:
-        self._messages.append(message)
-        self._sent.set()
-
-    async def recv(self) -> Any:
-        while not self._messages:
-            self._sent.clear()
-            await self._sent.wait()
-        return self._messages.popleft()
+    messages: asyncio.Queue[Any] = asyncio.Queue()
+    return SimpleNamespace(send=messages.put_nowait), SimpleNamespace(recv=messages.get)
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -68,7 +53,6 @@ class _Sequence:
     request: GenerateRequest
     length: int
     """Tokens that it will sample."""
-    submitted: float
     began: int = 0
     """Decode steps that the engine had taken when it was admitted last."""
     new: int = 0
@@ -76,30 +60,10 @@ class _Sequence:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """Version and count of the tokens that it had when it was preempted."""
     running: bool = False
-
-    @property
-    def had(self) -> int:
-        return sum(count for _, count in self.versions)
-
-    @property
-    def left(self) -> int:
-        return self.length - self.had
-
-
-@dataclass(kw_only=True, slots=True)
-class EngineTotals:
-    """Of a replica, since it began. Seconds."""
-
-    busy_s: float = 0.0
-    loading_s: float = 0.0
-    sampled: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    recomputed_tokens: int = 0
-    """Computed again after a preemption or, where ``weight_update`` says so, under new weights."""
-    preemptions: int = 0
-    longest_wait_s: float = 0.0
-    """From a request's arrival to its first admission."""
+    ends: int = 0
+    """The decode step after which it ends."""
+    had: int = 0
+    """Tokens of ``versions``."""
 
 
 class SimulatedReplica:
@@ -116,8 +80,10 @@ class SimulatedReplica:
     ):
         self._rates, self._max_num_seqs = rates, max_num_seqs
         self._weight_update, self._prefix_caching = weight_update, prefix_caching
-        self.totals = EngineTotals()
-        self._ports: dict[int, Any] = {}
+        self.totals: Any = Counter()
+        """Since it began: seconds ``busy_s`` and ``loading_s``; ``sampled`` tokens; ``prompt`` tokens, and how many of them
+        were ``cached``; tokens ``recomputed`` after ``preemptions`` or, where ``weight_update`` says so, under new weights."""
+        self._port: Any = None
         self._loop = asyncio.get_running_loop()
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[int, _Sequence] = {}
@@ -142,20 +108,9 @@ class SimulatedReplica:
         self._decode_began = self._plan_began = 0.0
         self._update: tuple[int, asyncio.Future[None]] | None = None
         self._loading = self._dead = False
-        self.attach, self.submit, self.abort = Endpoint(self._attach), Endpoint(self._submit), Endpoint(self._abort)
+        self.attach, self.submit, self.abort = Endpoint(self._attach), Endpoint(self._submit), Endpoint(len)
         self.update_weights, self.sleep = Endpoint(self._update_weights), Endpoint(self._sleep)
         self.canary = Endpoint(self._canary)
-
-    @property
-    def version(self) -> int:
-        return self._versions[-1][1]
-
-    @property
-    def open_requests(self) -> int:
-        return len(self._running) + len(self._waiting)
-
-    def oldest_wait_s(self) -> float:
-        return self._loop.time() - self._waiting[0].submitted if self._waiting else 0.0
 
     def kill(self) -> int:
         """It answers nothing any more. Returns the tokens that were sampled for open requests."""
@@ -167,26 +122,15 @@ class SimulatedReplica:
     # Endpoints.
 
     async def _attach(self, client_id: int, port: Any) -> None:
-        self._ports[client_id] = port
+        self._port = port
 
     def _submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             assert isinstance(request, GenerateRequest), "simulated tasks ask for no scores"
             length = min(request.stop_token_ids[0], request.sampling.max_tokens)
-            if len(request.prompt_token_ids) + length > self._rates.cache_tokens:
-                cause = f"{len(request.prompt_token_ids) + length} tokens exceed the cache's {self._rates.cache_tokens}"
-                self._send([RequestFailed(request_id=request.request_id, cause=cause)])
-                continue
-            self._waiting.append(_Sequence(request=request, length=length, submitted=self._loop.time()))
+            self._waiting.append(_Sequence(request=request, length=length))
         if len(self._running) < self._max_num_seqs:
             self._interrupt()
-
-    def _abort(self, request_ids: Sequence[int]) -> None:
-        ids = set(request_ids)
-        self._waiting = deque(each for each in self._waiting if each.request.request_id not in ids)
-        for request_id in request_ids:
-            if (sequence := self._running.get(request_id)) is not None:
-                self._leave(sequence)
 
     async def _update_weights(self, version: int, canary_token_ids: np.ndarray) -> WeightReceipt:
         """As the engine thread: between two steps; with ``drain`` when what runs has finished."""
@@ -194,7 +138,10 @@ class SimulatedReplica:
         done = self._update[1]
         self._interrupt()
         await done
-        return receipt(version, canary_token_ids, self._rates.load_s)
+        proof = await self._canary(canary_token_ids)
+        return WeightReceipt(
+            version=version, fingerprint=str(version), canary_logprobs=proof, verify_s=0.0, reload_s=self._rates.load_s
+        )
 
     async def _sleep(self) -> None:
         assert not self._running and not self._waiting, "a request is open"
@@ -226,8 +173,8 @@ class SimulatedReplica:
         """The planned steps are taken."""
         self._timer = None
         count, steps = len(self._running), self._planned
-        self.totals.busy_s += self._loop.time() - self._plan_began
-        self.totals.sampled += count * steps
+        self.totals["busy_s"] += self._loop.time() - self._plan_began
+        self.totals["sampled"] += count * steps
         self._steps += steps
         self._context += count * steps
         self._held += count * steps
@@ -237,7 +184,7 @@ class SimulatedReplica:
             if self._is_current(entry):
                 finished.append(self._finish(entry[2]))
         if finished:
-            self._send(finished)
+            self._port.send(finished)
         self._next()
 
     def _next(self) -> None:
@@ -281,19 +228,18 @@ class SimulatedReplica:
         self._waiting.popleft()
         sequence.began, sequence.new, sequence.running = self._steps, context - hit, True
         self._running[sequence.request.request_id] = sequence
-        heapq.heappush(self._ends, (self._steps + sequence.left, next(self._order), sequence))
+        sequence.ends = self._steps + sequence.length - sequence.had
+        heapq.heappush(self._ends, (sequence.ends, next(self._order), sequence))
         self._context += context
         self._held += sequence.new
         self._evict()
         self._debt_s += self._rates.prompt_s + self._rates.prefill_token_s * sequence.new
         if sequence.versions:
-            self.totals.recomputed_tokens += sequence.new
+            self.totals["recomputed"] += sequence.new
         else:
-            self.totals.prompt_tokens += len(prompt)
-            self.totals.cached_tokens += hit
-            wait = self._loop.time() - sequence.submitted
-            self.totals.longest_wait_s = max(self.totals.longest_wait_s, wait)
-        self._keep(_family(prompt), min(len(prompt), _shared(prompt)))
+            self.totals["prompt"] += len(prompt)
+            self.totals["cached"] += hit
+        self._keep(int(prompt[0]), int(prompt[1]))
         return True
 
     def _preempt(self) -> None:
@@ -301,8 +247,9 @@ class SimulatedReplica:
         sequence = self._running[next(reversed(self._running))]
         self._leave(sequence)
         sequence.versions = self._tokens_of(sequence)
+        sequence.had += self._steps - sequence.began
         self._waiting.appendleft(sequence)
-        self.totals.preemptions += 1
+        self.totals["preemptions"] += 1
 
     def _load(self) -> None:
         assert self._update is not None
@@ -313,13 +260,13 @@ class SimulatedReplica:
             if self._dead:
                 return
             self._loading = False
-            self.totals.loading_s += self._rates.load_s
+            self.totals["loading_s"] += self._rates.load_s
             self._versions.append((self._steps, version))
             self._cached.clear()
             self._cached_tokens = 0
             if self._weight_update == "recompute":
                 self._debt_s += self._rates.prefill_token_s * self._context
-                self.totals.recomputed_tokens += self._context
+                self.totals["recomputed"] += self._context
             if not done.done():
                 done.set_result(None)
             self._next()
@@ -335,7 +282,8 @@ class SimulatedReplica:
         ids = np.arange(first, first + sequence.length, dtype=np.int32)
         if self._prefix_caching:
             prompt = request.prompt_token_ids
-            self._keep((_family(prompt), _own(prompt, first)), len(prompt) + sequence.length)
+            own = int(prompt[prompt[1]]) if len(prompt) > prompt[1] else first
+            self._keep((int(prompt[0]), own), len(prompt) + sequence.length)
         completion = Completion(
             token_ids=ids,
             logprobs=np.full(sequence.length, -0.5, np.float32),
@@ -362,12 +310,12 @@ class SimulatedReplica:
         return found
 
     def _is_current(self, entry: tuple[int, int, _Sequence]) -> bool:
-        return entry[2].running and entry[0] == entry[2].began + entry[2].left
+        return entry[2].running and entry[0] == entry[2].ends
 
     def _hit(self, prompt: np.ndarray) -> int:
         """Tokens that are cached, at most all but one."""
-        keys = [_family(prompt)] if len(prompt) <= _shared(prompt) else [(_family(prompt), _own(prompt)), _family(prompt)]
-        for key in keys:
+        family, shared = prompt[:2].tolist()
+        for key in ((family, int(prompt[shared])), family) if len(prompt) > shared else (family,):
             if key in self._cached:
                 self._cached.move_to_end(key)
                 return min(self._cached[key], len(prompt) - 1)
@@ -381,35 +329,3 @@ class SimulatedReplica:
     def _evict(self) -> None:
         while self._cached and self._cached_tokens > self._room:
             self._cached_tokens -= self._cached.popitem(last=False)[1]
-
-    def _send(self, results: Sequence[Any]) -> None:
-        for port in self._ports.values():
-            port.send(results)
-
-
-def receipt(version: int, canary_token_ids: np.ndarray, seconds: float) -> WeightReceipt:
-    return WeightReceipt(
-        version=version,
-        fingerprint=fingerprint(version),
-        canary_logprobs=np.zeros(len(canary_token_ids), np.float32),
-        verify_s=0.0,
-        reload_s=seconds,
-    )
-
-
-def fingerprint(version: int) -> str:
-    return f"version {version}"
-
-
-def _family(prompt: np.ndarray) -> int:
-    """Prompts of one example begin with a token of its own, which says how long their common part is (`tasks.py`)."""
-    return int(prompt[0])
-
-
-def _shared(prompt: np.ndarray) -> int:
-    return int(prompt[1])
-
-
-def _own(prompt: np.ndarray, first: int | None = None) -> int:
-    """What tells the rollout's prompts from others of its example: the first token that it sampled."""
-    return int(prompt[_shared(prompt)]) if len(prompt) > _shared(prompt) else int(first or 0)

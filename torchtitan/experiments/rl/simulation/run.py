@@ -4,7 +4,7 @@
                 LocalRunner, GeneratorClient and its Router, WeightSync, Restarts, the state of a checkpoint and the way back
                 from it, metrics
     simulated   replicas (`engine.py`), trainer, network, envs (`tasks.py`), hosts that fail and come back
-    left out    Monarch's messages, rollout workers, the recorder, files of checkpoints
+    left out    Monarch's messages, rollout workers, the recorder, files of checkpoints, replayed groups
 
 A host that dies ends the run, which goes on from its newest checkpoint, as the library has it; or, to see what that costs, only
 its own parts are made again. Either way the ledger balances, no token is older than the bound, and no group is left behind: a
@@ -14,6 +14,7 @@ simulation in which that does not hold ends with an error.
 import asyncio
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,17 +40,10 @@ from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.operations.supervision import Restarts
 from torchtitan.experiments.rl.process.lifetime import Lifetime
-from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.simulation.clock import InPlaceGate
-from torchtitan.experiments.rl.simulation.engine import (
-    Endpoint,
-    EngineTotals,
-    LocalChannel,
-    SimulatedReplica,
-    fingerprint,
-)
+from torchtitan.experiments.rl.simulation.engine import Endpoint, SimulatedReplica, open_channel
 from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, GPUS_PER_HOST, Rates, TrainerRates
 from torchtitan.experiments.rl.simulation.tasks import Lengths, simulated_tasks
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, WeightSync
@@ -105,7 +99,7 @@ class SimulatedTrainer:
         self._published = version
 
     async def _proof(self) -> tuple[str, np.ndarray]:
-        return fingerprint(self._published), np.zeros(CANARY_TOKENS, np.float32)
+        return str(self._published), np.zeros(CANARY_TOKENS, np.float32)
 
     async def _score(self, canary_token_ids: np.ndarray) -> np.ndarray:
         return np.zeros(len(canary_token_ids), np.float32)
@@ -136,8 +130,8 @@ class Outcome:
     """Metrics of each step; of one that was repeated, the last time."""
     ledger: dict[str, int] = field(default_factory=dict)
     replicas: int = 0
-    engines: EngineTotals = field(default_factory=EngineTotals)
-    """Of all replicas together."""
+    engines: Any = field(default_factory=Counter)
+    """``SimulatedReplica.totals`` of all replicas together."""
     engine_down_s: float = 0.0
     """Replicas' seconds without a process."""
     trainer_busy_s: float = 0.0
@@ -165,7 +159,7 @@ class Outcome:
 
     @property
     def generators_idle(self) -> float:
-        return 1 - self.engines.busy_s / max(1e-9, self.seconds * self.replicas)
+        return 1 - self.engines["busy_s"] / max(1e-9, self.seconds * self.replicas)
 
     @property
     def trainer_idle(self) -> float:
@@ -199,15 +193,10 @@ class SimulatedRun:
         *,
         failures: Failures | None = None,
         run_dir: Path | None = None,
-        validate: bool = True,
     ):
-        """
-        Args:
-            run_dir: gets metrics, ledger and events; None: nothing is written.
-            validate: evaluate as the config says; every task has as many held-out examples as that asks for.
-        """
+        """``run_dir`` gets metrics, ledger and events; None: nothing is written."""
         self._config, self._rates, self._lengths = config, rates, lengths
-        self._failures, self._run_dir, self._validate = failures or Failures(), run_dir, validate
+        self._failures, self._run_dir = failures or Failures(), run_dir
         engine, ranks = config.generator.engine, config.trainer.ranks
         self._gpus_of_engine = engine.tensor_parallel_degree
         self._trainer_hosts = -(-ranks // GPUS_PER_HOST)
@@ -260,11 +249,11 @@ class _Attempt(RunEvents):
         self._whole, self._saved = whole, saved
         self._config, self._rates = whole._config, whole._rates
         config = self._config
-        self._began = self._lap_at = asyncio.get_running_loop().time()
+        self._lap_at = asyncio.get_running_loop().time()
         self._lap_busy = 0.0
         self._died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         synchronous = config.max_offpolicy_steps == 0
-        self._client = GeneratorClient(lockstep=synchronous, on_failure=self._fail, open_channel=LocalChannel.open)
+        self._client = GeneratorClient(lockstep=synchronous, on_failure=self._fail, open_channel=open_channel)
         size = config.trainer.parallelism.data_parallel_size(config.trainer.ranks)
         self._trainer = SimulatedTrainer(self._rates.trainer, size)
         text = np.arange(CANARY_TOKENS, dtype=np.int32)
@@ -272,14 +261,12 @@ class _Attempt(RunEvents):
             self._trainer, self._client, text=text, bound=CanaryBound("float32"), copies=_Network(self._rates.fetch_s)
         )
         self._replicas: dict[int, SimulatedReplica] = {}
-        self._gone: list[EngineTotals] = []
+        self._gone: Any = Counter()
         """Of replicas that died."""
         self._beside: set[asyncio.Task[None]] = set()
         gate = InPlaceGate(synchronous=synchronous)
-        examples = max(config.validation.examples, *(_examples(task) for task in config.tasks.values()))
         self._tasks = simulated_tasks(
             config.tasks,
-            validation_examples=examples if whole._validate else 0,
             seed=config.seed,
             lengths=whole._lengths,
             threads=asyncio.Semaphore(max(1, config.rollout_workers)),
@@ -300,17 +287,16 @@ class _Attempt(RunEvents):
         if run_dir is not None:
             own = MetricsLogger.Config(tensorboard=False, samples=0)
             self._metrics = own.build(run_dir=run_dir, resume_step=step or None)
-        replay = GroupReplay(config.replay, groups_per_step=groups_per_step(config), seed=config.seed, load=saved is None)
+        groups = groups_per_step(config)
         batcher = config.batcher.build()
         self._rollouts = RolloutLoop(
             selection=selection,
             runner=runner,
             policy=self._client,
-            pacer=Pacer(groups_per_step=replay.fresh_groups, max_offpolicy_steps=config.max_offpolicy_steps),
+            pacer=Pacer(groups_per_step=groups, max_offpolicy_steps=config.max_offpolicy_steps),
             batcher=batcher,
-            total_groups=replay.fresh_groups * (config.steps - step),
+            total_groups=groups * (config.steps - step),
             ledger=Ledger(None if run_dir is None else run_dir / LEDGER_FILE),
-            replay=replay,
             watchers=[self],
         )
         self._training = TrainingLoop(
@@ -357,7 +343,8 @@ class _Attempt(RunEvents):
             self._client.close()
             if self._metrics is not None:
                 self._metrics.close()
-            self._add_totals()
+            self._whole.outcome.trainer_busy_s += self._trainer.busy_s
+            self._whole.outcome.engines += self._totals()
         return self._died.result() if self._died.done() else None
 
     # Its parts.
@@ -414,7 +401,7 @@ class _Attempt(RunEvents):
     async def _make_again(self, index: int, dead: SimulatedReplica) -> None:
         outcome, began = self._whole.outcome, asyncio.get_running_loop().time()
         outcome.lost_tokens += dead.kill()
-        self._gone.append(dead.totals)
+        self._gone += dead.totals
         await asyncio.sleep(DEATH_SEEN_S)
         self._whole._restarts.count(f"generator_{index}", f"generator {index}", "its host died")
         self._client.lose(index)
@@ -431,9 +418,8 @@ class _Attempt(RunEvents):
 
     async def step_published(self, step: int, metrics: dict[str, float]) -> None:
         now, replicas = asyncio.get_running_loop().time(), self._config.generator.replicas
-        busy, elapsed = self._busy_s(), max(1e-9, now - self._lap_at)
+        busy, elapsed = self._totals()["busy_s"], max(1e-9, now - self._lap_at)
         metrics["perf/generators/busy"] = (busy - self._lap_busy) / elapsed / replicas
-        metrics["perf/generators/open_requests"] = sum(replica.open_requests for replica in self._replicas.values())
         metrics["time/virtual_s"] = now
         self._lap_at, self._lap_busy = now, busy
 
@@ -466,19 +452,5 @@ class _Attempt(RunEvents):
         now = asyncio.get_running_loop().time()
         self._whole._saved = _Saved(step=step, rollouts=state, groups=groups, offsets=offsets, time=now)
 
-    # What is counted.
-
-    def _busy_s(self) -> float:
-        return sum(totals.busy_s for totals in [*self._gone, *(replica.totals for replica in self._replicas.values())])
-
-    def _add_totals(self) -> None:
-        outcome = self._whole.outcome
-        outcome.trainer_busy_s += self._trainer.busy_s
-        for totals in [*self._gone, *(replica.totals for replica in self._replicas.values())]:
-            for name in EngineTotals.__dataclass_fields__:
-                mine, theirs = getattr(outcome.engines, name), getattr(totals, name)
-                setattr(outcome.engines, name, max(mine, theirs) if name == "longest_wait_s" else mine + theirs)
-
-
-def _examples(task: Any) -> int:
-    return 1 if task.validation_schedule is None else task.validation_schedule.examples
+    def _totals(self) -> Any:
+        return sum((replica.totals for replica in self._replicas.values()), self._gone)

@@ -3,8 +3,9 @@
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -70,25 +71,24 @@ class Setting:
             raise ConfigError("generator.engine.tensor_parallel_degree", degree, cure)
         return rates
 
-    def run(self, run_dir: Path | None = None, *, steps: int | None = None) -> Outcome:
-        """Simulate it; ``steps``: fewer than the config's, without evaluations."""
-        rates, config = self.rates(), self.config
-        if steps is not None:
-            config = copy.deepcopy(config)
-            config.steps = min(steps, config.steps)
-        run = SimulatedRun(config, rates, self.lengths, failures=self.failures, run_dir=run_dir, validate=steps is None)
+    def run(self, run_dir: Path | None = None) -> Outcome:
+        run = SimulatedRun(self.config, self.rates(), self.lengths, failures=self.failures, run_dir=run_dir)
         return run_virtually(run.run)
+
+    def tried(self, **fields: Any) -> Outcome:
+        """A short run with other values, and without evaluations."""
+        short = self.changed(steps=min(SHORT, self.config.steps), **fields)
+        for task in short.config.tasks.values():
+            task.validation = None
+        return short.run()
 
     def changed(self, **fields: Any) -> "Setting":
         """With other values of some of the config's fields, by path."""
         config = copy.deepcopy(self.config)
         for path, value in fields.items():
             *parents, name = path.split(".")
-            owner: Any = config
-            for parent in parents:
-                owner = getattr(owner, parent)
-            setattr(owner, name, value)
-        return Setting(config=config, lengths=self.lengths, device=self.device, failures=self.failures)
+            setattr(reduce(getattr, parents, config), name, value)
+        return replace(self, config=config)
 
     def divided(self, gpus: int, trains: float) -> "Setting":
         """``gpus`` divided between trainer and generators, about ``trains`` of them for the trainer."""
@@ -104,65 +104,55 @@ class Setting:
 
 def described(outcome: Outcome) -> list[str]:
     """What a run has shown, a line each. All of it is simulated."""
-    hours, engines = outcome.seconds / 3600, outcome.engines
-    per_step = max(1, len(outcome.steps))
-    replicas = max(1e-9, outcome.seconds * outcome.replicas)
-    idle, loading, down = outcome.generators_idle, engines.loading_s / replicas, outcome.engine_down_s / replicas
-    wait, sync = (outcome.mean(f"time/{name}_s") / max(1e-9, outcome.step_s) for name in ("wait", "sync"))
-    generate, train = engines.busy_s / outcome.replicas / per_step, outcome.trainer_busy_s / per_step
-    ends = {name.partition("/")[2]: 0 for name in outcome.ledger}
-    for name, count in outcome.ledger.items():
-        ends[name.partition("/")[2]] += count
-    dispatched = ends.pop("dispatched", 0)
+    steps, mean, engines = outcome.steps.values(), outcome.mean, outcome.engines
+    whole, step_s = max(1e-9, outcome.seconds * outcome.replicas), max(1e-9, outcome.step_s)
+    generate, train = engines["busy_s"] / outcome.replicas / len(steps), outcome.trainer_busy_s / len(steps)
     lines = [
-        f"step           {outcome.step_s:.1f} s on average; busy: generators {generate:.1f} s, trainer {train:.1f} s, so "
-        f"{max(generate, train) / max(1e-9, outcome.step_s):.2f} of the ideal max(generate, train)",
-        f"generators     idle {idle:.0%}: loading weights {loading:.1%}, gone {down:.1%}, "
-        f"nothing to do {idle - loading - down:.0%}",
-        f"trainer        idle {outcome.trainer_idle:.0%}: waits for rollouts {wait:.0%}, for weights {sync:.1%}",
-        f"age            {outcome.mean('policy/age_mean'):.2f} versions on average, at most "
-        f"{max((metrics['policy/age_max'] for metrics in outcome.steps.values()), default=0):.0f}",
-        f"tokens         {outcome.trained_tokens / 1e6:,.1f}M trained of {engines.sampled / 1e6:,.1f}M sampled; "
-        f"{engines.recomputed_tokens / 1e6:,.2f}M computed again, {outcome.lost_tokens / 1e6:,.2f}M lost with a process; "
-        f"{engines.cached_tokens / max(1, engines.prompt_tokens):.0%} of the prompts cached",
-        f"rollouts       {dispatched:,}: " + ", ".join(f"{count:,} {name}" for name, count in sorted(ends.items()) if count),
-        f"queue          {engines.longest_wait_s:.1f} s at most for a place in an engine; {engines.preemptions:,} preemptions",
-        f"cost           {hours:,.2f} h on {outcome.gpus:,} GPUs, "
+        f"step           {step_s:.1f} s on average; busy: generators {generate:.1f} s, trainer {train:.1f} s, so "
+        f"{max(generate, train) / step_s:.2f} of the ideal max(generate, train)",
+        f"generators     idle {outcome.generators_idle:.0%}: loading weights {engines['loading_s'] / whole:.1%}, "
+        f"gone {outcome.engine_down_s / whole:.1%}, else nothing to do",
+        f"trainer        idle {outcome.trainer_idle:.0%}: waits for rollouts {mean('time/wait_s') / step_s:.0%}, "
+        f"for weights {mean('time/sync_s') / step_s:.1%}",
+        f"age            {mean('policy/age_mean'):.2f} versions on average, at most "
+        f"{max(metrics['policy/age_max'] for metrics in steps):.0f}",
+        f"tokens         {outcome.trained_tokens / 1e6:,.1f}M trained of {engines['sampled'] / 1e6:,.1f}M sampled; "
+        f"{engines['recomputed'] / 1e6:,.2f}M computed again ({engines['preemptions']:,} preemptions), "
+        f"{outcome.lost_tokens / 1e6:,.2f}M lost with a process; "
+        f"{engines['cached'] / max(1, engines['prompt']):.0%} of the prompts cached",
+        f"rollouts       {', '.join(f'{count:,} {name}' for name, count in sorted(outcome.ledger.items()) if count)}",
+        f"cost           {outcome.seconds / 3600:,.2f} h on {outcome.gpus:,} GPUs, "
         f"{outcome.gpu_hours_per_million:.3f} GPU hours a million tokens that are trained on",
     ]
     if outcome.deaths:
-        lost = (outcome.down_s + outcome.repeated_s) / outcome.deaths
+        down, repeated = outcome.down_s, outcome.repeated_s
         lines.append(
-            f"failures       {outcome.deaths}: {lost:,.0f} s of the run each ({outcome.repeated_s / outcome.deaths:,.0f} s "
-            f"repeated, {outcome.down_s / outcome.deaths:,.0f} s down) = {lost / 3600 * outcome.gpus:,.0f} GPU hours; "
-            f"goodput {1 - (outcome.down_s + outcome.repeated_s) / outcome.seconds:.0%}"
+            f"failures       {outcome.deaths}: {down:,.0f} s down and {repeated:,.0f} s repeated, so each cost "
+            f"{(down + repeated) / outcome.deaths / 3600 * outcome.gpus:,.0f} GPU hours; "
+            f"goodput {1 - (down + repeated) / outcome.seconds:.0%}"
         )
     return lines
 
 
 def sensitivities(setting: Setting, gpus: int) -> list[str]:
     """The five changes of one field that matter most, by what a million tokens cost then. A short run each."""
-    base = setting.run(steps=SHORT).gpu_hours_per_million
-    found = []
-    trains = setting.config.trainer.ranks / gpus
-    tried = {"more generators (of the same GPUs)": partial(setting.divided, gpus, trains * 3 / 4)}
+    tried: dict[str, Setting] = {}
+    with suppress(ConfigError):
+        tried["a quarter of the trainer's GPUs for generators"] = setting.divided(
+            gpus, setting.config.trainer.ranks / gpus * 3 / 4
+        )
     for path, change in CHANGES.items():
-        value: Any = setting.config
-        for name in path.split("."):
-            value = getattr(value, name, None)
-        other = None if value is None or (path == "groups_per_step" and setting.config.rollouts_per_step) else change(value)
-        if other is not None:
-            tried[f"{path} {value} -> {other}"] = partial(setting.changed, **{path: other})
+        value: Any = None
+        with suppress(AttributeError):  # an engine of one's own may have no such field
+            value = reduce(getattr, path.split("."), setting.config)
+        if value is not None and not (path == "groups_per_step" and setting.config.rollouts_per_step):
+            tried[f"{path} {value} -> {change(value)}"] = setting.changed(**{path: change(value)})
+    base, costs = setting.tried().gpu_hours_per_million, {}
     for name, changed in tried.items():
-        try:
-            found.append((changed().run(steps=SHORT).gpu_hours_per_million / base, name))
-        except ConfigError:  # it can't run so
-            continue
-    found.sort(key=lambda entry: -max(entry[0], 1 / entry[0]))
-    return [
-        f"{'sensitivity' if place == 0 else '':<15}{ratio:.2f} of the cost by {name}"
-        for place, (ratio, name) in enumerate(found[:5])
-    ]
+        with suppress(ConfigError):  # it can't run so
+            costs[name] = changed.tried().gpu_hours_per_million / base
+    found = sorted(costs, key=lambda name: -max(costs[name], 1 / costs[name]))
+    return [f"sensitivity    {costs[name]:.2f} of the cost by {name}" for name in found[:5]]
 
 
 def sweep(setting: Setting, fields: Sequence[str], gpus: int) -> list[str]:
@@ -171,28 +161,28 @@ def sweep(setting: Setting, fields: Sequence[str], gpus: int) -> list[str]:
     Raises:
         ConfigError: a field that no sweep knows, or nothing can run.
     """
-    values: dict[str, Sequence[Any]] = {"replicas": SPLITS, "max_offpolicy_steps": BOUNDS}
-    for field in fields:
-        if field not in values:
-            raise ConfigError("--sweep", field, f"want some of {', '.join(values)}")
-    rows = []
-    for chosen in itertools.product(*(values[field] for field in fields)):
-        given = dict(zip(fields, chosen, strict=True))
+    if unknown := [field for field in fields if field not in ("replicas", "max_offpolicy_steps")]:
+        raise ConfigError("--sweep", unknown[0], "want replicas, max_offpolicy_steps, or both with a comma")
+    shares = SPLITS if "replicas" in fields else (setting.config.trainer.ranks / gpus,)
+    bounds = BOUNDS if "max_offpolicy_steps" in fields else (setting.config.max_offpolicy_steps,)
+    rows, fault = [], None
+    for share, bound in itertools.product(shares, bounds):
         try:
-            tried = setting.divided(gpus, given["replicas"]) if "replicas" in given else setting
-            if "max_offpolicy_steps" in given:
-                tried = tried.changed(max_offpolicy_steps=given["max_offpolicy_steps"])
-            rows.append((tried.config, tried.run(steps=SHORT)))
+            divided = setting.divided(gpus, share).changed(max_offpolicy_steps=bound)
+            if not bound:  # such a run has one process for its rollouts
+                divided = divided.changed(rollout_workers=0)
+            rows.append((divided.tried(), divided.config))
         except ConfigError as error:
             fault = error
     if not rows:
+        assert fault is not None, "each was refused"
         raise fault
-    rows.sort(key=lambda row: row[1].gpu_hours_per_million)
+    rows.sort(key=lambda row: row[0].gpu_hours_per_million)
     lines = ["trainer ranks  replicas  bound   step s  generators idle  trainer idle   age   GPU hours a million tokens"]
-    for config, outcome in rows:
+    for outcome, config in rows:
         lines.append(
             f"{config.trainer.ranks:13}  {config.generator.replicas:8}  {config.max_offpolicy_steps:5}  {outcome.step_s:7.1f}  "
             f"{outcome.generators_idle:15.0%}  {outcome.trainer_idle:12.0%}  {outcome.mean('policy/age_mean'):4.2f}   "
             f"{outcome.gpu_hours_per_million:.3f}"
         )
-    return lines
+    return lines if fault is None else [*lines, f"left out       what can't run: {fault}"]

@@ -130,14 +130,13 @@ class SimulatedDataset(Dataset):
     @dataclass(kw_only=True, slots=True)
     class Config(Dataset.Config):
         name: str
-        count: int
 
     def __init__(self, config: Config):
         super().__init__(config)
         self._config = config
 
     def __len__(self) -> int:
-        return self._config.count
+        return 1 << 16
 
     def __getitem__(self, index: int) -> DataSample:
         return DataSample(sample_id=f"{self._config.name}-{index}", env_input=None)
@@ -255,7 +254,6 @@ def _prompt(before: np.ndarray, tokens: int, family: int, own: int) -> np.ndarra
 def simulated_tasks(
     tasks: Mapping[str, Task.Config],
     *,
-    validation_examples: int,
     seed: int,
     lengths: Lengths,
     threads: asyncio.Semaphore,
@@ -272,11 +270,10 @@ def simulated_tasks(
         if config.algorithm.frozen_source() is not None or algorithm.asks_models:
             cure = f"asks another model than the policy, which is not simulated: give tasks.{name} another algorithm"
             raise ConfigError(f"tasks.{name}.algorithm", type(algorithm).__name__, cure)
-        held_out = SimulatedDataset.Config(name=f"{name}-held-out", count=max(1, validation_examples))
         task = SimulatedTask.Config(
             algorithm=config.algorithm,
-            dataset=SimulatedDataset.Config(name=name, count=1 << 16),
-            validation=held_out if config.validation is not None and validation_examples else None,
+            dataset=SimulatedDataset.Config(name=name),
+            validation=config.validation and SimulatedDataset.Config(name=f"{name}-held-out"),
             validation_schedule=config.validation_schedule,
             sampler=config.sampler,
             env=config.env,
