@@ -110,7 +110,6 @@ MISTAKES = {
         "must divide rollouts_per_step = 256",
     ),
     "group of one": ([*DEBUG, "--tasks.sum-digits.group-size", "1"], "group_size = 1", "use 2 or more"),
-    "row longer than the model": ([*DEBUG, "--batcher.row-length", "4096"], "batcher.row_length = 4096", "2048 positions"),
     "generator longer than the model": (
         [*DEBUG, "--generator.engine.max-model-len", "4096"],
         "generator.engine.max_model_len = 4096",
@@ -172,10 +171,10 @@ MISTAKES = {
         "trainer.float8 = 'rowwise'",
         "set trainer.compile",
     ),
-    "mixture of experts": (
+    "mixture of experts in a dense folder": (
         [*DEBUG, "--model.flavor", "qwen3/30B-A3B"],
         "model.flavor = 'qwen3/30B-A3B'",
-        "choose a dense flavor",
+        "choose the flavor of this folder",
     ),
     "offload to where everything is": (
         [*DEBUG, "--trainer.enable-cpu-offload"],
@@ -270,7 +269,7 @@ FOLDERS = {
     "another architecture": (
         edit_config(architectures=["MambaForCausalLM"]),
         "MambaForCausalLM",
-        "Qwen3ForCausalLM, LlamaForCausalLM",
+        "Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM",
     ),
     "half a config": (edit_config(num_attention_heads=None), "config.json has no 'num_attention_heads'"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights", "download the whole model"),

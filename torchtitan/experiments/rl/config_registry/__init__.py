@@ -126,6 +126,8 @@ GROUPS = {
         "rl_grpo_qwen3_32b",
         "rl_grpo_qwen3_32b_32",
         "rl_grpo_qwen3_32b_64",
+        "rl_grpo_qwen3_30b_a3b",
+        "rl_grpo_qwen3_30b_a3b_16",
     ),
     "Tasks with turns and tools, on two CPU cores": (
         "rl_alphabet_sort_qwen3_debug",

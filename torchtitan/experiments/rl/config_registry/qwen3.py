@@ -89,7 +89,7 @@ def rl_grpo_qwen3_30b_a3b() -> RunConfig:
 
 
 def rl_grpo_qwen3_30b_a3b_16() -> RunConfig:
-    """Qwen3-30B-A3B on 16 GPUs of 80 GB: eight train and share out the experts, four generators of two. 2 hosts of Slurm:
+    """Qwen3-30B-A3B on 16 GPUs of 80 GB, 2 hosts of Slurm: eight train and share out the experts, four generators of two.
     docs/clusters.md."""
     return _on_hosts(_qwen3("30B-A3B", trainer_ranks=8, expert_parallel_degree=8, replicas=4, tensor_parallel_degree=2))
 
