@@ -116,8 +116,8 @@ class Pacer:
 
     def take_groups(self, version: int) -> list[str] | None:
         """Groups for the step that consumes at ``version``, earliest deadline first; None while the trainer has to wait."""
-        # The second is asked at the end of each group, and nearly always says no: to look at every slot for it took longer
-        # than all else that a group costs the controller.
+        # The second is asked at the end of each group while the trainer waits, and nearly always says no. Looking at every
+        # slot for that is quadratic in the slots of a step.
         if self._ready < self.groups_per_step or not self._in_time(self._unfinished, version):
             return None
         finished = [group_id for group_id, slot in self._slots.items() if slot.leads_to is None and slot.finished]

@@ -60,8 +60,8 @@ class Router:
         """Tokens in flight by replica: the prompts, and the most that may be sampled."""
         self._open: set[int] = set()
         self._by_load: list[tuple[int, int]] = []
-        """A heap of load and replica; of each open replica its load of now is there. To look at all replicas for each request
-        took ten times as long with 1,000 of them as with 8 (benchmarks/control_plane.py)."""
+        """A heap of load and replica; of each open replica its load of now is there. A request does not cost more for each
+        replica that there is (benchmarks/control_plane.py)."""
         self._replica_of: dict[str, int] = {}
         """By group."""
 
