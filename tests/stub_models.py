@@ -42,6 +42,17 @@ def stub_model(folder: Path, flavor: str) -> Path:
         "tie_word_embeddings": sizes.tied,
         "vocab_size": sizes.vocabulary,
     }
+    if layer.moe is not None:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": sizes.experts,
+            "num_experts_per_tok": sizes.chosen,
+            "moe_intermediate_size": layer.moe.routed_experts.inner_experts.hidden_dim,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
     (folder / "config.json").write_text(json.dumps(config))
     header: dict[str, Any] = {}
     end = 0
