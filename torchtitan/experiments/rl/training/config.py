@@ -92,7 +92,8 @@ class Parallelism:
         moe = decoder.layers[0].moe
         experts, degree = 1 if moe is None else moe.num_experts, self.expert_parallel_degree
         if experts % degree:
-            raise ConfigError(f"{field}.expert_parallel_degree", degree, f"must divide the model's {experts} experts")
+            cure = "the model is no mixture of experts: set it to 1" if moe is None else f"must divide its {experts} experts"
+            raise ConfigError(f"{field}.expert_parallel_degree", degree, cure)
         sharing = ranks // self.data_parallel_replicate_degree // (self.tensor_parallel_degree if degree == 1 else 1)
         if moe is not None and sharing <= experts and experts % sharing:  # more ranks share out each expert's rows
             cure = f"{sharing} ranks share out the model's {experts} experts: choose a number that divides these"
