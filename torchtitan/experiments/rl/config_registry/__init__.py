@@ -123,8 +123,6 @@ GROUPS = {
         "rl_grpo_qwen3_8b",
         "rl_grpo_qwen3_14b",
         "rl_grpo_qwen3_14b_16",
-        "rl_grpo_qwen3_30b_a3b",
-        "rl_grpo_qwen3_30b_a3b_16",
         "rl_grpo_qwen3_32b",
         "rl_grpo_qwen3_32b_32",
         "rl_grpo_qwen3_32b_64",
