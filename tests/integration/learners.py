@@ -177,6 +177,7 @@ def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
     """What this rank wrote into shared memory; on the first rank, what the ranks wrote together."""
     publisher = SnapshotPublisher(rank=learner.rank, host="here", dtype=torch.float32)
     publisher.write(1, learner.hub_tensors)
+    dist.barrier()
     if learner.rank:
         return {name: view.clone() for name, view in publisher._targets[1].items()}
     return {name: view.clone() for name, view in publisher._buffers[1].views(publisher._layout)}
@@ -189,6 +190,7 @@ def snapshot_of_two_hosts(learner: Learner) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", None)  # a rank that gathers a tensor fails
         publisher.write(1, learner.hub_tensors)
+        digests = publisher._digests(1)  # returns when every rank has written
     found = {}
     if learner.rank == 0:
         layout = publisher._layout
@@ -200,7 +202,7 @@ def snapshot_of_two_hosts(learner: Learner) -> dict:
         found["nbytes"] = {name: 4 * sum(volumes) for name, volumes in held.items()}
         found["nbytes"]["whole"] = sum(entry.nbytes for entry in layout.entries)
         found["seen"] = tensor_digests(whole, layout)
-        found["published"] = publisher._digests
+        found["published"] = digests
     dist.barrier()  # the buffers are gone with the publisher that made them
     return found
 

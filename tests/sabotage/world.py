@@ -219,7 +219,10 @@ class World:
             canary = self._trainers(tokens) if sabotage is None else np.zeros(len(tokens), np.float32)
             return fingerprint(published.digests), canary
 
-        rank0 = SimpleNamespace(proof=SimpleNamespace(choose=lambda: answer(proof())))
+        rank0 = SimpleNamespace(
+            publish_weights=SimpleNamespace(choose=lambda *_: answer(None)),
+            proof=SimpleNamespace(choose=lambda: answer(proof())),
+        )
         trainer = SimpleNamespace(size=lambda dim: 1, slice=lambda procs: rank0)
         generators = cast(Any, SimpleNamespace(update_weights=receipts))
         sync = WeightSync(trainer, generators, text=_TEXT, bound=self._bound)

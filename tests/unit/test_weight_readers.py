@@ -210,7 +210,10 @@ def sync_with(copies: WeightReaders, load) -> WeightSync:
     async def answer(value):
         return value
 
-    rank0 = SimpleNamespace(proof=SimpleNamespace(choose=lambda: answer(("aa", np.zeros(CANARY_TOKENS)))))
+    rank0 = SimpleNamespace(
+        publish_weights=SimpleNamespace(choose=lambda version, remote: answer(None)),
+        proof=SimpleNamespace(choose=lambda: answer(("aa", np.zeros(CANARY_TOKENS)))),
+    )
     trainer = SimpleNamespace(size=lambda dim: 1, slice=lambda procs: rank0)
     return WeightSync(
         trainer,

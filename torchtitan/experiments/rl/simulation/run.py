@@ -70,7 +70,8 @@ class SimulatedTrainer:
         self._rates, self.data_parallel_size = rates, data_parallel_size
         self.busy_s = 0.0
         self._published = 0
-        self.publish_weights, self.proof, self.score = Endpoint(self._publish), Endpoint(self._proof), Endpoint(self._score)
+        self.copy_weights, self.publish_weights = Endpoint(self._copy), Endpoint(self._publish)
+        self.proof, self.score = Endpoint(self._proof), Endpoint(self._score)
 
     async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
         seconds = self._rates.step_s + max(
@@ -94,8 +95,10 @@ class SimulatedTrainer:
     def slice(self, **dimensions: int) -> "SimulatedTrainer":
         return self
 
-    async def _publish(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> None:
+    async def _copy(self, version: int, canary_token_ids: np.ndarray) -> None:
         await asyncio.sleep(self._rates.publish_s)
+
+    async def _publish(self, version: int, remote_readers: bool) -> None:
         self._published = version
 
     async def _proof(self) -> tuple[str, np.ndarray]:

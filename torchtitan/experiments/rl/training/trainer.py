@@ -50,7 +50,7 @@ class PolicyTrainer(WatchedActor):
     Knows no task, env or algorithm.
     """
 
-    # Made by setup, publish_weights and begin_checkpoint.
+    # Made by setup, copy_weights, publish_weights and begin_checkpoint.
     _learner: Learner
     _publisher: SnapshotPublisher
     _fingerprint: str
@@ -201,14 +201,8 @@ class PolicyTrainer(WatchedActor):
             raise RunError(f"trainer rank {self._rank} can't write its part of the checkpoint: {write_error(error)}")
 
     @reported_endpoint
-    async def publish_weights(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> None:
-        """Copy the weights into the snapshot of ``version``, and put that where the generators find it. Collective.
-
-        Also starts to score the canary with the same weights: see ``proof``.
-
-        Args:
-            remote_readers: some generator is on a host without trainer ranks.
-        """
+    async def copy_weights(self, version: int, canary_token_ids: np.ndarray) -> None:
+        """Copy the weights into the snapshot of ``version``, and start to score the canary with them. Collective."""
 
         def copy_out() -> None:
             with trace.span("copy weights out", version=version):
@@ -221,10 +215,18 @@ class PolicyTrainer(WatchedActor):
                 return self._learner.canary(canary_token_ids)
 
         await self._submit(copy_out, quick=True)
+        self._canary = self._submit(score)
+
+    @reported_endpoint
+    async def publish_weights(self, version: int, remote_readers: bool) -> None:
+        """Put the snapshot of ``version``, which was copied last, where the generators find it. Collective.
+
+        Args:
+            remote_readers: some generator is on a host without trainer ranks.
+        """
         with trace.lane("publish", version=version):
             manifest = await self._publisher.publish(version, remote_readers=remote_readers)
         self._fingerprint = fingerprint(manifest.digests)
-        self._canary = self._submit(score)
 
     @reported_endpoint
     async def proof(self) -> tuple[str, np.ndarray]:

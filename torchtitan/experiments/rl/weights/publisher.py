@@ -82,8 +82,10 @@ class SnapshotPublisher:
         """How often ``write`` was called."""
         self._mine: dict[str, Shard] = {}
         """What this rank writes."""
-        self._digests: dict[str, str] = {}
-        """Of what was written last, by all ranks."""
+        self._shares: dict[str, torch.Tensor] = {}
+        """Of the digests of what was written last, by name: those that a GPU took."""
+        self._gloo: dist.ProcessGroup | None = None
+        """All ranks, for a thread beside the trainer's own. None where there is one."""
         self._offered = False
         """Whether readers of other hosts can read this host's buffers."""
 
@@ -92,29 +94,26 @@ class SnapshotPublisher:
         """Copy ``tensors`` into this version's buffer. Collective: every rank calls it."""
         if self._layout is None:
             self._lay_out(tensors)
-        _barrier()
         self._written += 1
-        targets = self._targets[version % 2]
+        targets, self._shares = self._targets[version % 2], {}
         device = torch.device("cpu")
-        shares: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
+            if name not in targets:
+                continue
             local = (
                 tensor.local if isinstance(tensor, OwnPart) else tensor.to_local() if isinstance(tensor, DTensor) else tensor
             )
-            shares[name] = torch.zeros((), dtype=torch.int64, device=local.device)
-            if name in targets:
-                device = self._reach(local.device)
-                shares[name] = digest(copy_to_host(targets[name], local), self._mine[name], tuple(tensor.shape))
+            device = self._reach(local.device)
+            copied = copy_to_host(targets[name], local)
+            if not copied.is_cpu:  # its memory is free then
+                self._shares[name] = digest(copied, self._mine[name], tuple(tensor.shape))
         wait_for_copies(device)
-        sums = torch.stack([*shares.values()]).cpu()
-        if _many_ranks():
-            dist.all_reduce(sums)  # returns when every rank has written
-        self._digests = named(zip(shares, sums.tolist(), strict=True))
 
     async def publish(self, version: int, *, remote_readers: bool) -> Manifest:
         """Put what was written last into torchstore: every rank calls it, and generators may read when all have returned.
 
-        It replaces version ``v - 2``, which had the same buffer: every generator has answered for it.
+        It replaces version ``v - 2``, which had the same buffer: every generator has answered for it. What lies in the host's
+        memory is digested in a thread: the trainer may take its next step meanwhile.
 
         Args:
             remote_readers: some generator is on a host without trainer ranks.
@@ -130,10 +129,24 @@ class SnapshotPublisher:
             await torchstore.put(shards_key(self._host), offered)
             self._offered = True
         paths, publication = self._paths[version % 2], f"{self._life}-{self._written}"
-        manifest = Manifest(version=version, layout=self._layout, paths=paths, publication=publication, digests=self._digests)
+        digests = await asyncio.to_thread(self._digests, version)
+        manifest = Manifest(version=version, layout=self._layout, paths=paths, publication=publication, digests=digests)
         if self._rank == 0:
             await torchstore.put(manifest_key(version), manifest)
         return manifest
+
+    def _digests(self, version: int) -> dict[str, str]:
+        """Of what all ranks have written as ``version``. Collective."""
+        assert self._layout is not None
+        targets, nothing = self._targets[version % 2], torch.zeros((), dtype=torch.int64)
+        shares = dict.fromkeys((entry.name for entry in self._layout.entries), nothing) | self._shares
+        for entry in self._layout.entries:
+            if entry.name in targets and entry.name not in self._shares:
+                shares[entry.name] = digest(targets[entry.name], self._mine[entry.name], entry.shape)
+        sums = torch.stack([share.cpu() for share in shares.values()])
+        if self._gloo is not None:
+            dist.all_reduce(sums, group=self._gloo)  # returns when every rank has written
+        return named(zip(shares, sums.tolist(), strict=True))
 
     def _reach(self, device: torch.device) -> torch.device:
         """``device``, from which this rank's parts of the buffers can be written at its own speed now."""
@@ -145,6 +158,8 @@ class SnapshotPublisher:
 
     def _lay_out(self, tensors: Tensors) -> None:
         """Decide who writes what, and make or map this host's buffers."""
+        if _many_ranks():
+            self._gloo = dist.new_group(backend="gloo")
         described = {name: (tuple(tensor.shape), shard_of(tensor)) for name, tensor in tensors.items()}
         shapes = {name: shape for name, (shape, _) in described.items()}
         own_shards = {name: shard for name, (_, shard) in described.items()}
@@ -192,11 +207,6 @@ def _of_every_rank(value: T) -> list[T]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def _barrier() -> None:
-    if _many_ranks():
-        dist.barrier()
 
 
 def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

@@ -52,9 +52,9 @@ class SyncReport:
     canary_max_diff: float
     """Largest difference of a canary token's log-probability, trainer to generator, over all replicas."""
     copy_out_s: float
-    """Trainer: gather, copy, put into the store. Training waits for it."""
+    """Trainer: gather and copy. Training waits for it."""
     load_s: float
-    """Generators: get, map, verify, the engine's reload, canary."""
+    """Digests of what was copied out, and the store; then generators: get, map, verify, the engine's reload, canary."""
     verify_s: float
     """Part of load_s: the slowest replica's mapping and digests."""
     reload_s: float
@@ -67,7 +67,7 @@ class SyncReport:
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class CopiedOut:
-    """A version that lies in its snapshot and in the store."""
+    """A version that lies in its snapshot."""
 
     version: int
     seconds: float
@@ -165,6 +165,7 @@ class WeightSync:
         """
         await self.copy_out(version)
         async with self._updating:
+            await self._put_into_store(version)
             self._fingerprint, self._canary = await self._trainers_proof()
             self._version, self._published = version, True
 
@@ -175,9 +176,9 @@ class WeightSync:
         await self._generators.sleep()
 
     async def copy_out(self, version: int) -> CopiedOut:
-        """Copy the trainer's weights out and publish them as ``version``; training may go on when this returns."""
+        """Copy the trainer's weights out as ``version``; training may go on when this returns."""
         started = time.perf_counter()
-        await ask_each(self._ranks, "publish_weights", version, self.canary_token_ids, self._copies is not None)
+        await ask_each(self._ranks, "copy_weights", version, self.canary_token_ids)
         return CopiedOut(version=version, seconds=time.perf_counter() - started)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
@@ -189,6 +190,8 @@ class WeightSync:
         version = copied.version
         async with self._the_update():
             started, fetched = time.perf_counter(), 0.0
+            await self._put_into_store(version)
+            put = time.perf_counter()
 
             async def load() -> dict[int, WeightReceipt]:
                 nonlocal fetched
@@ -211,7 +214,7 @@ class WeightSync:
             verify_s=max((receipt.verify_s for receipt in receipts.values()), default=0.0),
             reload_s=max((receipt.reload_s for receipt in receipts.values()), default=0.0),
             fetched_bytes=self._copies.take_fetched_bytes() if self._copies else {},
-            fetch_s=fetched - started,
+            fetch_s=fetched - put,
         )
 
     @asynccontextmanager
@@ -238,6 +241,10 @@ class WeightSync:
             yield
         finally:
             self._updating.release()
+
+    async def _put_into_store(self, version: int) -> None:
+        """With its digests. Training goes on meanwhile."""
+        await ask_each(self._ranks, "publish_weights", version, self._copies is not None)
 
     async def _trainers_proof(self) -> tuple[str, np.ndarray]:
         """Fingerprint and canary of the version that was copied out last."""
