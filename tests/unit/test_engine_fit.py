@@ -90,6 +90,12 @@ def test_vllms_own_class_checks_its_arguments_before_a_process_is_spawned(args, 
         engine.check_present(field="generator.engine")
 
 
+def test_a_quantized_engine_is_warned_of():
+    assert VLLMEngineConfig().warning is None
+    warning = VLLMEngineConfig(args={"quantization": "fp8"}).warning
+    assert warning is not None and warning.startswith("args.quantization = 'fp8': the engine's weights are not compared")
+
+
 def test_an_argument_that_the_library_sets_is_refused_by_the_name_of_its_field():
     with pytest.raises(
         ConfigError, match=r"args.max_model_len = 5: is set by generator.engine.max_model_len: leave it out here$"

@@ -138,6 +138,8 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         )
         save_command(Path(start.run_dir), saved)
     warnings = [_checkpoint_warning(config, checkpoint_s), trial.learning_rate_warning(config, plan.parameters)]
+    if config.generator.engine.warning is not None:
+        warnings.append(f"generator.engine.{config.generator.engine.warning}")
     warnings += [*(task.examples_warning for task in tasks.values()), *(seen.warning for seen in tried.values())]
     for warning in warnings:
         if warning is not None:

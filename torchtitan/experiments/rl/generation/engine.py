@@ -169,6 +169,11 @@ class EngineConfig(ABC):
             model_path: hub-format folder; its weights are version 0.
         """
 
+    @property
+    def warning(self) -> str | None:
+        """What a user should know of these settings before a run."""
+        return None
+
     def check_adapter(self, rank: int) -> None:
         """
         Raises:

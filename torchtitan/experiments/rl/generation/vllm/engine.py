@@ -92,6 +92,14 @@ class VLLMEngineConfig(EngineConfig):
     ) -> "VLLMEngine":
         return VLLMEngine(self, model_path=model_path, device=device, adapters=adapters or {})
 
+    @property
+    def warning(self) -> str | None:
+        if (kind := self.args.get("quantization")) is None:
+            return None
+        return (
+            f"args.quantization = {kind!r}: the engine's weights are not compared with the published ones, only the canary is"
+        )
+
     def check_adapter(self, rank: int) -> None:
         if rank > LORA_RANKS[-1]:
             cure = f"vLLM serves ranks up to {LORA_RANKS[-1]}: lower it, or set generator.adapter = merged"
