@@ -1,8 +1,8 @@
 """Bytes and seconds of one version from a trainer's host to a generator's, against one copy in memory.
 
-    python benchmarks/host_weights.py [--megabytes 500] [--versions 9]
+    python benchmarks/host_weights.py [--megabytes 500] [--versions 9] [--hosts 1]
 
-1. Two processes play the two hosts, by their identities, on as many cores as there are. Monarch's RDMA buffers fall back to TCP
+1. Processes play the hosts, by their identities, on as many cores as there are. Monarch's RDMA buffers fall back to TCP
    on a machine without InfiniBand.
 2. The trainer's process writes each version into its shared memory and publishes it. That is not measured here: see
    ``weight_sync.py``.
@@ -38,14 +38,16 @@ from monarch.actor import (  # noqa: E402
 )
 
 from torchtitan.experiments.rl.errors import RunError  # noqa: E402
+from torchtitan.experiments.rl.operations.supervision import PartProcess, WeightReaders  # noqa: E402
 from torchtitan.experiments.rl.process.host import HOST_VARIABLE, host_identity  # noqa: E402
+from torchtitan.experiments.rl.process.lifetime import Lifetime  # noqa: E402
 from torchtitan.experiments.rl.process.setup import (  # noqa: E402
     launch_environment,
     set_up_process,
     set_up_spawned_process,
 )
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher  # noqa: E402
-from torchtitan.experiments.rl.weights.reader import WeightReader, local_snapshot  # noqa: E402
+from torchtitan.experiments.rl.weights.reader import Fetched, WeightReader, local_snapshot  # noqa: E402
 from torchtitan.experiments.rl.weights.snapshot import (  # noqa: E402
     Manifest,
     SharedBuffer,
@@ -74,6 +76,15 @@ class Trainer(Actor):
 
 class MeasuredReader(WeightReader):
     """A reader that also copies as many bytes, and checks what it has fetched."""
+
+    async def bring(self, version: int, source: str = "", serves: bool = False) -> Fetched:
+        self._source = source
+        return await super().bring(version, source, serves)
+
+    @concurrent_endpoint
+    async def source(self) -> str:
+        """Where the last version was read; "" is the trainer."""
+        return self._source
 
     @concurrent_endpoint
     async def copy_seconds(self, nbytes: int) -> float:
@@ -107,26 +118,33 @@ def spawn(host: str, cores: Sequence[int]) -> ProcMesh:
     )
 
 
-async def measure(nbytes: int, versions: int, warmup: int) -> tuple[set[int], list[float], list[float]]:
-    """Bytes that were fetched, seconds of each fetch, and of each copy."""
+async def measure(nbytes: int, versions: int, warmup: int, hosts_of_generators: int) -> tuple[str, list[float], list[float]]:
+    """What was fetched, seconds until every host had a version, and seconds of each copy."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
-    hosts = [spawn("trainer_host", cores[:half]), spawn("generator_host", cores[half:] or cores)]
+    names = [f"generator_host_{index}" for index in range(hosts_of_generators)]
+    hosts = [spawn("trainer_host", cores[:half]), *(spawn(name, cores[half:] or cores) for name in names)]
     try:
         with tempfile.TemporaryDirectory() as folder:
             trainer = hosts[0].spawn("trainer", Trainer, nbytes)
-            reader = hosts[1].spawn("reader", MeasuredReader, run_dir=folder, index=0)
+            readers, actors = WeightReaders(names), []
+            for index, (name, host) in enumerate(zip(names, hosts[1:], strict=True)):
+                actors.append(host.spawn("reader", MeasuredReader, run_dir=folder, index=index))
+                await readers.admit(name, PartProcess(procs=host, actor=actors[-1], life=Lifetime(name)))
             await start_store(hosts[0])
-            fetched, fetch_s, copy_s = set(), [], []
+            fetched, fetch_s, copy_s = "", [], []
             for version in range(1, versions + warmup + 1):
                 await trainer.publish.call_one(version)
                 started = time.perf_counter()
-                report = await reader.fetch.call_one(version)
+                await readers.fetch(version)
                 seconds = time.perf_counter() - started
-                copied = await reader.copy_seconds.call_one(nbytes)
-                await reader.verify.call_one(version)
+                copied = await actors[0].copy_seconds.call_one(nbytes)
+                for actor in actors:
+                    await actor.verify.call_one(version)
+                counts = {*readers.take_fetched_bytes().values()}
+                sources = [await actor.source.call_one() for actor in actors]
                 if version > warmup:
-                    fetched.add(report.nbytes)
+                    fetched = f"{counts}, {sources.count('')} of {len(sources)} hosts from the trainer"
                     fetch_s.append(seconds)
                     copy_s.append(copied)
         return fetched, fetch_s, copy_s
@@ -139,19 +157,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--versions", type=int, default=9)
+    parser.add_argument("--hosts", type=int, default=1, help="of generators; of more than four, some read from others")
     parser.add_argument("--warmup", type=int, default=4, help="versions that are not counted; the first two make the pages")
     arguments = parser.parse_args()
     set_up_process()
     nbytes = arguments.megabytes * 10**6 // (4 * TENSORS) * 4 * TENSORS
     try:
-        fetched, fetch_s, copy_s = asyncio.run(measure(nbytes, arguments.versions, arguments.warmup))
+        fetched, fetch_s, copy_s = asyncio.run(measure(nbytes, arguments.versions, arguments.warmup, arguments.hosts))
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
         shutdown_context().get()
     fetch, copy = statistics.median(fetch_s), statistics.median(copy_s)
     print(f"weights of {nbytes / 1e6:.1f} MB in {TENSORS} tensors, {arguments.versions} versions")
-    print(f"bytes fetched per host and version: {' '.join(str(count) for count in sorted(fetched))}")
+    print(f"bytes fetched per host and version: {fetched}")
     print(f"fetch       {fetch * 1e3:8.0f} ms  {nbytes / fetch / 1e9:5.2f} GB/s  ({min(fetch_s):.2f} to {max(fetch_s):.2f} s)")
     print(f"plain copy  {copy * 1e3:8.0f} ms  {nbytes / copy / 1e9:5.2f} GB/s")
     print(f"ratio fetch / plain copy: {fetch / copy:.1f}")

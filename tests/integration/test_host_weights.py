@@ -109,14 +109,16 @@ class World:
 
     async def start_reader(self, host: str, proc: int) -> None:
         """A run starts a process for it. Here it is one more actor of a process that is there."""
+        await self.readers.admit(host, PartProcess(procs=self.procs, actor=self.reader(proc), life=Lifetime(host)))
+
+    def reader(self, proc: int) -> Any:
         name = f"reader_{next(self.ids)}"
-        actor = self.procs.slice(procs=proc).spawn(name, WeightReader, run_dir=self.folder, index=proc)
-        await self.readers.admit(host, PartProcess(procs=self.procs, actor=actor, life=Lifetime(name)))
+        return self.procs.slice(procs=proc).spawn(name, WeightReader, run_dir=self.folder, index=proc)
 
 
 async def build(folder: Path) -> World:
     # Host a has a rank, and a reader for generators beside it.
-    procs = spawn("hosts", "a", "b", "c", "c")
+    procs = spawn("hosts", "a", "b", "c", "c", "d")
     trainer = procs.slice(procs=slice(0, 2)).spawn("trainer", TrainerRank)
     engine = ScriptedEngineConfig(max_model_len=64)
     generators = procs.slice(procs=slice(2, 4)).spawn(
@@ -207,6 +209,15 @@ async def test_a_reader_that_is_made_again_reads_the_version_again_and_the_engin
     await world.start_reader("host c", 3)
     assert (await updating).fetched_bytes == {"host a": COLUMNS, "host c": 2 * COLUMNS}
     await assert_holds(world, "c")
+
+
+async def test_a_host_reads_from_another_reader_what_that_has_read(world):
+    first, second = world.reader(2), world.reader(4)
+    for _ in range(3):
+        await world.deliver()
+        assert (await first.fetch.call_one(world.version, serves=True)).source == "c"
+        assert (await second.fetch.call_one(world.version, source="c")).nbytes == 2 * HALF
+        await assert_holds(world, "d")
 
 
 async def test_a_trainer_that_is_made_again_and_divides_itself_otherwise_is_read_anew(world):

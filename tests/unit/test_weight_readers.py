@@ -1,6 +1,7 @@
 """A generator host's copy of the weights: complete or not there, read once, and read again where it was lost."""
 
 import asyncio
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,12 @@ import torch
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.errors import PeerGone, RunError
-from torchtitan.experiments.rl.operations.supervision import PartProcess, WeightReaders, first_generators
+from torchtitan.experiments.rl.operations.supervision import (
+    READERS_AT_ONCE,
+    PartProcess,
+    WeightReaders,
+    first_generators,
+)
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.weights import host_shards
 from torchtitan.experiments.rl.weights import reader as reader_module
@@ -152,6 +158,33 @@ async def test_a_fetch_that_nobody_waits_for_gives_way_to_the_next(hosts, monkey
         await stuck
 
 
+async def test_a_host_reads_from_another_reader_what_that_has_read(hosts, monkeypatch):
+    def offered(shards, layout, buffers):
+        handles = [
+            [[hosts._handle("copy", buffer[read]) for read in span.reads()] for span in spans(shards, layout)]
+            for buffer in buffers
+        ]
+        return RemoteShards(shards=shards, handles=handles)
+
+    monkeypatch.setattr(reader_module, "offer", offered)
+    first, second = reader_on("c", monkeypatch), reader_on("d", monkeypatch)
+    for version in (1, 2, 3):
+        hosts.publish(version, random_values(version))
+        fetched = await first.bring(version, serves=True)
+        assert (fetched.source, fetched.nbytes) == ("c", 640)
+        for buffer in hosts.memory.values():
+            buffer.bytes.zero_()  # nobody reads the trainer any more
+        assert (await second.bring(version, source="c")).nbytes == 640
+        assert torch.equal(values_in(hosts.store[copy_key("d")]), random_values(version))
+
+
+async def test_a_host_with_a_part_of_the_trainer_reads_the_rest_from_the_trainer(hosts, monkeypatch):
+    reader = reader_on("a", monkeypatch)
+    hosts.publish(1, random_values(1))
+    assert (await reader.bring(1, source="c")).nbytes == 320
+    assert torch.equal(values_in(hosts.store[copy_key("a")]), random_values(1))
+
+
 # ---- the readers of a run
 
 
@@ -170,10 +203,14 @@ class ReaderProcess:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-        async def answer(version: int) -> Fetched:
+        self.sources: list[str] = []
+
+        async def answer(version: int, source: str, serves: bool) -> Fetched:
             self.fetched.append(version)
+            self.sources.append(source)
             await self.may_answer.wait()
-            return Fetched(nbytes=nbytes if self.fetched.count(version) == 1 else 0, seconds=0.1)
+            own = str(id(self)) if serves else ""
+            return Fetched(source=own, nbytes=nbytes if self.fetched.count(version) == 1 else 0, seconds=0.1)
 
         self.part = PartProcess(procs=None, actor=SimpleNamespace(fetch=SimpleNamespace(choose=answer)), life=self.life)
 
@@ -204,6 +241,46 @@ async def test_a_version_is_asked_again_of_the_reader_that_takes_the_place_of_a_
     await readers.admit("host 1", second.part)
     await fetching
     assert second.fetched == [1] and readers.lost == 1
+
+
+async def test_many_hosts_read_from_each_other_and_few_from_the_trainer():
+    processes = {f"host {index}": ReaderProcess() for index in range(30)}
+    readers = WeightReaders(processes)
+    for host, process in processes.items():
+        await readers.admit(host, process.part)
+        process.may_answer.clear()
+    fetching = asyncio.create_task(readers.fetch(1))
+    rounds = []
+    while not fetching.done():
+        await iterations()
+        asked = [process for process in processes.values() if process.fetched and not process.may_answer.is_set()]
+        rounds.append(Counter(source for process in asked for source in process.sources))
+        for process in asked:
+            process.may_answer.set()
+    await fetching
+    assert [sum(reads.values()) for reads in rounds if reads] == [4, 20, 6]
+    assert all(most == READERS_AT_ONCE for reads in rounds[:2] for most in reads.values())
+    assert rounds[0] == {"": 4} and rounds[1][""] == 4
+
+
+async def test_a_host_that_reads_from_a_reader_that_dies_reads_from_another():
+    processes = {f"host {index}": ReaderProcess() for index in range(6)}
+    readers = WeightReaders(processes)
+    first, *others = processes.values()
+    await readers.admit("host 0", first.part)
+    fetching = asyncio.create_task(readers.fetch(1))
+    await iterations()  # it has the version
+    for process in others:
+        process.may_answer.clear()
+    for host in [*processes][1:]:
+        await readers.admit(host, processes[host].part)
+    await iterations()
+    reads_from_first = next(process for process in others if process.sources == [str(id(first))])
+    first.life.end("killed by SIGKILL")
+    for process in others:
+        process.may_answer.set()
+    await fetching
+    assert len(reads_from_first.sources) == 2 and reads_from_first.sources[1] != str(id(first))
 
 
 def sync_with(copies: WeightReaders, load) -> WeightSync:

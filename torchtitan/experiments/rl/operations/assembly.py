@@ -320,7 +320,7 @@ class RunActors:
         """
         first = first_generators(trainer_hosts, generator_hosts)
         places = [self._placement.generators[index] for index in first]
-        readers = WeightReaders(f"host_{place.host}" for place in places)
+        readers = WeightReaders((f"host_{place.host}" for place in places), len(trainer_hosts))
         for number, place in enumerate(places):
             self._readers.append(self._reader(readers, f"host_{place.host}", number, place))
         await asyncio.gather(*map(self.supervisor.start, self._readers))

@@ -526,12 +526,28 @@ def first_generators(trainer_hosts: set[str], generator_hosts: Sequence[str]) ->
     ]
 
 
-class WeightReaders:
-    """Implements weights.sync.HostCopies over parts that may be lost and made again."""
+READERS_AT_ONCE = 4
+"""That read a version from one host. By RDMA they share its network, and more would take as much longer. By TCP a reader is
+slower than that: four take no longer than one."""
 
-    def __init__(self, hosts: Iterable[str]):
-        """``hosts``: their names, as people know them."""
+
+class WeightReaders:
+    """Implements weights.sync.HostCopies over parts that may be lost and made again.
+
+    Each host reads from one that has the version, and then others read from it. With one trainer host::
+
+        trainer's host   -> 4 hosts        60 hosts are reached in three rounds: 4, then 20, then 100 at most
+        these and it     -> 4 hosts each
+    """
+
+    def __init__(self, hosts: Iterable[str], trainer_hosts: int = 1):
+        """
+        Args:
+            hosts: their names, as people know them.
+            trainer_hosts: that divide the trainer. Each reader reads its part from each.
+        """
         self._ready = {host: asyncio.Event() for host in hosts}
+        self._trainers_readers = READERS_AT_ONCE * trainer_hosts
         self._processes: dict[str, PartProcess] = {}
         self._fetched: Counter[str] = Counter()
         self.lost = 0
@@ -547,28 +563,46 @@ class WeightReaders:
         self.lost += 1
 
     async def fetch(self, version: int) -> None:
-        """See HostCopies. Waits for a reader that is being made again, and asks it anew.
+        """See HostCopies. Waits for a reader that is being made again, and asks it again.
 
         Raises:
             RunError: a trainer host can't be read.
         """
-        await asyncio.gather(*(self._fetch(host, version) for host in self._ready))
+        sources: asyncio.Queue[tuple[str, Lifetime]] = asyncio.Queue()
+        """Hosts that have the version, once for each reader that may read from them now; "": the trainer's."""
+        for _ in range(self._trainers_readers):
+            sources.put_nowait(("", Lifetime("trainer")))  # whose end its own supervision sees
+        await asyncio.gather(*(self._fetch(host, version, sources) for host in self._ready))
 
     def take_fetched_bytes(self) -> dict[str, int]:
         taken, self._fetched = dict.fromkeys(self._ready, 0) | self._fetched, Counter()
         return taken
 
-    async def _fetch(self, host: str, version: int) -> None:
+    async def _fetch(self, host: str, version: int, sources: "asyncio.Queue[tuple[str, Lifetime]]") -> None:
+        serves = len(self._ready) > self._trainers_readers
         while True:
             await self._ready[host].wait()
             process = self._processes[host]
-            try:
-                fetched: Fetched = await process.life.call(ask(process.actor.fetch, version))
-            except ProcessLost:
-                if self._processes[host] is process:
-                    self._ready[host].clear()  # before its supervisor learns of it
+            source, life = await sources.get()
+            if life.cause is not None:
                 continue
+            try:
+                answer = life.during(ask(process.actor.fetch, version, source, serves))
+                fetched: Fetched = await process.life.call(answer)
+            except RunError:
+                if process.life.cause is not None:
+                    sources.put_nowait((source, life))
+                    if self._processes[host] is process:
+                        self._ready[host].clear()  # before its supervisor learns of it
+                elif not source:
+                    raise
+                continue  # a reader that can't be read is none to read from
+            sources.put_nowait((source, life))
+            if fetched.source:
+                for _ in range(READERS_AT_ONCE):
+                    sources.put_nowait((fetched.source, process.life))
             self._fetched[host] += fetched.nbytes
             if fetched.nbytes:
-                logger.info("%s fetched version %d: %d bytes in %.2f s", host, version, fetched.nbytes, fetched.seconds)
+                taken = f"{fetched.nbytes} bytes in {fetched.seconds:.2f} s from {source or 'the trainer'}"
+                logger.info("%s fetched version %d: %s", host, version, taken)
             return

@@ -5,10 +5,12 @@ An engine's step costs ``step_s + sequence_s * sequences + context_s * tokens of
 has most to do, ``max(microbatch_s, token_s * tokens + pair_s * pairs of tokens that see each other)`` for each microbatch.
 """
 
+import math
 from dataclasses import dataclass
 
 from torchtitan.experiments.rl.config.plan import BYTES, GIB, ModelSizes
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.operations.supervision import READERS_AT_ONCE
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -119,9 +121,10 @@ def device_rates(config: RunConfig, sizes: ModelSizes, device: Device) -> Rates:
     link = device.nvlink if shards * parallelism.tensor_parallel_degree <= GPUS_PER_HOST else device.network
     gathered = 3 * layers * BYTES[trainer.mixed_precision_param] / parallelism.tensor_parallel_degree * (1 - 1 / shards)
     published = weights / max(1, -(-ranks // GPUS_PER_HOST))
-    # From the hosts of the trainer to all hosts of generators, none of which reads faster than a weight reader does.
-    readers = -(-config.generator.replicas * degree // GPUS_PER_HOST)
-    shared = device.network * GPUS_PER_HOST * NETWORK_SHARE * max(1, ranks // GPUS_PER_HOST)
+    # From the hosts of the trainer to all hosts of generators, each of which others read from next.
+    readers = -(-config.generator.replicas * degree // GPUS_PER_HOST) / max(1, ranks // GPUS_PER_HOST)
+    rounds = math.ceil(math.log(readers + 1, READERS_AT_ONCE + 1))
+    network = device.network * GPUS_PER_HOST * NETWORK_SHARE / min(READERS_AT_ONCE, max(1, readers))
     return Rates(
         engine=EngineRates(
             step_s=ENGINE_STEP_S + weights / bandwidth,
@@ -140,6 +143,6 @@ def device_rates(config: RunConfig, sizes: ModelSizes, device: Device) -> Rates:
             publish_s=published / COPY_BYTES_S,
             checkpoint_s=12 * sizes.parameters / ranks / COPY_BYTES_S,
         ),
-        fetch_s=max(weights / READER_BYTES_S, readers * weights / shared),
+        fetch_s=rounds * weights / min(READER_BYTES_S, network),
         turn_s=TURN_S,
     )

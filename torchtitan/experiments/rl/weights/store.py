@@ -46,8 +46,13 @@ async def published(version: int) -> Manifest:
 
 
 def shards_key(host: str) -> str:
-    """Of the ``weights.remote.RemoteShards`` of a trainer host."""
+    """Of the ``weights.host_shards.RemoteShards`` of a trainer host."""
     return f"policy/shards/{host}"
+
+
+def copy_shards_key(host: str, buffer: int) -> str:
+    """Of the ``weights.host_shards.RemoteShards`` of a buffer of a generator host's reader, which holds whole versions."""
+    return f"policy/copy/{host}/{buffer}"
 
 
 def copy_key(host: str) -> str:
