@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -59,6 +59,12 @@ class Prompt:
     """int16 [P]. See RolloutTurn.prompt_message_indices."""
     extends: bool = False
     """Starts with the last prompt and its completion, token for token."""
+
+
+DESCRIBED: dict[str, Any] = {"token_ids": np.int32, "role_ids": np.int8, "is_content": np.bool_, "message_indices": np.int16}
+"""Arrays of a prompt; a turn has each as ``prompt_<name>``."""
+NOTHING = Prompt(ids=[], **{name: np.empty(0, dtype) for name, dtype in DESCRIBED.items()})  # type: ignore[arg-type]
+"""What was prompted before a conversation's first prompt."""
 
 
 class Line(IntEnum):
@@ -132,63 +138,6 @@ def yield_queue() -> YieldQueue:
     return queue
 
 
-async def first_prompt(renderer: Renderer, conversation: list[Message], tools: list[ToolSpec] | None) -> Prompt:
-    """The prompt of a conversation nothing was sampled in.
-
-    Raises:
-        ValueError: a message that is not text, or of a role the model's template hasn't.
-    """
-    return await off_the_loop_if(
-        _characters(conversation) > LARGE_TEXT,
-        lambda: _prompt(_rendered_anew(renderer, conversation, tools)),
-        line=Line.FIRST_PROMPT,
-    )
-
-
-async def next_prompt(
-    renderer: Renderer,
-    last: Prompt,
-    sampled_ids: list[int],
-    new: list[Message],
-    *,
-    conversation: list[Message],
-    tools: list[ToolSpec] | None,
-) -> Prompt:
-    """The prompt after a completion and the ``new`` messages the env answered with, which end the conversation.
-
-    Sampled tokens stay as they are where the renderer can go on from them. Where it can't, it renders the conversation anew.
-
-    Raises:
-        ValueError: a message that is not text, or of a role the model's template hasn't.
-    """
-
-    answer = len(conversation) - len(new) - 1  # the completion's message
-
-    def bridged() -> Prompt | None:
-        rendered = renderer.bridge_to_next_turn(last.ids, sampled_ids, new, tools=tools)
-        if rendered is None:
-            return None
-        # It describes the new messages alone. It kept less than all where a completion goes on after the end of its turn.
-        kept = _kept(rendered, last, sampled_ids)
-        check_all_rendered(rendered, new, start=kept)
-        return _prompt(rendered, last, sampled_ids, kept=kept, answer=answer, first=answer + 1)
-
-    def anew() -> Prompt:
-        rendered = _rendered_anew(renderer, conversation, tools)
-        kept = _kept(rendered, last, sampled_ids)
-        return _prompt(rendered, last, sampled_ids, kept=kept if kept == len(last.ids) + len(sampled_ids) else 0, answer=answer)
-
-    prompt = await off_the_loop_if(_characters(new) > LARGE_TEXT, bridged)
-    if prompt is None:
-        prompt = await off_the_loop_if(_characters(conversation) > LARGE_TEXT, anew)
-    return prompt
-
-
-def cannot_fit(messages: Sequence[Message], tokens: int) -> bool:
-    """Whether messages are too long for so many tokens whatever their text is: those need not be tokenised."""
-    return _characters(messages) > LONGEST_TOKEN * tokens
-
-
 async def off_the_loop_if(large: bool, call: Callable[[], T], *, line: Line = Line.ANSWER) -> T:
     """Compute something in a thread if it is large, or else here, in an iteration of the event loop of its own."""
     if large:
@@ -199,30 +148,21 @@ async def off_the_loop_if(large: bool, call: Callable[[], T], *, line: Line = Li
     return call()
 
 
-def _rendered_anew(renderer: Renderer, conversation: list[Message], tools: list[ToolSpec] | None) -> RenderedTokens:
-    rendered = renderer.render(conversation, tools=tools, add_generation_prompt=True)
-    check_all_rendered(rendered, conversation)
-    return rendered
+def cannot_fit(messages: Sequence[Message], tokens: int) -> bool:
+    """Whether messages are too long for so many tokens whatever their text is: those need not be tokenised."""
+    return _characters(messages) > LONGEST_TOKEN * tokens
 
 
-def _kept(rendered: RenderedTokens, last: Prompt, sampled_ids: list[int]) -> int:
-    """Tokens of the last prompt and its completion that the prompt starts with."""
-    start = len(last.ids)
-    end = start + len(sampled_ids)
-    if rendered.token_ids[start:end] == sampled_ids and rendered.token_ids[:start] == last.ids:
-        return end
-    pairs = enumerate(zip(rendered.token_ids, [*last.ids, *sampled_ids], strict=False))
-    return next((index for index, (new, old) in pairs if new != old), min(end, len(rendered.token_ids)))
+def _kept(ids: list[int], old: list[int]) -> int:
+    """How many of the ``old`` tokens a prompt starts with."""
+    if ids[: len(old)] == old:
+        return len(old)
+    pairs = enumerate(zip(ids, old, strict=False))
+    return next((index for index, (new, was) in pairs if new != was), min(len(ids), len(old)))
 
 
 def _prompt(
-    rendered: RenderedTokens,
-    last: Prompt | None = None,
-    sampled_ids: Sequence[int] = (),
-    *,
-    kept: int = 0,
-    answer: int = 0,
-    first: int = 0,
+    rendered: RenderedTokens, last: Prompt, sampled_ids: list[int], *, kept: int = 0, answer: int = 0, first: int = 0
 ) -> Prompt:
     """
     Args:
@@ -234,56 +174,40 @@ def _prompt(
     """
     if rendered.multi_modal_data is not None and not rendered.multi_modal_data.is_empty():
         raise ValueError("the env sent an image or a video: only text reaches the model")
-    ids = rendered.token_ids
+    ids, contents = rendered.token_ids, rendered.is_content[kept:]
     new_ids = np.asarray(ids[kept:])
-    are_ids = new_ids.size == 0 or (new_ids.dtype.kind in "iu" and new_ids.ndim == 1 and new_ids.item(new_ids.argmin()) >= 0)
-    if not (ids and are_ids):
-        raise ValueError(f"the prompt's token ids are no list of integers from 0 up: {str(ids)[:60]}")
-    if new_ids.size and new_ids.item(new_ids.argmax()) > MAX_TOKEN_ID:
-        raise ValueError(f"the prompt has a token id of {new_ids.max()}")
-    token_ids, role_ids, is_content = np.empty(len(ids), np.int32), np.empty(len(ids), np.int8), np.empty(len(ids), bool)
-    message_indices = np.empty(len(ids), np.int16)
-    if last is not None and kept:
-        prompted = min(kept, len(last.ids))
-        token_ids[:prompted] = last.token_ids[:prompted]
-        role_ids[:prompted] = last.role_ids[:prompted]
-        is_content[:prompted] = last.is_content[:prompted]
-        message_indices[:prompted], message_indices[prompted:kept] = last.message_indices[:prompted], answer
-        token_ids[prompted:kept] = sampled_ids[: kept - prompted]
-        role_ids[prompted:kept], is_content[prompted:kept] = ROLE_IDS["assistant"], True
-    token_ids[kept:] = new_ids
-    if rendered.is_content:  # without it, roles are guesses (see check_all_rendered)
-        is_content[kept:] = rendered.is_content[kept:]
-        of_message = np.array([ROLE_IDS.get(role, -1) for role in rendered.message_roles] + [-1], np.int8)
-        of_message_index = np.asarray(rendered.message_indices[kept:], np.int16)
-        new_roles = of_message[of_message_index]  # -1, of no message, is the last
-        if len(new_roles) != len(new_ids):
-            raise ValueError(f"{len(new_roles)} roles for {len(new_ids)} token ids")
-        role_ids[kept:] = new_roles
-        message_indices[kept:] = np.where(of_message_index < 0, -1, of_message_index + first)
-    else:
-        role_ids[kept:], is_content[kept:], message_indices[kept:] = -1, False, -1
-    extends = last is not None and kept == len(last.ids) + len(sampled_ids)
-    return Prompt(
-        ids=ids,
-        token_ids=token_ids,
-        role_ids=role_ids,
-        is_content=is_content,
-        message_indices=message_indices,
-        extends=extends,
-    )
+    new, numbers = len(new_ids), new_ids.ndim == 1 and new_ids.dtype.kind in "iu"
+    if not ids or (new and not (numbers and 0 <= new_ids.min() <= new_ids.max() <= MAX_TOKEN_ID)):
+        raise ValueError(f"the prompt's token ids are no list of integers from 0 to {MAX_TOKEN_ID}: {str(ids)[:60]}")
+    roles = message_indices = np.full(new, -1)
+    if contents:  # without it, roles are guesses (see check_all_rendered)
+        of_message = np.asarray(rendered.message_indices[kept:], np.int16)
+        if not len(of_message) == len(contents) == new:
+            raise ValueError(f"{len(of_message)} roles for {new} token ids")
+        # -1, of no message, is the last.
+        roles = np.array([ROLE_IDS.get(role, -1) for role in rendered.message_roles] + [-1])[of_message]
+        message_indices = np.where(of_message < 0, -1, of_message + first)
+    extends = kept == len(last.ids) + len(sampled_ids)
+    sampled_ids = sampled_ids[: max(0, kept - len(last.ids))]
+    sampled = np.ones(len(sampled_ids), np.int8)
+    parts = {
+        "token_ids": (sampled_ids, new_ids),
+        "role_ids": (sampled * ROLE_IDS["assistant"], roles),
+        "is_content": (sampled, contents or np.zeros(new)),
+        "message_indices": (np.full(len(sampled), answer), message_indices),
+    }
+    arrays = {
+        name: np.concatenate([getattr(last, name)[:kept], *added], dtype=dtype, casting="unsafe")
+        for (name, added), dtype in zip(parts.items(), DESCRIBED.values(), strict=True)
+    }
+    return Prompt(ids=ids, extends=extends, **arrays)
 
 
 def _characters(messages: Sequence[Message]) -> int:
     """Of their text; templates may strip the space around it."""
-    count = 0
-    for message in messages:
-        content = message["content"]
-        parts = [content] if isinstance(content, str) else content
-        for part in parts:
-            text = part.get("text") if isinstance(part, dict) else part
-            count += len(text.strip()) if isinstance(text, str) else 0
-    return count
+    contents = [[content] if isinstance(content := message["content"], str) else content for message in messages]
+    texts = [part.get("text") if isinstance(part, dict) else part for parts in contents for part in parts]
+    return sum(len(text.strip()) for text in texts if isinstance(text, str))
 
 
 class GroupPrompts:
@@ -309,8 +233,8 @@ class GroupPrompts:
             prompt = self._prompts.get(key)
             if prompt is None:
                 prompt = self._prompts[key] = await render()
-                for array in (prompt.token_ids, prompt.role_ids, prompt.is_content):
-                    array.flags.writeable = False
+                for name in DESCRIBED:
+                    getattr(prompt, name).flags.writeable = False
         return prompt
 
 
@@ -345,13 +269,8 @@ class Conversation:
         assert last.prompt_message_indices is not None, "the turn is of a conversation"
         forked.turns, forked.tools = list(turns), last.tools
         forked.messages = [*last.prompt_messages, last.assistant_message]
-        forked.prompt = Prompt(
-            ids=last.prompt_token_ids.tolist(),
-            token_ids=last.prompt_token_ids,
-            role_ids=last.prompt_role_ids,
-            is_content=last.prompt_is_content,
-            message_indices=last.prompt_message_indices,
-        )
+        arrays = {name: getattr(last, f"prompt_{name}") for name in DESCRIBED}
+        forked.prompt = Prompt(ids=last.prompt_token_ids.tolist(), **arrays)
         return forked
 
     @property
@@ -364,8 +283,12 @@ class Conversation:
         self.messages, self.tools = messages, tools
         if cannot_fit(messages, self._max_tokens):
             return False
-        prompt = self._group.first(messages, tools, lambda: first_prompt(self._renderer, messages, tools))
-        return self._set_prompt(await self._rendering("render", prompt))
+
+        async def render() -> Prompt:
+            large = _characters(messages) > LARGE_TEXT
+            return await off_the_loop_if(large, lambda: _prompt(self._rendered(), NOTHING, []), line=Line.FIRST_PROMPT)
+
+        return self._set_prompt(await self._rendering("render", self._group.first(messages, tools, render)))
 
     async def add_completion(self, completion: Completion) -> RolloutTurn:
         """Record a completion of the prompt as a turn, and parse it into the conversation's next message.
@@ -378,10 +301,7 @@ class Conversation:
         check_completion(completion)
         turn = RolloutTurn(
             prompt_messages=list(self.messages),
-            prompt_token_ids=prompt.token_ids,
-            prompt_role_ids=prompt.role_ids,
-            prompt_is_content=prompt.is_content,
-            prompt_message_indices=prompt.message_indices,
+            **{f"prompt_{name}": getattr(prompt, name) for name in DESCRIBED},
             completion=completion,
             assistant_message={"role": "assistant", "content": ""},
             tools=self.tools,
@@ -401,14 +321,42 @@ class Conversation:
         return turn
 
     async def add_messages(self, new: list[Message]) -> bool:
-        """Render the prompt after messages that answer the last completion. False: it leaves no room for a completion."""
-        last, turn = self.prompt, self.turns[-1]
-        assert last is not None, "there is no completion to answer"
+        """Render the prompt after messages that answer the last completion and end the conversation. False: it leaves no room
+        for a completion.
+
+        Sampled tokens stay as they are where the renderer can go on from them. Else the whole conversation is rendered.
+        """
         if cannot_fit(new, self._max_tokens):
             return False
-        sampled_ids = np.asarray(turn.completion.token_ids).tolist()
-        following = next_prompt(self._renderer, last, sampled_ids, new, conversation=self.messages, tools=self.tools)
-        return self._set_prompt(await self._rendering("render", following))
+        return self._set_prompt(await self._rendering("render", self._next_prompt(new)))
+
+    async def _next_prompt(self, new: list[Message]) -> Prompt:
+        last = self.prompt
+        assert last is not None, "there is no completion to answer"
+        sampled_ids = np.asarray(self.turns[-1].completion.token_ids).tolist()
+        old, answer = last.ids + sampled_ids, len(self.messages) - len(new) - 1
+
+        def bridged() -> Prompt | None:
+            rendered = self._renderer.bridge_to_next_turn(last.ids, sampled_ids, new, tools=self.tools)
+            if rendered is None:
+                return None
+            # It describes the new messages alone. It kept less than all where a completion goes on after the end of its turn.
+            kept = _kept(rendered.token_ids, old)
+            check_all_rendered(rendered, new, start=kept)
+            return _prompt(rendered, last, sampled_ids, kept=kept, answer=answer, first=answer + 1)
+
+        def whole() -> Prompt:
+            rendered = self._rendered()
+            kept = len(old) if rendered.token_ids[: len(old)] == old else 0
+            return _prompt(rendered, last, sampled_ids, kept=kept, answer=answer)
+
+        prompt = await off_the_loop_if(_characters(new) > LARGE_TEXT, bridged)
+        return await off_the_loop_if(_characters(self.messages) > LARGE_TEXT, whole) if prompt is None else prompt
+
+    def _rendered(self) -> RenderedTokens:
+        rendered = self._renderer.render(self.messages, tools=self.tools, add_generation_prompt=True)
+        check_all_rendered(rendered, self.messages)
+        return rendered
 
     def end(self) -> None:
         """There is no further prompt."""
@@ -422,9 +370,8 @@ class Conversation:
         # The prompts of a conversation are prefixes of each other: kept as views, a long one is in memory once.
         for turn in self._chain:
             length = len(turn.prompt_token_ids)
-            turn.prompt_token_ids = prompt.token_ids[:length]
-            turn.prompt_role_ids, turn.prompt_is_content = prompt.role_ids[:length], prompt.is_content[:length]
-            turn.prompt_message_indices = prompt.message_indices[:length]
+            for name in DESCRIBED:
+                setattr(turn, f"prompt_{name}", getattr(prompt, name)[:length])
         return True
 
     async def _rendering(self, method: str, work: Awaitable[T]) -> T:

@@ -39,16 +39,11 @@ def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:
             }
         )
     texts = [parsed.content, *(attempt["raw"] for attempt in malformed)]
-    message: Message = {"role": "assistant", "content": "\n".join(filter(None, texts))}
-    if parsed.reasoning_content:
-        if not isinstance(parsed.reasoning_content, str):
-            raise TypeError(f"reasoning_content is a {type(parsed.reasoning_content).__name__}, want a text")
-        message["reasoning_content"] = parsed.reasoning_content
-    if calls:
-        message["tool_calls"] = calls
-    if malformed:
-        message["malformed_tool_calls"] = malformed
-    return message
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(filter(None, texts))}
+    thought = parsed.reasoning_content
+    require(isinstance(thought, str | None), "reasoning_content is", thought, "a text")
+    others = {"reasoning_content": thought, "tool_calls": calls, "malformed_tool_calls": malformed}
+    return cast(Message, message | {name: value for name, value in others.items() if value})
 
 
 def checked_messages(messages: Any, field: str) -> list[Message]:
@@ -58,26 +53,26 @@ def checked_messages(messages: Any, field: str) -> list[Message]:
         TypeError: not messages of text; names the field, the entry, and the part of its content.
         ValueError: a text that is not valid Unicode.
     """
-    if not isinstance(messages, list | tuple):
-        raise TypeError(f"{field} is {shown(messages)}, want a list of messages")
+    require(isinstance(messages, list | tuple), f"{field} is", messages, "a list of messages")
     return [_checked_message(message, f"{field}[{index}]") for index, message in enumerate(messages)]
 
 
+def require(fits: object, what: str, value: Any, wanted: str) -> None:
+    """Raise the TypeError ``"{what} {the value}, want {wanted}"`` unless it fits."""
+    if not fits:
+        raise TypeError(f"{what} {shown(value)}, want {wanted}")
+
+
 def _checked_message(message: Any, field: str) -> Message:
-    if not isinstance(message, Mapping):
-        raise TypeError(f"{field} is {shown(message)}, want a dict with role and content")
-    role, content = message.get("role"), message.get("content")
-    if not isinstance(role, str) or role not in ROLES:
-        raise TypeError(f"{field} has role {shown(role)}, want one of {', '.join(ROLES)}")
+    require(isinstance(message, Mapping), f"{field} is", message, "a dict with role and content")
+    role, content, thought = map(message.get, ("role", "content", "reasoning_content"))
+    require(isinstance(role, str) and role in ROLES, f"{field} has role", role, f"one of {', '.join(ROLES)}")
+    require(isinstance(content, str | list), f"{field} has content", content, "a string or a list of parts")
+    require(isinstance(thought, str | None), f"{field} has reasoning_content", thought, "a string")
     copied = dict(message)
     if isinstance(content, list):
         copied["content"] = [_checked_part(part, f"{field}.content[{index}]") for index, part in enumerate(content)]
-    elif not isinstance(content, str):
-        raise TypeError(f"{field} has content {shown(content)}, want a string or a list of parts")
-    if "tool_calls" in copied:
-        _check_tool_calls(copied["tool_calls"], f"{field}.tool_calls")
-    if not isinstance(copied.get("reasoning_content"), str | None):
-        raise TypeError(f"{field} has reasoning_content {shown(copied['reasoning_content'])}, want a string")
+    _check_tool_calls(copied.get("tool_calls"), f"{field}.tool_calls")
     if not all(type(value) is str and value.isascii() for value in copied.values()):
         try:
             check_unicode(copied, field)
@@ -88,32 +83,23 @@ def _checked_message(message: Any, field: str) -> Message:
 
 def _check_tool_calls(calls: Any, field: str) -> None:
     """Renderers read them as they are."""
-    if calls is None:
-        return
-    if not isinstance(calls, list | tuple):
-        raise TypeError(f"{field} is {shown(calls)}, want a list of tool calls")
-    for index, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping):
-            cure = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
-            raise TypeError(f"{field}[{index}] is {shown(call)}, want {cure}")
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise TypeError(f"{field}[{index}] has the name {shown(function.get('name'))}, want a string that is not empty")
-        if not isinstance(function.get("arguments"), str | Mapping | None):
-            raise TypeError(f"{field}[{index}] has arguments {shown(function['arguments'])}, want JSON or a dict")
+    require(isinstance(calls, list | tuple | None), f"{field} is", calls, "a list of tool calls")
+    for index, call in enumerate(calls or ()):
+        of, function = f"{field}[{index}]", call.get("function", call) if isinstance(call, Mapping) else cast(Any, None)
+        wanted = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
+        require(isinstance(function, Mapping), f"{of} is", call, wanted)
+        name, arguments = function.get("name"), function.get("arguments")
+        require(isinstance(name, str) and name, f"{of} has the name", name, "a string that is not empty")
+        require(isinstance(arguments, str | Mapping | None), f"{of} has arguments", arguments, "JSON or a dict")
 
 
 def _checked_part(part: Any, field: str) -> dict[str, Any]:
     """Templates skip parts that they do not know, so the model would never see them."""
-    if not isinstance(part, Mapping):
-        raise TypeError(f'{field} is {shown(part)}, want {{"type": "text", "text": ...}}')
-    if part.get("type") != "text":
-        cure = (
-            "put it into the message's reasoning_content" if part.get("type") == "thinking" else "only text reaches the model"
-        )
-        raise TypeError(f"{field} is a part of type {_quoted(part.get('type'))}: {cure}")
-    if not isinstance(part.get("text"), str):
-        raise TypeError(f"{field}.text is {shown(part.get('text'))}, want a string")
+    require(isinstance(part, Mapping), f"{field} is", part, '{"type": "text", "text": ...}')
+    if (kind := part.get("type")) != "text":
+        cure = "put it into the message's reasoning_content" if kind == "thinking" else "only text reaches the model"
+        raise TypeError(f"{field} is a part of type '{printable_line(str(kind))}': {cure}")
+    require(isinstance(part.get("text"), str), f"{field}.text is", part.get("text"), "a string")
     return dict(part)
 
 
@@ -125,20 +111,17 @@ def checked_tools(tools: Any, field: str) -> list[ToolSpec] | None:
             the field and the entry.
         ValueError: a text that is not valid Unicode.
     """
-    if not isinstance(tools, list | tuple):
-        raise TypeError(f"{field} is {shown(tools)}, want a list of tools")
+    require(isinstance(tools, list | tuple), f"{field} is", tools, "a list of tools")
     return [_checked_tool(tool, f"{field}[{index}]") for index, tool in enumerate(tools)] or None
 
 
 def _checked_tool(tool: Any, field: str) -> ToolSpec:
-    if not isinstance(tool, Mapping):
-        raise TypeError(f'{field} is {shown(tool)}, want {{"type": "function", "function": {{"name": ...}}}}')
+    require(isinstance(tool, Mapping), f"{field} is", tool, '{"type": "function", "function": {"name": ...}}')
     function = tool.get("function", tool)
-    if not isinstance(function, Mapping):
-        raise TypeError(f"{field}.function is {shown(function)}, want a dict with name, description and parameters")
+    wanted = "a dict with name, description and parameters"
+    require(isinstance(function, Mapping), f"{field}.function is", function, wanted)
     name = function.get("name")
-    if not isinstance(name, str) or not name:
-        raise TypeError(f"{field} has the name {shown(name)}, want a string that is not empty")
+    require(isinstance(name, str) and name, f"{field} has the name", name, "a string that is not empty")
     try:
         text = json.dumps(dict(tool), ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -180,14 +163,12 @@ def checked_rewards(components: Any, field: str) -> dict[str, float]:
     Raises:
         TypeError: not a dict of finite numbers, within float32, by name.
     """
-    if not isinstance(components, Mapping):
-        raise TypeError(f"{field} is {shown(components)}, want a dict of numbers by name")
-    floats = {name: finite_float(value) for name, value in components.items()}
+    require(isinstance(components, Mapping), f"{field} is", components, "a dict of numbers by name")
+    floats: dict[str, Any] = {name: finite_float(value) for name, value in components.items()}
     for name, number in floats.items():
-        if not isinstance(name, str) or number is None:
-            value = components[name]
-            raise TypeError(f"{field}[{name!r}] is {shown(value)}, want a finite number that float32 holds")
-    return cast(dict[str, float], floats)
+        fits = isinstance(name, str) and number is not None
+        require(fits, f"{field}[{name!r}] is", components[name], "a finite number that float32 holds")
+    return floats
 
 
 def check_all_rendered(rendered: RenderedTokens, messages: Iterable[Message], *, start: int = 0) -> None:
@@ -207,7 +188,3 @@ def check_all_rendered(rendered: RenderedTokens, messages: Iterable[Message], *,
     for index, message in enumerate(messages):
         if message["content"] and message["role"] != "assistant" and index not in present:
             raise ValueError(f"the renderer dropped message {index}: this model's template has no role {message['role']!r}")
-
-
-def _quoted(text: Any) -> str:
-    return f"'{printable_line(str(text))}'"
