@@ -1,5 +1,8 @@
 """The page Rollouts: which ones match, a group side by side, and one rollout as a conversation."""
 
+import contextlib
+import functools
+import statistics
 import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +15,7 @@ from torchtitan.experiments.rl.checkpointing.folder import policies
 from torchtitan.experiments.rl.config.run_folder import read_config
 from torchtitan.experiments.rl.observability.rollouts import calls_of, cut, last_messages, plain, shown_turns
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_rollout
+from torchtitan.experiments.rl.rollouts.types import RolloutTurn
 from torchtitan.experiments.rl.tools.report.run import ReportedRun
 from torchtitan.experiments.rl.types import ROLES, STREAMS, TrainingSample
 
@@ -70,27 +74,28 @@ def listed(run: ReportedRun, wanted: Wanted) -> dict[str, Any]:
     Returns:
         ``rows``; ``total``: rows that match without ``text``; ``next``: the offset to go on from, None at the end.
     """
-    asked = wanted.model_dump()
+    asked, text, offset = wanted.model_dump(), (wanted.text or "").casefold(), wanted.offset
     where = " AND ".join([sql for name, sql in CONDITIONS.items() if asked[name] is not None] or "1")
     total = run.index.rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", asked)[0][0]
-    limit, offset = wanted.limit, wanted.offset
+    query = f"SELECT * FROM rollouts WHERE {where} ORDER BY {SORTS[wanted.sort]} LIMIT :limit OFFSET :offset"
+    # A text that JSON writes as it is must be in the line: most lines need not be decoded.
+    in_line = text.encode() if text.isascii() and text.isprintable() and not set(text) & {'"', "\\"} else b""
+    records = functools.lru_cache(1)(run.index.records)  # rollouts of a group come one after the other
     rows: list[dict[str, Any]] = []
-    search = _Search(run, wanted.text) if wanted.text else None
     ends = time.monotonic() + SEARCH_S
-    while len(rows) < limit and offset < total and time.monotonic() < ends:
-        page = run.index.rows(
-            f"SELECT * FROM rollouts WHERE {where} ORDER BY {SORTS[wanted.sort]} LIMIT :limit OFFSET :offset",
-            asked | {"offset": offset},
-        )
-        if not page:
-            break
+    while len(rows) < wanted.limit and (page := run.index.rows(query, asked | {"offset": offset})):
         for row in page:
             offset += 1
-            if search is None or search.matches(row["place"], row["line"]):
-                rows.append({**row, "key": f"{row['place']}-{row['line']}"} | _beginnings(run, row))
-            if len(rows) == limit or (search is not None and time.monotonic() > ends):
-                break
-    return {"rows": rows, "total": total, "next": offset if offset < total else None}
+            turns: list[RolloutTurn] = []
+            with contextlib.suppress(LookupError, ValueError):  # the file was cut back, or the record is no rollout's
+                line = records(row["place"])[row["line"]]
+                turns = decode_rollout(line).rollout.turns if in_line in line.lower() else []
+            if not text or any(text in _text_of(message).casefold() for turn in turns for message in _messages(turn)):
+                rows.append({**row, "key": f"{row['place']}-{row['line']}"} | _beginnings(turns))
+            late = text and time.monotonic() > ends
+            if late or len(rows) == wanted.limit:
+                return {"rows": rows, "total": total, "next": offset if offset < total else None}
+    return {"rows": rows, "total": total, "next": None}
 
 
 def choices(run: ReportedRun) -> dict[str, list[str]]:
@@ -116,7 +121,7 @@ def group(run: ReportedRun, place: int) -> dict[str, Any]:
     examples = [str(one.rollout.data_sample.sample_id) for one in found if one.rollout.data_sample is not None]
     first = [message for one in found for turn in one.rollout.turns[:1] for message in turn.prompt_messages[-1:]]
     rewards = [member["reward"] for member in members if member["reward"] is not None]
-    usual = float(np.median(rewards)) if rewards else 0.0
+    usual = statistics.median(rewards or [0.0])
     odd_first = sorted(members, key=lambda member: -abs((member["reward"] or 0.0) - usual))
     return {
         "place": place,
@@ -153,69 +158,32 @@ def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> 
     }
 
 
-def _beginnings(run: ReportedRun, row: Any) -> dict[str, str]:
+def _beginnings(turns: list[RolloutTurn]) -> dict[str, str]:
     """Of the last message that the model was first shown, and of its last answer."""
-    try:
-        turns = decode_rollout(run.index.record(row["place"], row["line"])).rollout.turns
-    except (LookupError, ValueError):
-        turns = []
-    asked, answered = (turns[0].prompt_messages[-1:], [turns[-1].assistant_message]) if turns else ([], [])
-    shown = {"asked": "".join(map(_text_of, asked)), "answered": "".join(map(_text_of, answered)).strip()}
-    return {name: text[:BEGINNING] for name, text in shown.items()}
+    asked = [message for turn in turns[:1] for message in turn.prompt_messages[-1:]]
+    shown = {"asked": asked, "answered": [turn.assistant_message for turn in turns[-1:]]}
+    return {name: "".join(map(_text_of, messages)).strip()[:BEGINNING] for name, messages in shown.items()}
 
 
-class _Search:
-    """For a text in the messages of rollouts, whatever its case."""
-
-    def __init__(self, run: ReportedRun, text: str):
-        self._run, self._text = run, text.casefold()
-        # A text that JSON writes as it is must be in the line: most lines need not be decoded.
-        plain = text.isascii() and text.isprintable() and not set(text) & {'"', "\\"}
-        self._bytes = text.lower().encode() if plain else b""
-        self._place, self._lines = -1, list[bytes]()
-
-    def matches(self, place: int, line: int) -> bool:
-        """Rollouts of a group are asked for one after the other: it is read once."""
-        if place != self._place:
-            try:
-                self._place, self._lines = place, self._run.index.records(place)
-            except LookupError:
-                return False
-        if line >= len(self._lines) or self._bytes not in self._lines[line].lower():
-            return False
-        try:
-            found = decode_rollout(self._lines[line]).rollout
-        except ValueError:
-            return False
-        return any(
-            self._text in _text_of(message).casefold()
-            for turn in found.turns
-            for message in (*turn.prompt_messages, turn.assistant_message, *turn.env_messages)
-        )
+def _messages(turn: RolloutTurn) -> list[Any]:
+    return [*turn.prompt_messages, turn.assistant_message, *turn.env_messages]
 
 
 def _head(recorded: RecordedRollout, place: int, line: int) -> dict[str, Any]:
     own = recorded.rollout
     members = [sample.advantages[_members(sample)] for sample in own.samples if sample.advantages is not None]
-    values = np.concatenate(members) if members else np.zeros(0)
-    return {
+    values = np.concatenate([*members, np.zeros(0)])
+    advantage = {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())} if len(values) else None
+    plainly = ("rollout_id", "group_id", "status", "reward", "reward_components", "error")
+    return {name: getattr(own, name) for name in plainly} | {
         "key": f"{place}-{line}",
         "place": place,
         "line": line,
-        "rollout_id": own.rollout_id,
-        "group_id": own.group_id,
         "task": own.task_name,
-        "status": own.status.value,
         "outcome": recorded.outcome,
         "step": recorded.admitted_version,
-        "reward": own.reward,
-        "reward_components": own.reward_components,
-        "error": own.error,
         "tokens": own.completion_tokens,
-        "turns_count": len(own.turns),
-        "advantage": {"min": float(values.min()), "mean": float(values.mean()), "max": float(values.max())}
-        if len(values)
-        else None,
+        "advantage": advantage,
     }
 
 
@@ -231,15 +199,14 @@ def _members(sample: TrainingSample) -> np.ndarray:
 
 def _advantage_note(recorded: RecordedRollout) -> str | None:
     """Why nothing of the rollout was trained on, where that follows from its outcome."""
-    outcome = recorded.outcome or ""
-    if outcome.startswith("filtered/"):
-        _, slot, name = (outcome.split("/", 2) + ["", ""])[:3]
-        return f"Dropped by the {slot}_batch_filters entry {name}."
-    if outcome.startswith("failed"):
-        return "Failed: it has no reward, and is in no statistics of its group."
-    if outcome == "oversized":
-        return "One of its samples is longer than a row (batcher.row_length)."
-    return None
+    kind, _, filtered_by = (recorded.outcome or "").partition("/")
+    slot, _, name = filtered_by.partition("/")
+    notes = {
+        "filtered": f"Dropped by the {slot}_batch_filters entry {name}.",
+        "failed": "Failed: it has no reward, and is in no statistics of its group.",
+        "oversized": "One of its samples is longer than a row (batcher.row_length).",
+    }
+    return notes.get(kind)
 
 
 def _text_of(message: Any) -> str:
@@ -272,8 +239,8 @@ def tokenizer_of(run: ReportedRun) -> Tokenizer | None:
 def token_streams(
     run: ReportedRun, place: int, line: int, sample: int, offset: int, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """A part of the token streams of one training sample of a rollout. ``texts`` of its ids, special tokens too, are None where
-    there is no tokenizer.
+    """A part of the token streams of one training sample of a rollout, NaN where a ratio has no meaning. ``texts`` of its ids,
+    special tokens too, are None where there is no tokenizer.
 
     Raises:
         LookupError: there is no such sample.
@@ -291,7 +258,7 @@ def token_streams(
         with np.errstate(over="ignore"):
             ratios = np.exp(chosen.trainer_logprobs.astype(np.float64) - chosen.generator_logprobs)
         streams |= {"trainer_logprobs": chosen.trainer_logprobs, "ratio": np.where(chosen.loss_mask, ratios, np.nan)}
-    shown = {name: _plain(values[part]) for name, values in streams.items() if values is not None}
+    shown = {name: values[part].tolist() for name, values in streams.items() if values is not None}
     if "role_ids" in shown:
         shown["role_ids"] = [ROLES[role] if role >= 0 else None for role in shown["role_ids"]]
     special = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
@@ -303,7 +270,3 @@ def token_streams(
         "special": [token in special and special[token].special for token in ids],
         "streams": shown,
     }
-
-
-def _plain(values: np.ndarray) -> list[Any]:
-    return [None if isinstance(value, float) and not np.isfinite(value) else value for value in values.tolist()]
