@@ -45,8 +45,10 @@ from torchtitan.experiments.rl.process.memory import freeze_objects, unfreeze_ob
 from torchtitan.experiments.rl.process.setup import set_up_logging, set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup  # noqa: E402
-from torchtitan.experiments.rl.tasks.group import derive_seed  # noqa: E402
-from torchtitan.experiments.rl.tasks.task import Task  # noqa: E402
+from torchtitan.experiments.rl.tasks.task import (
+    Task,  # noqa: E402
+    derive_seed,  # noqa: E402
+)
 from torchtitan.experiments.rl.user_code.calls import Gate
 
 

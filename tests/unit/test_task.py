@@ -15,8 +15,7 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.records import decode_rollout, encode_rollout
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Reward, RewardFn, Rubric, env_component, last_assistant_text
-from torchtitan.experiments.rl.tasks.group import derive_seed, first_use
-from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.task import Task, derive_seed, first_use
 
 SAMPLE = DataSample(sample_id="0", env_input="question")
 

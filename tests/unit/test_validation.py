@@ -20,8 +20,7 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder, read_rollouts
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, last_assistant_text
-from torchtitan.experiments.rl.tasks.group import derive_seed
-from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig
+from torchtitan.experiments.rl.tasks.task import Task, ValidationConfig, derive_seed
 
 
 class Numbers(Dataset):

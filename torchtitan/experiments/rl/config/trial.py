@@ -28,7 +28,6 @@ from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.rollouts.filters import matches_of
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
-from torchtitan.experiments.rl.tasks.group import give_credit
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
 from torchtitan.experiments.rl.tasks.task import Task
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded, call_user, sentence
@@ -337,7 +336,7 @@ class Trial:
         for rollout in group.scored[1::2]:
             rollout.reward = 0.0 if rollout.reward else 1.0
         self._try("the credit of a group of scripted replies")
-        failure = await give_credit(task.algorithm, group, timeout_s=task.config.env.rollout_timeout_s)
+        failure = await task.give_credit(group)
         if failure is not None:
             self._refuse("algorithm", task.algorithm, failure.removeprefix(f"task {task.name}: "))
 

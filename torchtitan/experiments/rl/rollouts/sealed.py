@@ -95,7 +95,7 @@ def _seal(cls: type[_Sealed], record: Any, **values: Any) -> Any:
 def sealed_rollout(rollout: Rollout, *, for_rubric: bool = False, lends_samples: bool = False) -> Rollout:
     """
     Args:
-        for_rubric: its status and error can be set: `tasks/group.py` reads them.
+        for_rubric: its status and error can be set: `tasks/task.py` reads them.
         lends_samples: its samples can be written; ``take_samples`` reads them.
     """
     copies: dict[int, Any] = {}

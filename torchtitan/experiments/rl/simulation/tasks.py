@@ -19,8 +19,7 @@ from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConf
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
 from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
-from torchtitan.experiments.rl.tasks.group import derive_seed
-from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

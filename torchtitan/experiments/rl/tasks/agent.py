@@ -42,9 +42,8 @@ from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient,
 from torchtitan.experiments.rl.rollouts.records import json_value
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn
-from torchtitan.experiments.rl.tasks.group import derive_seed
 from torchtitan.experiments.rl.tasks.questions import fill, row_task
-from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_user
 
 if TYPE_CHECKING:  # it imports the clients' own types, which takes seconds

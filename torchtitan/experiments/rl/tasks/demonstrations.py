@@ -21,8 +21,7 @@ from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
-from torchtitan.experiments.rl.tasks.group import derive_seed
-from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
 

@@ -8,19 +8,25 @@ What becomes of a group, in order:
 2. Each rollout that arrives becomes training samples, and ``Algorithm.score_rollout`` sees it.
 3. ``score_group`` has the rubric give rewards, then ``Algorithm.score_group`` credit.
 
-User code that fails on the way ends in a rollout's status; nothing but cancellation is raised.
+User code that fails on the way ends in a rollout's status; nothing but cancellation is raised. Whatever it does, every env and
+every session is closed exactly once, and what it returns is checked.
 """
 
 import asyncio
 import functools
+import hashlib
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
+import numpy as np
 from renderers import Renderer
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms.base import Algorithm
+from torchtitan.experiments.rl.batching.sample_checks import check_weights, missing_credit
 from torchtitan.experiments.rl.bounds import (
     Changeable,
     Cure,
@@ -33,20 +39,117 @@ from torchtitan.experiments.rl.bounds import (
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
+from torchtitan.experiments.rl.envs.conversation import GroupPrompts, Line, yield_queue
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
+from torchtitan.experiments.rl.envs.messages import checked_rewards
 from torchtitan.experiments.rl.envs.renderer import attributes_roles
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.gateway.session import AgentRollout
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
-from torchtitan.experiments.rl.rollouts.policy import PolicyClient, PolicySession, SamplingConfig, Temperature
-from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, counted_in
-from torchtitan.experiments.rl.rubrics.rubric import Rubric
-from torchtitan.experiments.rl.tasks.group import GroupRun, first_use, give_credit, score_rewards, score_rollout
-from torchtitan.experiments.rl.user_code.calls import HOLD_S, UserCodeError, call_bounded
+from torchtitan.experiments.rl.printable import shown
+from torchtitan.experiments.rl.process import trace
+from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, PolicySession, SamplingConfig, Temperature
+from torchtitan.experiments.rl.rollouts.samples import check_completion, samples_from_turns
+from torchtitan.experiments.rl.rollouts.sealed import copied_example, is_own, sealed_group, sealed_rollout, take_samples
+from torchtitan.experiments.rl.rollouts.streams import check_streams, check_trainable, finite_float
+from torchtitan.experiments.rl.rollouts.types import (
+    Completion,
+    DataSample,
+    Rollout,
+    RolloutGroup,
+    RolloutStatus,
+    add_cost,
+    counted_in,
+)
+from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
+from torchtitan.experiments.rl.types import STREAMS, TrainingSample
+from torchtitan.experiments.rl.user_code.calls import HOLD_S, UserCodeError, UserCodeTimeout, call_bounded, cause_of
+
+logger = logging.getLogger(__name__)
 
 MIN_TRAINING_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this, but for those under 1e-5, at which it samples greedily."""
 AdapterName = Annotated[str, Matches(r"[\w-]*", "letters, digits, _ and -: it names a folder")]
+
+
+def derive_seed(seed: int, group_id: str, index_in_group: int, attempt: int, branch: str = "") -> int:
+    """Seed of one attempt at one rollout, or a branch of it: 63 bits, equal in every process (``hash`` of a string is not)."""
+    key = f"{seed}/{group_id}/{index_in_group}/{attempt}{branch and '/'}{branch}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+class CheckedSession:
+    """Implements rollouts.policy.PolicySession. An engine may be the user's own."""
+
+    def __init__(
+        self,
+        session: PolicySession,
+        *,
+        vocab_size: int | None = None,
+        branch: Callable[[str], PolicySession] | None = None,
+    ):
+        """
+        Args:
+            vocab_size: ids that the model has; None: not known.
+            branch: opens another session of the same rollout.
+        """
+        self._session, self._vocab_size, self._branch = session, vocab_size, branch
+        self.waits = 0
+        """Completions that the generator has not answered."""
+
+    async def generate(self, prompt_token_ids: np.ndarray, *, max_tokens: int) -> Completion:
+        """See PolicySession.generate.
+
+        Raises:
+            UserCodeError: the generator failed, or its completion can't be trained on; names the generator.
+        """
+        prompt = prompt_token_ids
+        self._check_ids(prompt, "renderer: the prompt has")
+        if prompt.flags.writeable:  # one that a group shares is read-only, and stays one object: a message then holds it once
+            prompt = prompt.view()
+            prompt.flags.writeable = False
+        self.waits += 1
+        try:
+            with trace.span("generate", prompt_tokens=len(prompt)):
+                completion = await self._session.generate(prompt, max_tokens=max_tokens)
+            check_completion(completion)
+            self._check_ids(completion.token_ids, "a completion has")
+        except BaseException as error:
+            running = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and running is not None and running.cancelling():
+                raise
+            self.waits -= 1
+            raise UserCodeError(f"generator: {cause_of(error)}") from error
+        self.waits -= 1
+        return completion
+
+    def _check_ids(self, token_ids: np.ndarray, what: str) -> None:
+        if self._vocab_size is None or not len(token_ids):
+            return
+        ids = np.asarray(token_ids)  # a user's generator may give a list
+        highest = ids.item(ids.argmax())
+        if highest >= self._vocab_size:
+            raise UserCodeError(f"{what} the token id {highest}, and the model has {self._vocab_size:,} ids")
+
+    def branch(self, key: str) -> "CheckedSession":
+        """Another session of this rollout, for a chain of its own. Its seed follows from the rollout's and the key."""
+        assert self._branch is not None, "the group's run says how to open one"
+        return CheckedSession(self._branch(key), vocab_size=self._vocab_size)
+
+    def close(self) -> None:
+        """See PolicySession.close."""
+        self._session.close()
+
+
+USED = "_used_by_rollout"
+"""What an env that a rollout had carries."""
+
+
+def first_use(env: MessageEnv) -> bool:
+    """Note that a rollout has the env. False: another had it before, in any group of this process."""
+    seen, vars(env)[USED] = vars(env).get(USED), id(env)  # the id: a copy of a used env is another
+    return seen != id(env)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -288,37 +391,58 @@ class Task(UserConfigurable):
         )
         # Validation measures the policy, whoever it learns from.
         source = policy.frozen(self.frozen_source) if credit and self.frozen_source is not None else policy
-        run = GroupRun(self, group, source, seed=seed, sampling=sampling or self.config.sampling, credit=credit)
+        sampling = sampling or self.config.sampling
         with counted_in(group.costs):
-            await run.run()
+            await GroupRun(task=self, group=group, source=source, seed=seed, sampling=sampling, credit=credit).run()
         return group
+
+    @property
+    def _limit_s(self) -> float:
+        """Of a rollout, and of a rubric or an algorithm that scores in its own way."""
+        return self.config.env.rollout_timeout_s
 
     async def score_rewards(self, group: RolloutGroup) -> None:
         """Have the rubric give each rollout its reward and components; without credit, as validation wants it.
 
-        A rollout that failed, or whose reward function failed, keeps the reward None.
+        A rollout that failed, or whose reward function failed, keeps the reward None. A rubric that fails fails every rollout.
         """
-        with counted_in(group.costs):
-            await score_rewards(self.rubric, group, timeout_s=self.config.env.rollout_timeout_s)
+        rubric, given, env_input, limit_s = self.rubric, group.rollouts, group.data_sample.env_input, None
+        name = f"{type(rubric).__name__}.score_group"
+        own = type(rubric).score_group is not Rubric.score_group
+        if own:  # Rubric limits each of its functions
+            given = [sealed_rollout(rollout, for_rubric=True) for rollout in given]
+            env_input, limit_s = copied_example(env_input), self._limit_s
+        try:
+            with counted_in(group.costs), trace.span(name):
+                rewards = await call_bounded(lambda: rubric.score_group(list(given), env_input), timeout_s=limit_s)
+            checked = _checked(rewards, group.rollouts)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # what a rubric returned may be of its own classes
+            _fail(group, f"{name}: {cause_of(error)}")
+            return
+        for rollout, seen, (reward, components) in zip(group.rollouts, given, checked, strict=True):
+            rollout.reward, rollout.reward_components = reward, components
+            if own and seen.status is not rollout.status:
+                # The status that is recorded has to agree with training: a rubric may fail a rollout, and nothing else.
+                rollout.status, rollout.error, rollout.reward = RolloutStatus.ERROR, seen.error, None
+                if not (isinstance(seen.status, RolloutStatus) and seen.status.is_error()):
+                    rollout.error = f"{name} set the status of a rollout that has ended to {shown(seen.status)}"
 
     async def score_group(self, group: RolloutGroup) -> str | None:
         """Rewards, then credit. Sets ``group.failure``, and returns it, where the group can't be trained on: too few rollouts
         were scored, or the algorithm failed. A rollout without a reward is never trained on."""
         await self.score_rewards(group)
-        return await self._give_credit(group)
+        return await self._credit(group)
 
     async def credit_group(self, group: RolloutGroup) -> str | None:
         """Credit for a group that was run without, and rewarded. Sets and returns ``group.failure`` as ``score_group`` does."""
-        limit_s = self.config.env.rollout_timeout_s
-        scores = (score_rollout(self.algorithm, rollout, group, timeout_s=limit_s) for rollout in group.rollouts)
-        await asyncio.gather(*scores)
-        return await self._give_credit(group)
+        await asyncio.gather(*(self.credit_rollout(rollout, group) for rollout in group.rollouts))
+        return await self._credit(group)
 
-    async def _give_credit(self, group: RolloutGroup) -> str | None:
-        # Again after credit: a rollout that its algorithm gave none has lost its reward.
-        limit_s = self.config.env.rollout_timeout_s
-        group.failure = self._too_few_scored(group) or await give_credit(self.algorithm, group, timeout_s=limit_s)
-        group.failure = group.failure or self._too_few_scored(group)
+    async def _credit(self, group: RolloutGroup) -> str | None:
+        # Counted again after credit: a rollout that its algorithm gave none has lost its reward.
+        group.failure = self._too_few_scored(group) or await self.give_credit(group) or self._too_few_scored(group)
         return group.failure
 
     def _too_few_scored(self, group: RolloutGroup) -> str | None:
@@ -329,3 +453,242 @@ class Task(UserConfigurable):
         causes = [rollout.error for rollout in group.rollouts if rollout.error]
         first = f": {causes[0]}" if causes else ""
         return f"{len(group.scored)} of {len(group.rollouts)} rollouts scored, {needed} needed{first}"
+
+    async def credit_rollout(self, rollout: Rollout, group: RolloutGroup) -> None:
+        """Have the algorithm's ``score_rollout`` see a rollout of the group that has ended well. What fails there fails the
+        rollout."""
+        algorithm = self.algorithm
+        if rollout.status.is_error() or type(algorithm).score_rollout is Algorithm.score_rollout:
+            return
+        name = f"{type(algorithm).__name__}.score_rollout"
+        lent, began = sealed_rollout(rollout, lends_samples=True), time.perf_counter()
+        try:
+            with trace.span(name):
+                await call_bounded(lambda: algorithm.score_rollout(lent), timeout_s=self._limit_s)
+            take_samples(rollout, lent, _check_early, allowed=type(algorithm).replaces)
+        except (UserCodeError, ValueError) as error:
+            rollout.status, rollout.reward = RolloutStatus.ERROR, None
+            rollout.error = f"task {self.name}: {name}: {error}"
+        finally:
+            group.credit_s += time.perf_counter() - began
+
+    async def give_credit(self, group: RolloutGroup) -> str | None:
+        """Have the algorithm give credit to a group that was rewarded. Returns the cause where that failed; every rollout has
+        failed then."""
+        algorithm, kind = self.algorithm, type(self.algorithm)
+        if kind.score_group is Algorithm.score_group and kind.score_rollout is Algorithm.score_rollout:
+            return None  # gives no credit at all: for groups that are scored and not trained on
+        given = group if is_own(algorithm) else sealed_group(group, lends_samples=True)
+        lent, began = list(given.rollouts), time.perf_counter()
+
+        async def score() -> None:
+            algorithm.score_group(given)
+
+        try:
+            with trace.span(f"{kind.__name__}.score_group"):
+                await call_bounded(score, timeout_s=self._limit_s)
+            for rollout, written in zip(group.rollouts, lent, strict=True):
+                # The rubric's `error_reward`, and an algorithm whose ``score_rollout`` has not seen a rollout that failed.
+                if rollout.status.is_error() and any(missing_credit(sample) for sample in written.samples):
+                    rollout.reward = None
+                if rollout.reward is not None:
+                    take_samples(rollout, written, _check_credit)
+        except (UserCodeError, ValueError) as error:
+            return _fail(group, f"task {self.name}: {kind.__name__}.score_group: {cause_of(error)}")
+        finally:
+            group.credit_s += time.perf_counter() - began
+        return None
+
+
+OpenRollout = RendererEnv | AgentRollout
+"""What a rollout is run with: has turns, a status and its cause, and is closed."""
+
+RETRIED = (RolloutStatus.ERROR, RolloutStatus.TIMEOUT)
+
+
+class SharedEnv(UserCodeError):
+    """A task gave an env to several rollouts. They are not run again: that would hide a fault of the task."""
+
+
+@dataclass(kw_only=True)
+class GroupRun:
+    """One run of the rollouts of a group. A session is opened for each before ``run`` first awaits."""
+
+    task: Task
+    group: RolloutGroup
+    source: ModelClient
+    seed: int
+    sampling: SamplingConfig
+    credit: bool
+
+    def __post_init__(self) -> None:
+        self._sessions: dict[int, PolicySession] = {}
+        """Those that are open, by their id."""
+        self._envs: list[OpenRollout] = []
+        self._prompts = GroupPrompts()
+        self._stop_token_ids = self.task.renderer.get_stop_token_ids()
+
+    async def run(self) -> None:
+        """Give every rollout of the group a terminal status, its turns and its samples. Raises nothing but CancelledError."""
+        rollouts = self.group.rollouts
+        sessions = [self._open_session(rollout, attempt=0) for rollout in rollouts]
+        try:
+            await yield_queue().wait(Line.NEW_GROUP)
+            envs = await self._make_envs(len(rollouts))
+            await asyncio.gather(*map(self._run_to_status, rollouts, envs, sessions))
+        finally:
+            # Rollouts close their own; what is left belongs to rollouts that never began.
+            for session in list(self._sessions.values()):
+                self._close_session(session)
+            for env in self._envs:
+                await env.close()
+
+    async def _run_to_status(self, rollout: Rollout, env: OpenRollout | UserCodeError, session: PolicySession) -> None:
+        with trace.lane("rollout", rollout=rollout.rollout_id):
+            for attempt in range(self.task.config.max_retries + 1):
+                if attempt:
+                    logger.info("rollout %s: %s; running it again", rollout.rollout_id, rollout.error)
+                    session = self._open_session(rollout, attempt=attempt)
+                    (env,) = await self._make_envs(1)
+                if isinstance(env, UserCodeError):
+                    status = RolloutStatus.TIMEOUT if isinstance(env, UserCodeTimeout) else RolloutStatus.ERROR
+                    rollout.turns, rollout.status, rollout.error = [], status, str(env)
+                    self._close_session(session)
+                else:
+                    await self._attempt(rollout, env, session, attempt)
+                if rollout.status not in RETRIED or isinstance(env, SharedEnv):
+                    break
+            own = {"task_name": rollout.task_name, "rollout_id": rollout.rollout_id}
+            rollout.samples = samples_from_turns(rollout.turns, temperature=self.sampling.temperature, **own)
+            for name, count in (rollout.calls | {"samples": len(rollout.samples)} if rollout.calls else {}).items():
+                add_cost(f"agent/{rollout.task_name}/{name}", count)
+            if self.credit:
+                await self.task.credit_rollout(rollout, self.group)
+
+    async def _attempt(self, rollout: Rollout, env: OpenRollout, session: PolicySession, attempt: int) -> None:
+        limit_s = self.task.config.env.rollout_timeout_s
+        name = f"{type(self.task).__name__}.run_rollout"
+        opened = [session]
+
+        def branch(key: str) -> PolicySession:
+            opened.append(self._open_session(rollout, attempt=attempt, branch=key))
+            return opened[-1]
+
+        checked = CheckedSession(session, vocab_size=self.task.vocab_size, branch=branch)
+        try:
+            await call_bounded(lambda: self.task.run_rollout(cast(Any, env), checked), timeout_s=limit_s)
+            await env.close()  # its metadata may fail
+            rollout.status, rollout.error = env.status, env.error
+            if not rollout.status.is_terminal():
+                rollout.status = RolloutStatus.ERROR
+                rollout.error = f"{name} returned while the rollout was ongoing; to stop early call env.finish(status)"
+        except UserCodeError as error:
+            if env.status in RETRIED:  # it had failed before the loop raised, or was late
+                rollout.status, rollout.error = env.status, env.error
+            elif isinstance(error, UserCodeTimeout):
+                waits_in = f"; it waits in {error.where}" if error.where else ""
+                waits = ", waiting for the generator" if checked.waits else waits_in
+                rollout.status, rollout.error = (
+                    RolloutStatus.TIMEOUT,
+                    f"{name}: the rollout took longer than {limit_s:g} s{waits}",
+                )
+            else:
+                rollout.status, rollout.error = RolloutStatus.ERROR, f"{name}: {error}"
+        finally:
+            await env.close()
+            for one in opened:
+                self._close_session(one)
+        rollout.turns = env.turns
+        if isinstance(env, AgentRollout):
+            rollout.answer, rollout.calls = env.answer, dict(+env.counts)
+        else:
+            rollout.metadata = env.metadata
+
+    async def _make_envs(self, n: int) -> list[OpenRollout | UserCodeError]:
+        """``n`` envs, or ``n`` times the reason there are none."""
+        task, name = self.task, f"{type(self.task).__name__}.make_envs"
+        made: list[Any] = []
+        envs: list[OpenRollout | UserCodeError] = []
+
+        async def make() -> None:
+            given = await task.make_envs(self.group.data_sample, n)
+            made.extend(given if isinstance(given, list | tuple) else [given])
+            for env in made:
+                # An env that several rollouts are given is closed by the first of them.
+                if isinstance(env, MessageEnv) and first_use(env):
+                    env = RendererEnv(message_env=env, renderer=task.renderer, config=task.config.env, group=self._prompts)
+                if isinstance(env, OpenRollout):
+                    self._envs.append(env)  # here, so that envs that come too late, or after a cancellation, are closed too
+                    envs.append(env)
+
+        try:
+            await call_bounded(make, timeout_s=task.config.env.rollout_timeout_s)
+        except UserCodeError as error:
+            return [type(error)(f"{name}: {error}")] * n
+        if len(envs) == len(made) == n:
+            return envs
+        kinds = ", ".join(sorted({type(env).__name__ for env in made})) or "nothing"
+        if len(made) == n and all(isinstance(env, MessageEnv) for env in made):
+            cure = "make a new env for each, because each rollout closes its own"
+            return [SharedEnv(f"{name} returned the same {kinds} for several rollouts: {cure}")] * n
+        return [UserCodeError(f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv")] * n
+
+    def _open_session(self, rollout: Rollout, *, attempt: int, branch: str = "") -> PolicySession:
+        session = self.source.session(
+            rollout_id=f"{rollout.rollout_id}~{attempt}" if attempt else rollout.rollout_id,
+            seed=derive_seed(self.seed, rollout.group_id, rollout.index_in_group, attempt, branch),
+            sampling=self.sampling,
+            stop_token_ids=self._stop_token_ids,  # one list for all: a message then holds it once
+        )
+        self._sessions[id(session)] = session
+        return session
+
+    def _close_session(self, session: PolicySession) -> None:
+        if self._sessions.pop(id(session), None) is not None:
+            session.close()
+
+
+def _fail(group: RolloutGroup, cause: str) -> str:
+    """Take the rewards of the rollouts, and end those that had not failed as ERROR. Returns the cause."""
+    for rollout in group.rollouts:
+        rollout.reward = None
+        if not rollout.status.is_error():
+            rollout.status, rollout.error = RolloutStatus.ERROR, cause
+    return cause
+
+
+def _checked(rewards: Any, rollouts: list[Rollout]) -> list[tuple[float | None, dict[str, float]]]:
+    """Reward and components of each rollout, as a rubric returned them.
+
+    Raises:
+        TypeError, ValueError: not one Reward for each rollout, of finite numbers; names the rollout.
+    """
+    if not isinstance(rewards, list | tuple) or len(rewards) != len(rollouts):
+        size = f" of {len(rewards)}" if isinstance(rewards, list | tuple) else ""
+        raise TypeError(f"returned a {type(rewards).__name__}{size}, want a list of {len(rollouts)} Reward")
+    checked = []
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        of = f"of rollout {rollout.rollout_id}"
+        if not isinstance(reward, Reward):
+            raise TypeError(f"the reward {of} is a {type(reward).__name__}, want a Reward")
+        value = reward.reward
+        number = finite_float(value)
+        if value is not None and number is None:
+            raise ValueError(f"the reward {of} is {shown(value)}, want None or a finite number that float32 holds")
+        checked.append((number, checked_rewards(reward.components, f"the components {of}")))
+    return checked
+
+
+def _check_early(sample: TrainingSample) -> None:
+    check_streams(sample)
+    check_weights(sample)
+
+
+def _check_credit(sample: TrainingSample) -> None:
+    try:
+        check_trainable(sample)
+    except ValueError as error:
+        raise UserCodeError(f"rollout {sample.rollout_id}: {error}") from None
+    for name in STREAMS:
+        if (values := getattr(sample, name)) is not None:
+            values.setflags(write=False)
