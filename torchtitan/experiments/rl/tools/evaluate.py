@@ -55,8 +55,8 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        endpoint = self.endpoint
-        return self.config.model.hf_assets_path if endpoint is None else f"{endpoint.name} at {endpoint.base_url}"
+        served = self.endpoint
+        return f"{served.name} at {served.base_url}" if served else self.config.model.hf_assets_path
 
     @property
     def schedules(self) -> dict[str, ValidationConfig]:
@@ -343,24 +343,21 @@ def task_figures(examples: Sequence[Example], *, attempts: int, pass_reward: flo
 
     def figures(part: Sequence[Example]) -> dict[str, Any]:
         scored = [example for example in part if example.rewards]
-        found: dict[str, Any] = {
+        passed = [(len(e.rewards), sum(reward >= pass_reward for reward in e.rewards)) for e in scored]
+        return {
             "examples": len(part),
             "failed": sum(example.attempts - len(example.rewards) for example in part),
             f"avg@{attempts}": _estimate([example.mean for example in scored]),
-        }
-        for k in sorted({1, attempts}):
-            passed = [(len(e.rewards), sum(reward >= pass_reward for reward in e.rewards)) for e in scored]
-            found[f"pass@{k}"] = _estimate([pass_at_k(n, right, min(k, n)) for n, right in passed])
-        return found
+        } | {f"pass@{k}": _estimate([pass_at_k(n, right, min(k, n)) for n, right in passed]) for k in sorted({1, attempts})}
 
     slices: dict[str, dict[str, Any]] = {}
     for name in sorted({name for example in examples for name in example.facts}):
-        parts: dict[Any, list[Example]] = {}
-        for example in examples:
-            parts.setdefault(example.facts.get(name), []).append(example)
-        if 2 <= len(parts) <= min(MOST_SLICES, len(examples) // 2):
-            values = sorted(parts, key=lambda value: (str(type(value)), value))
-            slices[name] = {str(value): figures(parts[value]) for value in values}
+        values = {example.facts.get(name) for example in examples}
+        if 2 <= len(values) <= min(MOST_SLICES, len(examples) // 2):
+            slices[name] = {
+                str(value): figures([example for example in examples if example.facts.get(name) == value])
+                for value in sorted(values, key=lambda value: (str(type(value)), value))
+            }
     return figures(examples) | {"slices": slices}
 
 
@@ -380,15 +377,20 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     n, mean = len(x), float(x.mean())
     variance = float(x.var(ddof=1)) if n > 1 else math.inf
     if x.min() < 0 or x.max() > 1:
-        if n < 2:
-            return None, None
-        half = student(n - 1) * math.sqrt(variance / n)
-        return mean - half, mean + half
+        return _standard_errors(x)
     full = mean * (1 - mean)
     spread = student(n - 1) ** 2 * variance / (n * full) if 0 < variance < full else Z * Z / n
     middle = (mean + spread / 2) / (1 + spread)
     half = math.sqrt(spread * full + spread * spread / 4) / (1 + spread)
     return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def _standard_errors(x: np.ndarray) -> tuple[float | None, float | None]:
+    """95 % interval of the mean of [N], by Student's distribution; of fewer than two values, unknown."""
+    if len(x) < 2:
+        return None, None
+    half = student(len(x) - 1) * math.sqrt(float(x.var(ddof=1)) / len(x))
+    return float(x.mean()) - half, float(x.mean()) + half
 
 
 def student(freedom: int) -> float:
@@ -409,14 +411,10 @@ def paired(first: Sequence[Example], second: Sequence[Example]) -> dict[str, Any
     before, after = ({e.example: e.mean for e in examples if e.rewards} for examples in (first, second))
     changes = {example: after[example] - reward for example, reward in before.items() if example in after}
     differences, n = np.array(list(changes.values()), np.float64), len(changes)
-    mean = float(differences.mean()) if n else None
-    low = high = None
-    if mean is not None and n > 1:
-        half = student(n - 1) * math.sqrt(float(differences.var(ddof=1)) / n)
-        low, high = mean - half, mean + half
+    low, high = _standard_errors(differences)
     return {
         "examples": n,
-        "difference": mean,
+        "difference": float(differences.mean()) if n else None,
         "low": low,
         "high": high,
         "p_value": sign_flip_p(differences) if n else None,
@@ -449,22 +447,23 @@ def result_lines(result: dict[str, Any]) -> list[str]:
                     lines += [f"{'':<12}{sliced_by} = {value} ({part['examples']})", *_estimates(part, " " * 14)]
         lines.append(f"records     {model['folder']}")
     for task, compared in (result["comparison"] or {}).items():
-        if compared["difference"] is None:
-            lines.append(f"compared    {task}: no example was scored for both")
-            continue
-        between = "" if compared["low"] is None else f" ({compared['low']:+.3f} to {compared['high']:+.3f})"
-        lines.append(
-            f"compared    {task}: second less first {compared['difference']:+.3f}{between}, p = {compared['p_value']:.3g}; "
-            f"{len(compared['won'])} of {compared['examples']} examples better, {len(compared['lost'])} worse"
-        )
+        told = "no example was scored for both"
+        if compared["difference"] is not None:
+            told = (
+                f"second less first {_shown(compared, '+.3f', of='difference', gap=' ')}, p = {compared['p_value']:.3g}; "
+                f"{len(compared['won'])} of {compared['examples']} examples better, {len(compared['lost'])} worse"
+            )
+        lines.append(f"compared    {task}: {told}")
     return [*lines, "Intervals are of 95 %, over examples."]
 
 
 def _estimates(figures: dict[str, Any], indent: str) -> list[str]:
-    lines = []
-    for name, figure in figures.items():
-        if "@" in name:
-            between = "" if figure["low"] is None else f"  ({figure['low']:.3f} to {figure['high']:.3f})"
-            shown = "nothing was scored" if figure["value"] is None else f"{figure['value']:.3f}{between}"
-            lines.append(f"{indent}{name:<9}{shown}")
-    return lines
+    return [f"{indent}{name:<9}{_shown(figure, '.3f')}" for name, figure in figures.items() if "@" in name]
+
+
+def _shown(figure: dict[str, Any], places: str, *, of: str = "value", gap: str = "  ") -> str:
+    """A figure with its interval, where there is one."""
+    value, low, high = figure[of], figure["low"], figure["high"]
+    if value is None:
+        return "nothing was scored"
+    return f"{value:{places}}" + ("" if low is None else f"{gap}({low:{places}} to {high:{places}})")

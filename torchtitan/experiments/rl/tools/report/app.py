@@ -140,12 +140,8 @@ def answered(value: Any) -> Response:
 def _refusal(request: Request, token: str | None) -> Response | None:
     """None: the request is answered."""
     if token is None:
-        host = request.headers.get("host", "")
-        return (
-            None
-            if re.sub(r":\d+$", "", host) in LOCAL_NAMES
-            else Response("this report answers on the loopback address only", 400)
-        )
+        local = re.sub(r":\d+$", "", request.headers.get("host", "")) in LOCAL_NAMES
+        return None if local else Response("this report answers on the loopback address only", 400)
     given = request.query_params.get("token")
     if given is not None and hmac.compare_digest(given.encode(), token.encode()):
         # Into a cookie, and out of the address that is seen and shared.
@@ -171,14 +167,16 @@ def exported(runs: Sequence[ReportedRun], *, sample: int) -> str:
         f"default-src 'none'; script-src 'sha256-{_digest(script)}'; style-src 'sha256-{_digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    page = page.replace('<link rel="stylesheet" href="report.css">', f"<style>{style}</style>")
-    for name in SCRIPTS:
-        page = page.replace(f'<script src="{name}" defer></script>\n', "")
-    page = page.replace(
-        '<meta charset="utf-8">', f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
-    )
-    held_and_run = f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n'
-    return page.replace("</body>", f"{held_and_run}</body>")
+    charset = '<meta charset="utf-8">'
+    instead = {
+        charset: f'{charset}\n<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<link rel="stylesheet" href="report.css">': f"<style>{style}</style>",
+        **{f'<script src="{name}" defer></script>\n': "" for name in SCRIPTS},
+        "</body>": f'<script type="application/json" id="data">{data}</script>\n<script>{script}</script>\n</body>',
+    }
+    for tag, new in instead.items():
+        page = page.replace(tag, new)
+    return page
 
 
 async def answers(runs: Sequence[ReportedRun], sample: int) -> dict[str, Any]:
@@ -187,33 +185,35 @@ async def answers(runs: Sequence[ReportedRun], sample: int) -> dict[str, Any]:
     transport = httpx.ASGITransport(report_app(runs))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
 
-        async def hold(*addresses: str) -> list[Any]:
-            for address in addresses:
-                held[address] = (await client.get(address)).json()
-            return [held[address] for address in addresses]
+        async def hold(address: str) -> Any:
+            held[address] = (await client.get(address)).json()
+            return held[address]
 
         await hold("api/runs")
         for number, run in enumerate(runs):
             base = f"api/runs/{number}"
             metrics = {*pages.metric_names(run), "validation/reward", "rollout/reward_mean"}
-            await hold(*(f"{base}/metrics?name={quote(metric, safe='')}" for metric in metrics))
-            await hold(*(f"{base}/page/{name}" for name in PAGES))
+            for page in (
+                *(f"metrics?name={quote(metric, safe='')}" for metric in metrics),
+                *(f"page/{name}" for name in PAGES),
+            ):
+                await hold(f"{base}/{page}")
             some = f"limit={min(max(1, sample // 2), rollouts.MOST_ROWS)}"
-            lists = await hold(*(f"{base}/rollouts?sort={order}&{some}" for order in ("highest", "lowest")))
+            lists = [await hold(f"{base}/rollouts?sort={order}&{some}") for order in ("highest", "lowest")]
             rows = {row["key"]: row for one in lists for row in one["rows"]}
             held[f"{base}/rollouts?"] = lists[0] | {"rows": list(rows.values()), "total": len(rows), "next": None}
             keys = set(rows)
             if len(labels := [one["label"] for one in pages.recorded(run)]) > 1:  # what the page Evaluations compares at first
                 query = {"before_run": number, "before": labels[0], "after_run": number, "after": labels[-1]}
-                (found,) = await hold(f"api/changes?{urlencode(query)}")
+                found = await hold(f"api/changes?{urlencode(query)}")
                 for kind in ("won", "lost"):
                     found[kind] = found[kind][:EXPORTED_CHANGES]
                     keys |= {key for row in found[kind] for side in ("before", "after") for key in row[side]["keys"]}
             for key in keys:
-                place = key.partition("-")[0]
-                one, *_ = await hold(f"{base}/rollouts/{key}", f"{base}/rollouts/{key}/raw", f"{base}/groups/{place}")
-                numbers = range(len(one["samples"]))
-                await hold(*(f"{base}/rollouts/{key}/tokens?sample={sample}&offset=0" for sample in numbers))
+                one = await hold(f"{base}/rollouts/{key}")
+                tokens = [f"rollouts/{key}/tokens?sample={sample}&offset=0" for sample in range(len(one["samples"]))]
+                for place in (f"rollouts/{key}/raw", f"groups/{key.partition('-')[0]}", *tokens):
+                    await hold(f"{base}/{place}")
     return held
 
 

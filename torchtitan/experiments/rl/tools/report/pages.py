@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import filter as named
-from fnmatch import fnmatch
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,11 +151,11 @@ def _ledger(ledger: Mapping[str, Mapping[str, int]]) -> Iterable[Hint]:
 
 
 def _reward(series: Series, state: Mapping[str, Any]) -> Iterable[Hint]:
-    curves = {}
-    for name in (VALIDATION, REWARD):
-        points = series.get(name, ())
-        if len(points) >= LEAST_POINTS and points[-1][0] - points[0][0] >= LEAST_STEPS:
-            curves[name] = Curve(points)
+    curves = {
+        name: Curve(points)
+        for name in (VALIDATION, REWARD)
+        if len(points := series.get(name, ())) >= LEAST_POINTS and points[-1][0] - points[0][0] >= LEAST_STEPS
+    }
     for name, curve in curves.items():
         if (best := curve.falls_from()) is not None:
             text = f"The reward falls: {best:.3g} at its best, {curve.end:.3g} now"
@@ -252,14 +251,22 @@ Points = list[tuple[int, float | None]]
 def overview(run: ReportedRun) -> dict[str, Any]:
     """State, hints, the charts with their lines, the names of all metrics, and the seconds after which each step ended."""
     known, several = metric_names(run), len(run.tasks()) > 1
-    patterns = {title: [p for p in own if several or p not in OF_A_TASK] for title, _, *own in CHARTS}
-    watched = [*(pattern for own in patterns.values() for pattern in own), *WATCHED]
-    found = series(run, [name for name in known if any(fnmatch(name, pattern) for pattern in watched)])
-    charts = []
-    for title, unit, *_ in CHARTS:
-        if lines := {name: thinned(found[name]) for pattern in patterns[title] for name in named(known, pattern)}:
-            x = "policy version" if title == "Validation" else "step"
-            charts.append({"title": title, "unit": unit, "xLabel": x, "lines": lines})
+    drawn = {
+        title: [name for pattern in own if several or pattern not in OF_A_TASK for name in named(known, pattern)]
+        for title, _, *own in CHARTS
+    }
+    watched = [name for pattern in WATCHED for name in named(known, pattern)]
+    found = series(run, [*chain(watched, *drawn.values())])
+    charts = [
+        {
+            "title": title,
+            "unit": unit,
+            "xLabel": "policy version" if title == "Validation" else "step",
+            "lines": {name: thinned(found[name]) for name in drawn[title]},
+        }
+        for title, unit, *_ in CHARTS
+        if drawn[title]
+    ]
     state = run.state()
     finite = {name: [(x, y) for x, y in points if y is not None] for name, points in found.items()}
     step_s = found.get("time/step_s", [])
@@ -282,12 +289,8 @@ def series(run: ReportedRun, names: Sequence[str]) -> dict[str, Points]:
     """(step, value) of each metric, as in metrics.jsonl, but a validation's at the version that it measured; a value that is
     null there is None."""
     marks = ", ".join("?" * len(names))
-    found: dict[str, Points] = {}
-    for name, step, value in run.index.rows(
-        f"SELECT name, step, value FROM points WHERE name IN ({marks}) ORDER BY name, step", list(names)
-    ):
-        found.setdefault(name, []).append((step, value))
-    return found
+    query = f"SELECT name, step, value FROM points WHERE name IN ({marks}) ORDER BY name, step"
+    return {name: list(points.items()) for name, points in table(run, query, names).items()}
 
 
 def chart_line(run: ReportedRun, name: str) -> Points:
@@ -302,44 +305,38 @@ def thinned(points: Points) -> Points:
     return [points[round(i * (len(points) - 1) / (MOST_POINTS - 1))] for i in range(MOST_POINTS)]
 
 
-def counts(run: ReportedRun, query: str) -> dict[str, dict[str, int]]:
+def table(run: ReportedRun, query: str, values: Sequence[str] = ()) -> dict[str, dict[Any, Any]]:
     """Of a query of three columns, the third by the other two."""
-    found: dict[str, dict[str, int]] = {}
-    for first, second, count in run.index.rows(query):
-        found.setdefault(first, {})[second] = count
+    found: dict[str, dict[Any, Any]] = {}
+    for first, second, value in run.index.rows(query, list(values)):
+        found.setdefault(first, {})[second] = value
     return found
 
 
 def ledger_counts(run: ReportedRun) -> dict[str, dict[str, int]]:
     """Lines of ledger.jsonl by task and column."""
-    return counts(run, "SELECT task, column_, COUNT(*) FROM ledger GROUP BY task, column_")
+    return table(run, "SELECT task, column_, COUNT(*) FROM ledger GROUP BY task, column_")
 
 
 def ledger(run: ReportedRun) -> dict[str, Any]:
     """Where every rollout went: by task, and by the version at which it ended."""
-    recorded = counts(run, "SELECT task, outcome, COUNT(*) FROM rollouts GROUP BY task, outcome")
+    recorded = table(run, "SELECT task, outcome, COUNT(*) FROM rollouts GROUP BY task, outcome")
     over_time = "SELECT column_, ended, COUNT(*) FROM ledger WHERE task = ? GROUP BY column_, ended ORDER BY ended"
     tasks = []
     for task, columns in ledger_counts(run).items():
-        newest = {name.rpartition("/")[2]: points[-1][1] for name, points in series(run, _of_ledger(task)).items()}
-        lines: dict[str, Points] = {}
-        for column, version, count in run.index.rows(over_time, (task,)):
-            lines.setdefault(column, []).append((version, count))
+        names = [f"ledger/{task}/dispatched", f"ledger/{task}/open"]
+        dispatched, not_ended = (points[-1][1] if (points := series(run, [name]).get(name)) else None for name in names)
         tasks.append(
             {
                 "task": task,
-                "dispatched": int(newest.get("dispatched") or sum(columns.values())),
-                "open": int(newest.get("open") or 0),
+                "dispatched": int(dispatched or sum(columns.values())),
+                "open": int(not_ended or 0),
                 "columns": columns,
                 "recorded": recorded.get(task, {}),
-                "lines": {column: thinned(points) for column, points in lines.items()},
+                "lines": {name: thinned(list(own.items())) for name, own in table(run, over_time, [task]).items()},
             }
         )
     return {"tasks": tasks}
-
-
-def _of_ledger(task: str) -> list[str]:
-    return [f"ledger/{task}/{name}" for name in ("dispatched", "open")]
 
 
 def config_differences(runs: Sequence[ReportedRun]) -> dict[str, list[Any]]:
@@ -350,7 +347,6 @@ def config_differences(runs: Sequence[ReportedRun]) -> dict[str, list[Any]]:
     return {name: row for name, row in values.items() if len(runs) == 1 or any(value != row[0] for value in row)}
 
 
-TRACE = re.compile(r"trace-steps-\d+-\d+\.json")
 LOG_BYTES = 256 * 1024
 """Read of each log, from its end."""
 MOST_EVENTS = 200
@@ -382,7 +378,7 @@ def timeline(run: ReportedRun) -> dict[str, Any]:
 
 def traces(folder: Path) -> list[Path]:
     """Files of profiled steps; a link is none."""
-    return [path for path in _files(folder, "trace-steps-*.json") if TRACE.fullmatch(path.name)]
+    return _files(folder, "trace-steps-*-*.json")
 
 
 def logs(folder: Path) -> list[Path]:
@@ -466,12 +462,12 @@ def changes(before: Evaluated, after: Evaluated) -> dict[str, Any]:
     won and lost examples would come of tosses of a coin (two-sided sign test).
     """
     first, second = _attempts(before), _attempts(after)
-    rows = []
-    for example in [example for example in first if example in second]:
-        old, new = first[example], second[example]
-        if old["sample_id"] == new["sample_id"] and None not in (old["reward"], new["reward"]):
-            change = new["reward"] - old["reward"]
-            rows.append({"task": old["task"], "example": old["sample_id"], "change": change, "before": old, "after": new})
+    pairs = [(old, second[example]) for example, old in first.items() if example in second]
+    rows = [
+        {"task": old["task"], "example": old["sample_id"], "change": new["reward"] - old["reward"], "before": old, "after": new}
+        for old, new in pairs
+        if old["sample_id"] == new["sample_id"] and None not in (old["reward"], new["reward"])
+    ]
     rows.sort(key=lambda row: -abs(row["change"]))
     won, lost = ([row for row in rows if row["change"] * sign > 0] for sign in (1, -1))
     return {

@@ -13,6 +13,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
@@ -46,6 +47,9 @@ CREATE VIEW points AS
 """``points``: metrics as they are drawn. A validation is reported with a later step than that of the policy it measured."""
 
 
+Rows = Sequence[tuple]
+
+
 class RunIndex:
     """Of one run folder. Safe to use from several threads."""
 
@@ -65,9 +69,9 @@ class RunIndex:
         Returns:
             Whether all was read.
         """
-        files: dict[str, Callable[[BinaryIO, int], Iterator[tuple[int, Sequence[tuple]]]]] = {
-            METRICS_FILE: lambda file, place: _lines(file, place, metrics_rows),
-            LEDGER_FILE: lambda file, place: _lines(file, place, ledger_rows),
+        files: dict[str, Any] = {
+            METRICS_FILE: partial(_lines, metrics_rows),
+            LEDGER_FILE: partial(_lines, ledger_rows),
             ROLLOUTS_FILE: _groups,
         }
         return False not in [self._read_on(name, records) for name, records in files.items()]
@@ -118,7 +122,7 @@ class RunIndex:
             raise OSError(f"{name} is a link")
         return path.open("rb")
 
-    def _read_on(self, name: str, records: Callable[[BinaryIO, int], Iterator[tuple[int, Sequence[tuple]]]]) -> bool:
+    def _read_on(self, name: str, records: Callable[[BinaryIO, int], Iterator[tuple[int, Rows]]]) -> bool:
         try:
             file = self._opened(name)
         except OSError:
@@ -143,7 +147,7 @@ class RunIndex:
         return place - begun < BATCH_BYTES
 
 
-def _lines(file: BinaryIO, place: int, rows_of: Callable[[bytes], Sequence[tuple]]) -> Iterator[tuple[int, Sequence[tuple]]]:
+def _lines(rows_of: Callable[[bytes], Rows], file: BinaryIO, place: int) -> Iterator[tuple[int, Rows]]:
     """Of each whole line from ``place`` on: where it ends, and its rows. One that is being written is read the next time."""
     file.seek(place)
     for line in file:
@@ -152,7 +156,7 @@ def _lines(file: BinaryIO, place: int, rows_of: Callable[[bytes], Sequence[tuple
             yield place, rows_of(line)
 
 
-def _groups(file: BinaryIO, place: int) -> Iterator[tuple[int, Sequence[tuple]]]:
+def _groups(file: BinaryIO, place: int) -> Iterator[tuple[int, Rows]]:
     """The same of each whole group of rollouts."""
     size = file.seek(0, 2)
     while place < size and (group := next_group(file, place)) is not None:
@@ -202,7 +206,7 @@ class _Line(msgspec.Struct):
 _DECODE = msgspec.json.Decoder(_Line).decode
 
 
-def metrics_rows(line: bytes) -> Sequence[tuple]:
+def metrics_rows(line: bytes) -> Rows:
     """Of the table metrics: name, step, value."""
     record = _parsed(line)
     step = record.pop("step", None) if isinstance(record, dict) else None
@@ -216,7 +220,7 @@ def metrics_rows(line: bytes) -> Sequence[tuple]:
     ]
 
 
-def ledger_rows(line: bytes) -> Sequence[tuple]:
+def ledger_rows(line: bytes) -> Rows:
     """Of the table ledger."""
     try:
         return [msgspec.structs.astuple(msgspec.convert(_parsed(line), _End))]
@@ -225,7 +229,7 @@ def ledger_rows(line: bytes) -> Sequence[tuple]:
         return []
 
 
-def rollout_rows(place: int, number: int, line: bytes) -> Sequence[tuple]:
+def rollout_rows(place: int, number: int, line: bytes) -> Rows:
     """Of the table rollouts: line ``number`` of the group at ``place``."""
     try:
         try:
@@ -238,7 +242,7 @@ def rollout_rows(place: int, number: int, line: bytes) -> Sequence[tuple]:
     own, example = record.rollout, record.data_sample
     ids = (place, number, record.rollout_id, own.group_id, own.task_name, own.status, record.outcome, record.admitted_version)
     evaluation = own.group_id.rpartition("@")[2] if record.kind == "validation" else None
-    sample_id = None if example is None else str(example.sample_id)
+    sample_id = str(example.sample_id) if example else None
     return [(*ids, own.reward, record.turn_count, record.completion_tokens, own.error, sample_id, evaluation)]
 
 
@@ -302,27 +306,23 @@ class ReportedRun:
 
     def config(self) -> dict[str, Any]:
         """The resolved config, by dotted path of each field; what may be a secret is hidden."""
-        whole = self._whole_config()
-        return dict(sorted((name, HIDDEN if _is_secret(name, value) else value) for name, value in whole.items()))
-
-    def _whole_config(self) -> dict[str, Any]:
-        return _flat(self._read_config(), "")
+        whole = _flat(self._read_config(), "")
+        return {name: HIDDEN if _is_secret(name, value) else value for name, value in sorted(whole.items())}
 
     def _read_config(self) -> dict[str, Any]:
         return {} if (self.folder / CONFIG_FILE).is_symlink() else read_config(self.folder) or {}
 
     def without_secrets(self, text: str) -> str:
         """The text with what the config hides taken out."""
-        for name, value in self._whole_config().items():
+        for name, value in _flat(self._read_config(), "").items():
             text = text.replace(value, HIDDEN) if _is_secret(name, value) else text
         return text
 
     def tasks(self) -> list[str]:
         """By name."""
-        rows = self.index.rows("SELECT DISTINCT task FROM ledger UNION SELECT DISTINCT task FROM rollouts")
+        rows = self.index.rows("SELECT task FROM ledger UNION SELECT task FROM rollouts ORDER BY task")
         config = self._read_config().get("tasks")
-        configured = list(config) if isinstance(config, dict) else []
-        return configured + sorted({row[0] for row in rows} - set(configured))
+        return list(dict.fromkeys([*(config if isinstance(config, dict) else ()), *(row[0] for row in rows)]))
 
     def state(self) -> dict[str, Any]:
         """What the run is doing, as far as its files say.
@@ -333,9 +333,9 @@ class ReportedRun:
         """
         config = self._read_config()
         step = self.index.rows("SELECT MAX(step) FROM metrics")[0][0]
+        usual = self.index.rows("SELECT AVG(value) FROM metrics WHERE name = 'time/step_s'")[0][0]
         steps = config["steps"] if isinstance(config.get("steps"), int) else None
         silent = _age_s(self.folder / METRICS_FILE)
-        usual = self.index.rows("SELECT AVG(value) FROM metrics WHERE name = 'time/step_s'")[0][0]
         if steps is not None and step is not None and step >= steps:
             state = "done"
         elif is_locked(self.folder / LOCK_FILE):
@@ -349,8 +349,8 @@ class ReportedRun:
             "step": step,
             "steps": steps,
             "silent_s": silent,
-            "config_name": None if command is None else command.config_name,
-            "started": command.started if command is not None and isinstance(command.started, int | float) else None,
+            "config_name": command.config_name if command else None,
+            "started": command.started if command and isinstance(command.started, int | float) else None,
             "unread_bytes": self.index.unread_bytes(),
             "problem": self._problem,
         }
@@ -375,11 +375,11 @@ def _age_s(path: Path) -> float | None:
 
 
 def _flat(value: Any, path: str) -> dict[str, Any]:
-    if isinstance(value, dict):
-        below = [_flat(entry, f"{path}.{name}" if path else name) for name, entry in value.items()]
-        return {name: found for entries in below for name, found in entries.items()} or ({path: "{}"} if path else {})
-    return {path: json.dumps(value) if isinstance(value, list) else value}
+    if not isinstance(value, dict):
+        return {path: json.dumps(value) if isinstance(value, list) else value}
+    below = [_flat(entry, f"{path}.{name}" if path else name) for name, entry in value.items()]
+    return {name: found for entries in below for name, found in entries.items()} or ({path: "{}"} if path else {})
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    return isinstance(value, str) and value != "" and _SECRET.search(name) is not None
+    return isinstance(value, str) and bool(value and _SECRET.search(name))
