@@ -47,7 +47,7 @@ def _play(known: argparse.Namespace, command: Command) -> int:
     with quiet_libraries():
         from torchtitan.experiments.rl.config import checks
         from torchtitan.experiments.rl.config.run_folder import make_run_folder
-        from torchtitan.experiments.rl.tools.play import Player, answering_model, play, result_lines, save, skeleton, was_left
+        from torchtitan.experiments.rl.tools.play import Player, answering_model, play, result_lines, save, was_left
 
         find_model(command)
         config = load_config(command)
@@ -66,15 +66,7 @@ def _play(known: argparse.Namespace, command: Command) -> int:
         return 0
     print("\n".join(result_lines(group, player)))
     folder = Path(make_run_folder(command.run_dir, config.output_dir, f"play-{task}", keep=True))
-    text = skeleton(
-        group,
-        player.replies,
-        module=command.module,
-        config=str(command.config_name),
-        example=known.example,
-        overrides=command.overrides,
-    )
-    save(group, config, folder, text)
+    save(group, player, config, command, folder, example=known.example)
     print(f"saved       {printable_line(str(folder))}: the record and a test")
     return 1 if any(rollout.status.is_error() and not was_left(rollout) for rollout in group.rollouts) else 0
 

@@ -28,6 +28,10 @@ _SHARE = re.compile(r"(0?\.\d+)")
 _NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
+Row = dict[str, Any]
+"""Values by column."""
+
+
 class MemoryRows:
     """Rows that a config holds itself. Its own class, so that a saved config says how many there are and not what they are."""
 
@@ -45,16 +49,16 @@ class MemoryRows:
         for index, row in enumerate(records):
             if not isinstance(row, Mapping):
                 raise ConfigError("dataset.rows", row, f"row {index} is a {type(row).__name__}, want a dict")
-        self.records: list[dict[str, Any]] = [dict(row) for row in records]
+        self.records: list[Row] = [dict(row) for row in records]
 
     def __repr__(self) -> str:
         return f"<{len(self.records)} rows>"
 
 
-class Rows(list[dict[str, Any]]):
+class Rows(list[Row]):
     """Rows of a table, each with a place that a person finds it by."""
 
-    def __init__(self, rows: Iterable[dict[str, Any]], lines: Sequence[int] | None = None):
+    def __init__(self, rows: Iterable[Row], lines: Sequence[int] | None = None):
         """``lines``: of the rows in their file, from 1; None: they have none."""
         super().__init__(rows)
         self._lines = lines
@@ -225,7 +229,7 @@ def _text_of(file: Path) -> str:
 
 
 def _json_lines(text: str) -> Rows:
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[int, Row] = {}
     for number, line in enumerate(text.split("\n"), 1):
         if line := line.strip():
             try:
@@ -295,14 +299,14 @@ def _parquet(file: Path) -> Rows:
 READERS: dict[str, Callable[[str], Rows]] = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}
 
 
-def _object(row: Any, place: str) -> dict[str, Any]:
+def _object(row: Any, place: str) -> Row:
     if not isinstance(row, dict):
         hint = "; a file that is one list is named .json" if isinstance(row, list) else ""
         raise _Unreadable(f'{place} is {shown(row)}, want an object: {{"column": value, ...}}{hint}')
     return row
 
 
-def _with_all_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_all_columns(rows: list[Row]) -> list[Row]:
     empty = dict.fromkeys(column for row in rows for column in row)
     return [row if len(row) == len(empty) else empty | row for row in rows]
 

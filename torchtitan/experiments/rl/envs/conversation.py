@@ -161,16 +161,26 @@ def _kept(ids: list[int], old: list[int]) -> int:
     return next((index for index, (new, was) in pairs if new != was), min(len(ids), len(old)))
 
 
-def _prompt(
-    rendered: RenderedTokens, last: Prompt, sampled_ids: list[int], *, kept: int = 0, answer: int = 0, first: int = 0
+def described(
+    rendered: RenderedTokens,
+    last: Prompt = NOTHING,
+    sampled_ids: Sequence[int] = (),
+    *,
+    kept: int = 0,
+    answer: int = 0,
+    first: int = 0,
 ) -> Prompt:
-    """
+    """A prompt with what is known of each token.
+
     Args:
         last: the last prompt; ``sampled_ids`` are its completion.
         kept: tokens of these two that the prompt starts with, described as they are there. Only the others are converted, or
             the turns of a long conversation would cost milliseconds each.
         answer: index of the completion's message in the conversation.
         first: that of the first message that ``rendered`` describes.
+
+    Raises:
+        ValueError: it holds an image, or what are no token ids, or not a role for each.
     """
     if rendered.multi_modal_data is not None and not rendered.multi_modal_data.is_empty():
         raise ValueError("the env sent an image or a video: only text reaches the model")
@@ -286,7 +296,7 @@ class Conversation:
 
         async def render() -> Prompt:
             large = _characters(messages) > LARGE_TEXT
-            return await off_the_loop_if(large, lambda: _prompt(self._rendered(), NOTHING, []), line=Line.FIRST_PROMPT)
+            return await off_the_loop_if(large, lambda: described(self._rendered()), line=Line.FIRST_PROMPT)
 
         return self._set_prompt(await self._rendering("render", self._group.first(messages, tools, render)))
 
@@ -343,12 +353,12 @@ class Conversation:
             # It describes the new messages alone. It kept less than all where a completion goes on after the end of its turn.
             kept = _kept(rendered.token_ids, old)
             check_all_rendered(rendered, new, start=kept)
-            return _prompt(rendered, last, sampled_ids, kept=kept, answer=answer, first=answer + 1)
+            return described(rendered, last, sampled_ids, kept=kept, answer=answer, first=answer + 1)
 
         def whole() -> Prompt:
             rendered = self._rendered()
             kept = len(old) if rendered.token_ids[: len(old)] == old else 0
-            return _prompt(rendered, last, sampled_ids, kept=kept, answer=answer)
+            return described(rendered, last, sampled_ids, kept=kept, answer=answer)
 
         prompt = await off_the_loop_if(_characters(new) > LARGE_TEXT, bridged)
         return await off_the_loop_if(_characters(self.messages) > LARGE_TEXT, whole) if prompt is None else prompt

@@ -68,8 +68,9 @@ class RendererEnv:
         self._name = type(message_env).__name__
         self._config = config
         self._conversation = Conversation(renderer, max_tokens=config.max_rollout_tokens, group=group)
-        self._status = RolloutStatus.ONGOING
-        self._error: str | None = None
+        self.status = RolloutStatus.ONGOING
+        self.error: str | None = None
+        """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
         self.metadata: dict[str, Any] = {}
         """Of the MessageEnv, once it is closed."""
         self._started = self._closed = False
@@ -79,15 +80,6 @@ class RendererEnv:
     def turns(self) -> list[RolloutTurn]:
         """One per completion so far, also where the env then failed."""
         return self._conversation.turns
-
-    @property
-    def status(self) -> RolloutStatus:
-        return self._status
-
-    @property
-    def error(self) -> str | None:
-        """Cause of an ERROR, TIMEOUT or ABORTED status, in one line."""
-        return self._error
 
     @property
     def prompt_token_ids(self) -> np.ndarray | None:
@@ -126,9 +118,9 @@ class RendererEnv:
 
     def finish(self, status: RolloutStatus, error: str | None = None) -> None:
         """End the rollout from outside, as a turn loop of one's own may; the first terminal status stays."""
-        if not self._status.is_terminal():
-            self._status, self._error = status, error
-        if self._status.is_terminal():
+        if not self.status.is_terminal():
+            self.status, self.error = status, error
+        if self.status.is_terminal():
             self._conversation.end()
 
     async def close(self) -> None:
@@ -137,19 +129,19 @@ class RendererEnv:
         if self._closed:
             return
         self._closed = True
-        ended_well = self._status.is_terminal() and not self._status.is_error()
+        ended_well = self.status.is_terminal() and not self.status.is_error()
         if ended_well and type(self._env).metadata is not MessageEnv.metadata:
             try:
                 self.metadata = json.loads(json.dumps(await self._call_env("metadata", dict)))
-            except (UserCodeError, TypeError, ValueError) as error:
-                cause = str(error) if isinstance(error, UserCodeError) else f"{self._name}.metadata: {cause_of(error)}"
-                self._status, self._error = RolloutStatus.ERROR, cause
-        if type(self._env).close is MessageEnv.close:
-            return
-        try:
-            await call_user(self._env.close, timeout_s=self._config.step_timeout_s)
-        except UserCodeError as error:
-            logger.warning("%s.close failed: %s", self._name, error)
+            except UserCodeError as error:
+                self.status, self.error = RolloutStatus.ERROR, str(error)
+            except (TypeError, ValueError) as error:
+                self.status, self.error = RolloutStatus.ERROR, f"{self._name}.metadata: {cause_of(error)}"
+        if type(self._env).close is not MessageEnv.close:
+            try:
+                await call_user(self._env.close, timeout_s=self._config.step_timeout_s)
+            except UserCodeError as error:
+                logger.warning("%s.close failed: %s", self._name, error)
 
     async def _until_settled(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do the work; turn what goes wrong into a status; close the env when the status is terminal."""
@@ -165,7 +157,7 @@ class RendererEnv:
             self.finish(RolloutStatus.ERROR, cause_of(error))
         except BaseException as error:  # of a value of the env's
             self.finish(RolloutStatus.ERROR, f"{self._name}: {cause_of(error)}")
-        if self._status.is_terminal():
+        if self.status.is_terminal():
             self._conversation.end()  # it may have been finished from outside while a prompt was rendered
             await self.close()
 

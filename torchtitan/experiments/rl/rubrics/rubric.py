@@ -138,19 +138,18 @@ class Rubric(UserConfigurable):
 
     async def score_group(self, rollouts: Sequence[Rollout], env_input: Any) -> list[Reward]:
         """One Reward per rollout, in order. Sets status and error of a rollout whose reward function failed."""
-        rewards = [Reward(self._fixed_reward(rollout), {}) for rollout in rollouts]
-        pending = [index for index, rollout in enumerate(rollouts) if self._needs_scoring(rollout)]
-        scored = [rollouts[index] for index in pending]
+        rewards = [Reward(self._fixed_reward(rollout)) for rollout in rollouts]
+        pending = [pair for pair in zip(rollouts, rewards, strict=True) if self._needs_scoring(pair[0])]
+        scored = [rollout for rollout, _ in pending]
         columns = await asyncio.gather(*(self._column(entry, scored, env_input) for entry in self._fns.values() if scored))
-        for position, index in enumerate(pending):
+        for position, (rollout, reward) in enumerate(pending):
             values = {name: column[position] for name, column in zip(self._fns, columns, strict=True)}
             failures = [f"reward function {name!r}: {value}" for name, value in values.items() if isinstance(value, str)]
-            components = {name: value for name, value in values.items() if not isinstance(value, str)}
-            rewards[index].components = components
+            reward.components = {name: value for name, value in values.items() if not isinstance(value, str)}
             if failures:
-                rollouts[index].status, rollouts[index].error = RolloutStatus.ERROR, "; ".join(failures)
+                rollout.status, rollout.error = RolloutStatus.ERROR, "; ".join(failures)
             else:
-                rewards[index].reward = math.fsum(entry.weight * components[name] for name, entry in self._fns.items())
+                reward.reward = math.fsum(entry.weight * reward.components[name] for name, entry in self._fns.items())
         self._log_env_components(rollouts, rewards)
         return rewards
 
@@ -251,19 +250,15 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 def _number(value: Any) -> float | str:
     """The value as a float, or what is wrong with it."""
-    number = finite_float(value)
-    return (
-        f"returned {text_of(value)} ({type(value).__name__}), want a finite number that float32 holds"
-        if number is None
-        else number
-    )
+    if (number := finite_float(value)) is not None:
+        return number
+    return f"returned {text_of(value)} ({type(value).__name__}), want a finite number that float32 holds"
 
 
 def _check(named: list[tuple[str, RewardFn]]) -> None:
     names = [name for name, _ in named]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError("rubric.reward_fns", names, f"two functions named {name!r}: give one RewardFn(..., name=...)")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError("rubric.reward_fns", names, f"two functions named {twice[0]!r}: give one RewardFn(..., name=...)")
     for name, entry in named:
         check_fields(entry, field=f"reward function {name!r}")
         if not isinstance(entry.fn, CompletionReward):  # it has checked its own
@@ -289,7 +284,7 @@ class CompletionReward:
             ConfigError: ``fn`` can't be called with two arguments.
         """
         self.fn = fn
-        self.__name__ = getattr(fn, "__name__", None) or type(fn).__name__
+        self.__name__ = _name_of(fn)
         self.__module__ = getattr(fn, "__module__", __name__)
         self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
         check_two_arguments(fn, self.__name__, WANTED)

@@ -25,6 +25,8 @@ from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.answers import final_list
 from torchtitan.experiments.rl.tasks.task import Task
 
+Rounds = list[list[str]]
+"""Names that each round adds."""
 NAMES = """
     Alice Anderson Bob Brown Carol Clark David Davis Emma Evans Fisher Frank Garcia Grace Harris Henry Irene Jack Johnson Karen
     King Lewis Liam Maria Martin Nelson Nora Oliver Parker Paula Quinn Robert Roberts Sarah Smith Taylor Thomas Ursula Victor
@@ -42,7 +44,7 @@ def more_text(names: list[str]) -> str:
     return "Now add these names to the list and sort again:\n" + "\n".join(names)
 
 
-def sorted_lists(rounds: list[list[str]]) -> list[list[str]]:
+def sorted_lists(rounds: Rounds) -> Rounds:
     """The right reply of each round: all names so far in alphabetical order."""
     return [sorted(sum(rounds[: end + 1], [])) for end in range(len(rounds))]
 
@@ -61,14 +63,14 @@ def make_examples(
     max_rounds: int = 3,
     min_names: int = 2,
     max_names: int = 5,
-) -> list[list[list[str]]]:
+) -> list[Rounds]:
     """`count` examples of `min_rounds` to `max_rounds` lists of `min_names` to `max_names` names, every number equally likely.
 
     No name comes twice in an example. A longer call with the same arguments starts with the shorter one's examples.
     """
     stream = random.Random(f"alphabet_sort/{split}/{seed}")
 
-    def draw() -> list[list[str]]:
+    def draw() -> Rounds:
         lengths = [stream.randint(min_names, max_names) for _ in range(stream.randint(min_rounds, max_rounds))]
         while True:
             names = iter(stream.sample(NAMES, sum(lengths)))
@@ -83,7 +85,7 @@ SYSTEM = "You are a helpful assistant. Answer with the sorted list only."
 
 
 class AlphabetSortEnv(MessageEnv):
-    def __init__(self, rounds: list[list[str]]):
+    def __init__(self, rounds: Rounds):
         self.rounds = rounds
         self._answered = 0
 
@@ -114,16 +116,16 @@ class AlphabetSortRubric(Rubric):
         return [RewardFn(self.exact), RewardFn(self.similarity, weight=self.config.similarity_weight)]
 
     # Async, so they run on the event loop: for lists this short, a sync function's thread would cost more than the work.
-    async def exact(self, rollout: Rollout, rounds: list[list[str]]) -> float:
+    async def exact(self, rollout: Rollout, rounds: Rounds) -> float:
         """Share of the rounds whose reply has the sorted list."""
         return sum(reply == wanted for reply, wanted in self._replies(rollout, rounds)) / len(rounds)
 
-    async def similarity(self, rollout: Rollout, rounds: list[list[str]]) -> float:
+    async def similarity(self, rollout: Rollout, rounds: Rounds) -> float:
         """Mean over the rounds of 2 M / T: M the names in common, in order, and T those of reply and sorted list together."""
         pairs = self._replies(rollout, rounds)
         return sum(SequenceMatcher(None, reply, wanted, autojunk=False).ratio() for reply, wanted in pairs) / len(rounds)
 
-    def _replies(self, rollout: Rollout, rounds: list[list[str]]) -> list[tuple[list[str], list[str]]]:
+    def _replies(self, rollout: Rollout, rounds: Rounds) -> list[tuple[list[str], list[str]]]:
         """The list of each reply, with the right one."""
         texts = [turn.assistant_message["content"] for turn in rollout.turns]
         lists = [_lines(text) if self.config.exact else final_list(text) for text in texts]
@@ -157,7 +159,7 @@ class AlphabetSortDataset(MadeDataset):
 
     make = staticmethod(make_examples)
 
-    def info(self, rounds: list[list[str]]) -> dict[str, Any]:
+    def info(self, rounds: Rounds) -> dict[str, Any]:
         return {"rounds": len(rounds), "names": sum(map(len, rounds))}
 
 

@@ -12,7 +12,7 @@ from torchtitan.experiments.rl.algorithms.sft import StaticSFT
 from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.data.dataset import Dataset, read_example
 from torchtitan.experiments.rl.data.rows import RowDataset
-from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT, off_the_loop_if
+from torchtitan.experiments.rl.envs.conversation import LARGE_TEXT, described, off_the_loop_if
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.messages import check_all_rendered, checked_messages, checked_tools
 from torchtitan.experiments.rl.errors import ConfigError
@@ -74,24 +74,23 @@ def sample_of(
     messages, tools = conversation.messages, conversation.tools
     rendered = renderer.render(messages, tools=tools)
     check_all_rendered(rendered, messages)
-    token_ids, of_message = np.asarray(rendered.token_ids, np.int32), np.asarray(rendered.message_indices)
-    role_ids = np.array([ROLE_IDS[message["role"]] for message in messages] + [-1], np.int8)[of_message]
-    trained = np.asarray(rendered.is_content, bool) & np.isin(role_ids, [ROLE_IDS[role] for role in roles])
+    whole = described(rendered)
+    trained = whole.is_content & np.isin(whole.role_ids, [ROLE_IDS[role] for role in roles])
     trained[:1] = False  # nothing comes before it
     for index, message in enumerate(messages):
         if message["role"] == "assistant" and index:
             prompt = renderer.render(messages[:index], tools=tools, add_generation_prompt=True).token_ids
-            if token_ids[: len(prompt)].tolist() == list(prompt):
-                trained[: len(prompt)] &= of_message[: len(prompt)] != index
+            if whole.ids[: len(prompt)] == prompt:
+                trained[: len(prompt)] &= whole.message_indices[: len(prompt)] != index
     if not trained.any():
         raise ValueError(f"it has no message of {', '.join(roles)} with a token to train on")
     end = int(np.flatnonzero(trained)[-1]) + 1
     return TrainingSample(
-        token_ids=token_ids[:end],
+        token_ids=whole.token_ids[:end],
         loss_mask=np.zeros(end, bool),
         generator_logprobs=np.zeros(end, np.float32),
         policy_versions=np.full(end, -1, np.int32),
-        role_ids=role_ids[:end],
+        role_ids=whole.role_ids[:end],
         rl_weights=np.zeros(end, np.float32),
         ce_weights=trained[:end].astype(np.float32),
         task_name=task_name,

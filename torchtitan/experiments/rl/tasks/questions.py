@@ -16,7 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from renderers import Message, Renderer
 
@@ -84,11 +84,13 @@ class QuestionTask(Task):
 
     def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
         super().__init__(config, name=name, renderer=renderer, seed=seed)
-        self._columns = _COLUMN.findall(config.template) if config.messages_column is None else [config.messages_column]
+        chats = config.messages_column
+        self._columns = _COLUMN.findall(config.template) if chats is None else [chats]
+        of, value = ("template", config.template) if chats is None else ("messages_column", chats)
         for dataset in (self.dataset, self.validation):
             if isinstance(dataset, RowDataset):
                 for column in self._columns:
-                    _check_column(dataset, column, field=name, template=config.messages_column is None and config.template)
+                    _check_column(dataset, column, f"{name}.{of}", value)
 
     def make_env(self, sample: DataSample) -> MessageEnv:
         return QuestionEnv(self.asked(sample.env_input), system_prompt=self.config.system_prompt)
@@ -193,17 +195,16 @@ def fill(template: str, row: dict[str, Any]) -> str:
     return _COLUMN.sub(lambda found: str(row[found[1]]), template)
 
 
-def _check_column(dataset: RowDataset, column: str, *, field: str, template: str | Literal[False]) -> None:
-    """Refuse rows that lack what the prompt is made of."""
-    path, value = (f"{field}.template", template) if template else (f"{field}.messages_column", column)
+def _check_column(dataset: RowDataset, column: str, field: str, value: str) -> None:
+    """Refuse rows that lack what the prompt is made of, as ``field`` says with its ``value``."""
     columns = {name: None for row in dataset.rows for name in row}
     if column not in columns:
-        raise ConfigError(path, value, f"the data has no column {column!r}; it has {', '.join(columns)}")
+        raise ConfigError(field, value, f"the data has no column {column!r}; it has {', '.join(columns)}")
     lacking = [index for index, row in enumerate(dataset.rows) if row.get(column) is None]
     if lacking:
         others = f", and {len(lacking) - 1:,} others" if len(lacking) > 1 else ""
         place = f"{dataset.config.path or 'rows'}: {dataset.rows.place(lacking[0])}"
-        raise ConfigError(path, value, f"{place} has no {column!r}{others}: fill it in, or remove the row")
+        raise ConfigError(field, value, f"{place} has no {column!r}{others}: fill it in, or remove the row")
 
 
 _WANTED = "want a class derived from MessageEnv, or a function that makes an env from a row"

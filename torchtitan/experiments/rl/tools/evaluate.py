@@ -286,6 +286,10 @@ def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[in
             shutdown_context().get()
 
 
+Figures = dict[str, Any]
+"""By name, as ``--json`` prints them."""
+Interval = tuple[float | None, float | None]
+"""Ends of a 95 % interval; None: unknown."""
 Z = 1.959964
 """Two-sided 95 % of the normal distribution."""
 T = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)
@@ -337,11 +341,11 @@ def example_of(group: RolloutGroup) -> Example:
     return Example(example=group.group_id, rewards=list(map(float, group.rewards)), attempts=len(group.rollouts), facts=facts)
 
 
-def task_figures(examples: Sequence[Example], *, attempts: int, pass_reward: float) -> dict[str, Any]:
+def task_figures(examples: Sequence[Example], *, attempts: int, pass_reward: float) -> Figures:
     """avg@k and pass@k of a task with 95 % intervals, overall and by slice: examples by each value of each field of their info
     that divides them into at least two parts, and not one by one."""
 
-    def figures(part: Sequence[Example]) -> dict[str, Any]:
+    def figures(part: Sequence[Example]) -> Figures:
         scored = [example for example in part if example.rewards]
         passed = [(len(e.rewards), sum(reward >= pass_reward for reward in e.rewards)) for e in scored]
         return {
@@ -350,7 +354,7 @@ def task_figures(examples: Sequence[Example], *, attempts: int, pass_reward: flo
             f"avg@{attempts}": _estimate([example.mean for example in scored]),
         } | {f"pass@{k}": _estimate([pass_at_k(n, right, min(k, n)) for n, right in passed]) for k in sorted({1, attempts})}
 
-    slices: dict[str, dict[str, Any]] = {}
+    slices: dict[str, Figures] = {}
     for name in sorted({name for example in examples for name in example.facts}):
         values = {example.facts.get(name) for example in examples}
         if 2 <= len(values) <= min(MOST_SLICES, len(examples) // 2):
@@ -366,7 +370,7 @@ def _estimate(values: Sequence[float]) -> dict[str, float | None]:
     return {"value": float(np.mean(values)) if values else None, "low": low, "high": high}
 
 
-def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+def interval(values: Sequence[float]) -> Interval:
     """95 % interval of the mean of ``values``, one for each example.
 
     Of values in 0..1 it is Wilson's (1927), with as many observations as would give their variance if each were 0 or 1, so that
@@ -385,7 +389,7 @@ def interval(values: Sequence[float]) -> tuple[float | None, float | None]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _standard_errors(x: np.ndarray) -> tuple[float | None, float | None]:
+def _standard_errors(x: np.ndarray) -> Interval:
     """95 % interval of the mean of [N], by Student's distribution; of fewer than two values, unknown."""
     if len(x) < 2:
         return None, None
@@ -402,7 +406,7 @@ def student(freedom: int) -> float:
     return Z + (Z**3 + Z) / (4 * v) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * v**2) + third
 
 
-def paired(first: Sequence[Example], second: Sequence[Example]) -> dict[str, Any]:
+def paired(first: Sequence[Example], second: Sequence[Example]) -> Figures:
     """Mean difference of the second model from the first, over the examples that both were scored on, and its test.
 
     The test flips signs: if the models were alike, each example's difference were as likely with the other sign. ``p_value`` is
@@ -433,7 +437,7 @@ def sign_flip_p(differences: np.ndarray) -> float:
     return far / 2 ** len(d) if exact else (1 + far) / (1 + DRAWS)
 
 
-def result_lines(result: dict[str, Any]) -> list[str]:
+def result_lines(result: Figures) -> list[str]:
     """Of what ``--json`` prints."""
     lines: list[str] = []
     for model in result["models"]:
@@ -457,11 +461,11 @@ def result_lines(result: dict[str, Any]) -> list[str]:
     return [*lines, "Intervals are of 95 %, over examples."]
 
 
-def _estimates(figures: dict[str, Any], indent: str) -> list[str]:
+def _estimates(figures: Figures, indent: str) -> list[str]:
     return [f"{indent}{name:<9}{_shown(figure, '.3f')}" for name, figure in figures.items() if "@" in name]
 
 
-def _shown(figure: dict[str, Any], places: str, *, of: str = "value", gap: str = "  ") -> str:
+def _shown(figure: Figures, places: str, *, of: str = "value", gap: str = "  ") -> str:
     """A figure with its interval, where there is one."""
     value, low, high = figure[of], figure["low"], figure["high"]
     if value is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 from renderers import Message
 
 from torchtitan.experiments.rl.config import checks
+from torchtitan.experiments.rl.config.command_line import Command
 from torchtitan.experiments.rl.config.resume import save_config
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.config.trial import REPLY, checked_renderer
@@ -323,17 +325,15 @@ def answering_model(config: RunConfig, server: FrozenModel | None) -> EndpointCl
 
 def result_lines(group: RolloutGroup, player: Player) -> list[str]:
     """Rewards by component, and what would be trained."""
-    lines = []
+    lines: list[str] = []
     for index, rollout in enumerate(group.rollouts):
         recorded = decode_rollout(encode_rollout(rollout, outcome=OUTCOME, admitted_version=0, max_bytes=sys.maxsize))
-        if was_left(rollout):
-            recorded.rollout.error = None
         typed = [turn for turn in range(len(rollout.turns)) if (index, turn) not in player.by_model]
+        recorded.rollout.error = None if was_left(rollout) else rollout.error
         told = lines_of(recorded, tokens=True, typed=typed)
         if was_left(rollout):
             told[0] = told[0].replace(f" {rollout.status.value} ", " left ", 1)
-        lines += [printable(line) for line in told]
-        lines += [printable(line) for line in _trained(rollout, player.tokenizer)]
+        lines += map(printable, [*told, *_trained(rollout, player.tokenizer)])
     if player.left:
         lines.append("The session was ended: a rollout that had not ended has no reward.")
     elif group.failure:
@@ -348,10 +348,24 @@ def was_left(rollout: Rollout) -> bool:
     return rollout.status.is_error() and str(rollout.error).endswith(LEFT)
 
 
-def save(group: RolloutGroup, config: RunConfig, folder: Path, test: str) -> None:
-    """Write the record, the config and the test skeleton into an existing folder."""
+def save(group: RolloutGroup, player: Player, config: RunConfig, command: Command, folder: Path, *, example: int) -> None:
+    """Write the record, the config, and a test that runs the session again, into an existing folder. What the command line
+    overrides is named in the test, not applied."""
     save_config(folder, config)
-    (folder / f"test_{''.join(c if c.isalnum() else '_' for c in group.task_name)}.py").write_text(test, encoding="utf-8")
+    name = re.sub(r"\W", "_", group.task_name)
+    test = TEMPLATE.format(
+        task=group.task_name,
+        name=name,
+        module=command.module,
+        config=command.config_name,
+        example=example,
+        size=len(group.rollouts),
+        replies=[player.replies.get(index, []) for index in range(len(group.rollouts))],
+        overrides=f"  # played with {' '.join(command.overrides)}" if command.overrides else "",
+        statuses=[rollout.status.value for rollout in group.rollouts],
+        rewards=[rollout.reward for rollout in group.rollouts],
+    )
+    (folder / f"test_{name}.py").write_text(test, encoding="utf-8")
     recorder = replace(config.recorder, fraction=1.0).build(run_dir=folder)
     recorder.record(group, {rollout.rollout_id: OUTCOME for rollout in group.rollouts})
     recorder.close()
@@ -362,10 +376,9 @@ def _trained(rollout: Rollout, tokenizer: Any) -> list[str]:
     lines = []
     for number, sample in enumerate(rollout.samples):
         parts, mask = [], sample.loss_mask
-        edges = np.flatnonzero(np.diff(mask.astype(np.int8))) + 1
-        for part in np.split(np.arange(len(sample)), edges):
-            text = tokenizer.decode(sample.token_ids[part])
-            parts.append(f"[[{text}]]" if mask[part[0]] else text)
+        for sampled, tokens in itertools.groupby(zip(mask, sample.token_ids, strict=True), key=lambda pair: bool(pair[0])):
+            text = tokenizer.decode([token for _, token in tokens])
+            parts.append(f"[[{text}]]" if sampled else text)
         advantages = sample.advantages[mask] if sample.advantages is not None else np.zeros(0)
         told = f", advantages {advantages.min():.3g} to {advantages.max():.3g}" if len(advantages) else ", no advantages"
         lines.append(f"── sample {number}: {len(sample)} tokens, the {int(mask.sum())} in [[ ]] would be trained{told} ──")
@@ -393,27 +406,3 @@ async def test_{name}_rewards_this_session():
     assert [rollout.status.value for rollout in group.rollouts] == {statuses}
     assert [rollout.reward for rollout in group.rollouts] == {rewards}
 '''
-
-
-def skeleton(
-    group: RolloutGroup,
-    replies: dict[int, list[str]],
-    *,
-    module: str,
-    config: str,
-    example: int,
-    overrides: Sequence[str],
-) -> str:
-    """The text of a test file that runs the session again. ``overrides`` of the command line are named in it, not applied."""
-    return TEMPLATE.format(
-        task=group.task_name,
-        name="".join(c if c.isalnum() else "_" for c in group.task_name),
-        module=module,
-        config=config,
-        example=example,
-        size=len(group.rollouts),
-        replies=[replies.get(index, []) for index in range(len(group.rollouts))],
-        overrides=f"  # played with {' '.join(overrides)}" if overrides else "",
-        statuses=[rollout.status.value for rollout in group.rollouts],
-        rewards=[rollout.reward for rollout in group.rollouts],
-    )

@@ -22,12 +22,12 @@ from fastapi.staticfiles import StaticFiles
 
 from torchtitan.experiments.rl.tools.report import pages, rollouts
 from torchtitan.experiments.rl.tools.report.rollouts import MOST_TEXT, token_streams, tokenizer_of
-from torchtitan.experiments.rl.tools.report.run import ReportedRun
+from torchtitan.experiments.rl.tools.report.run import Json, ReportedRun
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = ("charts.js", "pages.js", "evaluations.js", "rollouts.js", "report.js")
 """In the order that they are loaded in."""
-PAGES: dict[str, Callable[[ReportedRun], dict[str, Any]]] = {
+PAGES: dict[str, Callable[[ReportedRun], Json]] = {
     "overview": pages.overview,
     "ledger": pages.ledger,
     "evaluations": pages.evaluations,
@@ -179,9 +179,9 @@ def exported(runs: Sequence[ReportedRun], *, sample: int) -> str:
     return page
 
 
-async def answers(runs: Sequence[ReportedRun], sample: int) -> dict[str, Any]:
+async def answers(runs: Sequence[ReportedRun], sample: int) -> Json:
     """What the server answers, by the address that the page asks for."""
-    held: dict[str, Any] = {}
+    held: Json = {}
     transport = httpx.ASGITransport(report_app(runs))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
 

@@ -7,17 +7,19 @@ terminal warns by too are in ``observability/limits.py``.
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import filter as named
 from itertools import accumulate, chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 
 from torchtitan.experiments.rl.observability.limits import IDLE, LAG_S, WAITING
-from torchtitan.experiments.rl.tools.report.run import ReportedRun
+from torchtitan.experiments.rl.tools.report.run import Json, ReportedRun
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 """By metric: (step, value), in the order of steps."""
@@ -69,15 +71,14 @@ def hints(series: Series, state: Mapping[str, Any], ledger: Mapping[str, Mapping
         state: of ``ReportedRun.state``.
         ledger: rollouts by task and column.
     """
-    found = [*_ended(state), *_ledger(ledger), *_reward(series, state), *_figures(series), *_idle(series)]
-    order = {"error": 0, "warning": 1, "note": 2}
-    return sorted(found, key=lambda hint: order[hint.severity])
+    found = [*_ended(state), *_ledger(ledger), *_reward(series, state), *_figures(series)]
+    return sorted(found, key=lambda hint: ("error", "warning", "note").index(hint.severity))
 
 
-def recent(series: Series, name: str) -> float:
-    """Mean over the last steps; nan: it was not measured."""
-    values = [value for _, value in series.get(name, ())][-RECENT:]
-    return sum(values) / len(values) if values else math.nan
+def _means(series: Series, part: slice, *, least: int = 1) -> Mapping[str, float]:
+    """Of each metric the mean over a part of its steps; nan where it has fewer than ``least``."""
+    found = {name: [value for _, value in points[part]] for name, points in series.items() if len(points) >= least}
+    return defaultdict(lambda: math.nan, {name: fmean(values) for name, values in found.items()})
 
 
 class Curve:
@@ -172,53 +173,56 @@ def _reward(series: Series, state: Mapping[str, Any]) -> Iterable[Hint]:
             return
 
 
-def _early_and_late(series: Series, name: str) -> tuple[float, float]:
-    """Means over the first steps and over the last ones; nan before there are enough."""
-    points = series.get(name, ())
-    return (recent({name: points[:RECENT]}, name), recent(series, name)) if len(points) >= LEAST_STEPS else (math.nan, math.nan)
-
-
 def _figures(series: Series) -> Iterable[Hint]:
-    for name, values in series.items():
-        if name.startswith("restarts/") and values and (count := values[-1][1]) > 0:
+    now, early = _means(series, slice(-RECENT, None)), _means(series, slice(RECENT), least=LEAST_STEPS)
+    for name, points in series.items():
+        if name.startswith("restarts/") and points and (count := points[-1][1]) > 0:
             part = name.partition("/")[2]
             text = f"{part} died and was made again {'once' if count == 1 else f'{count:.0f} times'}"
             yield Hint("warning", text, f"logs/ of {part}; supervision.max_restarts", name)
     for name, (most, text, field) in TOO_HIGH.items():
-        if (value := recent(series, name)) > most:
-            yield Hint("warning", text.format(value), field, name)
-    early, late = _early_and_late(series, "mismatch_kl/all")
-    if late > 0.1 and late > 3 * early:
-        text = f"The mismatch rises: {early:.2g} nats a token at first, {late:.2g} now"
-        yield Hint("warning", text, "trainer.optimizer.lr, max_offpolicy_steps (lower one)", "mismatch_kl/all")
+        if now[name] > most:
+            yield Hint("warning", text.format(now[name]), field, name)
+    name = "mismatch_kl/all"
+    if now[name] > 0.1 and now[name] > 3 * early[name]:
+        text = f"The mismatch rises: {early[name]:.2g} nats a token at first, {now[name]:.2g} now"
+        yield Hint("warning", text, "trainer.optimizer.lr, max_offpolicy_steps (lower one)", name)
     # Equal rewards and no entropy are what is left of a task that the run has solved.
-    reward = recent(series, REWARD)
-    if reward >= SOLVED > series[REWARD][0][1]:
-        return
-    if (equal := recent(series, EQUAL)) > 0.8:
-        field = "tasks.NAME.dataset: " + ("harder examples" if reward > 0.5 else "easier examples, or a reward with steps")
-        yield Hint("warning", f"{equal:.0%} of the groups have equal rewards: they teach nothing", field, EQUAL)
-    early, late = _early_and_late(series, "policy/entropy")
-    if late < 0.02 and late < early / 10:
-        text = f"The entropy has collapsed: {early:.2g} nats at first, {late:.2g} now"
-        yield Hint("warning", text, "trainer.optimizer.lr (lower it), or more rollouts a step", "policy/entropy")
-
-
-def _idle(series: Series) -> Iterable[Hint]:
+    if not (now[REWARD] >= SOLVED > series[REWARD][0][1]):
+        yield from _teaches_nothing(now, early)
     generators = [name for name in series if name.startswith("perf/generator_") and name.endswith("/busy")]
-    wait, step = recent(series, "time/wait_s"), recent(series, "time/step_s")
-    if not generators or not step > 0:
-        return
-    idle, waiting = 1 - sum(recent(series, name) for name in generators) / len(generators), wait / step
+    if generators and now["time/step_s"] > 0:
+        idle = 1 - fmean(now[name] for name in generators)
+        yield from _idle(idle, now["time/wait_s"] / now["time/step_s"], equal=now[EQUAL], generator=generators[0])
+
+
+def _teaches_nothing(now: Mapping[str, float], early: Mapping[str, float]) -> Iterable[Hint]:
+    if now[EQUAL] > 0.8:
+        field = "tasks.NAME.dataset: " + ("harder examples" if now[REWARD] > 0.5 else "easier examples, or a reward with steps")
+        yield Hint("warning", f"{now[EQUAL]:.0%} of the groups have equal rewards: they teach nothing", field, EQUAL)
+    name = "policy/entropy"
+    if now[name] < 0.02 and now[name] < early[name] / 10:
+        text = f"The entropy has collapsed: {early[name]:.2g} nats at first, {now[name]:.2g} now"
+        yield Hint("warning", text, "trainer.optimizer.lr (lower it), or more rollouts a step", name)
+
+
+def _idle(idle: float, waiting: float, *, equal: float, generator: str) -> Iterable[Hint]:
+    """
+    Args:
+        idle: share of the time that generators do nothing.
+        waiting: share of a step that the trainer waits.
+        equal: share of the groups with equal rewards.
+        generator: metric of the first one's use.
+    """
     if idle > 1 - IDLE and waiting > WAITING:
         text = f"Generators idle {idle:.0%} of the time, and the trainer waits {waiting:.0%} of a step: slow envs"
         field = f"rollout_workers, if perf/event_loop_lag_max_s is above {LAG_S:g}; else the envs wait for something"
-        yield Hint("warning", text, field, generators[0])
+        yield Hint("warning", text, field, generator)
     elif idle > 1 - IDLE:
         text = f"Generators idle {idle:.0%} of the time: the trainer is the slower side"
         field = "trainer.ranks (more), generator.replicas (fewer), max_offpolicy_steps (1 or 2)"
-        yield Hint("note", text, field, generators[0])
-    elif waiting > 0.7 and not recent(series, EQUAL) >= 0.5:  # else there is little to train on
+        yield Hint("note", text, field, generator)
+    elif waiting > 0.7 and not equal >= 0.5:  # else there is little to train on
         text = f"The trainer waits {waiting:.0%} of a step for rollouts, and the generators are busy"
         yield Hint("note", text, "generator.replicas (more), sampling.max_tokens (fewer)", "time/wait_s")
 
@@ -248,7 +252,7 @@ OF_A_TASK = ("rollout/*/reward_mean", "validation/*/reward")
 Points = list[tuple[int, float | None]]
 
 
-def overview(run: ReportedRun) -> dict[str, Any]:
+def overview(run: ReportedRun) -> Json:
     """State, hints, the charts with their lines, the names of all metrics, and the seconds after which each step ended."""
     known, several = metric_names(run), len(run.tasks()) > 1
     drawn = {
@@ -318,7 +322,7 @@ def ledger_counts(run: ReportedRun) -> dict[str, dict[str, int]]:
     return table(run, "SELECT task, column_, COUNT(*) FROM ledger GROUP BY task, column_")
 
 
-def ledger(run: ReportedRun) -> dict[str, Any]:
+def ledger(run: ReportedRun) -> Json:
     """Where every rollout went: by task, and by the version at which it ended."""
     recorded = table(run, "SELECT task, outcome, COUNT(*) FROM rollouts GROUP BY task, outcome")
     over_time = "SELECT column_, ended, COUNT(*) FROM ledger WHERE task = ? GROUP BY column_, ended ORDER BY ended"
@@ -358,7 +362,7 @@ HEALTH = f"{OURS}operations.supervision"
 _GRAVE = ("ERROR", "CRITICAL")
 
 
-def timeline(run: ReportedRun) -> dict[str, Any]:
+def timeline(run: ReportedRun) -> Json:
     """Restarts by part; use, last sign of life, deaths, hangs and errors of the processes; the traces of profiled steps."""
     busy = series(run, metric_names(run, like="perf/%/busy"))
     lines = {path.stem: list(_lines(path)) for path in logs(run.folder)}
@@ -413,7 +417,7 @@ def _is_event(line: dict[str, str]) -> bool:
     return line["level"] in _GRAVE or (ours and line["level"] == "WARNING") or line["logger"].startswith(HEALTH)
 
 
-def _process(name: str, lines: list[dict[str, str]], busy: dict[str, Points]) -> dict[str, Any]:
+def _process(name: str, lines: list[dict[str, str]], busy: dict[str, Points]) -> Json:
     """``name``: of its log. The use of generator-0 is perf/generator_0/busy, that of trainer-0 perf/trainer_rank_0/busy."""
     metric = re.sub(r"^trainer_", "trainer_rank_", name.replace("-", "_"))
     known = [value for _, value in busy.get(f"perf/{metric}/busy", []) if value is not None]
@@ -434,9 +438,9 @@ Evaluated = tuple[ReportedRun, int, str]
 """A run, its number, and what the ids of an evaluation's groups end with: its version, or "20.final" of the final policy."""
 
 
-def evaluations(run: ReportedRun) -> dict[str, Any]:
+def evaluations(run: ReportedRun) -> Json:
     """Every evaluation of the run: its metrics, by the version that it measured."""
-    rows: dict[int, dict[str, Any]] = {}
+    rows: dict[int, Json] = {}
     for name, version, reported, value in run.index.rows(
         "SELECT * FROM points WHERE name LIKE 'validation/%' AND value IS NOT NULL ORDER BY reported"
     ):
@@ -446,7 +450,7 @@ def evaluations(run: ReportedRun) -> dict[str, Any]:
     return {"evaluations": list(rows.values()), "lines": series(run, shares), "recorded": recorded(run)}
 
 
-def recorded(run: ReportedRun) -> list[dict[str, Any]]:
+def recorded(run: ReportedRun) -> list[Json]:
     """The evaluations of which the run has rollouts, oldest first."""
     rows = run.index.rows(
         "SELECT evaluation AS label, MIN(step) AS version, COUNT(DISTINCT group_id) AS examples FROM rollouts "
@@ -455,7 +459,7 @@ def recorded(run: ReportedRun) -> list[dict[str, Any]]:
     return [dict(row) for row in rows]
 
 
-def changes(before: Evaluated, after: Evaluated) -> dict[str, Any]:
+def changes(before: Evaluated, after: Evaluated) -> Json:
     """Examples of which the mean reward of their attempts rose (``won``) or fell (``lost``), the largest change first.
 
     Compared are examples that both evaluations have, with a reward in both. ``chance``: how often at least as uneven numbers of
@@ -486,7 +490,7 @@ def sign_test(won: int, lost: int) -> float:
     return min(1.0, float(2 * tail / 2**n))
 
 
-def _attempts(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
+def _attempts(evaluated: Evaluated) -> dict[str, Json]:
     """By the id of the example's group less the evaluation's label: keys of its rollouts, and their mean reward. It is rounded,
     because a sum depends on the order of its terms."""
     run, number, label = evaluated

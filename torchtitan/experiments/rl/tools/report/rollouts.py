@@ -16,7 +16,7 @@ from torchtitan.experiments.rl.config.run_folder import read_config
 from torchtitan.experiments.rl.observability.rollouts import calls_of, cut, last_messages, plain, shown_turns
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutTurn
-from torchtitan.experiments.rl.tools.report.run import ReportedRun
+from torchtitan.experiments.rl.tools.report.run import Json, ReportedRun
 from torchtitan.experiments.rl.types import ROLES, STREAMS, TrainingSample
 
 MOST_TEXT = 1_000
@@ -69,7 +69,7 @@ class Wanted(BaseModel):
     """Of the rows that the other filters leave."""
 
 
-def listed(run: ReportedRun, wanted: Wanted) -> dict[str, Any]:
+def listed(run: ReportedRun, wanted: Wanted) -> Json:
     """
     Returns:
         ``rows``; ``total``: rows that match without ``text``; ``next``: the offset to go on from, None at the end.
@@ -81,7 +81,7 @@ def listed(run: ReportedRun, wanted: Wanted) -> dict[str, Any]:
     # A text that JSON writes as it is must be in the line: most lines need not be decoded.
     in_line = text.encode() if text.isascii() and text.isprintable() and not set(text) & {'"', "\\"} else b""
     records = functools.lru_cache(1)(run.index.records)  # rollouts of a group come one after the other
-    rows: list[dict[str, Any]] = []
+    rows: list[Json] = []
     ends = time.monotonic() + SEARCH_S
     while len(rows) < wanted.limit and (page := run.index.rows(query, asked | {"offset": offset})):
         for row in page:
@@ -108,7 +108,7 @@ def choices(run: ReportedRun) -> dict[str, list[str]]:
     return {"task": distinct("task"), "status": distinct("status"), "outcome": distinct("outcome"), "sort": list(SORTS)}
 
 
-def group(run: ReportedRun, place: int) -> dict[str, Any]:
+def group(run: ReportedRun, place: int) -> Json:
     """The rollouts of the group at ``place``: rewards by component, their advantages, and the last message of the first prompt.
 
     Raises:
@@ -135,7 +135,7 @@ def group(run: ReportedRun, place: int) -> dict[str, Any]:
     }
 
 
-def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> dict[str, Any]:
+def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> Json:
     """One rollout as a conversation.
 
     Args:
@@ -169,7 +169,7 @@ def _messages(turn: RolloutTurn) -> list[Any]:
     return [*turn.prompt_messages, turn.assistant_message, *turn.env_messages]
 
 
-def _head(recorded: RecordedRollout, place: int, line: int) -> dict[str, Any]:
+def _head(recorded: RecordedRollout, place: int, line: int) -> Json:
     own = recorded.rollout
     members = [sample.advantages[_members(sample)] for sample in own.samples if sample.advantages is not None]
     values = np.concatenate([*members, np.zeros(0)])
@@ -236,9 +236,7 @@ def tokenizer_of(run: ReportedRun) -> Tokenizer | None:
     return None
 
 
-def token_streams(
-    run: ReportedRun, place: int, line: int, sample: int, offset: int, tokenizer: Tokenizer | None
-) -> dict[str, Any]:
+def token_streams(run: ReportedRun, place: int, line: int, sample: int, offset: int, tokenizer: Tokenizer | None) -> Json:
     """A part of the token streams of one training sample of a rollout, NaN where a ratio has no meaning. ``texts`` of its ids,
     special tokens too, are None where there is no tokenizer.
 

@@ -47,6 +47,8 @@ CREATE VIEW points AS
 """``points``: metrics as they are drawn. A validation is reported with a later step than that of the policy it measured."""
 
 
+Json = dict[str, Any]
+"""An object of JSON."""
 Rows = Sequence[tuple]
 
 
@@ -69,7 +71,7 @@ class RunIndex:
         Returns:
             Whether all was read.
         """
-        files: dict[str, Any] = {
+        files: Json = {
             METRICS_FILE: partial(_lines, metrics_rows),
             LEDGER_FILE: partial(_lines, ledger_rows),
             ROLLOUTS_FILE: _groups,
@@ -304,12 +306,12 @@ class ReportedRun:
             if read_all:
                 self._closed.wait(REFRESH_EVERY_S)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Json:
         """The resolved config, by dotted path of each field; what may be a secret is hidden."""
         whole = _flat(self._read_config(), "")
         return {name: HIDDEN if _is_secret(name, value) else value for name, value in sorted(whole.items())}
 
-    def _read_config(self) -> dict[str, Any]:
+    def _read_config(self) -> Json:
         return {} if (self.folder / CONFIG_FILE).is_symlink() else read_config(self.folder) or {}
 
     def without_secrets(self, text: str) -> str:
@@ -324,7 +326,7 @@ class ReportedRun:
         config = self._read_config().get("tasks")
         return list(dict.fromkeys([*(config if isinstance(config, dict) else ()), *(row[0] for row in rows)]))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         """What the run is doing, as far as its files say.
 
         Returns:
@@ -374,7 +376,7 @@ def _age_s(path: Path) -> float | None:
         return None
 
 
-def _flat(value: Any, path: str) -> dict[str, Any]:
+def _flat(value: Any, path: str) -> Json:
     if not isinstance(value, dict):
         return {path: json.dumps(value) if isinstance(value, list) else value}
     below = [_flat(entry, f"{path}.{name}" if path else name) for name, entry in value.items()]
