@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.test_rollout_loop import Loop, StubTask, train_until
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.operations.alarms import FEW_GROUPS, FirstFailures
+from torchtitan.experiments.rl.operations.alarms import FEW_GROUPS, StallDetectors
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus
 
 
@@ -22,7 +22,11 @@ def fail(failures, groups):
     for entry in groups:
         failures.group_arrived(entry)
         if entry.failure is not None:
-            failures.group_failed()
+            failures.group_dropped([f"{entry.task_name}/failed/error"], entry, signal=False, taken=False)
+
+
+def detectors(said, limit=100):
+    return StallDetectors(limit, {"sums": 1, "other": 1}, said.append)
 
 
 @pytest.fixture
@@ -31,7 +35,7 @@ def said():
 
 
 def test_each_kind_is_printed_once_where_it_comes_first(said):
-    failures = FirstFailures(said.append, limit=100)
+    failures = detectors(said)
     fail(
         failures,
         [group("Env.reset: no port 8001", None, failure=None), group("Env.reset: no port 8002", "late"), group("late")],
@@ -46,7 +50,7 @@ def test_each_kind_is_printed_once_where_it_comes_first(said):
 
 def test_first_groups_that_fail_in_one_way_end_the_run_with_that_cause(said):
     groups = [group(f"Env.reset: no port {i}", f"Env.reset: no port {i + 100}") for i in range(FEW_GROUPS)]
-    failures = FirstFailures(said.append, limit=100)
+    failures = detectors(said)
     fail(failures, groups[:-1])
     with pytest.raises(RunError, match="^the first 8 groups all failed in the same way: Env.reset: no port 0 .task sums.$"):
         fail(failures, groups[-1:])
@@ -57,13 +61,14 @@ def test_first_groups_that_fail_in_one_way_end_the_run_with_that_cause(said):
     "others", [[group("one"), group("another")], [group("one", None, failure=None)]], ids=["two ways", "one that was scored"]
 )
 def test_first_groups_that_fail_otherwise_do_not(said, others):
-    fail(FirstFailures(said.append, limit=100), [*others, *[group("one")] * 2 * FEW_GROUPS])
+    fail(detectors(said), [*others, *[group("one")] * 2 * FEW_GROUPS])
 
 
 def test_a_lower_limit_of_the_run_and_a_resumed_run_have_no_such_end(said):
-    fail(FirstFailures(said.append, limit=FEW_GROUPS), [group("one")] * 2 * FEW_GROUPS)
-    failures = FirstFailures(said.append, limit=100)
-    failures._began = True
+    with pytest.raises(RunError, match="^8 groups in a row gave nothing to train on"):
+        fail(detectors(said, limit=FEW_GROUPS), [group("one")] * FEW_GROUPS)
+    failures = detectors(said)
+    failures.restore(failures.state())
     fail(failures, [group("one")] * 2 * FEW_GROUPS)
 
 

@@ -1,7 +1,6 @@
 """What the Controller does when the trainer dies: the parts here end as a list says, and the checkpoints are folders."""
 
 import inspect
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,10 +152,9 @@ async def test_a_trainer_that_dies_too_often_ends_the_run_with_every_cause(lost)
     other = ProcessLost("trainer rank 1", "hung: a computation of the trainer for 121 s")
     with pytest.raises(RunError) as caught:
         await run.run((21, LOST), (1, other), (1, LOST))
-    assert re.fullmatch(
-        r"trainer died 3 times in \d+ s: trainer rank 0: killed by SIGKILL; trainer rank 1: hung: a computation of the trainer "
-        r"for 121 s; trainer rank 0: killed by SIGKILL \(supervision.max_restarts = 2\)",
-        str(caught.value),
+    assert str(caught.value) == (
+        "trainer rank 0 died: killed by SIGKILL; trainer rank 1 died: hung: a computation of the trainer for 121 s; "
+        "trainer rank 0 died: killed by SIGKILL (supervision.max_restarts = 2)"
     )
     assert len(Parts.made) == 3
 

@@ -10,7 +10,6 @@ from tests.zoo.world import HonestPolicy
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.losses import LossConfig, compute_loss, count_denominators
-from torchtitan.experiments.rl.observability.console import Waits
 from torchtitan.experiments.rl.operations.assembly import RunActors
 from torchtitan.experiments.rl.operations.context import RunContext
 from torchtitan.experiments.rl.operations.supervision import Supervisor
@@ -81,15 +80,11 @@ class StandInActors(RunActors):
         context: RunContext,
         *,
         on_failure: Callable[[Exception], None],
-        waits: Waits | None = None,
     ):
         self._context = context
-        config, note = context.config, context.console.note
-        self.supervisor = Supervisor(
-            config.supervision, restarts=context.restarts, on_death=note, on_failure=self.fail, waits=waits
-        )
+        self.supervisor = Supervisor(context.restarts, on_death=context.console.note, on_failure=self.fail, waits=context.waits)
         policy: Any = type(self).policy_of()
-        trainer: Any = StandInTrainer(config.trainer.loss)
+        trainer: Any = StandInTrainer(context.config.trainer.loss)
         weights: Any = StandInWeights(policy)
         self.policy, self.trainer, self.weights = policy, trainer, weights
         self.closed = 0

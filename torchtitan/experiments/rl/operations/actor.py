@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import RunHeader, RunSummary, near
 from torchtitan.experiments.rl.operations.assembly import Run
 from torchtitan.experiments.rl.operations.checkpoints import Resumed, begin_again, resume
-from torchtitan.experiments.rl.operations.context import run_context
+from torchtitan.experiments.rl.operations.context import RunContext
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
@@ -51,7 +51,7 @@ class Controller(Actor):
         """
         self._checkpoint, self._init_from = resume_from, init_from
         self._steps_before = 0 if resume_from is None else step_of(resume_from)
-        self._context = run_context(config, checked_plan(config), Path(run_dir), hosts=hosts)
+        self._context = RunContext(config, checked_plan(config), Path(run_dir), hosts=hosts)
         self._console, self._config_name = self._context.console, config_name
         self._stopped_by: str | None = None
         self._built = self._new_run(None)
@@ -162,7 +162,7 @@ class Controller(Actor):
     async def _draw(self) -> None:
         """Keep the live line of the terminal as it should be."""
         while self._console.live:
-            self._console.draw(self._built.waits.line())
+            self._console.draw(self._context.waits.line())
             await asyncio.sleep(REDRAW_S)
 
     def _print_header(self) -> None:

@@ -34,6 +34,7 @@ MOST_KINDS = 20
 _VARIES = re.compile(r"0x[0-9a-f]+|\d+")
 
 _METRIC = re.compile(r"mismatch/replica/(\d+)/age/(\d+)")
+_SHARE = "mismatch/share_of_bound_max"
 FIRST_VERSIONS = 5
 """That the bound of an age is derived from."""
 FACTOR = 10.0
@@ -47,18 +48,15 @@ LEARNING = 1.0
 class FirstFailures(RunEvents):
     """Failures are of one kind if their task is the same, and their causes but for numbers."""
 
-    def __init__(self, note: Callable[[str], None], limit: int = 0, *, log: str = "logs/controller.jsonl"):
+    def __init__(self, note: Callable[[str], None], *, log: str = "logs/controller.jsonl"):
         """
         Args:
             note: prints a line.
-            limit: groups in a row that end the run whatever they failed of.
             log: file of this process's log, in the run's folder.
         """
-        self._note, self._log, self._few = note, log, FEW_GROUPS if limit > FEW_GROUPS else None
+        self._note, self._log = note, log
         self._kinds: dict[tuple[str, str], str] = {}
         """The first cause of each."""
-        self._failed = Fraction(0)
-        self._began = False
 
     def group_arrived(self, group: RolloutGroup) -> None:
         """Print the failures of its rollouts that are the first of their kind."""
@@ -68,25 +66,12 @@ class FirstFailures(RunEvents):
                 if kind not in self._kinds and len(self._kinds) < MOST_KINDS:
                     self._kinds[kind] = cause = f"{one_sentence(rollout.error)} (task {group.task_name})"
                     self._note(f"a rollout failed: {cause}; the first of its kind, {self._log} has all")
-        if group.failure is None:
-            self._began = True
-
-    def group_failed(self, share: Fraction = Fraction(1)) -> None:
-        """A group was dropped because its rollouts failed. It held this ``share`` of a slot.
-
-        Raises:
-            RunError: the first groups of the run all failed, in one way.
-        """
-        before, self._failed = self._failed, self._failed + share
-        few_now = self._few is not None and before < self._few <= self._failed
-        if few_now and not self._began and len(self._kinds) == 1:
-            (cause,) = self._kinds.values()
-            raise RunError(f"the first {self._few} groups all failed in the same way: {cause}")
 
 
 class StallDetectors(FirstFailures):
     """Ends a run in which nothing is left to train on, with an error that names the causes, or as complete.
 
+    * The first groups of the run all failed, in one way.
     * ``limit`` groups in a row are dropped. What post-batch filters empty is counted on its own, because they may drop every
       group that the others kept. Ties of mastered tasks count only beside at least as many drops for other causes.
     * None of the first ``limit`` groups has a learning signal. After the first that has one this detects nothing more.
@@ -100,14 +85,21 @@ class StallDetectors(FirstFailures):
             groups_in_slot: of each task.
             note: prints the first failure of each kind.
         """
-        super().__init__(note, limit)
+        super().__init__(note)
         self._limit, self._groups_in_slot = limit, groups_in_slot
+        self._failed = Fraction(0) if limit > FEW_GROUPS else None
+        """Groups that failed; None from the first on that did not, and where more than FEW_GROUPS have."""
         self._state = StallState(
             drops=_no_drops(),
             emptied=_no_drops(),
             no_signal=NoSignalState(signal_seen=False, groups=Fraction(0), mean_rewards=[]),
             mastery=MasteryState(ties={}, signals={}),
         )
+
+    def group_arrived(self, group: RolloutGroup) -> None:
+        super().group_arrived(group)
+        if group.failure is None:
+            self._failed = None
 
     def group_scored(self, group: RolloutGroup, *, signal: bool) -> None:
         """
@@ -142,8 +134,13 @@ class StallDetectors(FirstFailures):
             NothingLeftToLearn: every task is mastered.
         """
         share = Fraction(1, self._groups_in_slot[group.task_name])
-        if group.failure is not None:
-            self.group_failed(share)
+        if group.failure is not None and self._failed is not None:
+            self._failed += share
+            if self._failed >= FEW_GROUPS:
+                self._failed = None
+                if len(self._kinds) == 1:
+                    (cause,) = self._kinds.values()
+                    raise RunError(f"the first {FEW_GROUPS} groups all failed in the same way: {cause}")
         tie = not signal and self._is_tie_of_mastered(columns, group)
         drops = self._state.emptied if taken else self._state.drops
         drops.groups, drops.ties = drops.groups + share, drops.ties + share * tie
@@ -162,8 +159,7 @@ class StallDetectors(FirstFailures):
         return copy.deepcopy(self._state)
 
     def restore(self, state: StallState) -> None:
-        self._began = True  # the groups to come are not the run's first
-        self._state = state
+        self._state, self._failed = state, None  # the groups to come are not the run's first
 
     def _is_tie_of_mastered(self, columns: Iterable[str], group: RolloutGroup) -> bool:
         """Whether filters dropped the group because its rewards tie, in a task that had a signal before."""
@@ -173,11 +169,10 @@ class StallDetectors(FirstFailures):
             return False
         mastery.ties.setdefault(group.task_name, []).append(_mean(group.rewards))
         if all(len(mastery.ties.get(name, [])) >= self._limit * groups for name, groups in self._groups_in_slot.items()):
-            words = []
-            for name in self._groups_in_slot:
-                count, total = mastery.signals[name]
-                tied = _mean(mastery.ties[name])
-                words.append(f"{name} at reward {tied:.4g}, after groups with a learning signal at {total / count:.4g}")
+            words = [
+                f"{name} at reward {_mean(mastery.ties[name]):.4g}, after groups with a learning signal at {total / count:.4g}"
+                for name, (count, total) in mastery.signals.items()
+            ]
             raise NothingLeftToLearn(
                 f"nothing left to learn: in the last {self._limit} groups of each task all rewards tie ({'; '.join(words)})"
             )
@@ -228,11 +223,11 @@ class MismatchAlarm(RunEvents):
             RunError: a mean distance is above its bound, or no number; names replica and version.
         """
         largest: dict[int, float] = {}
-        shares = []
+        reported: dict[str, float] = {}
         for name, distance in metrics.items():
             if not (found := _METRIC.fullmatch(name)):
                 continue
-            replica, age = int(found[1]), int(found[2])
+            replica, age = map(int, found.groups())
             bound = self.bound(age)
             if not distance <= bound:
                 raise RunError(
@@ -241,13 +236,12 @@ class MismatchAlarm(RunEvents):
                     "generator computes with other weights, or the learning rate is far too high"
                 )
             largest[age] = max(distance, largest.get(age, 0.0))
-            shares.append(distance / bound)
-        reported = {f"mismatch/bound/age/{age}": self.bound(age) for age in largest}
+            reported[f"mismatch/bound/age/{age}"] = bound
+            reported[_SHARE] = max(distance / bound, reported.get(_SHARE, 0.0))
         for age, distance in largest.items():
-            first = self._first.setdefault(age, [])
-            if len(first) < FIRST_VERSIONS:
+            if len(first := self._first.setdefault(age, [])) < FIRST_VERSIONS:
                 first.append(distance)
-        return reported | ({"mismatch/share_of_bound_max": max(shares)} if shares else {})
+        return reported
 
 
 def mismatch_alarm(config: RunConfig) -> MismatchAlarm:

@@ -7,9 +7,9 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -36,11 +36,9 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.frozen import FrozenClients
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
-from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.models.policy import model_positions
-from torchtitan.experiments.rl.observability.console import RunSummary, Waits
-from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.observability.console import RunSummary
 from torchtitan.experiments.rl.operations.alarms import StallDetectors, mismatch_alarm
 from torchtitan.experiments.rl.operations.checkpoints import Resumed, RunCheckpoints, trainer_start
 from torchtitan.experiments.rl.operations.context import RunContext
@@ -86,6 +84,11 @@ class Closing:
         except UserCodeError as error:
             self.add(f"closing {part}: {sentence(error)}")
 
+    async def close_user_code(self, close: Callable[[], Awaitable[list[str]]]) -> None:
+        """Await ``close()``, which returns a line for each fault of the user's code."""
+        for fault in await close():
+            self.add(fault)
+
     def add(self, fault: str) -> None:
         """One more fault; it is logged now."""
         logger.error("%s", fault)
@@ -98,27 +101,15 @@ class RunActors:
     trainer: TrainerClient
     weights: WeightSync
 
-    def __init__(
-        self,
-        context: RunContext,
-        *,
-        on_failure: Callable[[Exception], None],
-        waits: Waits | None = None,
-    ):
-        """
-        Args:
-            on_failure: called with the error of a part that can't go on.
-            waits: is told what ``start`` waits for.
-        """
+    def __init__(self, context: RunContext, *, on_failure: Callable[[Exception], None]):
+        """``on_failure`` is called with the error of a part that can't go on."""
         self._context = context
         config = context.config
         lockstep = context.synchronous and all(
             getattr(built_class(task), "in_lockstep", True) for task in config.tasks.values()
         )
         self._hosted = hosted_models(config.tasks)
-        self.supervisor = Supervisor(
-            config.supervision, restarts=context.restarts, on_death=context.console.note, on_failure=self.fail, waits=waits
-        )
+        self.supervisor = Supervisor(context.restarts, on_death=context.console.note, on_failure=self.fail, waits=context.waits)
         self._frozen = FrozenClients(self._hosted, lockstep=lockstep, on_failure=on_failure, on_stopped=self._stopped)
         self.policy = GeneratorClient(
             lockstep=lockstep, on_failure=on_failure, on_stopped=partial(self._stopped, ""), frozen=self._frozen.find
@@ -126,16 +117,10 @@ class RunActors:
         self._replicas = Replicas({"": self.policy} | self._frozen.generators)
         self._generating: dict[tuple[str, int], Part] = {}
         """By model and replica, as in ``Replicas``."""
-        self._readers: list[Part] = []
-        self._workers: list[Part] = []
         self._worker_runner = WorkerRunner(self.policy)
         self._client_ids = itertools.count(1)  # the controller's is 0
         self._trainer: tuple[ProcMesh, Any] | None = None
         self._placement = context.plan.placement
-
-    @property
-    def _hosts(self) -> HostPool | None:
-        return self._context.hosts
 
     async def start(self, text: np.ndarray, trainer_start: TrainerStart | None = None) -> None:
         """Spawn and connect trainer, generators and hosted models, and check that the first two agree on the weights.
@@ -161,7 +146,7 @@ class RunActors:
             max_seq_len=config.batcher.row_length,
             rows=config.batcher.rows_per_microbatch,
             total_steps=config.steps,
-            run_dir=str(self._context.run_dir),
+            run_dir=str(context.run_dir),
             generator_dtype=config.generator.engine.torch_dtype,
             start=trainer_start,
             yields_memory=config.generator.engine.sleep,
@@ -173,17 +158,17 @@ class RunActors:
         life = Lifetime("trainer")
 
         async def start_guarded_trainer() -> set[str]:
-            with self.supervisor.waits.wait("the trainer to start"):
+            with self._context.waits.wait("the trainer to start"):
                 for rank in range(plan.trainer_ranks):
                     await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank), life)
                 return await start_trainer(procs, trainers)
 
         # The generators of the policy come first.
         trainer_hosts, *hosts = await asyncio.gather(
-            start_guarded_trainer(), *(self.supervisor.start(part) for part in self._generating.values())
+            start_guarded_trainer(), *map(self.supervisor.start, self._generating.values())
         )
         readers = await self._start_readers(trainer_hosts, hosts[: plan.generator_replicas])
-        self.trainer = TrainerClient(trainers, self._context.run_dir, life, keep_logprobs=config.recorder.trainer_logprobs)
+        self.trainer = TrainerClient(trainers, context.run_dir, life, keep_logprobs=config.recorder.trainer_logprobs)
         await self.trainer.connect()
         self.weights = WeightSync(
             trainers,
@@ -192,7 +177,7 @@ class RunActors:
             bound=CanaryBound(config.generator.engine.dtype),
             copies=readers,
         )
-        with self.supervisor.waits.wait("the first weights to reach the generators"):
+        with self._context.waits.wait("the first weights to reach the generators"):
             version = 0 if trainer_start is None else trainer_start.step
             if trainer_start is not None or config.trainer.lora is not None:  # else they hold what the trainer does
                 await self.weights.publish_start(version)
@@ -204,8 +189,7 @@ class RunActors:
         """Without a trainer: spawn and connect the generators, unless ``policy`` is False, and the hosted models."""
         placement = self._placement = place_run(self._context.config, self._context.plan, self._context.hosts)
         self._add_generators(placement if policy else replace(placement, generators=()))
-        await asyncio.gather(*(self.supervisor.start(part) for part in self._generating.values()))
-        await asyncio.gather(*map(self.supervisor.connect, self._generating.values()))
+        await self._start_all(self._generating.values())
 
     async def start_runner(self, task_set: TaskSet) -> GroupRunner:
         """Set the tasks up where their rollouts will run: here, or in workers that are spawned now.
@@ -216,15 +200,18 @@ class RunActors:
         if not self._context.config.rollout_workers:
             await task_set.setup(self.policy)
             return LocalRunner(self.policy, seed=self._context.config.seed)
-        self._workers = [self._worker(index, where) for index, where in enumerate(self._placement.rollout_workers)]
-        await asyncio.gather(*map(self.supervisor.start, self._workers))
-        await asyncio.gather(*map(self.supervisor.connect, self._workers))
+        await self._start_all([self._worker(index, where) for index, where in enumerate(self._placement.rollout_workers)])
         return self._worker_runner
+
+    async def _start_all(self, parts: Collection[Part]) -> None:
+        await asyncio.gather(*map(self.supervisor.start, parts))
+        await asyncio.gather(*map(self.supervisor.connect, parts))
 
     @property
     def trainer_lost(self) -> bool:
         """Ranks were on a host that died: those of other hosts wait for them, and answer no call."""
-        return self._hosts is not None and any(place.host in self._hosts.dead for place in self._placement.trainer)
+        hosts = self._context.hosts
+        return hosts is not None and any(place.host in hosts.dead for place in self._placement.trainer)
 
     def fail(self, failure: RunError) -> None:
         """Answer every open and future request of the rollouts with ``failure``."""
@@ -243,11 +230,8 @@ class RunActors:
             await self._frozen.close()
         except Exception:
             logger.exception("closing the frozen models")
-        # The workers' tasks close before the generators that they may ask.
-        dead = self._hosts.dead if self._hosts is not None else {}
-        parts = [*self._workers, *self._generating.values(), *self._readers]
-        parts = [part for part in parts if part.host not in dead]
-        processes = [part.process for part in parts if part.process is not None]
+        dead = self._context.hosts.dead if self._context.hosts is not None else {}
+        processes = [part.process for part in reversed(self.supervisor.parts) if part.host not in dead]
         actors, meshes = [process.actor for process in processes], [process.procs for process in processes]
         if self._trainer is not None and not self.trainer_lost:
             meshes.append(self._trainer[0])
@@ -257,31 +241,28 @@ class RunActors:
 
     def _watch_hosts(self) -> None:
         """End the run when a host dies: nothing on it answers, and nothing is made again there."""
-        if self._hosts is not None:
+        if self._context.hosts is not None:
             loop = asyncio.get_running_loop()
 
             def host_died(line: str) -> None:
                 with suppress(RuntimeError):  # the event loop is closed: the run has ended
                     loop.call_soon_threadsafe(self.supervisor.end_run, RunError(line))
 
-            self._hosts.on_death(host_died)
+            self._context.hosts.on_death(host_died)
 
     def _add_generators(self, placement: Placement) -> None:
         """Of the policy, which come first, and of the hosted models."""
         config = self._context.config
         for index, where in enumerate(placement.generators):
-            name = f"generator {index}"
-            self._add_generator("", index, name, config.generator, config.model.hf_assets_path, "generator", where)
+            self._add_generator("", index, f"generator {index}", config.generator, "generator", where)
         for number, (model, places) in enumerate(zip(self._hosted.values(), placement.hosted, strict=True)):
             own = GeneratorConfig(engine=model.engine, replicas=model.replicas)
             for index, where in enumerate(places):
                 name = f"hosted model {model.path!r}" + (f" replica {index}" if len(places) > 1 else "")
-                self._add_generator(model.path, index, name, own, model.path, f"hosted_{number}", where)
+                self._add_generator(model.path, index, name, own, f"hosted_{number}", where)
 
-    def _add_generator(
-        self, model: str, index: int, name: str, config: GeneratorConfig, path: str, role: str, where: Place
-    ) -> None:
-        device = self._context.plan.device
+    def _add_generator(self, model: str, index: int, name: str, generator: GeneratorConfig, role: str, where: Place) -> None:
+        config, device = self._context.config, self._context.plan.device
 
         async def connect(process: PartProcess) -> None:
             take_requests = partial(self._replicas.admit, model, index, process)
@@ -294,20 +275,18 @@ class RunActors:
         self._generating[model, index] = Part(
             name=name,
             host=where.host,
-            spawn=self._spawner(
+            spawn=lambda label: self._spawn(
+                label,
                 where,
                 device,
                 Generator,
-                lambda: {
-                    "config": config,
-                    "model_path": path,
-                    "device": device,
-                    "role": role,
-                    "index": index,
-                    "adapters": None if model or self._trainer is None else self._context.config.served,
-                },
+                config=generator,
+                model_path=model or config.model.hf_assets_path,
+                device=device,
+                role=role,
+                index=index,
+                adapters=None if model or self._trainer is None else config.served,
             ),
-            set_up=lambda process: process.actor.setup.call_one(),
             connect=connect,
             disconnect=partial(self._replicas.lose, model, index),
         )
@@ -321,41 +300,27 @@ class RunActors:
         first = first_generators(trainer_hosts, generator_hosts)
         places = [self._placement.generators[index] for index in first]
         readers = WeightReaders((f"host_{place.host}" for place in places), len(trainer_hosts))
-        for number, place in enumerate(places):
-            self._readers.append(self._reader(readers, f"host_{place.host}", number, place))
-        await asyncio.gather(*map(self.supervisor.start, self._readers))
-        await asyncio.gather(*map(self.supervisor.connect, self._readers))
-        return readers if self._readers else None
+        await self._start_all([self._reader(readers, number, place) for number, place in enumerate(places)])
+        return readers if places else None
 
-    def _reader(self, readers: WeightReaders, host: str, number: int, where: Place) -> Part:
+    def _reader(self, readers: WeightReaders, number: int, where: Place) -> Part:
+        host = f"host_{where.host}"
         if self._context.plan.device == "cpu":
             cores = where.devices
-        elif self._hosts is None:
+        elif self._context.hosts is None:
             cores = tuple(sorted(os.sched_getaffinity(0)))
         else:
-            cores = self._hosts.hosts[where.host].cores
+            cores = self._context.hosts.hosts[where.host].cores
         return Part(
             name=f"weight reader {number}",
             host=where.host,
-            spawn=self._spawner(Place(where.host, cores), "cpu", WeightReader, lambda: {"index": number}),
-            set_up=lambda process: process.actor.setup.call_one(),
+            spawn=lambda label: self._spawn(label, Place(where.host, cores), "cpu", WeightReader, index=number),
             connect=partial(readers.admit, host),
             disconnect=partial(readers.lose, host),
         )
 
     def _worker(self, index: int, where: Place) -> Part:
         config = self._context.config
-
-        def arguments() -> dict[str, Any]:
-            return {
-                "tasks": config.tasks,
-                "renderer": config.renderer,
-                "tokenizer_path": config.model.hf_assets_path,
-                "seed": config.seed,
-                "limits": config.user_code,
-                "index": index,
-                "client_id": next(self._client_ids),
-            }
 
         async def set_up(process: PartProcess) -> None:
             await self._replicas.tell(process)
@@ -371,7 +336,19 @@ class RunActors:
         part = Part(
             name=f"rollout worker {index}",
             host=where.host,
-            spawn=self._spawner(where, "cpu", RolloutWorker, arguments),
+            spawn=lambda label: self._spawn(
+                label,
+                where,
+                "cpu",
+                RolloutWorker,
+                tasks=config.tasks,
+                renderer=config.renderer,
+                tokenizer_path=config.model.hf_assets_path,
+                seed=config.seed,
+                limits=config.user_code,
+                index=index,
+                client_id=next(self._client_ids),
+            ),
             set_up=set_up,
             connect=connect,
             disconnect=disconnect,
@@ -379,23 +356,28 @@ class RunActors:
         )
         return part
 
-    def _spawner(
-        self, where: Place, device: Literal["cpu", "cuda"], actor_class: type[Actor], arguments: Callable[[], dict[str, Any]]
-    ) -> Callable[[str], tuple[ProcMesh, Any]]:
-        """Spawns one process, and an actor in it; ``arguments`` are computed for each."""
+    def _spawn(
+        self, label: str, where: Place, device: Literal["cpu", "cuda"], actor_class: type[Actor], /, **arguments: Any
+    ) -> tuple[ProcMesh, Any]:
+        """Spawns one process, and an actor in it."""
         run_dir = self._context.run_dir
-
-        def spawn_part(name: str) -> tuple[ProcMesh, Any]:
-            procs, _ = spawn_on(self._hosts, name, [where], device, run_dir=run_dir)
-            return procs, procs.spawn(name, actor_class, run_dir=str(run_dir), **arguments())
-
-        return spawn_part
+        procs, _ = spawn_on(self._context.hosts, label, [where], device, run_dir=run_dir)
+        return procs, procs.spawn(label, actor_class, run_dir=str(run_dir), **arguments)
 
     def _stopped(self, model: str, index: int, cause: str) -> None:
         """The engine of a replica can't go on: its process is made again."""
-        process = self._generating[model, index].process
-        assert process is not None
-        process.life.kill(f"its engine stopped: {cause}")
+        self._generating[model, index].process.life.kill(f"its engine stopped: {cause}")
+
+
+@dataclass(slots=True)
+class _Built:
+    """What trains, and what says how the training went."""
+
+    training: TrainingLoop
+    rollouts: RolloutLoop
+    checkpoints: RunCheckpoints
+    reports: RunReports
+    profile: StepProfile
 
 
 class Run:
@@ -410,19 +392,18 @@ class Run:
         config, run_dir = context.config, context.run_dir
         self._context, self._resumed, self._init_from = context, resumed, init_from
         self._failure: Exception | None = None
-        self.waits = Waits(context.console.waiting)
-        self._actors = RunActors(context, on_failure=self._fail, waits=self.waits)
+        self._actors = RunActors(context, on_failure=self._fail)
+        self.supervisor = self._actors.supervisor
         self._tasks = TaskSet(config.tasks, gate=context.gate, limits=config.user_code, seed=config.seed)
-        self._rollouts: RolloutLoop | None = None
-        self._training: TrainingLoop | None = None
-        self._checkpoints: RunCheckpoints | None = None
-        self._reports: RunReports | None = None
-        self._building: asyncio.Task[TrainingLoop] | None = None
-        self._closing, self._closed = Closing(), False
-        self._metrics: MetricsLogger | None = None
-        self._recorder: RolloutRecorder | None = None
+        self._built: _Built | None = None
+        self._building: asyncio.Task[_Built] | None = None
+        self._closing = Closing()
         self._to_settle: list[tuple[str, Callable[[], Awaitable[object]]]] = []
         """What writes the run's files and counts its rollouts, in the order it was built."""
+        self._to_close: list[tuple[str, Callable[[], Awaitable[object]]]] = [
+            ("the actors", partial(self._closing.close_user_code, self._actors.close))
+        ]
+        """What the tasks may use until they are closed."""
         self._files = {
             "metrics": run_dir / METRICS_FILE,
             "records": run_dir / ROLLOUTS_FILE,
@@ -431,25 +412,21 @@ class Run:
         }
 
     @property
-    def supervisor(self) -> Supervisor:
-        return self._actors.supervisor
-
-    @property
     def ended_early(self) -> str | None:
         """Why there is nothing left to learn."""
-        return self._reports.why_ended_early if self._reports is not None else None
+        return None if self._built is None else self._built.reports.why_ended_early
 
     @property
     def steps_done(self) -> int:
         """Optimizer steps since the run began."""
-        if self._training is not None:
-            return self._training.steps_done
+        if self._built is not None:
+            return self._built.training.steps_done
         return self._resumed.state.step if self._resumed is not None else 0
 
     @property
     def writes_checkpoint(self) -> bool:
         """Whether a checkpoint is being written."""
-        return self._checkpoints is not None and self._checkpoints.writing
+        return self._built is not None and self._built.checkpoints.writing
 
     async def run(self) -> None:
         """Build everything, and train.
@@ -465,15 +442,16 @@ class Run:
             await contained(unless_failed(self._train(await self._building)))
         except Exception as error:
             explained = await self.supervisor.explained(error)
+            checkpoints = None if self._built is None else self._built.checkpoints
             if explained is self.supervisor.lost:
-                if self._checkpoints is not None:
-                    self._checkpoints.trainer_lost(explained)
+                if checkpoints is not None:
+                    checkpoints.trainer_lost(explained)
                 raise explained from None
             logger.exception("the run failed")
-            if self._checkpoints is not None and not self._actors.trainer_lost:
+            if checkpoints is not None and not self._actors.trainer_lost:
                 # What was trained since the last checkpoint, as far as the trainer still answers.
                 try:
-                    await call_bounded(self._checkpoints.finish, timeout_s=PART_TIMEOUT_S)
+                    await call_bounded(checkpoints.finish, timeout_s=PART_TIMEOUT_S)
                 except UserCodeError as unsaved:
                     logger.warning("the state before the error is not saved: %s", sentence(unsaved))
             raise (RunError(str(explained)) if isinstance(explained, UserCodeError) else explained) from None
@@ -482,34 +460,35 @@ class Run:
         """End after the step that is being taken, or at once while it is being built."""
         if self._building is not None:
             self._building.cancel()
-        if self._training is not None:
-            self._training.stop()
+        if self._built is not None:
+            self._built.training.stop()
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
-        if self._rollouts is not None:
-            self._rollouts.fail(error)
+        if self._built is not None:
+            self._built.rollouts.fail(error)
 
-    async def _build(self) -> TrainingLoop:
+    async def _build(self) -> _Built:
         context, config, resumed = self._context, self._context.config, self._resumed
         step = 0 if resumed is None else resumed.state.step
-        metrics = self._metrics = config.metrics.build(
+        metrics = config.metrics.build(
             run_dir=context.run_dir,
             run_config=save_config(context.run_dir, config),
             resume_step=None if resumed is None else step,
         )
+        self._to_close.append(("the metrics", partial(asyncio.to_thread, metrics.close)))
         renderer = build_renderer(config.renderer, config.model.hf_assets_path)
         vocab_size = HubConfig.read(config.model.hf_assets_path).size("vocab_size")
         await self._tasks.build(renderer, vocab_size=vocab_size)
         tasks, batcher = self._tasks.tasks, config.batcher.build(positions=model_positions(config.model))
         selection = Selection(
             context.gate,
-            mix=await self._built(
+            mix=await self._user_part(
                 config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()}
             ),
             tasks=tasks,
             **{
-                slot: [await self._built(entry, f"{slot}[{i}]") for i, entry in enumerate(getattr(config, slot))]
+                slot: [await self._user_part(entry, f"{slot}[{i}]") for i, entry in enumerate(getattr(config, slot))]
                 for slot in ("pre_batch_filters", "post_batch_filters")
             },
         )
@@ -519,25 +498,24 @@ class Run:
             entry.vocab_size = vocab_size
         text = np.array(renderer.render_ids(CANARY_MESSAGES), np.int32)
         await self._actors.start(text, trainer_start(resumed, self._init_from))
-        with self.waits.wait("the tasks to be set up"):
+        with context.waits.wait("the tasks to be set up"):
             runner = await self._actors.start_runner(self._tasks)
         replay = GroupReplay(
             config.replay, groups_per_step=context.plan.groups_per_step, seed=config.seed, load=resumed is None
         )
-        recorder = self._recorder = config.recorder.build(run_dir=context.run_dir)
+        recorder = config.recorder.build(run_dir=context.run_dir)
         self._to_settle.append(("the recorder", partial(self._close_recorder, recorder)))
-        reports = self._reports = RunReports(
+        reports = RunReports(
             context,
             metrics=metrics,
-            waits=self.waits,
             compares_rewards=any(task.algorithm.group_relative for task in tasks.values()),
             validations=(resumed.state.first_validation, resumed.state.last_validation) if resumed is not None else (),
         )
         slots = {name: groups_in_slot(task) for name, task in tasks.items()}
         stall, alarm = StallDetectors(config.max_drops_in_a_row, slots, context.console.note), mismatch_alarm(config)
-        self._profile = StepProfile(config.profile_steps, run_dir=context.run_dir, processes=self.supervisor.processes)
-        watchers: list[RunEvents] = [stall, alarm, self._profile, reports]
-        rollouts = self._rollouts = RolloutLoop(
+        profile = StepProfile(config.profile_steps, run_dir=context.run_dir, processes=self.supervisor.processes)
+        watchers: list[RunEvents] = [stall, alarm, profile, reports]
+        rollouts = RolloutLoop(
             selection=selection,
             runner=runner,
             policy=self._actors.policy,
@@ -550,10 +528,8 @@ class Run:
             watchers=watchers,
         )
         self._to_settle.append(("the rollout loop", rollouts.close))
-        if self._failure is not None:  # while this was built
-            rollouts.fail(self._failure)
         validator = Validator(tasks, runner, config.validation, on_failure=self._fail, gate=context.gate, recorder=recorder)
-        checkpoints = self._checkpoints = RunCheckpoints(
+        checkpoints = RunCheckpoints(
             context,
             rollouts=rollouts,
             validator=validator,
@@ -572,7 +548,7 @@ class Run:
             validator.restore(resumed.state.validator, step)
             alarm.restore(resumed.state.mismatch)
             checkpoints.resumed(resumed.checkpoint, step)
-        training = self._training = TrainingLoop(
+        training = TrainingLoop(
             steps=config.steps,
             synchronous=context.synchronous,
             rollouts=rollouts,
@@ -586,36 +562,39 @@ class Run:
             first_step=step + 1,
             sleep=config.generator.engine.sleep,
         )
-        self._to_settle += [("the training loop", training.close), ("the profile", self._profile.close)]
-        return training
+        self._to_settle += [("the training loop", training.close), ("the profile", profile.close)]
+        if self._failure is not None:  # while this was built
+            rollouts.fail(self._failure)
+        self._built = _Built(training, rollouts, checkpoints, reports, profile)
+        return self._built
 
-    async def _built(self, part: Any, field: str, **arguments: Any) -> Any:
+    async def _user_part(self, part: Any, field: str, **arguments: Any) -> Any:
         """What a config that users may have written builds; the error of one that fails names its field."""
         timeout_s = self._context.config.user_code.setup_timeout_s
         build = partial(part.build, **arguments)
         return await self._context.gate.call(build, owner=f"{field} can't be built", timeout_s=timeout_s)
 
-    async def _train(self, training: TrainingLoop) -> None:
-        assert self._checkpoints is not None and self._reports is not None, "the build made them"
-        self._reports.begin(training.steps_done, self._context.config.steps)
+    async def _train(self, built: _Built) -> None:
+        training, waits = built.training, self._context.waits
+        built.reports.begin(training.steps_done, self._context.config.steps)
         await training.run()
-        self.waits.close()
-        with self.waits.wait("the checkpoint to be written"):
-            await self._checkpoints.finish()
+        waits.close()
+        with waits.wait("the checkpoint to be written"):
+            await built.checkpoints.finish()
         if training.steps_done:
-            with self.waits.wait("the policy to be written as a hub folder"):
+            with waits.wait("the policy to be written as a hub folder"):
                 folder = await self._actors.trainer.save_final(training.steps_done)
             if folder is not None:
                 self._files["policy"] = folder
 
     async def settle(self) -> list[RunError]:
         """Close what writes the run's files and counts its rollouts. Returns what went wrong, in order."""
-        self.waits.close()
-        if self._checkpoints is not None:
+        self._context.waits.close()
+        if self._built is not None:
             # One that is being written must not appear when the run is built again from the one before.
             lost = self.supervisor.lost is not None
             limit_s = self._context.config.supervision.slow_work_s if lost else PART_TIMEOUT_S
-            await self._closing.close("the checkpoints", self._checkpoints.close, timeout_s=limit_s)
+            await self._closing.close("the checkpoints", self._built.checkpoints.close, timeout_s=limit_s)
         for name, close in reversed(self._to_settle):
             await self._closing.close(name, close)
         return self._closing.faults
@@ -631,21 +610,11 @@ class Run:
         Returns:
             What went wrong since the parts ended, in order.
         """
-        closing = self._closing
-        if self._closed:
-            return closing.faults
-        self._closed = True
-
-        async def close_user_code(close: Callable[[], Awaitable[list[str]]]) -> None:
-            for fault in await close():
-                closing.add(fault)
-
-        await closing.close("the tasks", lambda: close_user_code(self._tasks.close))
-        metrics = self._metrics
-        await asyncio.gather(
-            closing.close("the actors", lambda: close_user_code(self._actors.close)),
-            *([closing.close("the metrics", lambda: asyncio.to_thread(metrics.close))] if metrics is not None else []),
-        )
+        closing, parts = self._closing, self._to_close
+        if parts:
+            self._to_close = []
+            await closing.close("the tasks", partial(closing.close_user_code, self._tasks.close))
+            await asyncio.gather(*(closing.close(*part) for part in parts))
         return closing.faults
 
     def summary(self, *, wall_time_s: float, stopped_by: str | None, checkpoint: Path | None) -> RunSummary:
@@ -653,25 +622,23 @@ class Run:
         Args:
             checkpoint: what the run can go on from, unless it has taken another since.
         """
-        if self._checkpoints is not None:
-            checkpoint = self._checkpoints.newest
-        trained = self._training is not None
-        more = {
-            "batch": self._actors.trainer.failed_batch if trained else None,
-            "profile": self._profile.file if trained else None,
-            "checkpoint": checkpoint,
-        }
-        self._files |= {name: path for name, path in more.items() if path is not None}
-        first, last = self._reports.first_and_last_validation() if self._reports is not None else (None, None)
+        built, first, last, more = self._built, None, None, {"checkpoint": checkpoint}
+        if built is not None:
+            first, last = built.reports.first_and_last_validation()
+            more = {
+                "batch": self._actors.trainer.failed_batch,
+                "profile": built.profile.file,
+                "checkpoint": built.checkpoints.newest,
+            }
         return RunSummary(
             steps=self.steps_done,
             total_steps=self._context.config.steps,
             wall_time_s=wall_time_s,
             start_val_reward=first,
             final_val_reward=last,
-            ledger=self._rollouts.ledger.counts() if self._rollouts else {},
-            files=self._files,
+            ledger={} if built is None else built.rollouts.ledger.counts(),
+            files=self._files | {name: path for name, path in more.items() if path is not None},
             stopped_by=stopped_by,
-            not_saved=self._checkpoints.failure if self._checkpoints is not None else None,
+            not_saved=None if built is None else built.checkpoints.failure,
             run_dir=self._context.run_dir,
         )

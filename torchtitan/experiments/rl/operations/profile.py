@@ -61,17 +61,13 @@ class StepProfile(RunEvents):
         processes = list(self._processes())
         # Those of other processes first: what this one waits for is in its own.
         answers = await asyncio.gather(*(self._ask(life, actor.stop_trace) for life, actor in processes))
-        names = [life.name for life, _ in processes]
-        events = {name: answer for name, answer in zip(names, answers, strict=True) if answer}
+        events = {life.name: answer for (life, _), answer in zip(processes, answers, strict=True) if answer}
         self.file = self._run_dir / f"trace-steps-{self._steps[0]}-{self._steps[-1]}.json"
         await asyncio.to_thread(write_trace, self.file, {"controller": trace.stop(), **events})
 
-    async def _ask(self, life: Lifetime, endpoint: Any) -> list[trace.Event]:
-        try:
-            return await asyncio.wait_for(life.call(endpoint.call_one()), COLLECT_TIMEOUT_S) or []
-        except Exception as error:  # a process that has died, or died and was made again: the profile has the others
-            logger.warning("%s is not in the profile: %s", life.name, error)
-            return []
+    async def _ask(self, life: Lifetime, endpoint: Any) -> list[trace.Event] | None:
+        # A process that has died, or died and was made again, is not in the profile.
+        return await _answer(life, endpoint, COLLECT_TIMEOUT_S, logging.WARNING)
 
 
 async def lap_usage(processes: Iterable[tuple[Lifetime, Any]]) -> dict[str, float]:
@@ -80,18 +76,22 @@ async def lap_usage(processes: Iterable[tuple[Lifetime, Any]]) -> dict[str, floa
     Args:
         processes: the life and the actor (WatchedActor) of each.
     """
+    processes = list(processes)
+    usages = await asyncio.gather(*(_answer(life, actor.usage, ANSWER_S, logging.INFO) for life, actor in processes))
+    return {
+        f"perf/{'_'.join(life.name.split())}/{what}": value
+        for (life, _), usage in zip(processes, usages, strict=True)
+        for what, value in (usage or {}).items()
+    }
 
-    async def usage_of(life: Lifetime, actor: Any) -> dict[str, float]:
-        try:
-            usage = await asyncio.wait_for(life.call(ask(actor.usage)), ANSWER_S)
-        except Exception as error:  # it has died, or is busy: others see to that
-            logger.info("%s gave no usage: %s", life.name, error)
-            return {}
-        name = "_".join(life.name.split())
-        return {f"perf/{name}/{what}": value for what, value in usage.items()}
 
-    answers = await asyncio.gather(*(usage_of(*process) for process in processes))
-    return {name: value for answer in answers for name, value in answer.items()}
+async def _answer(life: Lifetime, endpoint: Any, limit_s: float, level: int) -> Any:
+    """What a process answers; None, with a line in the log, where it has died or is busy: others see to that."""
+    try:
+        return await asyncio.wait_for(life.call(ask(endpoint)), limit_s)
+    except Exception as error:
+        logger.log(level, "%s does not say what it did: %s", life.name, error)
+        return None
 
 
 def write_trace(path: Path, processes: Mapping[str, Sequence[Event]]) -> None:

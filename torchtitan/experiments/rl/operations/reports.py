@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
-from torchtitan.experiments.rl.observability.console import Waits
 from torchtitan.experiments.rl.observability.limits import IDLE, LAG_S, WAITING
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.operations.context import RunContext
@@ -27,7 +26,6 @@ class RunReports(RunEvents):
         context: RunContext,
         *,
         metrics: MetricsLogger,
-        waits: Waits,
         compares_rewards: bool,
         validations: Sequence[float | None] = (),
     ):
@@ -36,7 +34,7 @@ class RunReports(RunEvents):
             compares_rewards: some algorithm learns from the differences in a group.
             validations: rewards of the evaluations that a resumed run has had.
         """
-        self._console, self._restarts, self._metrics, self._waits = context.console, context.restarts, metrics, waits
+        self._console, self._restarts, self._waits, self._metrics = context.console, context.restarts, context.waits, metrics
         self._warnings = StepWarnings(context.console.note, compares_rewards=compares_rewards)
         self._validations = [reward for reward in validations if reward is not None]
         self.why_ended_early: str | None = None

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,24 +169,24 @@ class PartProcess:
     life: Lifetime
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class Part:
     name: str
     """What people call it: "generator 1"."""
     spawn: Callable[[str], tuple[ProcMesh, Any]]
     """Spawns the process and the actor in it, which Monarch is to know by the name that it gets."""
-    set_up: Callable[[PartProcess], Awaitable[Any]]
-    """Makes the actor ready to be connected."""
     connect: Callable[[PartProcess], Awaitable[None]]
     """Proves that it is up to date, and has it take work."""
     disconnect: Callable[[], None]
     """Has it take no more work: what it was doing is done elsewhere, or when it is connected again."""
+    set_up: Callable[[PartProcess], Awaitable[Any]] = lambda process: process.actor.setup.call_one()
+    """Makes the actor ready to be connected."""
     host: int = 0
     """Where its processes run: as in ``Place``."""
     blocks: bool = False
     """User code may hold up its event loop."""
-    process: PartProcess | None = None
-    """The incarnation that lives or lived last."""
+    process: PartProcess = field(init=False)
+    """The incarnation that lives or lived last. The supervisor sets it when it starts the part."""
     incarnation: int = 0
     """Its number: 1 is the first since the command began."""
 
@@ -198,12 +198,12 @@ class Part:
 
 class Restarts:
     def __init__(self, config: SupervisionConfig):
-        self._config = config
+        self.config = config
         self.counts: Counter[str] = Counter()
         """How often each part was made again, by its label in metrics."""
         self._spawned: Counter[str] = Counter()
-        self._deaths: dict[str, list[tuple[float, str, str]]] = {}
-        """When, which process and why, by the label of the part; of the last ``window_s``."""
+        self._deaths: dict[str, list[tuple[float, str]]] = {}
+        """When, and a sentence that says which process and why, by the label of the part; of the last ``window_s``."""
 
     def incarnation(self, label: str) -> int:
         """The number of the part's next process, from 1 on. Monarch may report the death of an earlier one much later."""
@@ -222,17 +222,13 @@ class Restarts:
         Raises:
             RunError: it may not be made again.
         """
-        now = time.monotonic()
-        logger.info("%s died: %s", process, cause)
-        before = [death for death in self._deaths.get(label, []) if death[0] > now - self._config.window_s]
-        deaths = self._deaths[label] = [*before, (now, process, cause)]
-        allowed = self._config.max_restarts
+        now, allowed = time.monotonic(), self.config.max_restarts
+        died = f"{process} died: {cause}"
+        logger.info("%s", died)
+        before = [death for death in self._deaths.get(label, []) if death[0] > now - self.config.window_s]
+        deaths = self._deaths[label] = [*before, (now, died)]
         if len(deaths) > allowed:
-            one_process = len({process for _, process, _ in deaths}) == 1
-            who = process if one_process else label.replace("_", " ")
-            causes = "; ".join(cause if one_process else f"{process}: {cause}" for _, process, cause in deaths)
-            more = f" {len(deaths)} times in {now - deaths[0][0]:.0f} s" if len(deaths) > 1 else ""
-            raise RunError(f"{who} died{more}: {causes} (supervision.max_restarts = {allowed})")
+            raise RunError(f"{'; '.join(died for _, died in deaths)} (supervision.max_restarts = {allowed})")
         self.counts[label] += 1
         return f"{len(deaths)} of {allowed}"
 
@@ -242,12 +238,11 @@ class Supervisor:
 
     def __init__(
         self,
-        config: SupervisionConfig,
+        restarts: Restarts,
         *,
-        restarts: Restarts | None = None,
-        on_death: Callable[[str], None] = lambda line: None,
+        on_death: Callable[[str], None],
         on_failure: Callable[[RunError], None],
-        waits: Waits | None = None,
+        waits: Waits,
     ):
         """
         Args:
@@ -257,10 +252,9 @@ class Supervisor:
             on_failure: called with the error of a part that is not made again.
             waits: is told which parts are being started.
         """
-        self.waits = waits or Waits(logger.info)
-        self.restarts = restarts or Restarts(config)
+        self.restarts, self.waits = restarts, waits
         self._on_death, self._on_failure = on_death, on_failure
-        self._hangs = HangWatch(config, on_hang=on_death)
+        self._hangs = HangWatch(restarts.config, on_hang=on_death)
         self.parts: list[Part] = []
         self._beside: set[asyncio.Task[None]] = set()
         self._guarded: list[tuple[Lifetime, Any]] = []
@@ -277,14 +271,8 @@ class Supervisor:
             RunError: it ended too often.
             Exception: what ``set_up`` raises.
         """
-        self.parts.append(part)
         with self.waits.wait(f"{part.name} to start"):
-            while True:
-                try:
-                    return await self._make(part)
-                except ProcessLost as lost:
-                    self._count(part, lost.cause)
-                    self._clear_away(part)
+            return await self._make(part, first=True)
 
     async def connect(self, part: Part) -> None:
         """Connect a part that was started, and from now on make it again when its process ends.
@@ -325,8 +313,7 @@ class Supervisor:
 
     def processes(self) -> list[tuple[Lifetime, Any]]:
         """Every process of a part or under guard, and its actor."""
-        parts = [(part.process.life, part.process.actor) for part in self.parts if part.process is not None]
-        return [*self._guarded, *parts]
+        return [*self._guarded, *((part.process.life, part.process.actor) for part in self.parts)]
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """What ``work`` returns or raises. It is cancelled when the run has to end: it may wait for a process that has ended.
@@ -360,7 +347,7 @@ class Supervisor:
     def died(self, death: ProcessDeath) -> None:
         """Monarch reports the death of an actor. That of a process which is not watched is learned here."""
         for part in self.parts:
-            if part.process is not None and death.actor == f"{part.label}_{part.incarnation}":
+            if death.actor == f"{part.label}_{part.incarnation}":
                 part.process.life.report(death.cause)
 
     async def explained(self, error: Exception) -> Exception:
@@ -384,12 +371,25 @@ class Supervisor:
         for life, _ in self.processes():
             life.close()
 
-    async def _make(self, part: Part) -> Any:
-        part.incarnation = self.restarts.incarnation(part.label)
-        procs, actor = part.spawn(f"{part.label}_{part.incarnation}")
-        process = part.process = PartProcess(procs=procs, actor=actor, life=Lifetime(part.name))
-        await self._watch(actor, process.life, blocks=part.blocks)
-        return await process.life.call(part.set_up(process))
+    async def _make(self, part: Part, *, first: bool = False) -> Any:
+        """Spawn the part and set it up, until that succeeds. What the first set-up raises is raised."""
+        while True:
+            part.incarnation = self.restarts.incarnation(part.label)
+            try:
+                procs, actor = part.spawn(f"{part.label}_{part.incarnation}")
+                process = part.process = PartProcess(procs=procs, actor=actor, life=Lifetime(part.name))
+                if part not in self.parts:
+                    self.parts.append(part)
+                await self._watch(actor, process.life, blocks=part.blocks)
+                return await process.life.call(part.set_up(process))
+            except ProcessLost as lost:
+                self._count(part, lost.cause)
+            except Exception as error:
+                if first:
+                    raise
+                logger.exception("setting %s up again", part.name)
+                part.process.life.kill(cause_of(error))
+                self._count(part, cause_of(error))
 
     async def _watch(self, actor: Any, life: Lifetime, *, blocks: bool = False) -> None:
         """Have ``life`` end when the actor's process does, at once where it is on this host, or when it hangs."""
@@ -400,23 +400,16 @@ class Supervisor:
 
     async def _connect(self, part: Part) -> None:
         while True:
-            assert part.process is not None, "start comes first"
             try:
                 return await part.process.life.during(part.connect(part.process))
             except ProcessLost as lost:
-                part.disconnect()
-                self._count(part, lost.cause)
-            await self._remake(part)
+                await self._replace(part, lost.cause)
 
     async def _keep(self, part: Part) -> None:
         """Make the part again whenever its process has ended."""
         try:
             while True:
-                assert part.process is not None
-                cause = await part.process.life.ended()
-                part.disconnect()
-                self._count(part, cause)
-                await self._remake(part)
+                await self._replace(part, await part.process.life.ended())
                 await self._connect(part)
                 self._on_death(f"{part.name} is back")
         except Exception as error:
@@ -426,19 +419,11 @@ class Supervisor:
                 explained = RunError(f"{part.name} can't be made again: {cause_of(error)}")
             self._fail(explained)
 
-    async def _remake(self, part: Part) -> None:
-        """Spawn and set up the part again until it succeeds."""
-        while True:
-            self._clear_away(part)
-            try:
-                return await self._make(part)
-            except ProcessLost as lost:
-                self._count(part, lost.cause)
-            except Exception as error:
-                logger.exception("setting %s up again", part.name)
-                if part.process is not None:
-                    part.process.life.kill(cause_of(error))
-                self._count(part, cause_of(error))
+    async def _replace(self, part: Part, cause: str) -> None:
+        """The process of a part has ended for ``cause``: spawn and set up another."""
+        part.disconnect()
+        self._count(part, cause)
+        await self._make(part)
 
     def _lose(self, lost: ProcessLost) -> ProcessLost:
         """Returns the process that ended first."""
@@ -451,27 +436,21 @@ class Supervisor:
         return self.lost
 
     def _count(self, part: Part, cause: str) -> None:
-        """One more death of the part.
+        """One more death of the part. Monarch is to forget the process.
 
         Raises:
             RunError: it may not be made again.
         """
         which = self.restarts.count(part.label, part.name, cause)
         self._on_death(f"{part.name} died: {cause}; made again ({which})")
+        self._run_beside(self._clear_away(part.process))
 
-    def _clear_away(self, part: Part) -> None:
-        """Have Monarch forget a process that has ended."""
-        process = part.process
-        assert process is not None
-
-        async def clear() -> None:
-            try:
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await process.procs.stop()
-            except Exception as error:  # it is dead all the same
-                logger.info("clearing away %s: %s", process.life.name, error)
-
-        self._run_beside(clear())
+    async def _clear_away(self, process: PartProcess) -> None:
+        try:
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await process.procs.stop()
+        except Exception as error:  # it is dead all the same
+            logger.info("clearing away %s: %s", process.life.name, error)
 
     def _run_beside(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -28,7 +28,7 @@ from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.observability.console import Console, write_line
 from torchtitan.experiments.rl.operations.alarms import FirstFailures
 from torchtitan.experiments.rl.operations.assembly import RunActors
-from torchtitan.experiments.rl.operations.context import run_context
+from torchtitan.experiments.rl.operations.context import RunContext
 from torchtitan.experiments.rl.operations.session import SIGNAL_POLL_S, Signals, cause
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.process.lifetime import descendants, kill_descendants
@@ -142,7 +142,7 @@ class Evaluation:
 
     def __init__(self, model: Candidate):
         self._config, self._run_dir, self._endpoint = model.config, Path(model.run_dir), model.endpoint
-        self._context = run_context(model.config, model.plan, self._run_dir, console=Console(sys.stderr))
+        self._context = RunContext(model.config, model.plan, self._run_dir, console=Console(sys.stderr))
         self._actors = RunActors(self._context, on_failure=self._fail)
         self._failure: Exception | None = None
         self._result = Result(examples={name: [] for name in model.config.tasks})
