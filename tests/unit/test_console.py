@@ -7,7 +7,6 @@ from torchtitan.experiments.rl.observability.console import (
     TITLE_EVERY,
     WIDTH,
     Console,
-    RunHeader,
     RunSummary,
     header_lines,
     step_line,
@@ -70,14 +69,12 @@ def test_titles_return_before_they_scroll_away():
 
 
 def test_the_header_wraps_long_sizes_under_their_label():
-    header = RunHeader(
-        run_name="demo",
-        config_name="rl_grpo_qwen3_debug",
+    lines = header_lines(
+        Path("outputs/demo"),
+        config="rl_grpo_qwen3_debug",
         model="tiny_qwen3, 0.9M parameters",
         sizes={f"a rather long size number {i}": i for i in range(8)},
-        run_dir=Path("outputs/demo"),
     )
-    lines = header_lines(header)
     assert lines[:3] == ["run         demo", "config      rl_grpo_qwen3_debug", "model       tiny_qwen3, 0.9M parameters"]
     assert lines[-2:] == ["folder      outputs/demo", ""]
     assert max(map(len, lines)) <= WIDTH and all(line.startswith(" " * 12) for line in lines[4:-2]) and len(lines) > 6

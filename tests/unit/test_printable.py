@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from torchtitan.experiments.rl import grpo
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.observability.console import Console, RunHeader
+from torchtitan.experiments.rl.observability.console import Console
 from torchtitan.experiments.rl.printable import printable, printable_json, printable_line
 from torchtitan.experiments.rl.process.setup import set_up_logging
 
@@ -42,7 +42,7 @@ def test_json_decodes_to_the_same_text(text):
 def test_console_prints_a_configs_words_safely(capsys, tmp_path):
     console = Console()
     console.note(ATTACK)
-    console.header(RunHeader(run_name=ATTACK, config_name=ATTACK, model=ATTACK, run_dir=tmp_path))
+    console.header(tmp_path, config=ATTACK, model=ATTACK, sizes={ATTACK: ATTACK})
     assert not ACTS.search(capsys.readouterr().out)
 
 

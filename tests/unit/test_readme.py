@@ -13,7 +13,6 @@ from torchtitan.experiments.rl.config.command_line import load_config, parse_com
 from torchtitan.experiments.rl.grpo import starting_line
 from torchtitan.experiments.rl.observability.console import (
     Progress,
-    RunHeader,
     RunSummary,
     header_lines,
     summary_lines,
@@ -49,12 +48,11 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
     block, live = re.findall(r"```\n(starting .*?)```|```\n( +16/100 .*?)\n```", README, re.DOTALL)
     shown = block[0].splitlines()
     folder = Path("outputs/rl_grpo_qwen3_debug-...")
-    header = RunHeader(
-        run_name=folder.name,
-        config_name="rl_grpo_qwen3_debug",
+    header = header_lines(
+        folder,
+        config="rl_grpo_qwen3_debug",
         model="assets/tiny_qwen3 (0.9M parameters)",
         sizes={"steps": 100, "rollouts a step": 256, "off-policy steps": 1, "trainer ranks": 1, "generators": 1},
-        run_dir=folder,
     )
     ((seconds, first, last),) = re.findall(r"of 100 in ([\d.]+) s, done\n.* reward ([\d.]+) -> ([\d.]+)", block[0])
     said = {
@@ -82,9 +80,9 @@ def test_what_the_demo_prints_is_shown_as_the_console_prints_it(monkeypatch):
     monkeypatch.setenv("PATH", "/usr/bin")
     starting = starting_line(parse_command(["--config", "rl_grpo_qwen3_debug"]))
     middle = ["validation before the first step: reward 0.320", title_line()]
-    assert shown[: len(header_lines(header)) + 3] == [starting, *header_lines(header), *middle]
+    assert shown[: len(header) + 3] == [starting, *header, *middle]
     assert shown[-len(summary_lines(summary)) :] == summary_lines(summary)
-    steps = shown[len(header_lines(header)) + 3 : -len(summary_lines(summary))]
+    steps = shown[len(header) + 3 : -len(summary_lines(summary))]
     assert {len(line) for line in steps if line.strip() != "..."} == {len(title_line())}
     progress = Progress(lambda: clock[0])
     clock = [0.0]

@@ -193,8 +193,8 @@ def _look(sight: Sight, folder: Path, controller: actor.Controller | None) -> No
         for sample in trainer.stepped:
             sight.trained.setdefault(_key_of(sample), []).append(sample)
         sight.losses, sight.steps, sight.actors_closed = trainer.losses, len(trainer.losses), actors.closed
-    if controller is not None and (parts := controller._built)._rollouts is not None:
-        sight.ledger = parts._rollouts.ledger.counts()
+    if controller is not None and (built := controller._built._built) is not None:
+        sight.ledger = built.rollouts.ledger.counts()
         if any(thread.name == "rollout-recorder" for thread in threading.enumerate()):
             sight.left_open.append("the recorder")
         if str(folder / "metrics.jsonl") in map(os.path.realpath, Path("/proc/self/fd").iterdir()):

@@ -193,10 +193,8 @@ def verify(path: Path) -> None:
             if size != said.size:
                 return f"{file} has {size:,} bytes and had {said.size:,}"
             return None if _checksum(file) == said.sha256 else f"{file} has other bytes than were written"
-        except FileNotFoundError:
-            return f"{file} is missing"
         except OSError as error:
-            return f"{file} can't be read ({error.strerror})"
+            return _unread(file, error)
 
     with ThreadPoolExecutor(_READERS) as readers:
         for found in readers.map(problem, sorted(manifest.files)):
@@ -268,10 +266,8 @@ def _read_manifest(path: Path) -> _Manifest:
     file = path / MANIFEST_FILE
     try:
         manifest = msgspec.json.decode(file.read_bytes(), type=_Manifest)
-    except FileNotFoundError:
-        raise _damaged(path, f"{file} is missing") from None
     except OSError as error:
-        raise _damaged(path, f"{file} can't be read ({error.strerror})") from None
+        raise _damaged(path, _unread(file, error)) from None
     except ValueError:
         raise _damaged(path, f"{file} is not what was written") from None
     if manifest.format != FORMAT:
@@ -284,6 +280,10 @@ def _read_manifest(path: Path) -> _Manifest:
 
 def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {path} is damaged: {what}; use the one before, or copy this one again")
+
+
+def _unread(file: Path, error: OSError) -> str:
+    return f"{file} is missing" if isinstance(error, FileNotFoundError) else f"{file} can't be read ({error.strerror})"
 
 
 def _checksum(path: Path) -> str:

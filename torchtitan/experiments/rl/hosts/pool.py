@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +45,21 @@ SILENCE_S = 30
 """A host whose kernel does not answer for so long is taken for dead."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostReport:
-    """What a host says of itself."""
-
+@dataclass(kw_only=True, slots=True)
+class Host:
     name: str
-    """Its host name."""
+    """What its keeper calls it: its host name; for people, in the pool: "host 1 (node17)"."""
     address: str
     port: int
     """Where its keeper waits for the command's connection."""
     cores: tuple[int, ...]
     """Node by node."""
     gpus: tuple[str, ...]
-    """By index: what CUDA_VISIBLE_DEVICES calls each."""
+    """By index: what CUDA_VISIBLE_DEVICES calls each. Empty in a run on CPU."""
     lacks: tuple[str, ...] = ()
     """From ``gpu_host_lacks``."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What its processes get beside what every process of a run gets."""
 
 
 class HostKeeper(Actor):
@@ -78,8 +78,8 @@ class HostKeeper(Actor):
         threading.Thread(target=_end_with_command, args=(self._listener, token, os.getppid()), daemon=True).start()
 
     @reported_endpoint
-    async def report(self) -> HostReport:
-        return HostReport(
+    async def report(self) -> Host:
+        return Host(
             name=socket.gethostname(),
             address=self._address,
             port=self._listener.getsockname()[1],
@@ -135,17 +135,6 @@ def _hear(listener: socket.socket, connection: socket.socket, token: bytes, agen
     kill_family(agent)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Host:
-    name: str
-    """For people: "host 1 (node17)"."""
-    cores: tuple[int, ...]
-    gpus: tuple[str, ...]
-    """By index: what CUDA_VISIBLE_DEVICES calls each."""
-    environment: Mapping[str, str]
-    """What its processes get beside what every process of a run gets."""
-
-
 class HostPool:
     """Made before the run's first actor. ``close`` ends every process on the hosts, and so does the end of this process."""
 
@@ -158,7 +147,7 @@ class HostPool:
         environments: Sequence[Mapping[str, str]],
         devices: Sequence[Sequence[Any]] | None = None,
         timeout_s: float,
-        stopped: Callable[[], bool] = lambda: False,
+        stopped: Callable[[], bool],
         end_job: Callable[[], None] = lambda: None,
     ):
         """
@@ -174,16 +163,37 @@ class HostPool:
         Raises:
             RunError: a host does not answer, or the run was stopped meanwhile.
         """
-        self.mesh, self._stopped, self._end_job = mesh, stopped, end_job
+        self.mesh, self._end_job = mesh, end_job
         self._key = next(_keys)
+        self.hosts: list[Host] = []
         self._links: list[socket.socket] = []
         self._keepers: list[Any] = []
         self.dead: dict[int, str] = {}
         """Hosts that died, by their number, with a sentence about each."""
         self._on_death: Callable[[str], None] | None = None
         self._closed, self._lock = False, threading.Lock()
+        token, deadline = secrets.token_bytes(TOKEN_BYTES), time.monotonic() + timeout_s
         try:
-            self.hosts = self._connect(on_gpus, one_machine, environments, devices, timeout_s)
+            for index, environment in enumerate(environments):
+                command = default_bootstrap_cmd().with_env(dict(environment))
+                procs = mesh.slice(hosts=index).spawn_procs(
+                    per_host={"procs": 1}, name=f"keeper_{index}", bootstrap_command=lambda point, command=command: command
+                )
+                keeper = procs.spawn(f"keeper_{index}", HostKeeper, token, on_gpus, one_machine)
+                self._keepers.append(keeper.slice(procs=0))
+            asked = [keeper.report.call_one() for keeper in self._keepers]
+            for index, answer in enumerate(asked):
+                late = f"host {index} of {len(asked)} did not answer within {timeout_s:g} s"
+                host = _answer(answer, stopped, deadline, late)
+                host.name, host.environment = f"host {index} ({host.name})", environments[index]
+                if host.lacks:
+                    raise RunError(f"{host.name} {host.lacks[0]}")
+                if devices is not None and on_gpus:
+                    host.gpus = tuple(devices[index])
+                elif devices is not None:
+                    host.cores = tuple(devices[index])
+                self.hosts.append(host)
+                self._link(index, host, token)
         except BaseException:
             self.close()
             raise
@@ -201,14 +211,14 @@ class HostPool:
         for line in died:
             report(line)
 
-    def check_files(self, files: Sequence[tuple[str, str]], timeout_s: float = 60.0) -> list[tuple[str, str]]:
+    def check_files(self, files: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
         """Host and path of each file that a host does not read as this process does.
 
         Args:
             files: path, and the text that the file begins with.
         """
         answers = [(host, keeper.unread.call_one(list(files))) for host, keeper in zip(self.hosts, self._keepers, strict=True)]
-        return [(host.name, path) for host, answer in answers for path in answer.get(timeout=timeout_s)]
+        return [(host.name, path) for host, answer in answers for path in answer.get(timeout=60)]
 
     def close(self) -> None:
         """End the hosts' processes and give the hosts back. May be called again."""
@@ -223,58 +233,17 @@ class HostPool:
             link.close()
         self._end_job()
 
-    def _connect(
-        self,
-        on_gpus: bool,
-        one_machine: bool,
-        environments: Sequence[Mapping[str, str]],
-        devices: Sequence[Sequence[Any]] | None,
-        timeout_s: float,
-    ) -> list[Host]:
-        token, deadline = secrets.token_bytes(TOKEN_BYTES), time.monotonic() + timeout_s
-        asked = []
-        for index, environment in enumerate(environments):
-            command = default_bootstrap_cmd().with_env(dict(environment))
-            procs = self.mesh.slice(hosts=index).spawn_procs(
-                per_host={"procs": 1}, name=f"keeper_{index}", bootstrap_command=lambda point, command=command: command
-            )
-            keeper = procs.spawn(f"keeper_{index}", HostKeeper, token, on_gpus, one_machine).slice(procs=0)
-            self._keepers.append(keeper)
-            asked.append(keeper.report.call_one())
-        hosts = []
-        for index, answer in enumerate(asked):
-            report = self._answer(answer, deadline, f"host {index} of {len(asked)} did not answer within {timeout_s:g} s")
-            if report.lacks:
-                raise RunError(f"host {index} ({report.name}) {report.lacks[0]}")
-            own: Sequence[Any] = devices[index] if devices is not None else report.gpus if on_gpus else report.cores
-            hosts.append(
-                Host(
-                    name=f"host {index} ({report.name})",
-                    cores=report.cores if on_gpus else tuple(own),
-                    gpus=tuple(own) if on_gpus else (),
-                    environment=environments[index],
-                )
-            )
-            self._link(index, hosts[-1].name, report, token)
-        return hosts
-
-    def _answer(self, answer: Any, deadline: float, late: str) -> HostReport:
-        while True:
-            try:
-                return answer.get(timeout=POLL_S)
-            except TimeoutError:
-                _go_on_waiting(self._stopped, deadline, late)
-
-    def _link(self, index: int, name: str, report: HostReport, token: bytes) -> None:
+    def _link(self, index: int, host: Host, token: bytes) -> None:
         try:
-            link = socket.create_connection((report.address, report.port), timeout=30)
+            link = socket.create_connection((host.address, host.port), timeout=30)
         except OSError as error:
-            raise RunError(f"{name} can't be reached at {report.address}:{report.port}: {error.strerror or error}") from None
+            where = f"{host.address}:{host.port}"
+            raise RunError(f"{host.name} can't be reached at {where}: {error.strerror or error}") from None
         self._links.append(link)
         link.settimeout(None)
         keep_alive(link)
         link.sendall(token)
-        threading.Thread(target=self._wait_for_end, args=(index, name, link), name=f"wait for {name}", daemon=True).start()
+        threading.Thread(target=self._wait_for_end, args=(index, host.name, link), daemon=True).start()
 
     def _wait_for_end(self, index: int, name: str, link: socket.socket) -> None:
         try:
@@ -330,6 +299,14 @@ def attach(
             return attach_to_workers(ca="trust_all_connections", workers=list(workers), name="hosts")
     except Exception as error:  # Monarch's own types differ
         raise RunError(f"the hosts' agents can't be attached to: {str(error).partition(chr(10))[0]}") from error
+
+
+def _answer(answer: Any, stopped: Callable[[], bool], deadline: float, late: str) -> Host:
+    while True:
+        try:
+            return answer.get(timeout=POLL_S)
+        except TimeoutError:
+            _go_on_waiting(stopped, deadline, late)
 
 
 def _go_on_waiting(stopped: Callable[[], bool], deadline: float, late: str) -> None:

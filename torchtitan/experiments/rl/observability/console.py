@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TextIO
@@ -78,13 +78,11 @@ class Progress:
 
     def seconds_left(self) -> float | None:
         """None before there is a basis."""
-        step_s = self.step_s()
+        step_s, left = self.step_s(), self.total - self._steps
         if step_s is None or self._last_at is None:
             return None
         # The step that is under way may take longer than the median: the others are still to come.
-        under_way = max(0.0, step_s - (self._clock() - self._last_at))
-        left = self.total - self._steps
-        return under_way + step_s * (left - 1) if left > 0 else 0.0
+        return max(0.0, step_s * (left - 1), step_s * left - (self._clock() - self._last_at))
 
     def line(self) -> str:
         """At most 79 columns; "" before training begins."""
@@ -92,21 +90,9 @@ class Progress:
             return ""
         done = BAR * min(self._steps, self.total) // self.total
         line = f"{f'{self._steps}/{self.total}':>11} [{'#' * done}{'-' * (BAR - done)}]"
-        step_s, left_s = self.step_s(), self.seconds_left()
-        if step_s is not None and left_s is not None and self._steps < self.total:
+        if (left_s := self.seconds_left()) and (step_s := self.step_s()):
             line += f"  {step_s:.{'2g' if step_s < 10 else '0f'}} s a step, about {_duration(left_s)} left"
         return line
-
-
-@dataclass(kw_only=True, slots=True)
-class RunHeader:
-    run_name: str
-    config_name: str
-    model: str
-    """One line: architecture, parameters, where its weights come from."""
-    sizes: Mapping[str, object] = field(default_factory=dict)
-    """Sizes of the run by name, in the order they are printed: steps, rollouts a step, trainer ranks, generators."""
-    run_dir: Path
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,10 +116,21 @@ class RunSummary:
     """Of ``steps``, those that the run had when this command resumed it."""
 
 
-def header_lines(header: RunHeader) -> list[str]:
-    lines = [_labelled("run", header.run_name), _labelled("config", header.config_name), _labelled("model", header.model)]
-    lines += _wrapped("sizes", [f"{name} {value}" for name, value in header.sizes.items()])
-    return [*lines, _labelled("folder", near(header.run_dir)), ""]
+def header_lines(run_dir: Path, *, config: str, model: str, sizes: Mapping[str, object]) -> list[str]:
+    """
+    Args:
+        config: its name.
+        model: where its weights come from, and its parameters.
+        sizes: of the run by name, in the order they are printed: steps, rollouts a step, trainer ranks, generators.
+    """
+    return [
+        _labelled("run", run_dir.name),
+        _labelled("config", config),
+        _labelled("model", model),
+        *_wrapped("sizes", [f"{name} {value}" for name, value in sizes.items()]),
+        _labelled("folder", near(run_dir)),
+        "",
+    ]
 
 
 def title_line() -> str:
@@ -162,18 +159,17 @@ def summary_lines(summary: RunSummary) -> list[str]:
     end = f"stopped by {summary.stopped_by}" if summary.stopped_by else "done"
     own = f", {summary.steps - summary.steps_before} of them" if summary.steps_before else ""
     took = f"{summary.steps} of {summary.total_steps}{own} in {_duration(summary.wall_time_s)}"
-    lines = ["", _labelled("steps", f"{took}, {end}")]
-    if summary.start_val_reward is not None and summary.final_val_reward is not None:
-        gain = summary.final_val_reward - summary.start_val_reward
-        values = f"{_reward(summary.start_val_reward)} -> {_reward(summary.final_val_reward)}"
-        lines.append(_labelled("validation", f"reward {values} ({gain:+.3f})"))
+    facts = {"steps": f"{took}, {end}"}
+    first, last = summary.start_val_reward, summary.final_val_reward
+    if first is not None and last is not None:
+        facts["validation"] = f"reward {_reward(first)} -> {_reward(last)} ({last - first:+.3f})"
+    lines = ["", *(_labelled(*fact) for fact in facts.items())]
     lines += _wrapped("rollouts", [f"{count:,} {_in_words(column)}" for column, count in summary.ledger.items() if count])
-    if summary.run_dir is not None:
-        lines.append(_labelled("folder", near(summary.run_dir)))
-    lines += [_labelled(name, str(_within(summary.run_dir, path))) for name, path in summary.files.items()]
+    facts = {} if summary.run_dir is None else {"folder": near(summary.run_dir)}
+    facts |= {name: str(_within(summary.run_dir, path)) for name, path in summary.files.items()}
     if summary.not_saved is not None:
-        lines.append(_labelled("not saved", one_sentence(summary.not_saved)))
-    return lines + [_labelled(label, words) for label, words in _next_commands(summary).items()]
+        facts["not saved"] = one_sentence(summary.not_saved)
+    return [*lines, *(_labelled(*fact) for fact in (facts | _next_commands(summary)).items())]
 
 
 def _in_words(column: str) -> str:
@@ -234,8 +230,8 @@ class Console:
     def begin(self, steps_done: int, total_steps: int) -> None:
         self._progress.begin(steps_done, total_steps)
 
-    def header(self, header: RunHeader) -> None:
-        self._print(*map(printable_line, header_lines(header)))
+    def header(self, run_dir: Path, *, config: str, model: str, sizes: Mapping[str, object]) -> None:
+        self._print(*map(printable_line, header_lines(run_dir, config=config, model=model, sizes=sizes)))
 
     def step(self, step: int, metrics: Mapping[str, float], val: tuple[float, int] | None = None) -> None:
         if self._steps_printed % TITLE_EVERY == 0:
@@ -335,14 +331,11 @@ def _reward(value: float | None) -> str:
 
 def _seconds(value: float) -> str:
     """Three significant digits until 100 s: a 20 ms sync and a 20-minute step share the column."""
-    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return f"{value:.{2 - (value >= 10) - (value >= 100)}f}"
 
 
 def _count(value: float) -> str:
-    for divisor, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= divisor:
-            return f"{value / divisor:.1f}{unit}"
-    return f"{value:.0f}"
+    return f"{value / 1e6:.1f}M" if value >= 1e6 else f"{value / 1e3:.1f}k" if value >= 1e3 else f"{value:.0f}"
 
 
 def _duration(seconds: float) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 from torchtitan.config.configurable import Configurable
 from torchtitan.experiments.rl.bounds import NonEmptyStr, NonNegativeInt, PositiveInt, check_config
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.observability.rollouts import shown_message, spoken
 from torchtitan.experiments.rl.observability.trackers import Table, TrackedRun, Tracker, TrackioTracker, WandbMode, WandbTracker
 from torchtitan.experiments.rl.printable import one_sentence, printable
 from torchtitan.experiments.rl.rollouts.record_file import METRICS_FILE, RecordFile
@@ -277,20 +278,10 @@ def conversation(rollout: Rollout) -> str:
     if not rollout.turns:
         return printable(rollout.error or "")[:MOST_CHARACTERS]
     last = rollout.turns[-1]
-    messages = [*last.prompt_messages, last.assistant_message, *last.env_messages]
-    text = printable("\n\n".join(map(_shown, messages)))
+    messages = [shown_message(message, 0) for message in (*last.prompt_messages, last.assistant_message, *last.env_messages)]
+    text = printable("\n\n".join(f"{message['role']}: {spoken(message)}" for message in messages))
     if len(text) <= MOST_CHARACTERS:
         return text
     left_out = f"\n... cut from {len(text):,} characters ...\n"
     half = (MOST_CHARACTERS - len(left_out)) // 2
     return text[:half] + left_out + text[-half:]
-
-
-def _shown(message: object) -> str:
-    if not isinstance(message, dict):
-        return str(message)
-    content = message.get("content")
-    lines = [content if isinstance(content, str) else json.dumps(content, default=str, ensure_ascii=False)] if content else []
-    if calls := message.get("tool_calls"):
-        lines.append(json.dumps(calls, default=str, ensure_ascii=False))
-    return f"{message.get('role', '?')}: " + "\n".join(lines)

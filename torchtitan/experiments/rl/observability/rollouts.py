@@ -9,10 +9,12 @@ python -m torchtitan.experiments.rl.observability.rollouts outputs/RUN [--task N
 import argparse
 import itertools
 import json
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from torchtitan.experiments.rl.printable import printable
@@ -80,16 +82,17 @@ def matching(options: argparse.Namespace) -> Iterator[tuple[RecordedRollout, flo
 
     recorded = read_rollouts(options.path, "validation" if options.validation else "training")
     for group_id, records in itertools.groupby(recorded, lambda record: record.rollout.group_id):
-        group = [(record, record.rollout.reward) for record in records if options.group in (None, group_id)]
-        rewards = [reward for _, reward in group if reward is not None]
-        mean = sum(rewards) / len(rewards) if rewards else None
-        for record, reward in group:
+        group = list(records) if options.group in (None, group_id) else []
+        rewards = [record.rollout.reward for record in group if record.rollout.reward is not None]
+        mean = fmean(rewards) if rewards else None
+        for record in group:
+            reward = math.nan if record.rollout.reward is None else record.rollout.reward  # no bound holds of nan
             if (
                 options.task in (None, record.rollout.task_name)
                 and options.step in (None, record.admitted_version)
                 and (record.outcome or "").startswith(options.outcome)
-                and (options.min_reward is None or (reward is not None and reward >= options.min_reward))
-                and (options.max_reward is None or (reward is not None and reward <= options.max_reward))
+                and (options.min_reward is None or reward >= options.min_reward)
+                and (options.max_reward is None or reward <= options.max_reward)
             ):
                 yield record, mean
 
@@ -111,24 +114,28 @@ def lines_of(
         typed: turns whose tokens no model has sampled: these have none.
     """
     rollout, shown = record.rollout, shown_turns(record.rollout, chars)
-    reward = "no reward" if rollout.reward is None else f"reward {rollout.reward:.3g}"
     versions = sorted({version for turn in shown for version in turn["versions"]})
-    sampled_by = str(record.admitted_version) if len(versions) < 2 else f"{versions[0]}-{versions[-1]}"
-    facts = [rollout.rollout_id, rollout.status.value, reward, record.outcome or "not counted", f"policy {sampled_by}"]
-    facts += [] if group_mean is None else [f"group's mean {group_mean:.3g}"]
+    facts = [
+        rollout.rollout_id,
+        rollout.status.value,
+        "no reward" if rollout.reward is None else f"reward {rollout.reward:.3g}",
+        record.outcome or "not counted",
+        f"policy {record.admitted_version if len(versions) < 2 else f'{versions[0]}-{versions[-1]}'}",
+        *([] if group_mean is None else [f"group's mean {group_mean:.3g}"]),
+    ]
     lines = [f"━━ {' · '.join(facts)} ".ljust(WIDTH, "━")]
     lines += [f"   {line}" for line in calls_of(rollout)]
-    for number, turn in enumerate(shown):
+    for number, (turn, made) in enumerate(zip(shown, rollout.turns, strict=True)):
+        of_agent = made.call is not None
         if turn["rewritten"]:
-            of_agent = rollout.turns[number].call is not None
             lines.append("   (from the beginning)" if of_agent else "   (the conversation was rewritten)")
         for message in turn["messages"]:
             lines += _message(message)
-        note = f"turn {number + 1}, " * (rollout.turns[number].call is not None)
-        note += f"{turn['tokens']} tokens, {turn['generate_s']:.2f} s, {turn['finish_reason']}"
-        lines += _message(turn["reply"], note=note)
+        note = f"{turn['tokens']} tokens, {turn['generate_s']:.2f} s, {turn['finish_reason']}"
+        lines += _message(turn["reply"])
+        lines[-1] += f"   [turn {number + 1}, {note}]" if of_agent else f"   [{note}]"
         if tokens:
-            lines.append(f"   tokens {_tokens(rollout.turns[number].completion, typed=number in typed)}")
+            lines.append(f"   tokens {_tokens(made.completion, typed=number in typed)}")
         if turn["reward_components"]:
             lines.append(f"   env rewards {_components(turn['reward_components'])} ({turn['env_s']:.2f} s)")
     for message in last_messages(rollout, chars):
@@ -140,8 +147,7 @@ def lines_of(
     if rollout.reward_components:
         lines.append(f"   rewards {_components(rollout.reward_components)}")
     made_from = rollout.data_sample.env_input if rollout.data_sample else None
-    lines.append(f"   {_samples(record)}; made from {cut(made_from, 200)}")
-    return [*lines, ""]
+    return [*lines, f"   {_samples(record.rollout.samples)}; made from {cut(made_from, 200)}", ""]
 
 
 def shown_turns(rollout: Rollout, most: int) -> list[dict[str, Any]]:
@@ -196,7 +202,7 @@ def last_messages(rollout: Rollout, most: int) -> list[dict[str, Any]]:
 
 def shown_message(message: Mapping[str, Any], most: int) -> dict[str, Any]:
     """A message's role and texts, each of at most ``most`` characters."""
-    functions = [call.get("function") or {} for call in message.get("tool_calls") or []]
+    functions = [call.get("function", call) for call in message.get("tool_calls") or []]
     return {
         "role": str(message.get("role")),
         "text": cut(message.get("content"), most),
@@ -206,53 +212,43 @@ def shown_message(message: Mapping[str, Any], most: int) -> dict[str, Any]:
 
 
 def cut(value: Any, most: int) -> str:
-    """A value as text, without what is beyond ``most`` characters. "" of None."""
-    text = plain(value)
+    """A value as text, without what is beyond ``most`` characters; 0: all of it. "" of None."""
+    text = "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if not most or len(text) <= most else f"{text[:most]}… ({len(text) - most:,} characters more)"
 
 
-def plain(value: Any) -> str:
-    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def spoken(shown: Mapping[str, Any]) -> str:
+    """What a ``shown_message`` thinks, says and calls."""
+    parts = [f"(thinks) {shown['thought']}"] if shown["thought"] else []
+    parts += [shown["text"]] if shown["text"] or not shown["calls"] else []
+    return "\n".join([*parts, *(f"(calls) {call['name']}({call['arguments']})" for call in shown["calls"])])
 
 
-def _message(message: Mapping[str, Any], *, note: str = "") -> list[str]:
-    parts = [f"(thinks) {message['thought']}"] if message["thought"] else []
-    parts += [message["text"]] if message["text"] or not message["calls"] else []
-    parts += [f"(calls) {call['name']}({call['arguments']})" for call in message["calls"]]
-    first, *others = "\n".join(parts).split("\n")
-    lines = [f"{message['role']:>9} │ {first}", *(f"{'':>9} │ {line}" for line in others)]
-    if note:
-        lines[-1] += f"   [{note}]"
-    return lines
+def _message(shown: Mapping[str, Any]) -> list[str]:
+    first, *others = spoken(shown).split("\n")
+    return [f"{shown['role']:>9} │ {first}", *(f"{'':>9} │ {line}" for line in others)]
 
 
-def _samples(record: RecordedRollout) -> str:
-    samples = record.rollout.samples
+def _samples(samples: Sequence[TrainingSample]) -> str:
     text = f"{len(samples)} training sample{'s' * (len(samples) != 1)}"
     for name in ("advantages", "rl_weights", "ce_weights", "ref_kl_weights"):
-        if span := _span(samples, name):
-            text += f", {name.replace('advantages', 'advantage')} {span}"
+        # Smallest and largest over the sampled tokens.
+        parts = [values[s.loss_mask] for s in samples if (values := getattr(s, name)) is not None and s.loss_mask.any()]
+        if parts:
+            ends = (min(part.min() for part in parts), max(part.max() for part in parts))
+            text += f", {name.replace('advantages', 'advantage')} {' to '.join(dict.fromkeys(f'{end:.3g}' for end in ends))}"
     return text
 
 
-def _span(samples: Sequence[TrainingSample], name: str) -> str:
-    """Smallest and largest of a stream over the sampled tokens; empty where no sample has it."""
-    parts = [values[s.loss_mask] for s in samples if (values := getattr(s, name)) is not None and s.loss_mask.any()]
-    ends = (min(part.min() for part in parts), max(part.max() for part in parts)) if parts else ()
-    return " to ".join(dict.fromkeys(f"{end:.3g}" for end in ends))
-
-
 def _tokens(completion: Completion, *, typed: bool) -> str:
-    if typed:
-        return " ".join(map(str, completion.token_ids.tolist()))
-    pairs = zip(completion.token_ids.tolist(), completion.logprobs.tolist(), strict=True)
-    return " ".join(f"{token}:{logprob:.2f}" for token, logprob in pairs)
+    ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
+    return " ".join(
+        map(str, ids) if typed else (f"{token}:{logprob:.2f}" for token, logprob in zip(ids, logprobs, strict=True))
+    )
 
 
 def _components(components: dict[str, float]) -> str:
-    return ", ".join(
-        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in components.items()
-    )
+    return ", ".join(f"{name} {value:.3g}" for name, value in components.items())
 
 
 if __name__ == "__main__":

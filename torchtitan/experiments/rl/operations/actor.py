@@ -15,7 +15,7 @@ from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
-from torchtitan.experiments.rl.observability.console import RunHeader, RunSummary, near
+from torchtitan.experiments.rl.observability.console import RunSummary, near
 from torchtitan.experiments.rl.operations.assembly import Run
 from torchtitan.experiments.rl.operations.checkpoints import Resumed, begin_again, resume
 from torchtitan.experiments.rl.operations.context import RunContext
@@ -166,11 +166,11 @@ class Controller(Actor):
             await asyncio.sleep(REDRAW_S)
 
     def _print_header(self) -> None:
-        context, plan = self._context, self._context.plan
-        header = RunHeader(
-            run_name=context.run_dir.name,
-            config_name=self._config_name,
-            model=f"{near(context.config.model.hf_assets_path)} ({plan.parameters / 1e6:,.1f}M parameters)",
+        plan = self._context.plan
+        self._console.header(
+            self._context.run_dir,
+            config=self._config_name,
+            model=f"{near(self._context.config.model.hf_assets_path)} ({plan.parameters / 1e6:,.1f}M parameters)",
             sizes={
                 "steps": plan.steps,
                 "rollouts a step": plan.rollouts_per_step,
@@ -178,6 +178,4 @@ class Controller(Actor):
                 "trainer ranks": plan.trainer_ranks,
                 "generators": plan.generator_replicas,
             },
-            run_dir=context.run_dir,
         )
-        self._console.header(header)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from torchtitan.experiments.rl.checkpointing.folder import policies
 from torchtitan.experiments.rl.config.run_folder import read_config
-from torchtitan.experiments.rl.observability.rollouts import calls_of, cut, last_messages, plain, shown_turns
+from torchtitan.experiments.rl.observability.rollouts import calls_of, cut, last_messages, shown_turns
 from torchtitan.experiments.rl.rollouts.records import RecordedRollout, decode_rollout
 from torchtitan.experiments.rl.rollouts.types import RolloutTurn
 from torchtitan.experiments.rl.tools.report.run import Json, ReportedRun
@@ -210,14 +210,14 @@ def _advantage_note(recorded: RecordedRollout) -> str | None:
 
 
 def _text_of(message: Any) -> str:
-    parts = [plain(message.get("content")), plain(message.get("reasoning_content"))]
-    parts += [plain((call.get("function") or {}).get("arguments")) for call in message.get("tool_calls") or []]
+    parts = [cut(message.get("content"), 0), cut(message.get("reasoning_content"), 0)]
+    parts += [cut(call.get("function", call).get("arguments"), 0) for call in message.get("tool_calls") or []]
     return "\n".join(parts)
 
 
 def _last_text(recorded: RecordedRollout) -> str:
     turns = recorded.rollout.turns
-    return plain(turns[-1].assistant_message.get("content"))[:500] if turns else ""
+    return cut(turns[-1].assistant_message.get("content"), 0)[:500] if turns else ""
 
 
 MOST_TOKENS = 4_000
