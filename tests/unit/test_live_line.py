@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.screen import Screen
-from torchtitan.experiments.rl.observability.console import BASIS, Console, Progress
+from torchtitan.experiments.rl.observability.console import BASIS, Console, Progress, Waits
 from torchtitan.experiments.rl.process.terminal import ERASE, LiveLine, SharedTerminal, can_redraw, end_live_line, has_colours
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ METRICS |= {"time/wait_s": 0.1, "time/train_s": 0.2, "time/sync_s": 0.01, "batch
 def what_happens() -> st.SearchStrategy[list[tuple[str, str]]]:
     words = st.text("abc xyz", min_size=1, max_size=30)
     event = st.one_of(
-        st.tuples(st.just("draw"), st.one_of(st.just(""), words.map("waiting for ".__add__))),
+        st.tuples(st.just("draw"), st.one_of(st.just(""), words)),
         st.tuples(st.just("step"), st.just("")),
         st.tuples(st.just("note"), words),
         st.tuples(st.just("print"), words.map(lambda text: text + "\n")),
@@ -58,7 +58,10 @@ def test_what_stays_on_a_terminal_is_what_a_pipe_gets(events):
             console.begin(0, 9)
             for kind, text in events:
                 if kind == "draw":
-                    console.draw(text)
+                    console.waits.close()
+                    if text:
+                        console.waits.begin(text)
+                    console.draw()
                 elif kind == "step":
                     step += 1
                     console.step(step, METRICS)
@@ -96,25 +99,31 @@ def test_the_live_line_is_redrawn_in_place_and_cut_at_the_edge(terminal):
 
 def test_nothing_is_drawn_once_the_command_is_about_to_end(terminal):
     console = Console(terminal)
-    console.draw("waiting for a step (1 s)")
+    console.waits.begin("a step")
+    console.draw()
     end_live_line()
-    console.draw("waiting for a step (2 s)")
+    console.draw()
     assert Screen().feed(terminal.getvalue()).rows == [""]
 
 
 def test_a_terminal_that_is_gone_ends_no_run(terminal):
     console = Console(terminal)
     terminal.close()
-    console.draw("waiting for a step (1 s)")
+    console.waits.begin("a step")
+    console.draw()
     console.note("resumed")
     console.close()
 
 
 def test_waits_are_lines_only_where_no_live_line_shows_them(terminal):
     for stream, lines in ((terminal, []), (io.StringIO(), ["waiting for the trainer to start (5 s)"])):
-        console = Console(stream)
-        console.waiting("waiting for the trainer to start (5 s)")
-        assert stream.getvalue().splitlines() == lines
+        console, now = Console(stream), [0.0]
+        console.waits = Waits(lambda: now[0])  # noqa: B023
+        console.waits.begin("the trainer to start")
+        for now[0] in range(9):
+            console.draw()
+        console.close()
+        assert Screen().feed(stream.getvalue()).rows == [*lines, ""]
 
 
 def test_a_long_note_breaks_between_words_on_a_terminal_and_is_one_line_in_a_file(terminal):
@@ -156,14 +165,16 @@ share_terminal()
 share_terminal()
 console = Console()
 console.begin(0, 3)
-console.draw("waiting for generator 0 to start (1 s)" + "!" * 200)
+console.waits.begin("generator 0 to start" + "!" * 200)
+console.draw()
 print("of an env")
-console.draw("")
+console.waits.close()
+console.draw()
 for step in (1, 2, 3):
     print(f"warning {step}", file=sys.stderr)
     console.step(step, METRICS)
     os.system("true")
-    console.draw("")
+    console.draw()
 console.close()
 print("end")
 """

@@ -68,11 +68,11 @@ class Watching:
         self.lines: list[str] = []
         self.failures: list[RunError] = []
         restarts = Restarts(SupervisionConfig(**limits))
-        self.supervisor = supervisor_of(restarts, on_death=self.lines.append, on_failure=self.failures.append)
+        self.supervisor = Supervisor(restarts, console_of(self.lines), on_failure=self.failures.append)
 
 
-def supervisor_of(restarts: Restarts, **told) -> Supervisor:
-    return Supervisor(restarts, waits=Waits(lambda line: None), **told)
+def console_of(lines: list[str]) -> SimpleNamespace:
+    return SimpleNamespace(note=lines.append, waits=Waits())
 
 
 async def refuse() -> None:
@@ -293,7 +293,7 @@ async def test_a_run_that_is_built_again_goes_on_counting_and_gives_no_name_twic
     first, second = Generator(), Generator()
     for made in (first, second):
         lines = []
-        supervisor = supervisor_of(restarts, on_death=lines.append, on_failure=lines.append)
+        supervisor = Supervisor(restarts, console_of(lines), on_failure=lines.append)
         await supervisor.start(made.part)
         await supervisor.connect(made.part)
         made.die()

@@ -82,7 +82,7 @@ class StandInActors(RunActors):
         on_failure: Callable[[Exception], None],
     ):
         self._context = context
-        self.supervisor = Supervisor(context.restarts, on_death=context.console.note, on_failure=self.fail, waits=context.waits)
+        self.supervisor = Supervisor(context.restarts, context.console, on_failure=self.fail)
         policy: Any = type(self).policy_of()
         trainer: Any = StandInTrainer(context.config.trainer.loss)
         weights: Any = StandInWeights(policy)

@@ -4,8 +4,6 @@ The `*_lines` functions turn records into text and print nothing; `Console` prin
 encoding is not ours to choose. Colours, and a line that is drawn again in place, only on a terminal.
 """
 
-import asyncio
-import itertools
 import logging
 import os
 import shlex
@@ -14,7 +12,7 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +90,61 @@ class Progress:
         line = f"{f'{self._steps}/{self.total}':>11} [{'#' * done}{'-' * (BAR - done)}]"
         if (left_s := self.seconds_left()) and (step_s := self.step_s()):
             line += f"  {step_s:.{'2g' if step_s < 10 else '0f'}} s a step, about {_duration(left_s)} left"
+        return line
+
+
+class Waits:
+    """What the run waits for, and since when."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        """``clock`` gives seconds."""
+        self._clock = clock
+        self._began: dict[str, float] = {}
+        self._since, self._said = 0.0, 0
+
+    @contextmanager
+    def wait(self, what: str) -> Iterator[None]:
+        """The block waits for ``what``."""
+        self.begin(what)
+        try:
+            yield
+        finally:
+            self.end(what)
+
+    def begin(self, what: str) -> None:
+        """``what`` completes the words "waiting for"."""
+        now = self._clock()
+        if not self._began:
+            self._since, self._said = now, 0
+        self._began[what] = now
+
+    def end(self, what: str) -> None:
+        """It is there, or nobody waits for it any more. What was never begun may end."""
+        self._began.pop(what, None)
+
+    def close(self) -> None:
+        """Nothing is waited for any more."""
+        self._began.clear()
+
+    def due(self) -> bool:
+        """Whether to print ``line`` now: some seconds after the wait began, and then each minute. Ask it each second."""
+        later = self._said - len(FIRST_AT_S)
+        at_s = FIRST_AT_S[self._said] if later < 0 else THEN_EVERY_S * (later + 1)
+        due = bool(self._began) and self._clock() - self._since >= at_s
+        self._said += due
+        return due
+
+    def line(self) -> str:
+        """What is waited for, the longest wait first, in one line of at most 80 columns where one name is not longer. "" where
+        that is nothing.
+        """
+        now, line = self._clock(), ""
+        items = [f"{what} ({now - began:.0f} s)" for what, began in self._began.items()]
+        for shown in range(len(items), 0, -1):
+            more = len(items) - shown
+            line = LABEL + ", ".join(items[:shown]) + (f" and {more} more" if more else "")
+            if len(line) <= WIDTH:
+                break
         return line
 
 
@@ -208,19 +261,19 @@ class Console:
         self._stream = stream if stream is not None else sys.stdout
         self._colours = has_colours(self._stream)
         self._live = LiveLine(self._stream) if can_redraw(self._stream) else None
-        self._progress, self._waiting = Progress(), ""
+        self.waits = Waits()
+        self._progress = Progress()
         self._steps_printed = 0
 
-    @property
-    def live(self) -> bool:
-        """Whether it is worth calling ``draw`` each second."""
-        return self._live is not None
-
-    def draw(self, waiting: str) -> None:
-        """Draw the live line: ``waiting``, or how far the run is where nothing is waited for."""
-        self._waiting = waiting
+    def draw(self) -> None:
+        """Show what the run waits for, or how far it is where that is nothing: in the live line, or in lines now and then where
+        there is no live line. Call it each second.
+        """
+        waiting = self.waits.line()
         if self._live is not None:
             self._live.show(printable_line(waiting or self._progress.line()))
+        elif self.waits.due():
+            self.note(waiting)
 
     def close(self) -> None:
         """Erase the live line. Nothing is drawn afterwards."""
@@ -238,7 +291,6 @@ class Console:
             self._print(self._coloured(title_line(), BOLD))
         self._steps_printed += 1
         self._progress.step(step)
-        self._waiting = ""
         line = step_line(step, self._progress.total, metrics, val)
         self._print(line if val is None else self._coloured(line, GREEN))
 
@@ -249,11 +301,6 @@ class Console:
             text = textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
         self._print(text)
 
-    def waiting(self, text: str) -> None:
-        """A line that says what the run waits for, where no live line says it."""
-        if self._live is None:
-            self.note(text)
-
     def summary(self, summary: RunSummary) -> None:
         self.close()
         self._print(*map(printable_line, summary_lines(summary)))
@@ -263,7 +310,8 @@ class Console:
 
     def _print(self, *lines: str) -> None:
         write_line(self._stream, "\n".join(lines))
-        self.draw(self._waiting)
+        if self._live is not None:
+            self.draw()
 
 
 def write_line(stream: TextIO, text: str) -> None:
@@ -348,64 +396,3 @@ def _duration(seconds: float) -> str:
         if count or parts:
             parts.append(f"{count} {unit}")
     return " ".join(parts[:2])
-
-
-class Waits:
-    """``begin`` and ``end`` each wait on the event loop; ``close`` at the end."""
-
-    def __init__(
-        self,
-        say: Callable[[str], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-    ):
-        """``say`` prints a line. ``clock`` gives seconds."""
-        self._say, self._clock, self._sleep = say, clock, sleep
-        self._began: dict[str, float] = {}
-        self._saying: asyncio.Task[None] | None = None
-
-    @contextmanager
-    def wait(self, what: str) -> Iterator[None]:
-        """The block waits for ``what``."""
-        self.begin(what)
-        try:
-            yield
-        finally:
-            self.end(what)
-
-    def begin(self, what: str) -> None:
-        """``what`` completes the words "waiting for"."""
-        self._began[what] = self._clock()
-        if self._saying is None:
-            self._saying = asyncio.create_task(self._say_again(self._began[what]))
-
-    def end(self, what: str) -> None:
-        """It is there, or nobody waits for it any more. What was never begun may end."""
-        self._began.pop(what, None)
-        if not self._began:
-            self.close()
-
-    def close(self) -> None:
-        self._began.clear()
-        if self._saying is not None:
-            self._saying.cancel()
-            self._saying = None
-
-    def line(self) -> str:
-        """What is waited for, the longest wait first, in one line of at most 80 columns where one name is not longer. "" where
-        that is nothing.
-        """
-        now, line = self._clock(), ""
-        items = [f"{what} ({now - began:.0f} s)" for what, began in self._began.items()]
-        for shown in range(len(items), 0, -1):
-            more = len(items) - shown
-            line = LABEL + ", ".join(items[:shown]) + (f" and {more} more" if more else "")
-            if len(line) <= WIDTH:
-                break
-        return line
-
-    async def _say_again(self, began: float) -> None:
-        for at_s in itertools.chain(FIRST_AT_S, itertools.count(2 * FIRST_AT_S[-1], THEN_EVERY_S)):
-            await self._sleep(max(0.0, began + at_s - self._clock()))
-            self._say(self.line())

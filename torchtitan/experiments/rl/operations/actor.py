@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import RunSummary, near
 from torchtitan.experiments.rl.operations.assembly import Run
-from torchtitan.experiments.rl.operations.checkpoints import Resumed, begin_again, resume
+from torchtitan.experiments.rl.operations.checkpoints import Resumed, cut_back, resume
 from torchtitan.experiments.rl.operations.context import RunContext
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.process.setup import set_up_logging
@@ -26,7 +25,7 @@ from torchtitan.experiments.rl.user_code.endpoint import reported_endpoint
 logger = logging.getLogger(__name__)
 
 REDRAW_S = 1.0
-"""Between two draws of the live line: it shows seconds."""
+"""Between two draws of the console: its live line shows seconds."""
 
 
 class Controller(Actor):
@@ -65,12 +64,12 @@ class Controller(Actor):
         Raises:
             Exception: whatever ended the run early, after the summary was printed and every process stopped.
         """
-        started, drawing = time.perf_counter(), None
+        started = time.perf_counter()
         self._loop = asyncio.get_running_loop()
+        drawing = asyncio.create_task(self._draw())
         failure: BaseException | None
         try:
             set_up_logging(self._context.run_dir, "controller")
-            drawing = asyncio.create_task(self._draw())
             if self._checkpoint is not None:
                 self._built = self._new_run(self._read(self._checkpoint))
             self._print_header()
@@ -85,14 +84,13 @@ class Controller(Actor):
         if isinstance(failure, ProcessLost):  # while the run was being stopped
             self._console.note(f"{failure}; what follows the last checkpoint is lost")
             failure = None
-        if drawing is not None:
-            drawing.cancel()
+        drawing.cancel()
         stopped_by = self._stopped_by or self._built.ended_early
         if failure is not None:
             stopped_by = stopped_by or f"an error ({type(failure).__name__})"
         seconds = time.perf_counter() - started
         summary = self._built.summary(wall_time_s=seconds, stopped_by=stopped_by, checkpoint=self._checkpoint)
-        summary = replace(summary, steps_before=self._steps_before)
+        summary.steps_before = self._steps_before
         self._console.summary(summary)
         faults = await self._built.close()
         failure = failure or next(iter(faults), None)
@@ -149,7 +147,7 @@ class Controller(Actor):
         """The newest valid checkpoint of the run, read; None if it has taken none. Blocks: it reads every file."""
         if not checkpoints(self._context.run_dir):
             self._checkpoint = None
-            begin_again(self._context.run_dir)
+            cut_back(self._context.run_dir, {})
             return None
         self._checkpoint, refused = newest_valid(self._context.run_dir)
         for reason in refused:
@@ -160,9 +158,9 @@ class Controller(Actor):
         return resume(checkpoint, run_dir=self._context.run_dir, config=self._context.config)
 
     async def _draw(self) -> None:
-        """Keep the live line of the terminal as it should be."""
-        while self._console.live:
-            self._console.draw(self._context.waits.line())
+        """Keep the console up to date."""
+        while True:
+            self._console.draw()
             await asyncio.sleep(REDRAW_S)
 
     def _print_header(self) -> None:

@@ -109,7 +109,7 @@ class RunActors:
             getattr(built_class(task), "in_lockstep", True) for task in config.tasks.values()
         )
         self._hosted = hosted_models(config.tasks)
-        self.supervisor = Supervisor(context.restarts, on_death=context.console.note, on_failure=self.fail, waits=context.waits)
+        self.supervisor = Supervisor(context.restarts, context.console, on_failure=self.fail)
         self._frozen = FrozenClients(self._hosted, lockstep=lockstep, on_failure=on_failure, on_stopped=self._stopped)
         self.policy = GeneratorClient(
             lockstep=lockstep, on_failure=on_failure, on_stopped=partial(self._stopped, ""), frozen=self._frozen.find
@@ -158,7 +158,7 @@ class RunActors:
         life = Lifetime("trainer")
 
         async def start_guarded_trainer() -> set[str]:
-            with self._context.waits.wait("the trainer to start"):
+            with self._context.console.waits.wait("the trainer to start"):
                 for rank in range(plan.trainer_ranks):
                     await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank), life)
                 return await start_trainer(procs, trainers)
@@ -177,7 +177,7 @@ class RunActors:
             bound=CanaryBound(config.generator.engine.dtype),
             copies=readers,
         )
-        with self._context.waits.wait("the first weights to reach the generators"):
+        with self._context.console.waits.wait("the first weights to reach the generators"):
             version = 0 if trainer_start is None else trainer_start.step
             if trainer_start is not None or config.trainer.lora is not None:  # else they hold what the trainer does
                 await self.weights.publish_start(version)
@@ -498,7 +498,7 @@ class Run:
             entry.vocab_size = vocab_size
         text = np.array(renderer.render_ids(CANARY_MESSAGES), np.int32)
         await self._actors.start(text, trainer_start(resumed, self._init_from))
-        with context.waits.wait("the tasks to be set up"):
+        with context.console.waits.wait("the tasks to be set up"):
             runner = await self._actors.start_runner(self._tasks)
         replay = GroupReplay(
             config.replay, groups_per_step=context.plan.groups_per_step, seed=config.seed, load=resumed is None
@@ -575,7 +575,7 @@ class Run:
         return await self._context.gate.call(build, owner=f"{field} can't be built", timeout_s=timeout_s)
 
     async def _train(self, built: _Built) -> None:
-        training, waits = built.training, self._context.waits
+        training, waits = built.training, self._context.console.waits
         built.reports.begin(training.steps_done, self._context.config.steps)
         await training.run()
         waits.close()
@@ -589,7 +589,7 @@ class Run:
 
     async def settle(self) -> list[RunError]:
         """Close what writes the run's files and counts its rollouts. Returns what went wrong, in order."""
-        self._context.waits.close()
+        self._context.console.waits.close()
         if self._built is not None:
             # One that is being written must not appear when the run is built again from the one before.
             lost = self.supervisor.lost is not None

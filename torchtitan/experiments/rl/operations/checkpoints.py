@@ -76,6 +76,7 @@ def sync(run_dir: Path) -> None:
 
 def cut_back(run_dir: Path, offsets: Mapping[str, int]) -> list[str]:
     """Cut each file back to what it was at the checkpoint. Files that were made later are deleted. May be repeated.
+    ``offsets`` {} is the beginning of the run.
 
     Call it before the writers open them.
 
@@ -317,15 +318,6 @@ def resume(checkpoint: Path, *, run_dir: Path, config: RunConfig) -> Resumed:
         logger.warning("%s", line)
     CheckpointFolder(run_dir, config.checkpoint.keep).drop_after(state.step)
     return Resumed(checkpoint=checkpoint, state=state, groups=groups)
-
-
-def begin_again(run_dir: Path) -> None:
-    """Delete what the run has written so far: it begins at step 0 again.
-
-    Raises:
-        CheckpointError: a file can't be deleted.
-    """
-    cut_back(run_dir, {})
 
 
 def trainer_start(resumed: Resumed | None, init_from: Path | None) -> TrainerStart | None:

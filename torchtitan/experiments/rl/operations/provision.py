@@ -95,25 +95,22 @@ def spawn_on(
     Returns:
         Its mesh, of one dimension "procs", and the mesh to stop.
     """
-    shares = tuple(place.devices for place in places)
     output = None if run_dir is None else str(run_dir.resolve() / "logs" / _INCARNATION.sub(r"-\1", name))
     first, last = places[0].host, places[-1].host
 
     def launch_command(point: Point) -> Any:
-        place = places[point.rank]
-        if hosts is None:
-            return default_bootstrap_cmd().with_env(launch_environment(place.devices, device))
-        host = hosts.hosts[place.host]
-        environment = launch_environment(place.devices, device, host.gpus) | host.environment
-        # Of the user's modules, which the command may have added.
-        environment |= {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
-        return default_bootstrap_cmd().with_env(environment)
+        place, gpus, own = places[point.rank], None, {}
+        if hosts is not None:
+            gpus, own = hosts.hosts[place.host].gpus, dict(hosts.hosts[place.host].environment)
+            if "PYTHONPATH" in os.environ:  # of the user's modules, which the command may have added
+                own["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        return default_bootstrap_cmd().with_env(launch_environment(place.devices, device, gpus) | own)
 
     named = first if first == last else slice(first, last + 1)
-    own = this_host() if hosts is None else hosts.mesh.slice(hosts=named)
-    procs = own.spawn_procs(
+    mesh = this_host() if hosts is None else hosts.mesh.slice(hosts=named)
+    procs = mesh.spawn_procs(
         per_host={"procs": len(places) // (last - first + 1)},
-        bootstrap=partial(set_up_spawned_process, shares, device, output),
+        bootstrap=partial(set_up_spawned_process, tuple(place.devices for place in places), device, output),
         name=name,
         bootstrap_command=launch_command,
     )
@@ -151,16 +148,14 @@ def check_shared_files(pool: Any, config: RunConfig, run_dir: Path) -> None:
     Raises:
         RunError: names the first host and the folder that it does not see as this one does.
     """
-    mark, token = run_dir.resolve() / MARK_FILE, secrets.token_hex(16)
-    mark.write_text(token)
+    mark = run_dir.resolve() / MARK_FILE
+    mark.write_text(secrets.token_hex(16))
     models = [config.model.hf_assets_path, *(model.path for model in hosted_models(config.tasks).values())]
-    configs = [file for model in models if (file := Path(model).resolve() / "config.json").is_file()]
-    files = [(str(mark), token), *((str(file), file.read_text(errors="replace")[:HEAD]) for file in configs)]
+    files = [mark, *(file for model in models if (file := Path(model).resolve() / "config.json").is_file())]
     try:
-        for host, path in pool.check_files(files):
-            folder, field = Path(path).parent, "--run-dir" if path == str(mark) else "model.hf_assets_path"
-            raise RunError(
-                f"{host} does not see the folder {folder} as this host does: name one that all hosts share ({field})"
-            )
+        for host, path in pool.check_files([(str(file), file.read_text(errors="replace")[:HEAD]) for file in files]):
+            field = "--run-dir" if path == str(mark) else "model.hf_assets_path"
+            cure = f"name one that all hosts share ({field})"
+            raise RunError(f"{host} does not see the folder {Path(path).parent} as this host does: {cure}")
     finally:
         mark.unlink(missing_ok=True)

@@ -34,7 +34,7 @@ class RunReports(RunEvents):
             compares_rewards: some algorithm learns from the differences in a group.
             validations: rewards of the evaluations that a resumed run has had.
         """
-        self._console, self._restarts, self._waits, self._metrics = context.console, context.restarts, context.waits, metrics
+        self._console, self._restarts, self._metrics = context.console, context.restarts, metrics
         self._warnings = StepWarnings(context.console.note, compares_rewards=compares_rewards)
         self._validations = [reward for reward in validations if reward is not None]
         self.why_ended_early: str | None = None
@@ -42,12 +42,12 @@ class RunReports(RunEvents):
 
     def begin(self, steps_done: int, total_steps: int) -> None:
         self._console.begin(steps_done, total_steps)
-        self._waits.begin(FIRST_STEP if steps_done else FIRST_VALIDATION)
+        self._console.waits.begin(FIRST_STEP if steps_done else FIRST_VALIDATION)
 
     def started(self, report: ValidationReport) -> None:
         """The evaluation before the first step has ended; one of no task has no reward."""
-        self._waits.begin(FIRST_STEP)
-        self._waits.end(FIRST_VALIDATION)
+        self._console.waits.begin(FIRST_STEP)
+        self._console.waits.end(FIRST_VALIDATION)
         self._report(report, "before the first step")
 
     def step_taken(self, record: StepRecord) -> None:
@@ -59,11 +59,11 @@ class RunReports(RunEvents):
         restarts = {f"restarts/{part}": count for part, count in self._restarts.counts.items()}
         self._metrics.log(record.step, record.metrics | restarts)
         self._metrics.log_samples(record.step, record.groups)
-        validation, val = record.validation, None
-        if validation is not None and validation.reward is not None:
-            self._validations.append(validation.reward)
-            val = validation.reward, validation.step
-        self._waits.end(FIRST_STEP)
+        val = None
+        if record.validation is not None and record.validation.reward is not None:
+            val = record.validation.reward, record.validation.step
+            self._validations.append(val[0])
+        self._console.waits.end(FIRST_STEP)
         self._console.step(record.step, record.metrics, val)
         self._warnings.step(record.metrics)
 

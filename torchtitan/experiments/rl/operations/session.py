@@ -123,12 +123,11 @@ def cause(error: Exception) -> str:
 
 def _say_how_to_resume(start: Start) -> None:
     """As the summary of a run does that ends by itself."""
-    found = checkpoints(Path(start.run_dir))
-    if found:
-        write_line(sys.stdout, f"saved       step {step_of(found[-1])}: {found[-1]}")
-        write_line(sys.stdout, f"go on with  {typed_command('grpo')} --resume {shlex.quote(near(start.run_dir))}")
-    else:
-        write_line(sys.stdout, "saved       no checkpoint: the run had not taken one")
+    saved = "no checkpoint: the run had not taken one"
+    if found := checkpoints(Path(start.run_dir)):
+        again = f"{typed_command('grpo')} --resume {shlex.quote(near(start.run_dir))}"
+        saved = f"step {step_of(found[-1])}: {found[-1]}\ngo on with  {again}"
+    write_line(sys.stdout, f"saved       {saved}")
 
 
 def _stop_at_once(why: str, code: int, start: Start, temporary: TemporaryFolder) -> NoReturn:

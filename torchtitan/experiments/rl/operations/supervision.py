@@ -30,7 +30,7 @@ from torchtitan.experiments.rl.compat.monarch import ProcessDeath, ask, original
 from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
-from torchtitan.experiments.rl.observability.console import Waits
+from torchtitan.experiments.rl.observability.console import Console
 from torchtitan.experiments.rl.process.heartbeat import Pulse
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
@@ -239,22 +239,18 @@ class Supervisor:
     def __init__(
         self,
         restarts: Restarts,
+        console: Console,
         *,
-        on_death: Callable[[str], None],
         on_failure: Callable[[RunError], None],
-        waits: Waits,
     ):
         """
         Args:
             restarts: counts the deaths; a run that is built again goes on with the same.
-            on_death: called with a line for people when a process hangs, when a part has died and is made again, and when it is
-                back.
-            on_failure: called with the error of a part that is not made again.
-            waits: is told which parts are being started.
+            console: says which parts are being started, when a process hangs, when a part has died, and when it is back.
+            on_failure: called with the error of a part that is not replaced.
         """
-        self.restarts, self.waits = restarts, waits
-        self._on_death, self._on_failure = on_death, on_failure
-        self._hangs = HangWatch(restarts.config, on_hang=on_death)
+        self.restarts, self._console, self._on_failure = restarts, console, on_failure
+        self._hangs = HangWatch(restarts.config, on_hang=console.note)
         self.parts: list[Part] = []
         self._beside: set[asyncio.Task[None]] = set()
         self._guarded: list[tuple[Lifetime, Any]] = []
@@ -271,7 +267,7 @@ class Supervisor:
             RunError: it ended too often.
             Exception: what ``set_up`` raises.
         """
-        with self.waits.wait(f"{part.name} to start"):
+        with self._console.waits.wait(f"{part.name} to start"):
             return await self._make(part, first=True)
 
     async def connect(self, part: Part) -> None:
@@ -411,7 +407,7 @@ class Supervisor:
             while True:
                 await self._replace(part, await part.process.life.ended())
                 await self._connect(part)
-                self._on_death(f"{part.name} is back")
+                self._console.note(f"{part.name} is back")
         except Exception as error:
             explained = await self.explained(error)
             if not isinstance(explained, RunError):
@@ -442,7 +438,7 @@ class Supervisor:
             RunError: it may not be made again.
         """
         which = self.restarts.count(part.label, part.name, cause)
-        self._on_death(f"{part.name} died: {cause}; made again ({which})")
+        self._console.note(f"{part.name} died: {cause}; made again ({which})")
         self._run_beside(self._clear_away(part.process))
 
     async def _clear_away(self, process: PartProcess) -> None:

@@ -52,10 +52,9 @@ def network_address() -> str:
 
 def visible_gpus() -> list[int]:
     """Indices of the GPUs that this process sees, from 0 on."""
-    entries = _entries()
-    if entries and entries[0].startswith("MIG-"):
+    if sliced():
         # CUDA shows a process one of its slices and no more. Each process of a run gets a slice of its own.
-        return list(range(len(entries)))
+        return list(range(len(_entries())))
     import torch  # here: the command sets its process up before torch is imported
 
     return list(range(torch.cuda.device_count()))
@@ -194,7 +193,7 @@ def gpu_host_lacks(*, several_hosts: bool) -> list[str]:
 
 def sliced() -> bool:
     """Whether what this process sees are slices of GPUs (MIG), of which a process can use one."""
-    return bool(_entries()) and _entries()[0].startswith("MIG-")
+    return "".join(_entries()[:1]).startswith("MIG-")
 
 
 def mask_of(gpus: Iterable[int]) -> str:

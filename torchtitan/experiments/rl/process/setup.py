@@ -74,9 +74,22 @@ class RunFileHandler(RotatingFileHandler):
 
     _failed = False
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, process_name: str):
         # A lone surrogate (half a character, in a model's output) can't be UTF-8; escaped, it stays valid JSON.
         super().__init__(path, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8", errors="backslashreplace")
+        self._process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": self._process_name,
+            "message": _message(record),
+        }
+        if record.exc_info:
+            line["exception"] = logging.Formatter().formatException(record.exc_info)
+        return printable_json(json.dumps(line, ensure_ascii=False))
 
     def handleError(self, record: logging.LogRecord) -> None:
         """One line on the terminal; Python's own handler would print a traceback for each record."""
@@ -91,9 +104,16 @@ class RunFileHandler(RotatingFileHandler):
 class TerminalHandler(logging.StreamHandler):
     """Writes to ``terminal`` as it is at each record: process launchers and tests replace it."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path, process_name: str):
         super().__init__(terminal())
+        self._path, self._process_name = path, process_name
         self.addFilter(worth_the_terminal)
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = f"{record.levelname} {self._process_name}: {one_sentence(_message(record))}"
+        if record.exc_info and record.exc_info[0] is not None:
+            line += f" ({record.exc_info[0].__name__}: {one_sentence(_text(record.exc_info[1]))}; traceback in {self._path})"
+        return printable_line(" ".join(line.split()))
 
     def emit(self, record: logging.LogRecord) -> None:
         if worth_a_line(self.format(record)):
@@ -108,36 +128,6 @@ def worth_a_line(line: str) -> bool:
         return True
     first, _said_full = not _said_full, True
     return first and not printed_file()
-
-
-class JsonLine(logging.Formatter):
-    def __init__(self, process_name: str):
-        super().__init__()
-        self._process_name = process_name
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname,
-            "logger": record.name,
-            "process": self._process_name,
-            "message": _message(record),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return printable_json(json.dumps(line, ensure_ascii=False))
-
-
-class TerminalLine(logging.Formatter):
-    def __init__(self, process_name: str, path: Path):
-        super().__init__()
-        self._process_name, self._path = process_name, path
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = f"{record.levelname} {self._process_name}: {one_sentence(_message(record))}"
-        if record.exc_info and record.exc_info[0] is not None:
-            line += f" ({record.exc_info[0].__name__}: {one_sentence(_text(record.exc_info[1]))}; traceback in {self._path})"
-        return printable_line(" ".join(line.split()))
 
 
 def _message(record: logging.LogRecord) -> str:
@@ -295,10 +285,7 @@ def set_up_logging(run_dir: Path | str, process_name: str, level: int = logging.
         if isinstance(handler, (RunFileHandler, TerminalHandler)):
             root.removeHandler(handler)
             handler.close()
-    formats: dict[logging.Handler, logging.Formatter]
-    formats = {RunFileHandler(path): JsonLine(process_name), TerminalHandler(): TerminalLine(process_name, path)}
-    for handler, lines in formats.items():
-        handler.setFormatter(lines)
+    for handler in (RunFileHandler(path, process_name), TerminalHandler(path, process_name)):
         root.addHandler(handler)
         monarch.keep_messages_as_written(handler)
     root.setLevel(level)
