@@ -67,7 +67,7 @@ def assert_accounted(rollout):
     for turn in rollout.turns:
         if turn.untrained is not None:
             others[turn.untrained] = others.get(turn.untrained, 0) + len(turn.completion.token_ids)
-    assert set(others) <= {"undelivered", "auxiliary", "frozen model", "aborted"}
+    assert set(others) <= {"undelivered", "auxiliary", "frozen model", "aborted", "lost"}
     assert trained + sum(others.values()) == rollout.completion_tokens
     told = [tuple(turn.completion.logprobs) for turn in rollout.turns if turn.untrained is None]
     assert sorted(value for logprobs in told for value in logprobs) == sorted(

@@ -43,6 +43,23 @@ WAYS = {
         "ask()\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n        os.execlp('sleep', 'sleep', '3600')",
         "completed", "",
     ),
+    "forks away and forgets its environment": (
+        "ask()\nif not os.fork():\n    os.setsid(); os.chdir('/')\n    if not os.fork():\n"
+        "        os.execve('/bin/sh', ['sh', '-c', 'exec sleep 3600.5'], {})\n    os._exit(0)",
+        "completed", "",
+    ),
+    "leaves folders that are read-only": (
+        "ask(); os.makedirs('a/b'); open('a/b/c', 'w').close(); os.chmod('a/b', 0o500); os.chmod('a', 0o500)", "completed", "",
+    ),
+    "calls after its end": (
+        "ask()\nif os.fork():\n    os._exit(0)\nos.setsid()\n[ask(str(n)) for n in range(10**6)]", "completed", "",
+    ),
+    "storms": (
+        "import threading, urllib.error\ndef storm():\n    while True:\n        try: ask(timeout=0.01)\n"
+        "        except urllib.error.HTTPError: return\n        except OSError: pass\n"
+        "storms = [threading.Thread(target=storm) for _ in range(8)]; [t.start() for t in storms]; [t.join() for t in storms]",
+        "truncated_max_turns", "",
+    ),
     "uses another key": ("ask(key='rl-guess')", "error", "HTTP Error 401"),
     "asks fifty times at once": (
         "from concurrent.futures import ThreadPoolExecutor as T; list(T(50).map(ask, [str(n) for n in range(50)]))",
@@ -61,7 +78,7 @@ def processes_with(marker: str) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if marker.encode() in (entry / "environ").read_bytes():
+                if marker in (entry / "environ").read_text() or "3600.5" in (entry / "cmdline").read_text():
                     found.append(int(entry.name))
             except OSError:
                 pass
@@ -103,13 +120,13 @@ async def test_every_end_has_a_name_and_nothing_stays(way, renderer, tokenizer, 
     )
     (rollout,) = group.rollouts
     assert rollout.status == status and cause in (rollout.error or ""), rollout.error
-    assert rollout.reward == (1.0 if status == "completed" else None)
+    assert rollout.reward == (1.0 if status in ("completed", "truncated_max_turns") else None)
     assert all(kept <= 16_384 for _, *lengths, _ in seen for kept in lengths) and all(there for *_, there in seen)
     for _ in range(100):  # the kernel takes a moment to take them down
-        if not processes_with(marker):
+        if not (left := processes_with(marker)):
             break
         await asyncio.sleep(0.02)
-    assert processes_with(marker) == [] and list(places.iterdir()) == []
+    assert left == [] and list(places.iterdir()) == []
 
 
 async def test_rewards_may_judge_exit_codes(renderer, tokenizer, places):
@@ -121,6 +138,15 @@ async def test_rewards_may_judge_exit_codes(renderer, tokenizer, places):
     command = [sys.executable, "-S", "agent.py"]
     group = await run_command(command, renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=reward, check_exit=False)
     assert group.rollouts[0].reward == 1.0, group.rollouts[0].error
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("files", ["a"]), ("files", {"a": None}), ("variables", "x"), ("variables", {"A": [1]})]
+)
+async def test_columns_that_are_no_texts_are_named(column, value, renderer, tokenizer, places):
+    row = {column: value}
+    group = await run_command(["true"], renderer, ScriptedPolicy(tokenizer, "ok"), row=row, reward=lambda result, row: 0.0)
+    assert f"the row's column {column!r} is " in group.rollouts[0].error and list(places.iterdir()) == []
 
 
 async def test_a_file_outside_the_folder_is_refused(renderer, tokenizer, places):

@@ -247,6 +247,7 @@ BAD = [
     ("chat/completions", {"model": None}, "model"),
     ("chat/completions", {"max_tokens": -1}, "max_tokens"),
     ("chat/completions", {"stop": [1]}, "stop"),
+    ("chat/completions", {"model": "\ud800"}, "model"),
     ("responses", {"previous_response_id": "resp_1", "input": "x"}, "previous_response_id"),
     ("responses", {"text": {"format": {"type": "json_schema"}}, "input": "x"}, "text"),
     ("responses", {"input": [{"type": "image_generation_call"}]}, "input[0]"),
@@ -364,3 +365,81 @@ async def test_a_stream_lives_while_its_turn_is_sampled(renderer, tokenizer, mon
     original, policy = None, Policy(tokenizer, "ok")
     rollout = await run_agent(agent, policy, renderer)
     assert rollout.calls == {"answered": 1}, rollout.error
+
+
+VALUES = [None, True, -1, 2**70, 1.5, "", "x", "\ud800", [], [None], [[]], {}, {"type": []}, [{"type": "text"}], [{"role": {}}]]
+VALUES += [[{"role": "assistant", "tool_calls": [{}]}], [{"role": "tool", "content": "x", "tool_call_id": [1]}]]
+SPOILT = {
+    "chat/completions": {
+        "messages": [
+            HELLO,
+            {"role": "assistant", "content": "x", "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": "{}"}}]},
+            {"role": "tool", "tool_call_id": "c", "content": "3"},
+        ],
+        "tools": [ADD],
+        "stop": ["a"],
+    },
+    "responses": {
+        "input": [
+            HELLO,
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "r"}], "summary": []},
+            {"type": "function_call", "name": "add", "arguments": "{}", "call_id": "c"},
+            {"type": "function_call_output", "call_id": "c", "output": "3"},
+        ],
+        "tools": [{"type": "function", **ADD["function"]}],
+    },
+    "messages": {
+        "messages": [
+            HELLO,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "add", "input": {}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]},
+        ],
+        "tools": [{"name": "add", "input_schema": {}}],
+        "tool_choice": {"type": "auto"},
+    },
+}
+
+
+async def test_a_spoilt_request_is_answered_or_refused_and_never_fails_the_server(renderer, tokenizer):
+    draw = random.Random(0)
+
+    def places(value):
+        for key in list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+            yield value, key
+            yield from places(value[key])
+
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            for number in range(400):
+                path = draw.choice(list(SPOILT))
+                body = json.loads(json.dumps({"model": "policy", "max_tokens": 9, "stream": number % 3 == 0, **SPOILT[path]}))
+                inside, key = draw.choice(list(places(body)))
+                inside[key] = draw.choice(VALUES)
+                async with ask.session.post(f"{endpoint.url}/{path}", json=body) as response:
+                    assert response.status in (200, 400), (path, body, await response.text())
+                    assert response.status == 200 or (await response.json())["error"]["message"]
+            assert (await ask.raw("chat", b"{}"))[1]["error"]["code"] == "not_found"
+
+    rollout = await run_agent(agent, Policy(tokenizer, "ok"), renderer, calls=1_000)
+    assert not {"lost", "aborted", "undelivered"} & set(rollout.calls) and rollout.calls["answered"] == len(rollout.turns) > 50
+
+
+async def test_what_was_sampled_is_in_the_record_where_parsing_it_fails(renderer, tokenizer):
+    class Fails:
+        def __getattr__(self, name):
+            return getattr(renderer, name)
+
+        def parse_response(self, ids, **options):
+            if len(ids) > 5:
+                raise ValueError("no such form")
+            return renderer.parse_response(ids, **options)
+
+    async def agent(sample, endpoint):
+        async with client_of(endpoint) as ask:
+            assert (await ask([HELLO]))[0] == 200
+            status, reply = await ask([HELLO, {"role": "assistant", "content": "ok"}, HELLO])
+            assert status == 500 and "no such form" in reply["error"]["message"]
+
+    policy = Policy(tokenizer, lambda rollout_id, turn: ["ok", "a longer answer than that"][turn])
+    rollout = await run_agent(agent, policy, Fails())
+    assert rollout.calls == {"answered": 1, "lost": 1} and [turn.untrained for turn in rollout.turns] == [None, "lost"]

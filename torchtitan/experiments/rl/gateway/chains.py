@@ -115,20 +115,21 @@ class Chains(Generic[T]):
                 match = Match(min(place.nodes, key=lambda node: node.taken), index + 1, place)
         return match
 
-    def add(self, match: Match[T], new: Sequence[Message], said: Message, value: T, *, extends: bool) -> Node[T]:
+    def add(self, match: Match[T], new: Sequence[Message], said: Message | None, value: T, *, extends: bool) -> Node[T]:
         """A turn that has ended.
 
         Args:
             new: the request's messages after ``match.known``.
-            said: the turn's answer.
+            said: the turn's answer; None: no client has it, so none goes on from it.
             extends: see ``Node``.
         """
         node = Node(value, match.node, extends and match.node is not None)
         (self.roots if match.node is None else match.node.children).append(node)
-        place = match.place
-        for message in (*new, said):
-            place = place.add(message)
-        place.nodes.append(node)
+        if said is not None:
+            place = match.place
+            for message in (*new, said):
+                place = place.add(message)
+            place.nodes.append(node)
         return node
 
     def in_order(self) -> Iterator[Node[T]]:

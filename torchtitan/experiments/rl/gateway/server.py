@@ -10,7 +10,6 @@ import json
 import logging
 import secrets
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -19,11 +18,12 @@ from weakref import WeakKeyDictionary
 import anthropic.types
 import openai.types
 from aiohttp import web
+from pydantic import BaseModel
 
 from torchtitan.experiments.rl.gateway.dialects import anthropic as messages
 from torchtitan.experiments.rl.gateway.dialects import chat, responses
-from torchtitan.experiments.rl.gateway.dialects.request import Refusal
-from torchtitan.experiments.rl.gateway.session import AgentRollout, Call, Said
+from torchtitan.experiments.rl.gateway.dialects.request import ModelReply, ModelRequest, Refusal
+from torchtitan.experiments.rl.gateway.session import AgentRollout, Call
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,9 @@ MAX_BODY = 64 << 20
 """Bytes of a request. A prompt that a model has room for has far less."""
 LARGE_BODY = 1 << 18
 """Bytes above which JSON is parsed off the event loop."""
-LOOPBACK = "127.0.0.1"
+ROUTES = {"chat/completions": chat, "responses": responses, "messages": messages}
+OF_ANTHROPIC = "anthropic-version"
+"""A header of Anthropic's clients."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -105,8 +107,8 @@ class Gateway:
         self._rollouts.pop(key, None)
 
     def _app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY)
-        for path, dialect in (("chat/completions", chat), ("responses", responses), ("messages", messages)):
+        app = web.Application(client_max_size=MAX_BODY, middlewares=[_refused_in_words])
+        for path, dialect in ROUTES.items():
             app.router.add_post(f"/v1/{path}", partial(self._handle, dialect))
         app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
         app.router.add_get("/v1/models", self._models)
@@ -121,11 +123,9 @@ class Gateway:
         return rollout
 
     async def _body(self, request: web.Request) -> tuple[bytes, dict[str, Any]]:
+        raw = await request.read()
         try:
-            raw = await request.read()
             body = json.loads(raw) if len(raw) < LARGE_BODY else await asyncio.to_thread(json.loads, raw)
-        except web.HTTPRequestEntityTooLarge:
-            raise Refusal(f"the request has more than {MAX_BODY:,} bytes", status=413, code="too_large") from None
         except (ValueError, RecursionError) as error:
             raise Refusal(f"the request is not JSON: {error}", code="invalid_json") from None
         if not isinstance(body, dict):
@@ -134,93 +134,90 @@ class Gateway:
 
     async def _handle(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
         """One call, from its request to the last byte of its answer."""
+        rollout = self._rollout(request)
+        raw, body = await self._body(request)
         try:
-            rollout = self._rollout(request)
-            raw, body = await self._body(request)
-            try:
-                asked = dialect.parse(body)
-            except Refusal:
-                rollout.counts["refused"] += 1
-                raise
-            retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            digest = hashlib.blake2b(request.path.encode() + raw, digest_size=16).digest()
-            call = rollout.begin(asked, digest=digest, retry=retry, dialect=dialect.NAME)
-        except Refusal as refusal:
-            return web.json_response(dialect.error(refusal), status=refusal.status)
+            asked = dialect.parse(body)
+        except Refusal:
+            rollout.counts["refused"] += 1
+            raise
+        retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+        digest = hashlib.blake2b(request.path.encode() + raw, digest_size=16).digest()
+        call = rollout.begin(asked, digest=digest, retry=retry, dialect=dialect.NAME)
         delivered = False
         try:
             if asked.stream:
-                response, delivered = await _streamed(dialect, request, asked, call)
+                response = await _streamed(dialect, request, asked, call)
             else:
-                said = await _answer(call)
-                response = web.Response(
-                    body=dialect.reply(said.reply).model_dump_json(exclude_unset=True), content_type="application/json"
-                )
+                response = _json(dialect.reply(await _answer(call)))
                 await response.prepare(request)
                 await response.write_eof()
-                delivered = _is_open(request)
+            delivered = _is_open(request)
             return response
-        except Refusal as refusal:
-            return web.json_response(dialect.error(refusal), status=refusal.status)
-        except ConnectionError:  # while it was written: the client has gone
-            return web.Response()
         finally:
             rollout.leave(call, delivered=delivered)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        try:
-            rollout = self._rollout(request)
-            _, body = await self._body(request)
-            count = await rollout.count_tokens(messages.parse(body))
-        except Refusal as refusal:
-            return web.json_response(messages.error(refusal), status=refusal.status)
-        return _json(anthropic.types.MessageTokensCount(input_tokens=count))
+        rollout = self._rollout(request)
+        _, body = await self._body(request)
+        return _json(anthropic.types.MessageTokensCount(input_tokens=await rollout.count_tokens(messages.parse(body))))
 
     async def _models(self, request: web.Request) -> web.Response:
-        """In the form of the client's own dialect: Anthropic's clients name their version of it."""
-        of_anthropic = "anthropic-version" in request.headers
-        try:
-            rollout = self._rollout(request)
-        except Refusal as refusal:
-            return web.json_response((messages if of_anthropic else chat).error(refusal), status=refusal.status)
+        limit = self._rollout(request).max_prompt_tokens + 1
         name = request.match_info.get("name", "policy")
-        limit = rollout.max_prompt_tokens + 1
-        made = datetime.fromtimestamp(0, UTC)
-        if of_anthropic:
-            known: dict[str, Any] = {
-                "id": name,
+        if OF_ANTHROPIC in request.headers:
+            kind: type[BaseModel] = anthropic.types.ModelInfo
+            known = {
                 "type": "model",
                 "display_name": name,
-                "created_at": made,
+                "created_at": "1970-01-01T00:00:00Z",
                 "lifecycle": "active",
+                "max_input_tokens": limit,
             }
-            model: Any = anthropic.types.ModelInfo.model_validate(known | {"max_input_tokens": limit}).model_dump(
-                mode="json", exclude_unset=True
-            )
-            listed: dict[str, Any] = {"data": [model], "has_more": False, "first_id": name, "last_id": name}
+            listed: dict[str, Any] = {"has_more": False, "first_id": name, "last_id": name}
         else:
-            fields = {"id": name, "object": "model", "created": 0, "owned_by": "run", "max_model_len": limit}
-            model = openai.types.Model.model_validate(fields).model_dump(exclude_unset=True)
-            listed = {"object": "list", "data": [model]}
-        return web.json_response(model if "name" in request.match_info else listed)
+            kind, listed = openai.types.Model, {"object": "list"}
+            known = {"object": "model", "created": 0, "owned_by": "run", "max_model_len": limit}
+        model = kind.model_validate({"id": name} | known).model_dump(mode="json", exclude_unset=True)
+        return web.json_response(model if "name" in request.match_info else {"data": [model]} | listed)
 
 
-async def _answer(call: Call) -> Said:
+@web.middleware
+async def _refused_in_words(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Whatever goes wrong with a request is an answer in the form that its client knows."""
+    try:
+        return await handler(request)
+    except Refusal as error:
+        refusal = error
+    except ConnectionError:  # while it was written: the client has gone
+        return web.Response()
+    except web.HTTPException as error:  # no such route, or a body above MAX_BODY
+        cure = "" if error.status == 413 else f"; the routes are {', '.join(f'/v1/{path}' for path in ROUTES)}"
+        code = error.reason.lower().replace(" ", "_")
+        refusal = Refusal(f"{request.method} {request.path}: {error.text}{cure}", status=error.status, code=code)
+    except Exception as error:
+        logger.exception("%s %s", request.method, request.path)
+        refusal = Refusal(f"the run's server failed: {error!r}", status=500, code="server_error")
+    of_anthropic = request.path.startswith("/v1/messages") or OF_ANTHROPIC in request.headers
+    return web.json_response((messages if of_anthropic else chat).error(refusal), status=refusal.status)
+
+
+async def _answer(call: Call) -> ModelReply:
     """The call's own end is not its readers': one may go while another still waits.
 
     Raises:
         Refusal: it was refused, or lost.
     """
     try:
-        return await asyncio.shield(call.answer)
+        return (await asyncio.shield(call.answer))[1]
     except asyncio.CancelledError:
         if call.answer.cancelled():  # and not this reader
             raise Refusal("the rollout of this key has ended", status=401, code="rollout_ended") from None
         raise
 
 
-async def _streamed(dialect: ModuleType, request: web.Request, asked: Any, call: Call) -> tuple[web.StreamResponse, bool]:
-    """The answer as a stream, and whether all of it was delivered. It begins when the turn is sampled, or with a sign of life.
+async def _streamed(dialect: ModuleType, request: web.Request, asked: ModelRequest, call: Call) -> web.StreamResponse:
+    """The answer as a stream. It begins when the turn is sampled, or with a sign of life.
 
     Raises:
         Refusal: it was refused, or lost, before the stream began.
@@ -231,19 +228,17 @@ async def _streamed(dialect: ModuleType, request: web.Request, asked: Any, call:
             await response.prepare(request)
         await response.write(dialect.KEEP_ALIVE)
     try:
-        said = await _answer(call)
+        parts = list(dialect.stream(await _answer(call), asked))
     except Refusal as refusal:
         if not response.prepared:
             raise
-        await response.write(f"event: error\ndata: {json.dumps(dialect.error_event(refusal))}\n\n".encode())
-        await response.write_eof()
-        return response, False
+        parts = [f"event: error\ndata: {json.dumps(dialect.error_event(refusal))}\n\n".encode()]
     if not response.prepared:
         await response.prepare(request)
-    for part in dialect.stream(said.reply, asked):
+    for part in parts:
         await response.write(part)
     await response.write_eof()
-    return response, _is_open(request)
+    return response
 
 
 def _is_open(request: web.Request) -> bool:

@@ -56,7 +56,6 @@ class Said:
     """A turn, and what goes on from it."""
 
     turn: RolloutTurn
-    reply: ModelReply
     chain: int
     conversation: Conversation | None
     """As it stands after the turn; None: a request has gone on from it."""
@@ -67,7 +66,7 @@ class Said:
 class Call:
     """A request that is being answered, or was."""
 
-    answer: "asyncio.Task[Said]"
+    answer: "asyncio.Task[tuple[RolloutTurn, ModelReply]]"
     readers: int = 0
     """Connections that wait for it, or are being sent it."""
 
@@ -213,7 +212,7 @@ class AgentRollout:
             if not call.readers:
                 call.answer.cancel()
         elif not _failed(call.answer):
-            turn = call.answer.result().turn
+            turn, _ = call.answer.result()
             if delivered and turn.untrained == UNDELIVERED:
                 turn.untrained = None
                 self.counts[UNDELIVERED] -= 1
@@ -228,10 +227,10 @@ class AgentRollout:
             raise Refusal(str(error)) from error
         return len(conversation.prompt.ids) if conversation.prompt else self._config.max_rollout_tokens
 
-    async def _answered(self, request: ModelRequest, dialect: str, *, first: bool) -> Said:
-        at_s = time.perf_counter() - self._began_at
+    async def _answered(self, request: ModelRequest, dialect: str, *, first: bool) -> tuple[RolloutTurn, ModelReply]:
+        about = {"at_s": round(time.perf_counter() - self._began_at, 4), "dialect": dialect, "model": request.model}
         try:
-            said = await self._said(request, first=first)
+            return await self._sampled_for(request, about, first=first)
         except asyncio.CancelledError:
             self.counts["aborted"] += 1
             raise
@@ -240,16 +239,14 @@ class AgentRollout:
         except UserCodeError as error:
             self.counts["lost"] += 1
             raise Refusal(str(error), status=500, code="generation_failed") from error
-        call = said.turn.call
-        assert call is not None
-        call |= {"at_s": round(at_s, 4), "dialect": dialect, "model": request.model}
-        return said
 
-    async def _said(self, request: ModelRequest, *, first: bool) -> Said:
+    async def _sampled_for(
+        self, request: ModelRequest, about: dict[str, Any], *, first: bool
+    ) -> tuple[RolloutTurn, ModelReply]:
         kind = self._models.get(request.model, POLICY)
         messages = self._quiet(request.messages)
         match = self._chains.match((kind, request.tools), messages)
-        node, new = match.node, messages[match.known :]
+        new = messages[match.known :]
         conversation, session, chain = await self._prompted(match, new, request)
         prompt = conversation.prompt
         assert prompt is not None
@@ -259,11 +256,28 @@ class AgentRollout:
         room = min(conversation.max_completion_tokens, request.max_tokens or conversation.max_completion_tokens)
         completion = await session.generate(prompt.token_ids, max_tokens=room)
         self._sampled += len(completion.token_ids)
-        turn = await conversation.add_completion(completion)
-        depth = 0 if node is None else len(node.path())
-        turn.call = {"chain": chain, "depth": depth}
+        self._last_end = completion.finish_reason
+        # What was sampled is in the record whatever comes next: parsing may fail, and the client go meanwhile.
+        untrained, answer = "aborted", None
+        try:
+            turn = await conversation.add_completion(completion)
+            if completion.finish_reason == "abort":
+                raise UserCodeError("the generator aborted the completion")
+            # Until the answer has left, where it would be trained at all.
+            untrained = {POLICY: UNDELIVERED, AUXILIARY: AUXILIARY}.get(kind, "frozen model")
+            self.counts[untrained] += 1
+            answer = turn.assistant_message
+        except UserCodeError:
+            untrained = "lost"
+            raise
+        finally:
+            turn = conversation.turns[-1]
+            turn.untrained = untrained
+            turn.call = about | {"chain": chain, "depth": len(match.node.path()) if match.node else 0}
+            said = Said(turn, chain, conversation, session)
+            self._chains.add(match, new, answer, said, extends=prompt.extends)
         reply = reply_of(
-            turn.assistant_message,
+            answer,
             length=completion.finish_reason == "length",
             request=request,
             id=uuid.uuid4().hex,
@@ -271,16 +285,7 @@ class AgentRollout:
             prompt_tokens=len(prompt.ids),
             completion_tokens=len(completion.token_ids),
         )
-        said = Said(turn, reply, chain, conversation, session)
-        self._chains.add(match, new, turn.assistant_message, said, extends=prompt.extends)
-        self._last_end = completion.finish_reason
-        if completion.finish_reason == "abort":
-            turn.untrained = "aborted"
-            raise UserCodeError("the generator aborted the completion")
-        # What was not trained for a reason of its own stays so. The rest is not until the answer has left.
-        turn.untrained = UNDELIVERED if kind == POLICY else AUXILIARY if kind == AUXILIARY else "frozen model"
-        self.counts[UNDELIVERED if kind == POLICY else turn.untrained] += 1
-        return said
+        return turn, reply
 
     async def _prompted(
         self, match: "Match[Said]", new: list[Message], request: ModelRequest
@@ -351,5 +356,5 @@ class AgentRollout:
         return Refusal(message, status=status, code=code, field=field)
 
 
-def _failed(answer: "asyncio.Task[Said]") -> bool:
+def _failed(answer: "asyncio.Task[Any]") -> bool:
     return answer.done() and (answer.cancelled() or answer.exception() is not None)

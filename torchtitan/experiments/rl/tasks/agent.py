@@ -13,9 +13,12 @@ task = agent_command_task("rows.jsonl", ["python", "agent.py"], reward)
 import asyncio
 import contextlib
 import functools
+import importlib
 import json
+import logging
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -35,9 +38,10 @@ from torchtitan.experiments.rl.bounds import Changeable, Cure, NonEmptyStr, Posi
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.conversation import GroupPrompts
-from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.gateway.session import AUXILIARY, POLICY, AgentRollout, Sampler
 from torchtitan.experiments.rl.generation.references import ModelReference
+from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, PolicySession
 from torchtitan.experiments.rl.rollouts.records import json_value
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
@@ -46,8 +50,10 @@ from torchtitan.experiments.rl.tasks.questions import fill, row_task
 from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_user
 
-if TYPE_CHECKING:  # it imports the clients' own types, which takes seconds
+if TYPE_CHECKING:
     from torchtitan.experiments.rl.gateway.server import Endpoint, Gateway
+
+logger = logging.getLogger(__name__)
 
 ANY_ADDRESS = "0.0.0.0"
 
@@ -116,9 +122,14 @@ class AgentTask(Task):
         await super().setup(policy)
         models = self.config.models.items()
         self._frozen = {name: policy.frozen(model) for name, model in models if isinstance(model, ModelReference)}
-        gateway_at = await asyncio.to_thread(_server)
-        gateway = gateway_at(self.config.listen)
-        await gateway.acquire()
+        # It imports the clients' own types, which takes seconds.
+        server = await asyncio.to_thread(importlib.import_module, "torchtitan.experiments.rl.gateway.server")
+        gateway = server.gateway_at(self.config.listen)
+        try:
+            await gateway.acquire()
+        except OSError as error:
+            cure = 'want an address of this host, such as "127.0.0.1", or "0.0.0.0" for all of them'
+            raise RunError(f"tasks.{self.name}.listen = {self.config.listen!r}: {error}; {cure}") from error
         self._gateway = gateway
 
     async def close(self) -> None:
@@ -179,12 +190,9 @@ class AgentTask(Task):
         )
 
 
-def _server() -> Any:
-    from torchtitan.experiments.rl.gateway.server import gateway_at
-
-    return gateway_at
-
-
+PRLIMIT = shutil.which("prlimit")
+"""Gives a command's processes a mark that they keep whatever they do to their environment: a limit of file locks, which Linux
+has not heeded since 2.4. None: without util-linux their mark is the rollout's key."""
 KEPT_OUTPUT = 16_384
 """Characters of a command's output that are kept, from its end; and so many of its errors."""
 END_S = 0.5
@@ -248,9 +256,7 @@ class AgentCommandTask(AgentTask):
             self._folders.add(folder)
             result = None
             try:
-                variables = (
-                    endpoint.variables() | self.config.variables | {k: str(v) for k, v in row.get("variables", {}).items()}
-                )
+                variables = endpoint.variables() | self.config.variables | _texts(row, "variables")
                 # A script is named from where the run was started, and runs in the folder.
                 command = [self._script(fill(part, row), folder) for part in self.config.command]
                 result = await _run_command(command, folder, variables, key=endpoint.key)
@@ -283,7 +289,7 @@ class AgentCommandTask(AgentTask):
 
     async def _remove(self, folder: Path) -> None:
         self._folders.discard(folder)
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        await asyncio.to_thread(_remove_folder, folder)
 
 
 def agent_command_task(
@@ -312,24 +318,48 @@ def _make_folder(row: dict[str, Any], parent: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="agent-", dir=parent))
     try:
         (folder / "row.json").write_text(json.dumps(row, default=str))
-        for name, text in row.get("files", {}).items():
+        for name, text in _texts(row, "files").items():
             file = (folder / name).resolve()
             if not file.is_relative_to(folder.resolve()):
                 raise ValueError(f"files: {name!r} is outside the command's folder")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove_folder(folder)
         raise
     return folder
+
+
+def _texts(row: dict[str, Any], column: str) -> dict[str, str]:
+    """Raises TypeError: they are no texts by name."""
+    texts = row.get(column) or {}
+    if not isinstance(texts, dict) or not all(isinstance(text, str | int | float) for text in texts.values()):
+        raise TypeError(f"the row's column {column!r} is {shown(texts)}, want texts by name, or nothing")
+    return {name: str(text) for name, text in texts.items()}
+
+
+def _remove_folder(folder: Path) -> None:
+    """Also where a folder in it was made read-only, as Go does with its modules."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        with contextlib.suppress(OSError):
+            os.chmod(folder, 0o700)
+            for inner, names, _ in os.walk(folder):
+                for path in (Path(inner, name) for name in names):
+                    if not path.is_symlink():
+                        path.chmod(0o700)
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            logger.warning("%s can't be removed: what the command left in it is not the run's", folder)
 
 
 async def _run_command(command: list[str], folder: Path, variables: dict[str, str], *, key: str) -> CommandResult:
     """Run it to its end; every process that it has started ends with it."""
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     places = {"PATH": _path(), "HOME": str(folder), "TMPDIR": str(folder)}
+    mark = str(secrets.randbits(60))
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *([PRLIMIT, f"--locks={mark}", "--", *command] if PRLIMIT else command),
         cwd=folder,
         env=inherited | places | variables,
         stdin=asyncio.subprocess.DEVNULL,
@@ -342,7 +372,7 @@ async def _run_command(command: list[str], folder: Path, variables: dict[str, st
         await process.wait()
     finally:
         # Also where the rollout is cancelled, and cancelled again: nothing that was started may stay.
-        await asyncio.shield(asyncio.create_task(_end_processes(process, key)))
+        await asyncio.shield(asyncio.create_task(_end_processes(process, (key.encode(), mark.encode()))))
         await asyncio.wait(ends, timeout=END_S)  # a pipe that something holds open all the same is not waited for
         output, errors = (end.result() if end.done() else "" for end in ends)
         for end in ends:
@@ -359,8 +389,8 @@ async def _end_of(stream: asyncio.StreamReader) -> str:
     return kept.decode(errors="replace")
 
 
-async def _end_processes(process: asyncio.subprocess.Process, key: str) -> None:
-    """End a command's process group, and what has left the group: it still has the rollout's key in its environment."""
+async def _end_processes(process: asyncio.subprocess.Process, marks: tuple[bytes, ...]) -> None:
+    """End a command's process group, and what has left the group: it has one of the marks."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
@@ -369,13 +399,21 @@ async def _end_processes(process: asyncio.subprocess.Process, key: str) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
-    await asyncio.to_thread(_kill_holders, key.encode())
+    await asyncio.to_thread(_kill_marked, marks)
 
 
-def _kill_holders(key: bytes) -> None:
-    """End the processes that have ``key`` in their environment."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
+def _kill_marked(marks: tuple[bytes, ...]) -> None:
+    """End the processes that have a mark in their environment or their limits, and what they start meanwhile."""
+    killed: set[Path] = set()
+    while new := {entry for entry in Path("/proc").glob("[0-9]*") if entry not in killed and _has(entry, marks)}:
+        killed |= new
+        for entry in new:
             with contextlib.suppress(OSError):
-                if key in (entry / "environ").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+def _has(process: Path, marks: tuple[bytes, ...]) -> bool:
+    with contextlib.suppress(OSError):
+        held = (process / "limits").read_bytes() + (process / "environ").read_bytes()
+        return any(mark in held for mark in marks)
+    return False

@@ -6,24 +6,22 @@ from typing import Any
 
 import anthropic.types as types
 from anthropic.types import Message
-from pydantic import BaseModel
 
 from torchtitan.experiments.rl.gateway.dialects.request import (
     ModelReply,
     ModelRequest,
     Refusal,
     checked_request,
-    event,
+    function_tool,
     json_object,
     listed,
-    refuse_changed_sampling,
     text,
     texts,
+    typed_event,
 )
 
 NAME = "anthropic"
 KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
-HARMLESS: dict[str, tuple[Any, ...]] = {"tool_choice": ("auto", "none")}
 
 
 def parse(body: Mapping[str, Any]) -> ModelRequest:
@@ -32,16 +30,16 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     output = body.get("output_config")
     form = output.get("format") if isinstance(output, dict) else None
-    refuse_changed_sampling({"tool_choice": kind, "output_config": form}, HARMLESS | {"output_config": ()})
     messages: list[dict[str, Any]] = []
     if system := text(body.get("system"), "system"):
         messages.append({"role": "system", "content": system})
     for index, message in enumerate(listed(body.get("messages"), "messages")):
         messages += _messages(message, f"messages[{index}]")
     # A tool without a schema is one that the provider would run itself: the model is not told of it.
-    tools = [_tool(tool) for tool in listed(body.get("tools"), "tools") if "input_schema" in tool]
+    tools = [function_tool(tool, "input_schema") for tool in listed(body.get("tools"), "tools") if "input_schema" in tool]
     stops = texts(body.get("stop_sequences"), "stop_sequences")
-    return checked_request({**body, "tool_choice": kind}, messages, tools, max_tokens=body.get("max_tokens"), stop=stops)
+    body = {**body, "tool_choice": kind, "output_config": form}
+    return checked_request(body, messages, tools, max_tokens=body.get("max_tokens"), stop=stops)
 
 
 def _messages(message: Mapping[str, Any], field: str) -> Iterator[dict[str, Any]]:
@@ -79,11 +77,6 @@ def _messages(message: Mapping[str, Any], field: str) -> Iterator[dict[str, Any]
         yield {"role": role, "content": "\n".join(texts_)}
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": tool.get("name"), "description": tool.get("description", ""), "parameters": tool["input_schema"]}
-    return {"type": "function", "function": function}
-
-
 FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -114,16 +107,9 @@ def reply(answer: ModelReply) -> Message:
 
 def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
     """The reply as the events of a stream."""
-    complete = reply(answer)
-    for made, fields in _events(complete):
-        kind = made.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]  # the one value of its Literal
-        yield event(made.model_validate({"type": kind, **fields}).model_dump_json(exclude_unset=True), kind)
-
-
-def _events(complete: Message) -> Iterator[tuple[type[BaseModel], dict[str, Any]]]:
-    whole = complete.model_dump(exclude_unset=True)
+    whole = reply(answer).model_dump(exclude_unset=True)
     began: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-    yield types.RawMessageStartEvent, {"message": whole | began}
+    yield typed_event(types.RawMessageStartEvent, message=whole | began)
     for index, block in enumerate(whole["content"]):
         kind = block["type"]
         match kind:
@@ -132,12 +118,12 @@ def _events(complete: Message) -> Iterator[tuple[type[BaseModel], dict[str, Any]
                 delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
             case _:
                 empty, delta = {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
-        yield types.RawContentBlockStartEvent, {"index": index, "content_block": block | empty}
-        yield types.RawContentBlockDeltaEvent, {"index": index, "delta": delta}
-        yield types.RawContentBlockStopEvent, {"index": index}
+        yield typed_event(types.RawContentBlockStartEvent, index=index, content_block=block | empty)
+        yield typed_event(types.RawContentBlockDeltaEvent, index=index, delta=delta)
+        yield typed_event(types.RawContentBlockStopEvent, index=index)
     ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-    yield types.RawMessageDeltaEvent, {"delta": ended, "usage": {"output_tokens": complete.usage.output_tokens}}
-    yield types.RawMessageStopEvent, {}
+    yield typed_event(types.RawMessageDeltaEvent, delta=ended, usage={"output_tokens": answer.completion_tokens})
+    yield typed_event(types.RawMessageStopEvent)
 
 
 def error(refusal: Refusal) -> dict[str, Any]:
@@ -148,6 +134,5 @@ def error(refusal: Refusal) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": f"{too_long}{refusal}"}}
 
 
-def error_event(refusal: Refusal) -> dict[str, Any]:
-    """The same in a stream that has begun."""
-    return error(refusal)
+error_event = error
+"""The same in a stream that has begun."""

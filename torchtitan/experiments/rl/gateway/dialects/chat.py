@@ -9,36 +9,21 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from torchtitan.experiments.rl.gateway.dialects.request import (
     ModelReply,
     ModelRequest,
-    Refusal,
     checked_request,
     event,
     listed,
     openai_error,
-    refuse_changed_sampling,
     text,
     texts,
 )
 
 NAME = "chat"
-error = openai_error
+error = error_event = openai_error
 KEEP_ALIVE = b": keep-alive\n\n"
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "logit_bias": ({},),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "tool_choice": ("auto", "none"),
-    "functions": ([],),
-    "function_call": ("auto", "none"),
-}
 
 
 def parse(body: Mapping[str, Any]) -> ModelRequest:
     """Raises Refusal."""
-    refuse_changed_sampling(body, HARMLESS)
     messages = []
     for index, message in enumerate(listed(body.get("messages"), "messages")):
         kept = {name: value for name, value in message.items() if value is not None and name not in ("refusal", "audio")}
@@ -84,11 +69,6 @@ def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
     for chunk in chunks:
         yield event(ChatCompletionChunk.model_validate(head | chunk).model_dump_json(exclude_unset=True))
     yield event("[DONE]")
-
-
-def error_event(refusal: Refusal) -> dict[str, Any]:
-    """The same in a stream that has begun."""
-    return error(refusal)
 
 
 def _head(answer: ModelReply, kind: str) -> dict[str, Any]:

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
 from renderers import Message, ToolSpec
 
-from torchtitan.experiments.rl.envs.messages import checked_messages, checked_tools
+from torchtitan.experiments.rl.envs.messages import check_unicode, checked_messages, checked_tools
 from torchtitan.experiments.rl.printable import shown
 
 
@@ -79,59 +80,57 @@ def reply_of(message: Message, *, length: bool, request: ModelRequest, **fields:
     )
 
 
-CURES = {
-    "n": "ask once for each answer",
-    "logit_bias": "leave it out",
-    "frequency_penalty": "leave it out, or 0",
-    "presence_penalty": "leave it out, or 0",
-    "response_format": "say in the prompt which form you want",
-    "text": "say in the prompt which form you want",
-    "output_config": "say in the prompt which form you want",
-    "logprobs": "leave it out: they are in the run's records",
-    "top_logprobs": "leave it out: they are in the run's records",
-    "tool_choice": 'send "auto", or "none" with no tools, and say in the prompt which tool to call',
-    "functions": "send them as tools",
-    "function_call": 'send tools, and tool_choice "auto"',
-    "previous_response_id": "send the whole input with each request",
-    "conversation": "send the whole input with each request",
-    "background": "leave it out, and wait for the answer",
-    "prompt": "send instructions and input",
+FORM = "say in the prompt which form you want"
+RECORDED = "leave it out: they are in the run's records"
+WHOLE = "send the whole input with each request"
+UNAVAILABLE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "ask once for each answer"),
+    "logit_bias": (({},), "leave it out"),
+    "frequency_penalty": ((0,), "leave it out, or 0"),
+    "presence_penalty": ((0,), "leave it out, or 0"),
+    "response_format": (({"type": "text"},), FORM),
+    "text": (({"type": "text"},), FORM),
+    "output_config": ((), FORM),
+    "logprobs": ((False,), RECORDED),
+    "top_logprobs": ((0,), RECORDED),
+    "tool_choice": (("auto", "none"), 'send "auto", or "none" with no tools, and say in the prompt which tool to call'),
+    "functions": (([],), "send them as tools"),
+    "function_call": (("auto", "none"), 'send tools, and tool_choice "auto"'),
+    "previous_response_id": ((), WHOLE),
+    "conversation": ((), WHOLE),
+    "background": ((False,), "leave it out, and wait for the answer"),
+    "prompt": ((), "send instructions and input"),
 }
+"""By field: the values that change nothing, None aside, and the way out. With others the answer's probabilities would not be
+those that the trainer computes, or nothing here serves them."""
 
 
-def refuse_changed_sampling(body: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse what the answer's probabilities, as the trainer computes them, would not be those of.
-
+def checked_request(body: Mapping[str, Any], messages: list[Any], tools: list[Any], **fields: Any) -> ModelRequest:
+    """
     Args:
-        allowed: by field, the values with which it changes nothing; None always is one.
+        body: the request; where a dialect nests what UNAVAILABLE names, with the value itself.
+        fields: of the ModelRequest.
 
     Raises:
-        Refusal: by field, value and cure.
+        Refusal: messages or tools that the model can't be given, and values of other fields; by field, value and cure.
     """
-    for name, harmless in allowed.items():
-        value = body.get(name)
-        if value is not None and value not in harmless:
-            cure = CURES[name]
-            message = f"{name} = {shown(value)}: not available here, where the model is trained on what it samples; {cure}"
-            raise Refusal(message, code="unsupported_value", field=name)
-
-
-def checked_request(body: Any, messages: list[Any], tools: list[Any], **fields: Any) -> ModelRequest:
-    """
-    Raises:
-        Refusal: messages or tools that the model can't be given.
-    """
+    for name, (harmless, cure) in UNAVAILABLE.items():
+        if (value := body.get(name)) is not None and value not in harmless:
+            why = "not available here, where the model is trained on what it samples"
+            raise Refusal(f"{name} = {shown(value)}: {why}; {cure}", code="unsupported_value", field=name)
     # Templates know one system message, at the beginning. What the clients' developers say is one.
     begin = next((i for i, message in enumerate(messages) if message.get("role") not in ("system", "developer")), len(messages))
     if begin:
         said = [text(message.get("content"), "messages") for message in messages[:begin]]
         messages = [{"role": "system", "content": "\n\n".join(said)}, *messages[begin:]]
     messages = [message | {"role": "system"} if message.get("role") == "developer" else message for message in messages]
+    model, limit = body.get("model"), fields.get("max_tokens")
     try:
         checked = checked_messages(messages, "messages")
         known_tools = checked_tools(tools, "tools") if body.get("tool_choice") != "none" else None
+        check_unicode(model, "model")
     except (TypeError, ValueError) as error:
-        raise Refusal(str(error), field="messages") from None
+        raise Refusal(str(error), field=str(error).split()[0].partition("[")[0]) from None
     if not checked or checked[-1]["role"] == "assistant":
         cure = "end with a message of the user's or of a tool: the model begins its answer itself"
         raise Refusal(f"messages {'end with the assistant' if checked else 'are empty'}: {cure}", field="messages")
@@ -139,14 +138,23 @@ def checked_request(body: Any, messages: list[Any], tools: list[Any], **fields: 
     for message in checked:  # some templates show which tool a result is of, and clients send its id alone
         for call in message.get("tool_calls") or ():
             names[str(call.get("id"))] = call.get("function", call)["name"]
-        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
-            message["name"] = names[message["tool_call_id"]]
-    model, limit = body.get("model"), fields.get("max_tokens")
+        if message["role"] == "tool" and (called := names.get(str(message.get("tool_call_id")))):
+            message.setdefault("name", called)
     if not isinstance(model, str):
         raise Refusal(f'model is {shown(model)}, want a name such as "policy"', field="model")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise Refusal(f"max_tokens is {shown(limit)}, want an integer from 1 up", field="max_tokens")
     return ModelRequest(messages=checked, tools=known_tools, model=model, stream=bool(body.get("stream")), **fields)
+
+
+def function_tool(tool: Mapping[str, Any], parameters: str) -> dict[str, Any]:
+    """A tool as the model is told of it.
+
+    Args:
+        parameters: where ``tool`` has their schema.
+    """
+    about = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get(parameters)}
+    return {"type": "function", "function": {name: value for name, value in about.items() if value is not None}}
 
 
 def text(content: Any, field: str, types: tuple[str, ...] = ("text",)) -> str:
@@ -194,9 +202,16 @@ def openai_error(refusal: Refusal) -> dict[str, Any]:
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
 
 
-def event(data: str, name: str | None = None) -> bytes:
+def event(data: str) -> bytes:
     """A server-sent event."""
-    return f"event: {name}\ndata: {data}\n\n".encode() if name else f"data: {data}\n\n".encode()
+    return f"data: {data}\n\n".encode()
+
+
+def typed_event(made: type[BaseModel], **fields: Any) -> bytes:
+    """One that says of which type it is."""
+    kind = made.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]  # the one value of its Literal
+    built = made.model_validate({"type": kind, **fields})
+    return f"event: {kind}\n".encode() + event(built.model_dump_json(exclude_unset=True))
 
 
 def json_object(arguments: str) -> dict[str, Any]:

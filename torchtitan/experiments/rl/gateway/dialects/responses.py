@@ -12,24 +12,16 @@ from torchtitan.experiments.rl.gateway.dialects.request import (
     ModelRequest,
     Refusal,
     checked_request,
-    event,
+    function_tool,
     listed,
     openai_error,
-    refuse_changed_sampling,
     text,
+    typed_event,
 )
 
 NAME = "responses"
 error = openai_error
 KEEP_ALIVE = b": keep-alive\n\n"
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (),
-    "conversation": (),
-    "background": (False,),
-    "prompt": (),
-    "tool_choice": ("auto", "none"),
-    "top_logprobs": (0,),
-}
 PARTS = ("input_text", "output_text", "text")
 REASONING = ("reasoning_text", "summary_text")
 
@@ -38,7 +30,6 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
     """Raises Refusal."""
     wanted = body.get("text")
     form = wanted.get("format") if isinstance(wanted, dict) else None
-    refuse_changed_sampling({**body, "text": form}, HARMLESS | {"text": ({"type": "text"},)})
     messages: list[dict[str, Any]] = []
     if instructions := text(body.get("instructions"), "instructions"):
         messages.append({"role": "system", "content": instructions})
@@ -47,8 +38,8 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
     for index, item in enumerate(items):
         _add(messages, item, f"input[{index}]")
     # Tools that the provider would run itself, such as its web search, are not there: the model is not told of them.
-    tools = [_tool(tool) for tool in listed(body.get("tools"), "tools") if tool.get("type") == "function"]
-    return checked_request(body, messages, tools, max_tokens=body.get("max_output_tokens"))
+    tools = [function_tool(tool, "parameters") for tool in listed(body.get("tools"), "tools") if tool.get("type") == "function"]
+    return checked_request({**body, "text": form}, messages, tools, max_tokens=body.get("max_output_tokens"))
 
 
 def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], field: str) -> None:
@@ -77,11 +68,6 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], field: str) ->
         raise Refusal(
             f"{field} has the type {kind!r}: leave it out; messages, reasoning and function calls are known", field=field
         )
-
-
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-    return {"type": "function", "function": function}
 
 
 def reply(answer: ModelReply, status: str | None = None) -> Response:
@@ -140,9 +126,7 @@ def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
     """The reply as the events of a stream."""
     complete = reply(answer)
     for sequence_number, (made, fields) in enumerate(_events(answer, complete)):
-        kind = made.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]  # the one value of its Literal
-        built = made.model_validate({"type": kind, "sequence_number": sequence_number, **fields})
-        yield event(built.model_dump_json(exclude_unset=True), kind)
+        yield typed_event(made, sequence_number=sequence_number, **fields)
 
 
 def _events(answer: ModelReply, complete: Response) -> Iterator[tuple[type[BaseModel], dict[str, Any]]]:
