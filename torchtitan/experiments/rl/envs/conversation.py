@@ -8,9 +8,10 @@ Each completion is a turn. `rollouts/samples.py` makes training samples of the t
 """
 
 import asyncio
+import heapq
+import itertools
 import marshal
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -88,7 +89,9 @@ class YieldQueue:
     """
 
     def __init__(self) -> None:
-        self._lines: dict[Line, deque[asyncio.Future[None]]] = {line: deque() for line in Line}
+        self._waiting: list[tuple[Line, int, asyncio.Future[None]]] = []
+        """A heap: those of a line in the order in which they came."""
+        self._order = itertools.count()
         self._scheduled = False
         self._holder: asyncio.Task | None = None
         """Who has continued in this iteration."""
@@ -107,7 +110,7 @@ class YieldQueue:
         """Return in an iteration of the event loop in which no other caller returns."""
         loop = asyncio.get_running_loop()
         place = loop.create_future()
-        self._lines[line].append(place)
+        heapq.heappush(self._waiting, (line, next(self._order), place))
         if not self._scheduled:
             self._scheduled = True
             loop.call_soon(self._next)
@@ -116,13 +119,12 @@ class YieldQueue:
 
     def _next(self) -> None:
         self._holder = None
-        for line in self._lines.values():
-            while line:
-                place = line.popleft()
-                if not place.done():  # done: cancelled
-                    place.set_result(None)
-                    asyncio.get_running_loop().call_soon(self._next)
-                    return
+        while self._waiting:
+            *_, place = heapq.heappop(self._waiting)
+            if not place.done():  # done: cancelled
+                place.set_result(None)
+                asyncio.get_running_loop().call_soon(self._next)
+                return
         self._scheduled = False
 
 
@@ -131,11 +133,7 @@ _QUEUES: WeakKeyDictionary[asyncio.AbstractEventLoop, YieldQueue] = WeakKeyDicti
 
 def yield_queue() -> YieldQueue:
     """The queue of the running event loop."""
-    loop = asyncio.get_running_loop()
-    queue = _QUEUES.get(loop)
-    if queue is None:
-        queue = _QUEUES[loop] = YieldQueue()
-    return queue
+    return _QUEUES.setdefault(asyncio.get_running_loop(), YieldQueue())
 
 
 async def off_the_loop_if(large: bool, call: Callable[[], T], *, line: Line = Line.ANSWER) -> T:
@@ -199,17 +197,16 @@ def described(
         message_indices = np.where(of_message < 0, -1, of_message + first)
     extends = kept == len(last.ids) + len(sampled_ids)
     sampled_ids = sampled_ids[: max(0, kept - len(last.ids))]
-    sampled = np.ones(len(sampled_ids), np.int8)
-    parts = {
+    parts: dict[str, tuple[Any, Any]] = {
         "token_ids": (sampled_ids, new_ids),
-        "role_ids": (sampled * ROLE_IDS["assistant"], roles),
-        "is_content": (sampled, contents or np.zeros(new)),
-        "message_indices": (np.full(len(sampled), answer), message_indices),
+        "role_ids": (ROLE_IDS["assistant"], roles),
+        "is_content": (True, contents or np.zeros(new)),
+        "message_indices": (answer, message_indices),
     }
-    arrays = {
-        name: np.concatenate([getattr(last, name)[:kept], *added], dtype=dtype, casting="unsafe")
-        for (name, added), dtype in zip(parts.items(), DESCRIBED.values(), strict=True)
-    }
+    arrays = {}
+    for name, (sampled, added) in parts.items():
+        joined = [getattr(last, name)[:kept], np.broadcast_to(sampled, len(sampled_ids)), added]
+        arrays[name] = np.concatenate(joined, dtype=DESCRIBED[name], casting="unsafe")
     return Prompt(ids=ids, extends=extends, **arrays)
 
 

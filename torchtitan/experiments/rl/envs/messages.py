@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from renderers import Message, ParsedResponse, RenderedTokens, ToolCallParseStatus, ToolSpec
+from renderers import Message, ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus, ToolSpec
 
 from torchtitan.experiments.rl.printable import printable_line, shown
 from torchtitan.experiments.rl.rollouts.streams import finite_float
@@ -20,30 +20,27 @@ def assistant_message(parsed: ParsedResponse, *, turn: int) -> Message:
     A malformed call is never dropped: its text is added to the content, so the env and a later render have it,
     and ``malformed_tool_calls`` lists its status and text, so the env can tell it from an answer.
     """
-    calls: list[dict[str, Any]] = []
-    malformed: list[dict[str, Any]] = []
-    for call in parsed.tool_calls:
-        well_formed = call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
-        if not (well_formed and isinstance(call.name, str) and call.name):
-            malformed.append({"status": str(call.status), "raw": call.raw})
-            continue
-        arguments = {} if call.arguments is None else call.arguments
-        calls.append(
-            {
-                "id": call.id or f"call_{turn}_{len(calls)}",
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
-                },
-            }
-        )
+
+    def is_call(call: ParsedToolCall) -> bool:
+        known = call.status in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+        return known and isinstance(call.name, str) and call.name != ""
+
+    calls = [
+        {"id": call.id or f"call_{turn}_{index}", "type": "function", "function": {"name": call.name, "arguments": _json(call)}}
+        for index, call in enumerate(filter(is_call, parsed.tool_calls))
+    ]
+    malformed = [{"status": str(call.status), "raw": call.raw} for call in parsed.tool_calls if not is_call(call)]
     texts = [parsed.content, *(attempt["raw"] for attempt in malformed)]
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(filter(None, texts))}
     thought = parsed.reasoning_content
     require(isinstance(thought, str | None), "reasoning_content is", thought, "a text")
     others = {"reasoning_content": thought, "tool_calls": calls, "malformed_tool_calls": malformed}
     return cast(Message, message | {name: value for name, value in others.items() if value})
+
+
+def _json(call: ParsedToolCall) -> str:
+    given = {} if call.arguments is None else call.arguments
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def checked_messages(messages: Any, field: str) -> list[Message]:

@@ -60,23 +60,20 @@ def load_problems(config: MathDataset.Config, *, field: str) -> tuple[list[MathP
         ConfigError: it can't be found or read, lacks a column, is empty, or a row has no question or no answer.
     """
     rows = load_rows(config, field=field)
-    for name, column in (("question_column", config.question_column), ("answer_column", config.answer_column)):
-        if column not in rows[0]:
+    for name in ("question_column", "answer_column"):
+        if (column := getattr(config, name)) not in rows[0]:
             raise ConfigError(f"{field}.{name}", column, f"{config.path or 'rows'} has the columns {', '.join(rows[0])}")
 
     problems, solutions = [], []
     for index, row in enumerate(rows):
-        question, solution = row.get(config.question_column), row.get(config.answer_column)
+        place, question, solution = rows.place(index), row.get(config.question_column), row.get(config.answer_column)
         if not isinstance(question, str) or not question.strip():
-            cure = f"{rows.place(index)} holds {question!r}, want a text"
-            raise ConfigError(f"{field}.question_column", config.question_column, cure)
+            raise ConfigError(f"{field}.question_column", config.question_column, f"{place} holds {question!r}, want a text")
         if isinstance(solution, bool) or not isinstance(solution, str | int | float):
-            cure = f"{rows.place(index)} holds {solution!r}, want a text or a number"
+            cure = f"{place} holds {solution!r}, want a text or a number"
             raise ConfigError(f"{field}.answer_column", config.answer_column, cure)
         solutions.append(str(solution))
-        problems.append(
-            MathProblem(question=question, answer=_answer_in(solutions[-1], rows.place(index), config, field=field))
-        )
+        problems.append(MathProblem(question=question, answer=_answer_in(str(solution), place, config, field=field)))
     return problems, solutions
 
 

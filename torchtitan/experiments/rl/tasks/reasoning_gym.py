@@ -67,12 +67,11 @@ class ReasoningGymDataset(Dataset):
         def validate(self, *, field: str) -> None:
             """Checks the generators' names and configs if reasoning_gym is installed."""
             for name, generator in self.generators.items():
-                for owned in ("seed", "size"):
+                for owned, whose in (("seed", "seed"), ("size", "count")):
                     if owned in generator.config:
-                        cure = f"leave {owned!r} out: it is the dataset's {'seed' if owned == 'seed' else 'count'}"
+                        cure = f"leave {owned!r} out: it is the dataset's {whose}"
                         raise ConfigError(f"{field}.generators.{name}.config", generator.config, cure)
-            if find_spec("reasoning_gym") is not None:
-                for name, generator in self.generators.items():
+                if find_spec("reasoning_gym") is not None:
                     _check_generator(name, generator.config, field=f"{field}.generators")
 
         def check_present(self, *, field: str) -> None:
@@ -117,13 +116,9 @@ def _check_generator(name: str, config: dict[str, Any], *, field: str) -> None:
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=3)
-        hint = (
-            f"did you mean {' or '.join(near)}?"
-            if near
-            else f"there are {len(DATASETS)}, {', '.join(sorted(DATASETS)[:5])} ..."
-        )
-        raise ConfigError(field, name, f"reasoning_gym has no such generator; {hint}")
+        near = " or ".join(difflib.get_close_matches(name, DATASETS, n=3))
+        known = f"did you mean {near}?" if near else f"there are {len(DATASETS)}, {', '.join(sorted(DATASETS)[:5])} ..."
+        raise ConfigError(field, name, f"reasoning_gym has no such generator; {known}")
     try:
         DATASETS[name][1](**config).validate()
     except Exception as error:

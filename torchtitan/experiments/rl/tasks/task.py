@@ -41,7 +41,7 @@ from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
 from torchtitan.experiments.rl.envs.conversation import GroupPrompts, Line, yield_queue
 from torchtitan.experiments.rl.envs.message_env import MessageEnv
-from torchtitan.experiments.rl.envs.messages import checked_rewards
+from torchtitan.experiments.rl.envs.messages import checked_rewards, require
 from torchtitan.experiments.rl.envs.renderer import attributes_roles
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, RunError
@@ -82,19 +82,15 @@ def derive_seed(seed: int, group_id: str, index_in_group: int, attempt: int, bra
 class CheckedSession:
     """Implements rollouts.policy.PolicySession. An engine may be the user's own."""
 
-    def __init__(
-        self,
-        session: PolicySession,
-        *,
-        vocab_size: int | None = None,
-        branch: Callable[[str], PolicySession] | None = None,
-    ):
+    def __init__(self, session: PolicySession, *, vocab_size: int | None, branch: Callable[[str], "CheckedSession"]):
         """
         Args:
             vocab_size: ids that the model has; None: not known.
             branch: opens another session of the same rollout.
         """
-        self._session, self._vocab_size, self._branch = session, vocab_size, branch
+        self._session, self._vocab_size, self._open_branch = session, vocab_size, branch
+        self._branches: list[CheckedSession] = []
+        self._closed = False
         self.waits = 0
         """Completions that the generator has not answered."""
 
@@ -134,12 +130,16 @@ class CheckedSession:
 
     def branch(self, key: str) -> "CheckedSession":
         """Another session of this rollout, for a chain of its own. Its seed follows from the rollout's and the key."""
-        assert self._branch is not None, "the group's run says how to open one"
-        return CheckedSession(self._branch(key), vocab_size=self._vocab_size)
+        self._branches.append(self._open_branch(key))
+        return self._branches[-1]
 
     def close(self) -> None:
-        """See PolicySession.close."""
-        self._session.close()
+        """See PolicySession.close. Closes its branches too, and each once."""
+        if not self._closed:
+            self._closed = True
+            self._session.close()
+            for branch in self._branches:
+                branch.close()
 
 
 USED = "_used_by_rollout"
@@ -522,8 +522,7 @@ class GroupRun:
     credit: bool
 
     def __post_init__(self) -> None:
-        self._sessions: dict[int, PolicySession] = {}
-        """Those that are open, by their id."""
+        self._sessions: list[CheckedSession] = []
         self._envs: list[OpenRollout] = []
         self._prompts = GroupPrompts()
         self._stop_token_ids = self.task.renderer.get_stop_token_ids()
@@ -531,31 +530,31 @@ class GroupRun:
     async def run(self) -> None:
         """Give every rollout of the group a terminal status, its turns and its samples. Raises nothing but CancelledError."""
         rollouts = self.group.rollouts
-        sessions = [self._open_session(rollout, attempt=0) for rollout in rollouts]
         try:
+            sessions = [self._open_session(rollout, 0) for rollout in rollouts]
             await yield_queue().wait(Line.NEW_GROUP)
             envs = await self._make_envs(len(rollouts))
             await asyncio.gather(*map(self._run_to_status, rollouts, envs, sessions))
         finally:
             # Rollouts close their own; what is left belongs to rollouts that never began.
-            for session in list(self._sessions.values()):
-                self._close_session(session)
+            for session in self._sessions:
+                session.close()
             for env in self._envs:
                 await env.close()
 
-    async def _run_to_status(self, rollout: Rollout, env: OpenRollout | UserCodeError, session: PolicySession) -> None:
+    async def _run_to_status(self, rollout: Rollout, env: OpenRollout | UserCodeError, session: CheckedSession) -> None:
         with trace.lane("rollout", rollout=rollout.rollout_id):
             for attempt in range(self.task.config.max_retries + 1):
                 if attempt:
                     logger.info("rollout %s: %s; running it again", rollout.rollout_id, rollout.error)
-                    session = self._open_session(rollout, attempt=attempt)
+                    session = self._open_session(rollout, attempt)
                     (env,) = await self._make_envs(1)
                 if isinstance(env, UserCodeError):
                     status = RolloutStatus.TIMEOUT if isinstance(env, UserCodeTimeout) else RolloutStatus.ERROR
                     rollout.turns, rollout.status, rollout.error = [], status, str(env)
-                    self._close_session(session)
+                    session.close()
                 else:
-                    await self._attempt(rollout, env, session, attempt)
+                    await self._attempt(rollout, env, session)
                 if rollout.status not in RETRIED or isinstance(env, SharedEnv):
                     break
             own = {"task_name": rollout.task_name, "rollout_id": rollout.rollout_id}
@@ -565,18 +564,11 @@ class GroupRun:
             if self.credit:
                 await self.task.credit_rollout(rollout, self.group)
 
-    async def _attempt(self, rollout: Rollout, env: OpenRollout, session: PolicySession, attempt: int) -> None:
+    async def _attempt(self, rollout: Rollout, env: OpenRollout, session: CheckedSession) -> None:
         limit_s = self.task.config.env.rollout_timeout_s
         name = f"{type(self.task).__name__}.run_rollout"
-        opened = [session]
-
-        def branch(key: str) -> PolicySession:
-            opened.append(self._open_session(rollout, attempt=attempt, branch=key))
-            return opened[-1]
-
-        checked = CheckedSession(session, vocab_size=self.task.vocab_size, branch=branch)
         try:
-            await call_bounded(lambda: self.task.run_rollout(cast(Any, env), checked), timeout_s=limit_s)
+            await call_bounded(lambda: self.task.run_rollout(cast(Any, env), session), timeout_s=limit_s)
             await env.close()  # its metadata may fail
             rollout.status, rollout.error = env.status, env.error
             if not rollout.status.is_terminal():
@@ -587,7 +579,7 @@ class GroupRun:
                 rollout.status, rollout.error = env.status, env.error
             elif isinstance(error, UserCodeTimeout):
                 waits_in = f"; it waits in {error.where}" if error.where else ""
-                waits = ", waiting for the generator" if checked.waits else waits_in
+                waits = ", waiting for the generator" if session.waits else waits_in
                 rollout.status, rollout.error = (
                     RolloutStatus.TIMEOUT,
                     f"{name}: the rollout took longer than {limit_s:g} s{waits}",
@@ -596,8 +588,7 @@ class GroupRun:
                 rollout.status, rollout.error = RolloutStatus.ERROR, f"{name}: {error}"
         finally:
             await env.close()
-            for one in opened:
-                self._close_session(one)
+            session.close()
         rollout.turns = env.turns
         if isinstance(env, AgentRollout):
             rollout.answer, rollout.calls = env.answer, dict(+env.counts)
@@ -633,19 +624,16 @@ class GroupRun:
             return [SharedEnv(f"{name} returned the same {kinds} for several rollouts: {cure}")] * n
         return [UserCodeError(f"{name} returned {len(made)} of {kinds}, want a list of {n} MessageEnv")] * n
 
-    def _open_session(self, rollout: Rollout, *, attempt: int, branch: str = "") -> PolicySession:
+    def _open_session(self, rollout: Rollout, attempt: int, branch: str = "") -> CheckedSession:
         session = self.source.session(
             rollout_id=f"{rollout.rollout_id}~{attempt}" if attempt else rollout.rollout_id,
             seed=derive_seed(self.seed, rollout.group_id, rollout.index_in_group, attempt, branch),
             sampling=self.sampling,
             stop_token_ids=self._stop_token_ids,  # one list for all: a message then holds it once
         )
-        self._sessions[id(session)] = session
-        return session
-
-    def _close_session(self, session: PolicySession) -> None:
-        if self._sessions.pop(id(session), None) is not None:
-            session.close()
+        another = functools.partial(self._open_session, rollout, attempt)
+        self._sessions.append(CheckedSession(session, vocab_size=self.task.vocab_size, branch=another))
+        return self._sessions[-1]
 
 
 def _fail(group: RolloutGroup, cause: str) -> str:
@@ -661,20 +649,18 @@ def _checked(rewards: Any, rollouts: list[Rollout]) -> list[tuple[float | None, 
     """Reward and components of each rollout, as a rubric returned them.
 
     Raises:
-        TypeError, ValueError: not one Reward for each rollout, of finite numbers; names the rollout.
+        TypeError: not one Reward for each rollout, of finite numbers; names the rollout.
     """
-    if not isinstance(rewards, list | tuple) or len(rewards) != len(rollouts):
-        size = f" of {len(rewards)}" if isinstance(rewards, list | tuple) else ""
+    size = f" of {len(rewards)}" if isinstance(rewards, list | tuple) else ""
+    if size != f" of {len(rollouts)}":
         raise TypeError(f"returned a {type(rewards).__name__}{size}, want a list of {len(rollouts)} Reward")
     checked = []
     for rollout, reward in zip(rollouts, rewards, strict=True):
         of = f"of rollout {rollout.rollout_id}"
-        if not isinstance(reward, Reward):
-            raise TypeError(f"the reward {of} is a {type(reward).__name__}, want a Reward")
-        value = reward.reward
-        number = finite_float(value)
-        if value is not None and number is None:
-            raise ValueError(f"the reward {of} is {shown(value)}, want None or a finite number that float32 holds")
+        require(isinstance(reward, Reward), f"the reward {of} is", reward, "a Reward")
+        number = finite_float(reward.reward)
+        fits = reward.reward is None or number is not None
+        require(fits, f"the reward {of} is", reward.reward, "None or a finite number that float32 holds")
         checked.append((number, checked_rewards(reward.components, f"the components {of}")))
     return checked
 

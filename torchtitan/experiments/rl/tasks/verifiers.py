@@ -69,14 +69,15 @@ class VerifiersDataset(Dataset):
             Raises:
                 ConfigError: its code failed, or it can't be trained on here.
             """
-            from torchtitan.experiments.rl.tasks.verifiers_env import load_environment, scores_groups
+            from torchtitan.experiments.rl.compat.verifiers import compares_rollouts
+            from torchtitan.experiments.rl.tasks.verifiers_env import load_environment
 
             try:
                 environment = load_environment(self.environment, json.dumps(self.args, sort_keys=True))
             except Exception as error:
                 cure = f"can't be loaded: {cause_of(error.__cause__ or error)}"
                 raise ConfigError("dataset.environment", self.environment, cure) from error
-            if scores_groups(environment):
+            if compares_rollouts(environment):
                 cure = "its rubric compares rollouts: give each its reward, and leave comparing to the algorithm"
                 raise ConfigError("dataset.environment", self.environment, cure)
             if not environment.score_rollouts:

@@ -18,10 +18,10 @@ from typing import Any
 
 import verifiers
 from openai import AsyncOpenAI
-from verifiers import Environment, State
+from verifiers import Environment
 from verifiers.clients import OpenAIChatCompletionsClient
 
-from torchtitan.experiments.rl.compat.verifiers import compares_rollouts, no_signal_handlers, replace_reward_functions
+from torchtitan.experiments.rl.compat.verifiers import no_signal_handlers, replace_reward_functions
 from torchtitan.experiments.rl.gateway.server import Endpoint
 from torchtitan.experiments.rl.process.setup import take_log_of
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_user, cause_of, is_finite_number
@@ -41,11 +41,6 @@ def load_environment(name: str, args: str) -> "verifiers.Environment":
         environment = verifiers.load_environment(name, **json.loads(args))
     replace_reward_functions(environment, _watched)
     return environment
-
-
-def scores_groups(environment: "verifiers.Environment") -> bool:
-    """Whether some reward function compares rollouts."""
-    return compares_rollouts(environment)
 
 
 async def score(environment: "verifiers.Environment", state: "verifiers.State") -> dict[str, float]:
@@ -97,13 +92,9 @@ async def play(environment: Environment, row: dict[str, Any], endpoint: Endpoint
     async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0, timeout=None) as client:
         # The environment's sampling arguments are left out: the task sets the sampling.
         state = await environment.rollout(row, client=PolicyClient(client), model=endpoint.model, sampling_args={})
-    _raise_failure(state)
-    return await score(environment, state)
-
-
-def _raise_failure(state: State) -> None:
     if (error := state["error"]) is not None:
         cause = f", from {cause_of(error.__cause__)}" if error.__cause__ else ""
         raise RuntimeError(f"the environment's rollout failed: {cause_of(error)}{cause}")
     if state.get("timed_out"):
         raise TimeoutError("the environment's own time limit (timeout_seconds) ran out")
+    return await score(environment, state)
