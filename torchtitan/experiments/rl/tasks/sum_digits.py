@@ -41,11 +41,6 @@ def make_examples(count: int, *, split: Split, seed: int = 0, min_digits: int = 
     A longer call with the same arguments starts with the shorter one's lists. Short lists repeat: there
     are only about a hundred of two digits.
     """
-    if not 2 <= min_digits <= max_digits:
-        raise ValueError(
-            f"min_digits={min_digits}, max_digits={max_digits}: need 2 <= min_digits <= max_digits "
-            "(lists of one digit are too few to split)"
-        )
     stream = random.Random(f"sum_digits/{split}/{seed}")
 
     def draw() -> list[int]:

@@ -114,7 +114,7 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
         return Response(run.index.record(place, line), media_type="application/json")
 
     @app.get("/api/runs/{number}/rollouts/{place}-{line}/tokens")
-    def tokens(run: Run, place: int, line: int, sample: int = 0, offset: Annotated[int, Query(ge=0, le=2**40)] = 0) -> Response:
+    def tokens(run: Run, place: int, line: int, sample: int = 0, offset: rollouts.Count = 0) -> Response:
         return answered(token_streams(run, place, line, sample, offset, tokenizer(run)))
 
     @app.get("/api/runs/{number}/traces/{name}")

@@ -22,6 +22,7 @@ from torchtitan.experiments.rl.types import ROLES, STREAMS, TrainingSample
 MOST_TEXT = 1_000
 """Characters of a filter."""
 Text = Annotated[str, Field(max_length=MOST_TEXT)] | None
+Count = Annotated[int, Field(ge=0, le=2**40)]
 MOST_ROWS = 200
 """Of a list."""
 MOST_CHARACTERS = 20_000
@@ -54,7 +55,7 @@ class Wanted(BaseModel):
     """Filters of the list; None: any."""
 
     task: Text = None
-    step: Annotated[int, Field(ge=0, le=2**40)] | None = None
+    step: Count | None = None
     status: Text = None
     outcome: Text = None
     """A column of the ledger, or the beginning of one up to a slash: "failed" means "failed/error" too."""
@@ -65,7 +66,7 @@ class Wanted(BaseModel):
     """In any message, whatever its case."""
     sort: Literal[tuple(SORTS)] = "newest"  # type: ignore[valid-type]
     limit: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 50
-    offset: Annotated[int, Field(ge=0, le=2**40)] = 0
+    offset: Count = 0
     """Of the rows that the other filters leave."""
 
 
@@ -100,12 +101,9 @@ def listed(run: ReportedRun, wanted: Wanted) -> Json:
 
 def choices(run: ReportedRun) -> dict[str, list[str]]:
     """Values that the filters can take."""
-
-    def distinct(column: str) -> list[str]:
-        rows = run.index.rows(f"SELECT DISTINCT {column} FROM rollouts WHERE {column} IS NOT NULL ORDER BY 1")
-        return [row[0] for row in rows]
-
-    return {"task": distinct("task"), "status": distinct("status"), "outcome": distinct("outcome"), "sort": list(SORTS)}
+    taken = "SELECT DISTINCT {0} FROM rollouts WHERE {0} IS NOT NULL ORDER BY 1"
+    columns = ("task", "status", "outcome")
+    return {name: [row[0] for row in run.index.rows(taken.format(name))] for name in columns} | {"sort": list(SORTS)}
 
 
 def group(run: ReportedRun, place: int) -> Json:
@@ -259,12 +257,12 @@ def token_streams(run: ReportedRun, place: int, line: int, sample: int, offset: 
     shown = {name: values[part].tolist() for name, values in streams.items() if values is not None}
     if "role_ids" in shown:
         shown["role_ids"] = [ROLES[role] if role >= 0 else None for role in shown["role_ids"]]
-    special = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
     return {
         "length": len(chosen),
         "offset": offset,
         "ids": ids,
         "texts": None if tokenizer is None else [tokenizer.decode([token], skip_special_tokens=False) for token in ids],
-        "special": [token in special and special[token].special for token in ids],
+        "special": [token in added and added[token].special for token in ids],
         "streams": shown,
     }
