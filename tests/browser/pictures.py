@@ -63,7 +63,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = [ReportedRun(folder) for folder in options.runs]
     for run in runs:
-        run.index.refresh()
+        run.refresh()
     with chromium() as browser, served(runs) as address:
         if options.all is None:
             pictures_of_readme(browser, address, runs[0])
@@ -106,9 +106,7 @@ def with_tokens(page: Page, address: str, run: ReportedRun) -> Page:
 
 def longest(run: ReportedRun) -> Any:
     """The rollout of most turns and tokens that was trained."""
-    return run.index.rows(
-        "SELECT place, line FROM rollouts WHERE outcome = 'trained' ORDER BY turns DESC, tokens DESC LIMIT 1"
-    )[0]
+    return run.rows("SELECT place, line FROM rollouts WHERE outcome = 'trained' ORDER BY turns DESC, tokens DESC LIMIT 1")[0]
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def run(tmp_path_factory):
             folder, label, {name: [reward] for name, reward in zip((HOSTILE, "b", "c"), rewards, strict=True)}, step=3
         )
     run = ReportedRun(folder)
-    run.index.refresh()
+    run.refresh()
     run.start()
     yield run
     run.close()
@@ -66,7 +66,7 @@ def page(browser: Browser):
 
 
 def key_of(run: ReportedRun, rollout_id: str) -> str:
-    (row,) = run.index.rows("SELECT place, line FROM rollouts WHERE rollout_id = ?", (rollout_id,))
+    (row,) = run.rows("SELECT place, line FROM rollouts WHERE rollout_id = ?", (rollout_id,))
     return f"{row['place']}-{row['line']}"
 
 

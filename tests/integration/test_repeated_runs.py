@@ -17,7 +17,7 @@ from torchtitan.experiments.rl.config.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.metrics import without_timing
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts
-from torchtitan.experiments.rl.tools.report.run import RunIndex
+from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 
 def same_but_for_the_clock(left: Run, right: Run) -> None:
@@ -56,7 +56,7 @@ def test_resumed_synchronous_run_has_the_metrics_of_the_uninterrupted_one(sync_r
     shutil.copytree(sync_runs[0].folder, folder)
     for step in (3, 4):
         shutil.rmtree(folder / "checkpoints" / f"step-00000{step}")
-    index = RunIndex(folder)
+    index = ReportedRun(folder)
     index.refresh()  # of files that the resumed run cuts back
     run = start(resume=folder).ended_well()
     assert run.out.count("resumed ") == 1 and "resumed     step 2, from " in run.out

@@ -19,7 +19,7 @@ def runs(tmp_path):
     record_evaluation(second, "0", {"a": [0, 0.25], "other": [1]}, step=0)
     reported = [ReportedRun(first), ReportedRun(second)]
     for run in reported:
-        run.index.refresh()
+        run.refresh()
     yield reported
     for run in reported:
         run.close()

@@ -8,7 +8,7 @@ from fastapi.testclient import TestClient
 from tests.unit.report_runs import record, rollout, small_run, write_ledger, write_metrics
 from torchtitan.experiments.rl.rollouts.record_file import RecordFile, compress
 from torchtitan.experiments.rl.tools.report.app import report_app
-from torchtitan.experiments.rl.tools.report.run import ReportedRun, RunIndex
+from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 GARBAGE = [b"", b"7", b"null", b"[]", b"{}", b"\xff\xfe", b'{"step": "x"}', b"[" * 100_000, b'{"step": 1e99}', b"x" * 2**20]
 
@@ -20,7 +20,7 @@ def run(tmp_path):
 
 def client_of(folder):
     run = ReportedRun(folder)
-    run.index.refresh()
+    run.refresh()
     return TestClient(report_app([run]), base_url="http://127.0.0.1")
 
 
@@ -32,7 +32,7 @@ def test_lines_that_are_no_records_are_passed_over(run):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 9, "a": "text", "b": [1], "c": true, "d": NaN, "e": 1e999, "f": %d, "__proto__": 2}\n' % 10**400)
         file.write(b'{"step": 9, "g": %d}\n' % 10**30)
-    index = RunIndex(run)
+    index = ReportedRun(run)
     assert not index.refresh() and index.refresh(), "the garbage is more than is read at once"
     assert index.rows("SELECT COUNT(*) FROM ledger")[0][0] == 5
     found = {row[0]: row[1] for row in index.rows("SELECT name, value FROM metrics WHERE step = 9")}
@@ -44,7 +44,7 @@ def test_a_ledger_with_half_characters_and_huge_numbers_loses_only_those_lines(r
     with (run / "ledger.jsonl").open("a") as file:
         for number, version in enumerate((1, 2**63, -(10**30), "1", None)):
             file.write(json.dumps({**end, "rollout_id": f"x-{number}", "ended_version": version}) + "\n")
-    index = RunIndex(run)
+    index = ReportedRun(run)
     index.refresh()
     rows = index.rows("SELECT rollout_id, task FROM ledger WHERE rollout_id LIKE 'x-%'")
     assert [tuple(row) for row in rows] == [("x-0", "t\\ud800")]
@@ -53,7 +53,7 @@ def test_a_ledger_with_half_characters_and_huge_numbers_loses_only_those_lines(r
 def test_rollouts_with_fields_of_other_types_lose_only_themselves(run):
     recorder = RecordFile(run / "rollouts.jsonl.gz")
     record(run, [[rollout("good-0", 0, reward=1.0)]], {})
-    index = RunIndex(run)
+    index = ReportedRun(run)
     index.refresh()
     place = index.rows("SELECT place FROM rollouts WHERE rollout_id = 'good-0/0'")[0][0]
     good = json.loads(index.record(place, 0))
@@ -71,7 +71,7 @@ def test_rollouts_with_fields_of_other_types_lose_only_themselves(run):
 
 
 def test_a_record_of_another_format_says_so_and_the_list_has_it(run):
-    index = RunIndex(run)
+    index = ReportedRun(run)
     index.refresh()
     old = json.loads(index.record(0, 0)) | {"format": 1, "rollout_id": "old-0/0"}
     RecordFile(run / "rollouts.jsonl.gz").append(compress(json.dumps(old).encode() + b"\n"))
@@ -119,16 +119,16 @@ def test_a_problem_with_the_files_is_said_and_ends_nothing(run, monkeypatch):
         reported._closed.set()
         return True
 
-    monkeypatch.setattr(reported.index, "refresh", refresh)
+    monkeypatch.setattr(reported, "refresh", refresh)
     seen = []
     monkeypatch.setattr(reported._closed, "wait", lambda seconds: seen.append(reported.state()["problem"]))
     reported._follow()
     assert seen == ["OSError: the disk fails", None]
-    reported.index.close()
+    reported.close()
 
 
 def test_metrics_that_grow_after_a_resume_are_not_doubled(run):
-    index = RunIndex(run)
+    index = ReportedRun(run)
     index.refresh()
     for value in (0.5, 0.25):
         write_metrics(run, {3: {"rollout/reward_mean": value}}, resume_step=2)

@@ -6,10 +6,10 @@ import pytest
 
 from tests.unit.report_runs import record, rollout, small_run, write_ledger, write_metrics
 from torchtitan.experiments.rl.tools.report import run as index_module
-from torchtitan.experiments.rl.tools.report.run import RunIndex
+from torchtitan.experiments.rl.tools.report.run import ReportedRun
 
 
-def ids(index: RunIndex) -> list[str]:
+def ids(index: ReportedRun) -> list[str]:
     return [row[0] for row in index.rows("SELECT rollout_id FROM rollouts ORDER BY place, line")]
 
 
@@ -20,7 +20,7 @@ def run(tmp_path):
 
 def test_the_index_has_every_rollout_once_however_often_it_is_refreshed(run):
     for _ in range(2):
-        index = RunIndex(run)
+        index = ReportedRun(run)
         assert index.refresh() and index.refresh()
         assert ids(index) == ["sums-0/0", "sums-0/1", "words-0/0", "words-0/1"]
         assert index.rows("SELECT COUNT(*) FROM ledger")[0][0] == 4 and index.unread_bytes() == 0
@@ -29,7 +29,7 @@ def test_the_index_has_every_rollout_once_however_often_it_is_refreshed(run):
 
 
 def test_what_is_appended_is_read_and_nothing_else(run):
-    index = RunIndex(run)
+    index = ReportedRun(run)
     index.refresh()
     record(run, [[rollout("sums-9", 0, reward=0.5)]], {"sums-9/0": "trained"}, step=3)
     write_ledger(run, [("sums", "sums-9/0", "trained")])
@@ -44,7 +44,7 @@ def test_a_part_of_the_records_at_a_time_gives_the_same(run, monkeypatch):
     for number in range(30):
         record(run, [[rollout(f"sums-{number + 1}", 0, reward=0.0)]], {})
     monkeypatch.setattr(index_module, "BATCH_BYTES", 1)
-    index = RunIndex(run)
+    index = ReportedRun(run)
     rounds = 1
     while not index.refresh():
         rounds += 1
@@ -53,7 +53,7 @@ def test_a_part_of_the_records_at_a_time_gives_the_same(run, monkeypatch):
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(run):
-    index = RunIndex(run)
+    index = ReportedRun(run)
     index.refresh()
     line = json.dumps({"step": 4, "rollout/reward_mean": 0.9}).encode() + b"\n"
     with (run / "metrics.jsonl").open("ab", buffering=0) as file:
@@ -66,7 +66,7 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(run):
 
 
 def test_files_that_a_resumed_run_has_cut_back_are_read_again(run):
-    index = RunIndex(run)
+    index = ReportedRun(run)
     index.refresh()
     size = (run / "rollouts.jsonl.gz").stat().st_size
     metrics = run / "metrics.jsonl"
@@ -91,7 +91,7 @@ def test_a_torn_group_is_passed_over_where_others_follow_and_waited_for_at_the_e
     record(run, [[rollout("sums-5", 0, reward=1.0)]], {})
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:40])
-    index = RunIndex(run)
+    index = ReportedRun(run)
     assert index.refresh()
     assert ids(index)[-1] == "sums-5/0" and len(ids(index)) == 5
     path.write_bytes(whole)
@@ -102,14 +102,14 @@ def test_a_torn_group_is_passed_over_where_others_follow_and_waited_for_at_the_e
 
 def test_half_a_character_in_a_record_loses_nothing(run):
     record(run, [[rollout("sums-7", 0, reward=None, reply="\udfff", error="half \ud800")]], {})
-    index = RunIndex(run)
+    index = ReportedRun(run)
     index.refresh()
     assert ids(index)[-1] == "sums-7/0"
     assert index.rows("SELECT error FROM rollouts WHERE rollout_id = 'sums-7/0'")[0][0] == "half \\ud800"
 
 
 def test_a_place_without_a_record_is_a_lookup_error(run):
-    index = RunIndex(run)
+    index = ReportedRun(run)
     for place, line in ((1, 0), (-5, 0), (10**30, 0), (0, 2), (0, -1)):
         with pytest.raises(LookupError):
             index.record(place, line)

@@ -28,7 +28,7 @@ HOSTILE = "<script>alert(1)</script></textarea>\x1b[31m\x1b]0;title\x07\u202e\ud
 def run(tmp_path):
     small_run(tmp_path / "run")
     reported = ReportedRun(tmp_path / "run")
-    reported.index.refresh()
+    reported.refresh()
     yield reported
     reported.close()
 
@@ -64,7 +64,7 @@ def test_curves_are_those_of_the_metrics_file(run, get):
 
 def test_a_validation_is_drawn_at_the_version_it_measured(run):
     write_metrics(run.folder, {3: {"validation/step": 1, "validation/reward": 0.5}}, resume_step=2)
-    run.index.refresh()
+    run.refresh()
     page = client_of(run).get("/api/runs/0/page/overview").json()
     (chart,) = [chart for chart in page["charts"] if chart["title"] == "Validation"]
     assert chart["lines"]["validation/reward"] == [[0, 0.25], [1, 0.5]]
@@ -142,7 +142,7 @@ def test_the_ratio_of_trainer_and_generator_is_that_of_sampled_tokens(run, get):
     one = rollout("ratio-0", 0, reward=1.0)  # the generator says -0.5 and -0.25
     one.samples[0].trainer_logprobs = np.array([0, 0, 0, math.log(2) - 0.5, -1000], np.float32)
     record(run.folder, [[one]], {"ratio-0/0": "trained"})
-    run.index.refresh()
+    run.refresh()
     page = get(f"rollouts/{get('rollouts?group=ratio-0')['rows'][0]['key']}/tokens")
     assert page["streams"]["ratio"] == [None, None, None, pytest.approx(2), 0]
     assert page["streams"]["trainer_logprobs"][3:] == [pytest.approx(0.1931, abs=1e-4), -1000]
@@ -153,7 +153,7 @@ def test_hostile_and_huge_texts_arrive_as_data(run):
     record(
         run.folder, [[rollout("bad-0", 0, reward=1.0, reply=HOSTILE), rollout("bad-0", 1, reward=1.0, reply="x" * 2**20)]], {}
     )
-    run.index.refresh()
+    run.refresh()
     client = client_of(run)
     row, huge = client.get("/api/runs/0/rollouts?group=bad-0").json()["rows"]
     answer = client.get(f"/api/runs/0/rollouts/{row['key']}")

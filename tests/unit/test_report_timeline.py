@@ -57,7 +57,7 @@ def test_use_is_that_of_the_metrics(run):
     write_metrics(run.folder, {4: dict(zip(names, (0.25, 0.5), strict=True)), 5: {names[0]: 0.75}}, resume_step=3)
     log(run, "generator-0", (0, "INFO", "x", ""))
     log(run, "trainer-1", (0, "INFO", "x", ""))
-    run.index.refresh()
+    run.refresh()
     found = {p["process"]: (p["busy"], p["busy_mean"]) for p in timeline(run)["processes"]}
     assert found == {"generator-0": (0.75, 0.5), "trainer-1": (0.5, 0.5)}
 

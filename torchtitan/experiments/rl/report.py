@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None) -> int:
         from torchtitan.experiments.rl.tools.report.app import exported
 
         for run in runs:
-            while not run.index.refresh():
+            while not run.refresh():
                 pass
         options.export.write_text(exported(runs, sample=options.sample), encoding="utf-8")
         print(f"wrote       {options.export}")

@@ -111,7 +111,7 @@ def report_app(runs: Sequence[ReportedRun], *, token: str | None = None) -> Fast
 
     @app.get("/api/runs/{number}/rollouts/{place}-{line}/raw")
     def raw(run: Run, place: int, line: int) -> Response:
-        return Response(run.index.record(place, line), media_type="application/json")
+        return Response(run.record(place, line), media_type="application/json")
 
     @app.get("/api/runs/{number}/rollouts/{place}-{line}/tokens")
     def tokens(run: Run, place: int, line: int, sample: int = 0, offset: rollouts.Count = 0) -> Response:

@@ -286,7 +286,7 @@ def overview(run: ReportedRun) -> Json:
 
 
 def metric_names(run: ReportedRun, *, like: str = "%") -> list[str]:
-    return [row[0] for row in run.index.rows("SELECT DISTINCT name FROM metrics WHERE name LIKE ? ORDER BY name", (like,))]
+    return [row[0] for row in run.rows("SELECT DISTINCT name FROM metrics WHERE name LIKE ? ORDER BY name", (like,))]
 
 
 def series(run: ReportedRun, names: Sequence[str]) -> dict[str, Points]:
@@ -312,7 +312,7 @@ def thinned(points: Points) -> Points:
 def table(run: ReportedRun, query: str, values: Sequence[str] = ()) -> dict[str, dict[Any, Any]]:
     """Of a query of three columns, the third by the other two."""
     found: dict[str, dict[Any, Any]] = {}
-    for first, second, value in run.index.rows(query, list(values)):
+    for first, second, value in run.rows(query, list(values)):
         found.setdefault(first, {})[second] = value
     return found
 
@@ -441,7 +441,7 @@ Evaluated = tuple[ReportedRun, int, str]
 def evaluations(run: ReportedRun) -> Json:
     """Every evaluation of the run: its metrics, by the version that it measured."""
     rows: dict[int, Json] = {}
-    for name, version, reported, value in run.index.rows(
+    for name, version, reported, value in run.rows(
         "SELECT * FROM points WHERE name LIKE 'validation/%' AND value IS NOT NULL ORDER BY reported"
     ):
         row = rows.setdefault(reported, {"version": version, "reported": reported, "metrics": {}})
@@ -452,7 +452,7 @@ def evaluations(run: ReportedRun) -> Json:
 
 def recorded(run: ReportedRun) -> list[Json]:
     """The evaluations of which the run has rollouts, oldest first."""
-    rows = run.index.rows(
+    rows = run.rows(
         "SELECT evaluation AS label, MIN(step) AS version, COUNT(DISTINCT group_id) AS examples FROM rollouts "
         "WHERE evaluation IS NOT NULL GROUP BY evaluation ORDER BY version, MIN(place)"
     )
@@ -494,7 +494,7 @@ def _attempts(evaluated: Evaluated) -> dict[str, Json]:
     """By the id of the example's group less the evaluation's label: keys of its rollouts, and their mean reward. It is rounded,
     because a sum depends on the order of its terms."""
     run, number, label = evaluated
-    rows = run.index.rows(
+    rows = run.rows(
         "SELECT group_id, task, sample_id, group_concat(place || '-' || line) AS keys, round(avg(reward), 12) AS reward "
         "FROM rollouts WHERE evaluation = ? GROUP BY group_id, task ORDER BY task, place",
         (label,),

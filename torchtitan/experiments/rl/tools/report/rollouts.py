@@ -77,14 +77,14 @@ def listed(run: ReportedRun, wanted: Wanted) -> Json:
     """
     asked, text, offset = wanted.model_dump(), (wanted.text or "").casefold(), wanted.offset
     where = " AND ".join([sql for name, sql in CONDITIONS.items() if asked[name] is not None] or "1")
-    total = run.index.rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", asked)[0][0]
+    total = run.rows(f"SELECT COUNT(*) FROM rollouts WHERE {where}", asked)[0][0]
     query = f"SELECT * FROM rollouts WHERE {where} ORDER BY {SORTS[wanted.sort]} LIMIT :limit OFFSET :offset"
     # A text that JSON writes as it is must be in the line: most lines need not be decoded.
     in_line = text.encode() if text.isascii() and text.isprintable() and not set(text) & {'"', "\\"} else b""
-    records = functools.lru_cache(1)(run.index.records)  # rollouts of a group come one after the other
+    records = functools.lru_cache(1)(run.records)  # rollouts of a group come one after the other
     rows: list[Json] = []
     ends = time.monotonic() + SEARCH_S
-    while len(rows) < wanted.limit and (page := run.index.rows(query, asked | {"offset": offset})):
+    while len(rows) < wanted.limit and (page := run.rows(query, asked | {"offset": offset})):
         for row in page:
             offset += 1
             turns: list[RolloutTurn] = []
@@ -103,7 +103,7 @@ def choices(run: ReportedRun) -> dict[str, list[str]]:
     """Values that the filters can take."""
     taken = "SELECT DISTINCT {0} FROM rollouts WHERE {0} IS NOT NULL ORDER BY 1"
     columns = ("task", "status", "outcome")
-    return {name: [row[0] for row in run.index.rows(taken.format(name))] for name in columns} | {"sort": list(SORTS)}
+    return {name: [row[0] for row in run.rows(taken.format(name))] for name in columns} | {"sort": list(SORTS)}
 
 
 def group(run: ReportedRun, place: int) -> Json:
@@ -112,7 +112,7 @@ def group(run: ReportedRun, place: int) -> Json:
     Raises:
         LookupError: there is none.
     """
-    found = [decode_rollout(record) for record in run.index.records(place)]
+    found = [decode_rollout(record) for record in run.records(place)]
     if not found:
         raise LookupError(f"no group at {place}")
     members = [_head(one, place, line) | {"last": _last_text(one)} for line, one in enumerate(found)]
@@ -142,7 +142,7 @@ def rollout(run: ReportedRun, place: int, line: int, *, whole: bool = False) -> 
     Raises:
         LookupError: there is none.
     """
-    recorded = decode_rollout(run.index.record(place, line))
+    recorded = decode_rollout(run.record(place, line))
     most = 0 if whole else MOST_CHARACTERS
     sample = recorded.rollout.data_sample
     return _head(recorded, place, line) | {
@@ -241,7 +241,7 @@ def token_streams(run: ReportedRun, place: int, line: int, sample: int, offset: 
     Raises:
         LookupError: there is no such sample.
     """
-    samples = decode_rollout(run.index.record(place, line)).rollout.samples
+    samples = decode_rollout(run.record(place, line)).rollout.samples
     if not 0 <= sample < len(samples):
         raise LookupError(f"the rollout has {len(samples)} training samples")
     chosen = samples[sample]

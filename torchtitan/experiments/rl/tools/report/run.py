@@ -52,11 +52,26 @@ Json = dict[str, Any]
 Rows = Sequence[tuple]
 
 
-class RunIndex:
-    """Of one run folder. Safe to use from several threads."""
+REFRESH_EVERY_S = 1.0
+STALLED_AFTER_S = 120.0
+"""At least; slower runs have ten times their usual step."""
+HIDDEN = "(hidden)"
+_SECRET = re.compile(r"(api_?key|secret|token|password|credential)s?$", re.IGNORECASE)
+"""Names of fields whose text is not shown. A field that names an environment variable (..._env) is no secret."""
+
+
+class ReportedRun:
+    """One run folder. Safe to use from several threads; ``start`` follows the files until ``close``."""
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        """
+        Raises:
+            RunError: there is no run in the folder.
+        """
+        self.folder = folder.resolve()
+        if not any((self.folder / name).is_file() for name in (METRICS_FILE, ROLLOUTS_FILE, "config.json")):
+            raise RunError(f"{folder}: no run: it has no {METRICS_FILE}, {ROLLOUTS_FILE} or config.json")
+        self.name = self.folder.name
         self._lock = threading.RLock()
         # A database without a name is this connection's; what outgrows its memory is in a file that goes with it.
         self._connection = sqlite3.connect("", check_same_thread=False)
@@ -64,6 +79,81 @@ class RunIndex:
         self._connection.executescript(TABLES)
         self._read: dict[str, tuple[int, bytes]] = {}
         """Of each file: how far it was read, and the bytes before."""
+        self._problem: str | None = None
+        """Why the files can't be read at the moment."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name=f"index-{self.name}", daemon=True)
+
+    def start(self) -> None:
+        """Index in a thread, from now on. What is not indexed yet is missing from the pages, which say so."""
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with self._lock:
+            self._connection.close()
+
+    def _follow(self) -> None:
+        while not self._closed.is_set():
+            try:
+                read_all, self._problem = self.refresh(), None
+            except Exception as error:  # a disk that fails, a file that someone changes: it may be over the next time
+                self._problem, read_all = f"{type(error).__name__}: {error}", True
+            if read_all:
+                self._closed.wait(REFRESH_EVERY_S)
+
+    def config(self) -> Json:
+        """The resolved config, by dotted path of each field; what may be a secret is hidden."""
+        whole = _flat(self._read_config(), "")
+        return {name: HIDDEN if _is_secret(name, value) else value for name, value in sorted(whole.items())}
+
+    def _read_config(self) -> Json:
+        return {} if (self.folder / CONFIG_FILE).is_symlink() else read_config(self.folder) or {}
+
+    def without_secrets(self, text: str) -> str:
+        """The text with what the config hides taken out."""
+        for name, value in _flat(self._read_config(), "").items():
+            text = text.replace(value, HIDDEN) if _is_secret(name, value) else text
+        return text
+
+    def tasks(self) -> list[str]:
+        """By name."""
+        rows = self.rows("SELECT task FROM ledger UNION SELECT task FROM rollouts ORDER BY task")
+        config = self._read_config().get("tasks")
+        return list(dict.fromkeys([*(config if isinstance(config, dict) else ()), *(row[0] for row in rows)]))
+
+    def state(self) -> Json:
+        """What the run is doing, as far as its files say.
+
+        Returns:
+            ``state``: "running", "stalled", "done", "stopped" or "starting". ``step``, ``steps``: taken, and to take.
+            ``silent_s``: since its metrics were written.
+        """
+        config = self._read_config()
+        step = self.rows("SELECT MAX(step) FROM metrics")[0][0]
+        usual = self.rows("SELECT AVG(value) FROM metrics WHERE name = 'time/step_s'")[0][0]
+        steps = config["steps"] if isinstance(config.get("steps"), int) else None
+        silent = _age_s(self.folder / METRICS_FILE)
+        if steps is not None and step is not None and step >= steps:
+            state = "done"
+        elif is_locked(self.folder / LOCK_FILE):
+            late = silent is not None and silent > max(STALLED_AFTER_S, 10 * (usual or 0))
+            state = "stalled" if late else "running" if step is not None else "starting"
+        else:
+            state = "stopped"
+        command = read_command(self.folder)
+        return {
+            "state": state,
+            "step": step,
+            "steps": steps,
+            "silent_s": silent,
+            "config_name": command.config_name if command else None,
+            "started": command.started if command and isinstance(command.started, int | float) else None,
+            "unread_bytes": self.unread_bytes(),
+            "problem": self._problem,
+        }
 
     def refresh(self) -> bool:
         """Read on in each file, for at most ``BATCH_BYTES`` and a record.
@@ -113,10 +203,6 @@ class RunIndex:
                 return read_group(file, place)[0].splitlines()
         except (OSError, ValueError, OverflowError) as error:
             raise LookupError(f"no group at {place}") from error
-
-    def close(self) -> None:
-        with self._lock:
-            self._connection.close()
 
     def _opened(self, name: str) -> BinaryIO:
         path = self.folder / name
@@ -259,103 +345,6 @@ def _parsed(line: bytes) -> Any:
 def _stored(row: Sequence[Any]) -> list[Any]:
     """SQLite takes no halves of characters."""
     return [value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value for value in row]
-
-
-REFRESH_EVERY_S = 1.0
-STALLED_AFTER_S = 120.0
-"""At least; slower runs have ten times their usual step."""
-HIDDEN = "(hidden)"
-_SECRET = re.compile(r"(api_?key|secret|token|password|credential)s?$", re.IGNORECASE)
-"""Names of fields whose text is not shown. A field that names an environment variable (..._env) is no secret."""
-
-
-class ReportedRun:
-    """``start`` follows the files until ``close``."""
-
-    def __init__(self, folder: Path):
-        """
-        Raises:
-            RunError: there is no run in the folder.
-        """
-        self.folder = folder.resolve()
-        if not any((self.folder / name).is_file() for name in (METRICS_FILE, ROLLOUTS_FILE, "config.json")):
-            raise RunError(f"{folder}: no run: it has no {METRICS_FILE}, {ROLLOUTS_FILE} or config.json")
-        self.name = self.folder.name
-        self.index = RunIndex(self.folder)
-        self._problem: str | None = None
-        """Why the files can't be read at the moment."""
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name=f"index-{self.name}", daemon=True)
-
-    def start(self) -> None:
-        """Index in a thread, from now on. What is not indexed yet is missing from the pages, which say so."""
-        self._thread.start()
-
-    def close(self) -> None:
-        self._closed.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self.index.close()
-
-    def _follow(self) -> None:
-        while not self._closed.is_set():
-            try:
-                read_all, self._problem = self.index.refresh(), None
-            except Exception as error:  # a disk that fails, a file that someone changes: it may be over the next time
-                self._problem, read_all = f"{type(error).__name__}: {error}", True
-            if read_all:
-                self._closed.wait(REFRESH_EVERY_S)
-
-    def config(self) -> Json:
-        """The resolved config, by dotted path of each field; what may be a secret is hidden."""
-        whole = _flat(self._read_config(), "")
-        return {name: HIDDEN if _is_secret(name, value) else value for name, value in sorted(whole.items())}
-
-    def _read_config(self) -> Json:
-        return {} if (self.folder / CONFIG_FILE).is_symlink() else read_config(self.folder) or {}
-
-    def without_secrets(self, text: str) -> str:
-        """The text with what the config hides taken out."""
-        for name, value in _flat(self._read_config(), "").items():
-            text = text.replace(value, HIDDEN) if _is_secret(name, value) else text
-        return text
-
-    def tasks(self) -> list[str]:
-        """By name."""
-        rows = self.index.rows("SELECT task FROM ledger UNION SELECT task FROM rollouts ORDER BY task")
-        config = self._read_config().get("tasks")
-        return list(dict.fromkeys([*(config if isinstance(config, dict) else ()), *(row[0] for row in rows)]))
-
-    def state(self) -> Json:
-        """What the run is doing, as far as its files say.
-
-        Returns:
-            ``state``: "running", "stalled", "done", "stopped" or "starting". ``step``, ``steps``: taken, and to take.
-            ``silent_s``: since its metrics were written.
-        """
-        config = self._read_config()
-        step = self.index.rows("SELECT MAX(step) FROM metrics")[0][0]
-        usual = self.index.rows("SELECT AVG(value) FROM metrics WHERE name = 'time/step_s'")[0][0]
-        steps = config["steps"] if isinstance(config.get("steps"), int) else None
-        silent = _age_s(self.folder / METRICS_FILE)
-        if steps is not None and step is not None and step >= steps:
-            state = "done"
-        elif is_locked(self.folder / LOCK_FILE):
-            late = silent is not None and silent > max(STALLED_AFTER_S, 10 * (usual or 0))
-            state = "stalled" if late else "running" if step is not None else "starting"
-        else:
-            state = "stopped"
-        command = read_command(self.folder)
-        return {
-            "state": state,
-            "step": step,
-            "steps": steps,
-            "silent_s": silent,
-            "config_name": command.config_name if command else None,
-            "started": command.started if command and isinstance(command.started, int | float) else None,
-            "unread_bytes": self.index.unread_bytes(),
-            "problem": self._problem,
-        }
 
 
 def is_locked(path: Path) -> bool:
