@@ -20,8 +20,8 @@ class ExampleReplay(SampleStrategy):
     the bounds. With probability ``fraction`` the next example is that of a stored group, any with the same chance; otherwise,
     or while none is stored, it is a fresh one.
 
-    What is replayed is the example alone (`rollouts/group_replay.py` replays whole groups). Its rollouts are sampled anew by
-    the current policy, so nothing is trained twice and the bound on how far off-policy tokens are holds as for any other
+    What is replayed is the example alone (`rollouts/group_replay.py` replays whole groups). The current policy samples
+    its rollouts, so nothing is trained twice and the bound on how far off-policy tokens are holds as for any other
     group. A stored group is taken out when its example is handed out; it comes back with the new group, if that is informative
     too. So an example leaves once the policy has mastered it, and the store follows what the policy solves sometimes.
     """

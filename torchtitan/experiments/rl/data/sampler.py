@@ -87,7 +87,7 @@ class SampleStrategy(UserConfigurable, abc.ABC):
 
 
 class ShuffledCursor(SampleStrategy):
-    """Every example once per epoch, in an order drawn anew for each epoch from the seed."""
+    """Every example once per epoch, in an order that follows from the seed and the epoch."""
 
     def __init__(self, config: SampleStrategy.Config, *, dataset: Examples, seed: int):
         super().__init__(config, dataset=dataset, seed=seed)

@@ -57,7 +57,7 @@ class Left(RunError):
 
 
 class LocalModel:
-    """Samples with the config's own engine, which the first request starts, on a thread of its own. One request at a time."""
+    """Samples with the config's engine, one request at a time, on a thread of its own. The first starts it."""
 
     lockstep = False
     """See GeneratorClient."""
