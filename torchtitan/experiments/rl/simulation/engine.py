@@ -8,7 +8,6 @@ a token of its own, and then with the length that they have in common; what come
 """
 
 import asyncio
-import bisect
 import heapq
 import itertools
 from collections import Counter, OrderedDict, deque
@@ -22,6 +21,7 @@ import numpy as np
 from torchtitan.experiments.rl.generation.config import WeightUpdate
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Request
 from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.simulation.clock import Cores
 from torchtitan.experiments.rl.simulation.rates import EngineRates
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 
@@ -54,16 +54,13 @@ class _Sequence:
     length: int
     """Tokens that it will sample."""
     began: int = 0
-    """Decode steps that the engine had taken when it was admitted last."""
-    new: int = 0
-    """Tokens of its context that only it holds."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    """Version and count of the tokens that it had when it was preempted."""
-    running: bool = False
-    ends: int = 0
-    """The decode step after which it ends."""
+    """Decode steps that the engine had taken when it was admitted, or got new weights, last."""
+    held: int = 0
+    """Tokens of its context until then that only it holds."""
     had: int = 0
-    """Tokens of ``versions``."""
+    """Tokens that it had sampled by then."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """Version and count of these."""
 
 
 class SimulatedReplica:
@@ -77,6 +74,7 @@ class SimulatedReplica:
         weight_update: WeightUpdate = "keep",
         prefix_caching: bool = True,
         version: int = 0,
+        cores: Cores | None = None,
     ):
         self._rates, self._max_num_seqs = rates, max_num_seqs
         self._weight_update, self._prefix_caching = weight_update, prefix_caching
@@ -84,17 +82,16 @@ class SimulatedReplica:
         """Since it began: seconds ``busy_s`` and ``loading_s``; ``sampled`` tokens; ``prompt`` tokens, and how many of them
         were ``cached``; tokens ``recomputed`` after ``preemptions`` or, where ``weight_update`` says so, under new weights."""
         self._port: Any = None
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._cores = asyncio.get_running_loop(), cores or Cores(0)
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[int, _Sequence] = {}
         """By request id, in the order of their admission."""
         self._ends: list[tuple[int, int, _Sequence]] = []
         """A heap: the decode step after which each running sequence ends."""
         self._order = itertools.count()
+        self._version = version
         self._steps = 0
         """Decode steps taken."""
-        self._versions: list[tuple[int, int]] = [(0, version)]
-        """Decode steps taken when each version was loaded."""
         self._context = self._held = 0
         """Tokens that running sequences read in a step; tokens whose keys and values they hold."""
         self._cached: OrderedDict[Any, int] = OrderedDict()
@@ -102,10 +99,11 @@ class SimulatedReplica:
         self._cached_tokens = 0
         self._debt_s = 0.0
         """Of prompts that are to be computed before the next decode step."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Any = None
         self._planned = 0
-        """Decode steps until ``_timer``, and when they began after the prompts."""
+        """Decode steps until ``_timer``."""
         self._decode_began = self._plan_began = 0.0
+        """When they began: after the prompts, by the cores' time; with the prompts, by the loop's."""
         self._update: tuple[int, asyncio.Future[None]] | None = None
         self._loading = self._dead = False
         self.attach, self.submit, self.abort = Endpoint(self._attach), Endpoint(self._submit), Endpoint(len)
@@ -156,9 +154,8 @@ class SimulatedReplica:
         if self._loading or self._dead:
             return
         if self._timer is None:
-            self._next()
-            return
-        spent = self._loop.time() - self._decode_began
+            return self._next()
+        spent = self._cores.time() - self._decode_began
         steps = 0 if spent <= 0 else self._rates.steps_in(spent, len(self._running), self._context)
         if steps < self._planned:
             self._timer.cancel()
@@ -167,22 +164,20 @@ class SimulatedReplica:
     def _plan(self, steps: int) -> None:
         self._planned = steps
         ends = self._decode_began + self._rates.decode_s(steps, len(self._running), self._context)
-        self._timer = self._loop.call_at(ends, self._advance)
+        self._timer = self._cores.call_at(ends, self._advance)
 
     def _advance(self) -> None:
         """The planned steps are taken."""
         self._timer = None
-        count, steps = len(self._running), self._planned
+        sampled = len(self._running) * self._planned
         self.totals["busy_s"] += self._loop.time() - self._plan_began
-        self.totals["sampled"] += count * steps
-        self._steps += steps
-        self._context += count * steps
-        self._held += count * steps
+        self.totals["sampled"] += sampled
+        self._steps += self._planned
+        self._context += sampled
+        self._held += sampled
         finished = []
-        while self._ends and (self._ends[0][0] <= self._steps or not self._is_current(self._ends[0])):
-            entry = heapq.heappop(self._ends)
-            if self._is_current(entry):
-                finished.append(self._finish(entry[2]))
+        while self._ends and self._ends[0][0] <= self._steps:
+            finished.append(self._finish(heapq.heappop(self._ends)[2]))
         if finished:
             self._port.send(finished)
         self._next()
@@ -199,10 +194,8 @@ class SimulatedReplica:
         if not self._running:
             return
         self._plan_began = self._loop.time()
-        self._decode_began = self._plan_began + self._debt_s
+        self._decode_began = self._cores.time() + self._debt_s
         self._debt_s = 0.0
-        while not self._is_current(self._ends[0]):
-            heapq.heappop(self._ends)
         self._plan(min(self._ends[0][0] - self._steps, self._room // len(self._running)))
 
     @property
@@ -212,7 +205,7 @@ class SimulatedReplica:
     @property
     def _preempted(self) -> bool:
         """Whether the next that waits has tokens already: such come first."""
-        return bool(self._waiting) and bool(self._waiting[0].versions)
+        return bool(self._waiting) and self._waiting[0].had > 0
 
     def _admit(self) -> bool:
         """The next that waits, unless there is no place or no room for it."""
@@ -226,16 +219,14 @@ class SimulatedReplica:
         if self._running and self._room < context - hit + spare:
             return False
         self._waiting.popleft()
-        sequence.began, sequence.new, sequence.running = self._steps, context - hit, True
+        sequence.began, sequence.held = self._steps, context - hit
         self._running[sequence.request.request_id] = sequence
-        sequence.ends = self._steps + sequence.length - sequence.had
-        heapq.heappush(self._ends, (sequence.ends, next(self._order), sequence))
+        heapq.heappush(self._ends, (self._steps + sequence.length - sequence.had, next(self._order), sequence))
         self._context += context
-        self._held += sequence.new
-        self._evict()
-        self._debt_s += self._rates.prompt_s + self._rates.prefill_token_s * sequence.new
-        if sequence.versions:
-            self.totals["recomputed"] += sequence.new
+        self._held += sequence.held
+        self._debt_s += self._rates.prompt_s + self._rates.prefill_token_s * sequence.held
+        if sequence.had:
+            self.totals["recomputed"] += sequence.held
         else:
             self.totals["prompt"] += len(prompt)
             self.totals["cached"] += hit
@@ -246,8 +237,8 @@ class SimulatedReplica:
         """The sequence that was admitted last waits again, and its context is computed again then."""
         sequence = self._running[next(reversed(self._running))]
         self._leave(sequence)
-        sequence.versions = self._tokens_of(sequence)
-        sequence.had += self._steps - sequence.began
+        self._ends = [entry for entry in self._ends if entry[2] is not sequence]
+        heapq.heapify(self._ends)
         self._waiting.appendleft(sequence)
         self.totals["preemptions"] += 1
 
@@ -259,9 +250,10 @@ class SimulatedReplica:
         def loaded() -> None:
             if self._dead:
                 return
-            self._loading = False
+            for sequence in self._running.values():
+                self._note(sequence)
+            self._loading, self._version = False, version
             self.totals["loading_s"] += self._rates.load_s
-            self._versions.append((self._steps, version))
             self._cached.clear()
             self._cached_tokens = 0
             if self._weight_update == "recompute":
@@ -271,12 +263,12 @@ class SimulatedReplica:
                 done.set_result(None)
             self._next()
 
-        self._loop.call_later(self._rates.load_s, loaded)
+        self._cores.call_at(self._cores.time() + self._rates.load_s, loaded)
 
     def _finish(self, sequence: _Sequence) -> GenerateResult:
         self._leave(sequence)
-        request, tokens = sequence.request, self._tokens_of(sequence)
-        versions = np.repeat([version for version, _ in tokens], [count for _, count in tokens]).astype(np.int32)
+        request = sequence.request
+        versions, counts = zip(*sequence.versions, strict=True)
         # Ids that no other rollout begins with, and of which none is like the next.
         first = request.seed % 2**30
         ids = np.arange(first, first + sequence.length, dtype=np.int32)
@@ -287,30 +279,24 @@ class SimulatedReplica:
         completion = Completion(
             token_ids=ids,
             logprobs=np.full(sequence.length, -0.5, np.float32),
-            policy_versions=versions,
+            policy_versions=np.repeat(np.array(versions, np.int32), counts),
             finish_reason="stop" if sequence.length == request.stop_token_ids[0] else "length",
         )
         return GenerateResult(request_id=request.request_id, completion=completion)
 
     def _leave(self, sequence: _Sequence) -> None:
-        sequence.running = False
+        self._note(sequence)
         del self._running[sequence.request.request_id]
-        sampled = self._steps - sequence.began
-        self._context -= len(sequence.request.prompt_token_ids) + sequence.had + sampled
-        self._held -= sequence.new + sampled
+        self._context -= len(sequence.request.prompt_token_ids) + sequence.had
+        self._held -= sequence.held
 
-    def _tokens_of(self, sequence: _Sequence) -> list[tuple[int, int]]:
-        """Version and count of its tokens, up to this step."""
-        found, at = list(sequence.versions), sequence.began
-        for place in range(bisect.bisect_right(self._versions, (at, 2**62)) - 1, len(self._versions)):
-            until = self._versions[place + 1][0] if place + 1 < len(self._versions) else self._steps
-            if until > at:
-                found.append((self._versions[place][1], until - at))
-                at = until
-        return found
-
-    def _is_current(self, entry: tuple[int, int, _Sequence]) -> bool:
-        return entry[2].running and entry[0] == entry[2].ends
+    def _note(self, sequence: _Sequence) -> None:
+        """What it has sampled since ``began`` is of this version."""
+        if sampled := self._steps - sequence.began:
+            sequence.versions.append((self._version, sampled))
+            sequence.began = self._steps
+            sequence.had += sampled
+            sequence.held += sampled
 
     def _hit(self, prompt: np.ndarray) -> int:
         """Tokens that are cached, at most all but one."""
@@ -324,8 +310,5 @@ class SimulatedReplica:
     def _keep(self, key: Any, tokens: int) -> None:
         self._cached_tokens += tokens - self._cached.pop(key, 0)
         self._cached[key] = tokens
-        self._evict()
-
-    def _evict(self) -> None:
         while self._cached and self._cached_tokens > self._room:
             self._cached_tokens -= self._cached.popitem(last=False)[1]

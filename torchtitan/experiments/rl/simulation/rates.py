@@ -87,6 +87,8 @@ class TrainerRates:
     publish_s: float
     """Until training may go on."""
     checkpoint_s: float
+    pack_token_s: float = 0.0
+    """Of the controller, before the step: packing and pickling a token's streams, in a thread beside the rollouts."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -98,6 +100,8 @@ class Rates:
     start_s: float = START_S
     turn_s: float = 0.0
     """Of the process that runs the rollouts, for each turn: rendering, parsing, messages. One Python thread does that."""
+    cores: float = 0
+    """That trainer, engines and rollouts share, on one host without GPUs; 0: each has a device of its own."""
 
 
 def device_rates(config: RunConfig, sizes: ModelSizes, device: Device) -> Rates:

@@ -42,9 +42,9 @@ from torchtitan.experiments.rl.operations.supervision import Restarts
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
-from torchtitan.experiments.rl.simulation.clock import InPlaceGate
+from torchtitan.experiments.rl.simulation.clock import Cores, InPlaceGate
 from torchtitan.experiments.rl.simulation.engine import Endpoint, SimulatedReplica, open_channel
-from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, GPUS_PER_HOST, Rates, TrainerRates
+from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, GPUS_PER_HOST, Rates
 from torchtitan.experiments.rl.simulation.tasks import Lengths, simulated_tasks
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, WeightSync
 
@@ -64,30 +64,40 @@ class Failures:
 
 
 class SimulatedTrainer:
-    """Implements what a TrainingLoop asks of a TrainerClient, and a WeightSync of the trainer's mesh."""
+    """Implements HostCopies, and what a TrainingLoop asks of a TrainerClient and a WeightSync of the trainer's mesh."""
 
-    def __init__(self, rates: TrainerRates, data_parallel_size: int):
-        self._rates, self.data_parallel_size = rates, data_parallel_size
+    lost = 0
+
+    def __init__(self, rates: Rates, cores: Cores, data_parallel_size: int):
+        self._rates, self._cores, self.data_parallel_size = rates, cores, data_parallel_size
         self.busy_s = 0.0
         self._published = 0
         self.copy_weights, self.publish_weights = Endpoint(self._copy), Endpoint(self._publish)
         self.proof, self.score = Endpoint(self._proof), Endpoint(self._score)
 
     async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
-        seconds = self._rates.step_s + max(
-            sum(
-                max(
-                    self._rates.microbatch_s,
-                    self._rates.token_s * (batch.trees or batch).token_ids.numel()
-                    + self._rates.pair_s * sum(len(sample) ** 2 / 2 for row in rows for sample in row),
+        rates = self._rates.trainer
+        await self._cores.use(rates.pack_token_s * packed.tokens)
+        await self._work(
+            rates.step_s
+            + max(
+                sum(
+                    max(
+                        rates.microbatch_s,
+                        rates.token_s * (batch.trees or batch).token_ids.numel()
+                        + rates.pair_s * sum(len(sample) ** 2 / 2 for row in rows for sample in row),
+                    )
+                    for batch, rows in zip(batches, of_rank, strict=True)
                 )
-                for batch, rows in zip(batches, of_rank, strict=True)
+                for batches, of_rank in zip(packed.microbatches, packed.samples, strict=True)
             )
-            for batches, of_rank in zip(packed.microbatches, packed.samples, strict=True)
         )
-        self.busy_s += seconds
-        await asyncio.sleep(seconds)
         return {}
+
+    async def _work(self, seconds: float) -> None:
+        began = asyncio.get_running_loop().time()
+        await self._cores.use(seconds)
+        self.busy_s += asyncio.get_running_loop().time() - began
 
     def size(self, dimension: str) -> int:
         return 1  # one stands for all ranks, which publish side by side
@@ -96,7 +106,7 @@ class SimulatedTrainer:
         return self
 
     async def _copy(self, version: int, canary_token_ids: np.ndarray) -> None:
-        await asyncio.sleep(self._rates.publish_s)
+        await self._work(self._rates.trainer.publish_s)
 
     async def _publish(self, version: int, remote_readers: bool) -> None:
         self._published = version
@@ -107,17 +117,8 @@ class SimulatedTrainer:
     async def _score(self, canary_token_ids: np.ndarray) -> np.ndarray:
         return np.zeros(len(canary_token_ids), np.float32)
 
-
-class _Network:
-    """Implements weights.sync.HostCopies."""
-
-    lost = 0
-
-    def __init__(self, seconds: float):
-        self._seconds = seconds
-
     async def fetch(self, version: int) -> None:
-        await asyncio.sleep(self._seconds)
+        await asyncio.sleep(self._rates.fetch_s)
 
     def take_fetched_bytes(self) -> dict[str, int]:
         return {}
@@ -253,16 +254,17 @@ class _Attempt(RunEvents):
         self._config, self._rates = whole._config, whole._rates
         config = self._config
         self._lap_at = asyncio.get_running_loop().time()
-        self._lap_busy = 0.0
+        self._lap_busy = (0.0, 0.0)
         self._died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         synchronous = config.max_offpolicy_steps == 0
         self._client = GeneratorClient(lockstep=synchronous, on_failure=self._fail, open_channel=open_channel)
         size = config.trainer.parallelism.data_parallel_size(config.trainer.ranks)
-        self._trainer = SimulatedTrainer(self._rates.trainer, size)
+        self._cores = Cores(self._rates.cores)
+        self._threads = asyncio.Semaphore(max(1, config.rollout_workers))
+        """Of the processes that run rollouts."""
+        self._trainer = SimulatedTrainer(self._rates, self._cores, size)
         text = np.arange(CANARY_TOKENS, dtype=np.int32)
-        self._weights = WeightSync(
-            self._trainer, self._client, text=text, bound=CanaryBound("float32"), copies=_Network(self._rates.fetch_s)
-        )
+        self._weights = WeightSync(self._trainer, self._client, text=text, bound=CanaryBound("float32"), copies=self._trainer)
         self._replicas: dict[int, SimulatedReplica] = {}
         self._gone: Any = Counter()
         """Of replicas that died."""
@@ -272,8 +274,7 @@ class _Attempt(RunEvents):
             config.tasks,
             seed=config.seed,
             lengths=whole._lengths,
-            threads=asyncio.Semaphore(max(1, config.rollout_workers)),
-            turn_s=self._rates.turn_s,
+            turn=self._turn,
         )
         selection = Selection(
             gate,
@@ -352,6 +353,11 @@ class _Attempt(RunEvents):
 
     # Its parts.
 
+    async def _turn(self) -> None:
+        if self._rates.turn_s:
+            async with self._threads:
+                await self._cores.use(self._rates.turn_s)
+
     def _fail(self, error: Exception) -> None:
         self._rollouts.fail(error)
 
@@ -373,6 +379,7 @@ class _Attempt(RunEvents):
             weight_update=self._config.generator.weight_update,
             prefix_caching=getattr(engine, "enable_prefix_caching", True),
             version=self._client.version,
+            cores=self._cores,
         )
 
         async def take_requests() -> None:
@@ -421,8 +428,9 @@ class _Attempt(RunEvents):
 
     async def step_published(self, step: int, metrics: dict[str, float]) -> None:
         now, replicas = asyncio.get_running_loop().time(), self._config.generator.replicas
-        busy, elapsed = self._totals()["busy_s"], max(1e-9, now - self._lap_at)
-        metrics["perf/generators/busy"] = (busy - self._lap_busy) / elapsed / replicas
+        busy, elapsed = (self._totals()["busy_s"] / replicas, self._trainer.busy_s), max(1e-9, now - self._lap_at)
+        for name, until, before in zip(("generators", "trainer"), busy, self._lap_busy, strict=True):
+            metrics[f"perf/{name}/busy"] = (until - before) / elapsed
         metrics["time/virtual_s"] = now
         self._lap_at, self._lap_busy = now, busy
 

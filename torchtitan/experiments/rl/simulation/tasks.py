@@ -6,8 +6,9 @@ own length; an engine needs no more to know what is cached (`engine.py`).
 
 import asyncio
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +30,8 @@ class Turn:
     completion: int
     env_s: float
     """Of the env's answer; in the first turn its reset too."""
+    recorded: RolloutTurn | None = None
+    """It has the token ids, which decide what samples of a row share."""
 
 
 class Lengths:
@@ -74,25 +77,26 @@ class LogNormal(Lengths):
 
 
 class Recorded(Lengths):
-    """``--lengths outputs/RUN``: those of the rollouts that a run recorded, each as often as another."""
+    """``--lengths outputs/RUN``: rollouts that a run recorded, for each example those of one of its groups."""
 
     def __init__(self, folder: str):
         """
         Raises:
             ConfigError: nothing was recorded there.
         """
-        try:
-            rollouts = [record.rollout for record in read_rollouts(folder)]
-        except OSError:
-            rollouts = []
-        self._turns = [turns for rollout in rollouts if (turns := _turns(rollout))]
-        if not self._turns:
-            raise ConfigError(
-                "--lengths", folder, "has no recorded rollouts: name a run with rollouts.jsonl.gz, or lognormal:..."
-            )
+        groups: dict[str, list[list[Turn]]] = {}
+        with suppress(OSError):
+            for rollout in (record.rollout for record in read_rollouts(folder)):
+                if turns := _turns(rollout):
+                    groups.setdefault(rollout.group_id, []).append(turns)
+        self._groups = list(groups.values())
+        if not groups:
+            cure = "has no recorded rollouts: name a run with rollouts.jsonl.gz, or lognormal:..."
+            raise ConfigError("--lengths", folder, cure)
 
     def draw(self, example: np.random.Generator, own: np.random.Generator) -> list[Turn]:
-        return self._turns[int(own.integers(len(self._turns)))]
+        group = self._groups[int(example.integers(len(self._groups)))]
+        return group[int(own.integers(len(group)))]
 
 
 def _turns(rollout: Rollout) -> list[Turn]:
@@ -100,7 +104,7 @@ def _turns(rollout: Rollout) -> list[Turn]:
     for turn in rollout.turns:
         prompt, completion = len(turn.prompt_token_ids), len(turn.completion.token_ids)
         if completion:  # a prompt that was rendered anew counts as one that goes on
-            turns.append(Turn(prompt=max(2, prompt - before), completion=completion, env_s=turn.env_s))
+            turns.append(Turn(prompt=max(2, prompt - before), completion=completion, env_s=turn.env_s, recorded=turn))
             before = prompt + completion
     return turns
 
@@ -144,14 +148,13 @@ class SimulatedDataset(Dataset):
 class SimulatedTask(Task):
     """``simulate`` before the first group."""
 
-    def simulate(self, lengths: Lengths, *, threads: asyncio.Semaphore, turn_s: float, needs_group: bool) -> None:
+    def simulate(self, lengths: Lengths, *, turn: Callable[[], Awaitable[None]], needs_group: bool) -> None:
         """
         Args:
-            threads: of the processes that run rollouts.
-            turn_s: that one of them takes for a turn.
+            turn: takes the time that the process which runs the rollouts has to do with a turn.
             needs_group: of the task that this one stands for.
         """
-        self._lengths, self._threads, self._turn_s, self._needs_group = lengths, threads, turn_s, needs_group
+        self._lengths, self._turn, self._needs_group = lengths, turn, needs_group
         self.open: dict[str, int] = {}
         """Policy version at the start of each training group that runs."""
 
@@ -213,22 +216,24 @@ class SimulatedTask(Task):
                     break
                 length[0], began = turn.completion, asyncio.get_running_loop().time()
                 completion = await session.generate(prompt, max_tokens=room)
+                ids, sampled = prompt, completion
+                if turn.recorded is not None:
+                    ids, own_ids = turn.recorded.prompt_token_ids, turn.recorded.completion.token_ids
+                    sampled = replace(completion, token_ids=own_ids[: len(completion.token_ids)])
                 rollout.turns.append(
                     RolloutTurn(
                         prompt_messages=[],
-                        prompt_token_ids=prompt,
-                        prompt_role_ids=np.full(len(prompt), -1, np.int8),
-                        prompt_is_content=np.zeros(len(prompt), bool),
-                        completion=completion,
+                        prompt_token_ids=ids,
+                        prompt_role_ids=np.full(len(ids), -1, np.int8),
+                        prompt_is_content=np.zeros(len(ids), bool),
+                        completion=sampled,
                         assistant_message={"role": "assistant", "content": ""},
                         generate_s=asyncio.get_running_loop().time() - began,
                         env_s=turn.env_s,
                     )
                 )
                 prompt = np.concatenate([prompt, completion.token_ids])
-                if self._turn_s:
-                    async with self._threads:
-                        await asyncio.sleep(self._turn_s)
+                await self._turn()
                 if turn.env_s:
                     await asyncio.sleep(turn.env_s)
                 if completion.finish_reason == "length":
@@ -255,8 +260,7 @@ def simulated_tasks(
     *,
     seed: int,
     lengths: Lengths,
-    threads: asyncio.Semaphore,
-    turn_s: float,
+    turn: Callable[[], Awaitable[None]],
 ) -> dict[str, SimulatedTask]:
     """One for each task of a config.
 
@@ -283,6 +287,6 @@ def simulated_tasks(
             adapter=config.adapter,
         ).build(name=name, renderer=None, seed=seed)
         compares = algorithm.needs_group or type(algorithm).score_group is not Algorithm.score_group
-        task.simulate(lengths, threads=threads, turn_s=turn_s, needs_group=compares)
+        task.simulate(lengths, turn=turn, needs_group=compares)
         built[name] = task
     return built
