@@ -137,7 +137,7 @@ def yield_queue() -> YieldQueue:
 
 
 async def off_the_loop_if(large: bool, call: Callable[[], T], *, line: Line = Line.ANSWER) -> T:
-    """Compute something in a thread if it is large, or else here, when no other rollout computes in this iteration of the event loop."""
+    """Compute in a thread what is large, else here, in an iteration of the event loop in which no other rollout computes."""
     if large:
         return await asyncio.get_running_loop().run_in_executor(_RENDER_THREAD, call)
     queue = yield_queue()

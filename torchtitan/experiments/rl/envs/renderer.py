@@ -43,7 +43,7 @@ SHORT_TEXTS = 1024
 class RendererConfig:
     name: str = AUTO
     """A model family that the renderers package knows: qwen3, qwen3.5, llama-3, gpt-oss, ... or "default" for the tokenizer's
-    own chat template. It renders the whole conversation at each turn, so each turn may be a training sample, and it does not say
+    own chat template. It renders the whole conversation at each turn, so each turn may be a training sample. It does not say
     whose message a token belongs to, so nothing that weighs tokens by role works with it. "auto" takes the family whose prompts
     are those of the tokenizer's template, and "default" where none is; ``--dry-run`` says which."""
     enable_thinking: bool = False
