@@ -1,9 +1,11 @@
 """Runs Codex and Claude Code as agents against a scripted model, and checks that what was sampled is what would be trained.
 
     npm install --prefix /tmp/agents @openai/codex @anthropic-ai/claude-code
+    node /tmp/agents/node_modules/@anthropic-ai/claude-code/install.cjs
     python scripts/agent_clients.py /tmp/agents/node_modules/.bin
 
-Each is given a task, calls its shell twice, and answers. Needs node; no network but the loopback.
+Each is given a task, calls its shell twice, and answers. Needs node; no network but the loopback. The second command is for an
+npm that runs no install scripts by itself.
 """
 
 import argparse

@@ -357,9 +357,10 @@ async def _run_command(command: list[str], folder: Path, variables: dict[str, st
     """Run it to its end; every process that it has started ends with it."""
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     places = {"PATH": _path(), "HOME": str(folder), "TMPDIR": str(folder)}
-    mark = str(secrets.randbits(60))
+    mark = str(secrets.randbits(60)) if PRLIMIT else key
     process = await asyncio.create_subprocess_exec(
-        *([PRLIMIT, f"--locks={mark}", "--", *command] if PRLIMIT else command),
+        *([PRLIMIT, f"--locks={mark}", "--"] if PRLIMIT else []),
+        *command,
         cwd=folder,
         env=inherited | places | variables,
         stdin=asyncio.subprocess.DEVNULL,
@@ -372,7 +373,7 @@ async def _run_command(command: list[str], folder: Path, variables: dict[str, st
         await process.wait()
     finally:
         # Also where the rollout is cancelled, and cancelled again: nothing that was started may stay.
-        await asyncio.shield(asyncio.create_task(_end_processes(process, (key.encode(), mark.encode()))))
+        await asyncio.shield(asyncio.create_task(_end_processes(process, mark.encode())))
         await asyncio.wait(ends, timeout=END_S)  # a pipe that something holds open all the same is not waited for
         output, errors = (end.result() if end.done() else "" for end in ends)
         for end in ends:
@@ -389,8 +390,8 @@ async def _end_of(stream: asyncio.StreamReader) -> str:
     return kept.decode(errors="replace")
 
 
-async def _end_processes(process: asyncio.subprocess.Process, marks: tuple[bytes, ...]) -> None:
-    """End a command's process group, and what has left the group: it has one of the marks."""
+async def _end_processes(process: asyncio.subprocess.Process, mark: bytes) -> None:
+    """End a command's process group, and what has left the group: it has the mark."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
@@ -399,21 +400,20 @@ async def _end_processes(process: asyncio.subprocess.Process, marks: tuple[bytes
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
-    await asyncio.to_thread(_kill_marked, marks)
+    await asyncio.to_thread(_kill_marked, mark)
 
 
-def _kill_marked(marks: tuple[bytes, ...]) -> None:
-    """End the processes that have a mark in their environment or their limits, and what they start meanwhile."""
-    killed: set[Path] = set()
-    while new := {entry for entry in Path("/proc").glob("[0-9]*") if entry not in killed and _has(entry, marks)}:
+def _kill_marked(mark: bytes) -> None:
+    """End the processes that have the mark, and what they start meanwhile."""
+    killed: set[str] = set()
+    while new := {pid for pid in os.listdir("/proc") if pid.isdigit() and pid not in killed and _has(pid, mark)}:
         killed |= new
-        for entry in new:
+        for pid in new:
             with contextlib.suppress(OSError):
-                os.kill(int(entry.name), signal.SIGKILL)
+                os.kill(int(pid), signal.SIGKILL)
 
 
-def _has(process: Path, marks: tuple[bytes, ...]) -> bool:
-    with contextlib.suppress(OSError):
-        held = (process / "limits").read_bytes() + (process / "environ").read_bytes()
-        return any(mark in held for mark in marks)
+def _has(pid: str, mark: bytes) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{'limits' if PRLIMIT else 'environ'}", "rb") as held:
+        return mark in held.read()
     return False
