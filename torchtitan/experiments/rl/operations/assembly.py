@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 CANARY_MESSAGES = [{"role": "user", "content": "What is 17 + 25? Think first, then give the number."}]
 PART_TIMEOUT_S = 120.0
-"""Limit of a part. What parts wait for has limits of its own, all below this."""
+"""Of closing one part. Whatever a part waits for has a shorter limit."""
 
 
 class Closing:
@@ -240,7 +240,7 @@ class RunActors:
         return await shut_down(actors, meshes)
 
     def _watch_hosts(self) -> None:
-        """End the run when a host dies: nothing on it answers, and nothing is made again there."""
+        """End the run when a host dies: nothing on it answers, and no part is restarted there."""
         if self._context.hosts is not None:
             loop = asyncio.get_running_loop()
 
@@ -365,7 +365,7 @@ class RunActors:
         return procs, procs.spawn(label, actor_class, run_dir=str(run_dir), **arguments)
 
     def _stopped(self, model: str, index: int, cause: str) -> None:
-        """The engine of a replica can't go on: its process is made again."""
+        """The engine of a replica can't go on: kill its process, so that the supervisor restarts it."""
         self._generating[model, index].process.life.kill(f"its engine stopped: {cause}")
 
 

@@ -43,7 +43,7 @@ class StepProfile(RunEvents):
             return
         self._recording = True
         trace.start()
-        await asyncio.gather(*(self._ask(life, actor.start_trace) for life, actor in self._processes()))
+        await asyncio.gather(*(_answer(life, actor.start_trace, COLLECT_TIMEOUT_S) for life, actor in self._processes()))
 
     async def step_published(self, step: int, metrics: dict[str, float]) -> None:
         """How busy each process was since the step before."""
@@ -60,14 +60,10 @@ class StepProfile(RunEvents):
         self._recording = False
         processes = list(self._processes())
         # Those of other processes first: what this one waits for is in its own.
-        answers = await asyncio.gather(*(self._ask(life, actor.stop_trace) for life, actor in processes))
+        answers = await asyncio.gather(*(_answer(life, actor.stop_trace, COLLECT_TIMEOUT_S) for life, actor in processes))
         events = {life.name: answer for (life, _), answer in zip(processes, answers, strict=True) if answer}
         self.file = self._run_dir / f"trace-steps-{self._steps[0]}-{self._steps[-1]}.json"
         await asyncio.to_thread(write_trace, self.file, {"controller": trace.stop(), **events})
-
-    async def _ask(self, life: Lifetime, endpoint: Any) -> list[trace.Event] | None:
-        # A process that has died, or died and was made again, is not in the profile.
-        return await _answer(life, endpoint, COLLECT_TIMEOUT_S, logging.WARNING)
 
 
 async def lap_usage(processes: Iterable[tuple[Lifetime, Any]]) -> dict[str, float]:
@@ -85,7 +81,7 @@ async def lap_usage(processes: Iterable[tuple[Lifetime, Any]]) -> dict[str, floa
     }
 
 
-async def _answer(life: Lifetime, endpoint: Any, limit_s: float, level: int) -> Any:
+async def _answer(life: Lifetime, endpoint: Any, limit_s: float, level: int = logging.WARNING) -> Any:
     """What a process answers; None, with a line in the log, where it has died or is busy: others see to that."""
     try:
         return await asyncio.wait_for(life.call(ask(endpoint)), limit_s)

@@ -1,14 +1,15 @@
-"""Makes the supervised processes of a run again when they end, as often as the config allows.
+"""Restarts the supervised processes of a run when they end, as often as the config allows.
 
-Such a process is a part: a generator, a hosted model's replica, a weight reader or a rollout worker. A part is spawned where it
-was, set up, connected, and then watched. When its process ends, whatever the moment, its work goes elsewhere at once, and the
-part is made again. A part of which more processes end than the config allows ends the run. Who depends on parts learns of each
-that comes or goes: clients of generators (``Replicas``) and the weight update (``WeightReaders``).
+Such a process is a part: a generator, a hosted model's replica, a weight reader or a rollout worker. The supervisor spawns a
+part on its host, sets it up, connects it, and then watches it. When its process ends, at whatever moment, its work goes
+elsewhere at once, and the supervisor spawns the part again. The run ends when more processes of a part end than the config
+allows. Clients of generators (``Replicas``) and the weight update (``WeightReaders``) are told of each part that comes or
+goes.
 
-``HangWatch`` notices processes that hang, says where, and kills them: from then on they are dead like others. A look at one can
-find two things. It does not answer: it is stopped, or its event loop is blocked. Or it answers, and its working thread has been
-at one piece of work for too long: a step of the engine, a collective of the trainer. A pause of this process says nothing about
-the others: when the whole run was suspended, or this event loop was blocked, all limits start anew.
+``HangWatch`` notices processes that hang, says where, and kills them: from then on they are dead like others. A process hangs
+in one of two ways. It does not answer: it is stopped, or its event loop is blocked. Or it answers, and its working thread has
+been at one piece of work for too long: a step of the engine, a collective of the trainer. A pause of this process says
+nothing about the others: when the whole run was suspended, or this event loop was blocked, all limits start from zero.
 """
 
 import asyncio
@@ -58,12 +59,12 @@ class HangWatch:
         self,
         config: SupervisionConfig,
         *,
-        on_hang: Callable[[str], None] = lambda line: None,
+        on_hang: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ):
         """``on_hang`` is called with a line for people. ``clock`` gives seconds."""
         self._config, self._on_hang, self._clock = config, on_hang, clock
-        self._last = self._started_anew = clock()
+        self._last = self._limits_start = clock()
 
     async def watch(self, actor: Any, life: Lifetime, *, stacks: str, blocks: bool = False) -> None:
         """Return when the process has ended, by itself or killed here.
@@ -97,7 +98,7 @@ class HangWatch:
                     if told and not answer.cancelled() and answer.exception() is None:
                         self._on_hang(f"{life.name} answers again after {now - asked:.0f} s")
                     return self._overdue(answer.result(), now)
-                silent_s = now - max(asked, self._started_anew)
+                silent_s = now - max(asked, self._limits_start)
                 stopped = is_stopped(life.pid)
                 if silent_s > SILENT_S and not told and (stopped or not slow):
                     told = True
@@ -109,7 +110,7 @@ class HangWatch:
             answer.cancel()
 
     def _overdue(self, pulse: Pulse, now: float) -> tuple[str | None, bool]:
-        seconds = min(pulse.seconds, now - self._started_anew)
+        seconds = min(pulse.seconds, now - self._limits_start)
         late = bool(pulse.doing) and seconds > self._limit_s(pulse.slow)
         return f"{pulse.doing} for {seconds:.0f} s" if late else None, pulse.slow
 
@@ -120,8 +121,8 @@ class HangWatch:
         """The time. Recognises that this process was paused."""
         now = self._clock()
         if now - self._last > PAUSE_S:
-            logger.info("this process was paused for %.0f s: the limits of every other start anew", now - self._last)
-            self._started_anew = now
+            logger.info("this process was paused for %.0f s: the limits of the others start from zero", now - self._last)
+            self._limits_start = now
         self._last = now
         return now
 
@@ -200,7 +201,7 @@ class Restarts:
     def __init__(self, config: SupervisionConfig):
         self.config = config
         self.counts: Counter[str] = Counter()
-        """How often each part was made again, by its label in metrics."""
+        """How often each part was restarted, by its label in metrics."""
         self._spawned: Counter[str] = Counter()
         self._deaths: dict[str, list[tuple[float, str]]] = {}
         """When, and a sentence that says which process and why, by the label of the part; of the last ``window_s``."""
@@ -220,7 +221,7 @@ class Restarts:
             How many of the restarts that are allowed this is, such as "1 of 3".
 
         Raises:
-            RunError: it may not be made again.
+            RunError: it may not be restarted.
         """
         now, allowed = time.monotonic(), self.config.max_restarts
         died = f"{process} died: {cause}"
@@ -271,7 +272,7 @@ class Supervisor:
             return await self._make(part, first=True)
 
     async def connect(self, part: Part) -> None:
-        """Connect a part that was started, and from now on make it again when its process ends.
+        """Connect a part that was started, and from now on restart it when its process ends.
 
         Raises:
             RunError: it ended too often, or is not what it should be.
@@ -360,7 +361,7 @@ class Supervisor:
         return error if death is None else RunError(f"a process of the run died: {death}")
 
     async def close(self) -> None:
-        """Make nothing again from now on. What lives goes on living."""
+        """Restart nothing from now on. What lives goes on living."""
         for task in self._beside:
             task.cancel()
         await asyncio.gather(*self._beside, return_exceptions=True)
@@ -402,7 +403,7 @@ class Supervisor:
                 await self._replace(part, lost.cause)
 
     async def _keep(self, part: Part) -> None:
-        """Make the part again whenever its process has ended."""
+        """Restart the part whenever its process has ended."""
         try:
             while True:
                 await self._replace(part, await part.process.life.ended())
@@ -435,7 +436,7 @@ class Supervisor:
         """One more death of the part. Monarch is to forget the process.
 
         Raises:
-            RunError: it may not be made again.
+            RunError: it may not be restarted.
         """
         which = self.restarts.count(part.label, part.name, cause)
         self._console.note(f"{part.name} died: {cause}; made again ({which})")
@@ -507,7 +508,7 @@ slower than that: four take no longer than one."""
 
 
 class WeightReaders:
-    """Implements weights.sync.HostCopies over parts that may be lost and made again.
+    """Implements weights.sync.HostCopies over parts that may be lost and restarted.
 
     Each host reads from one that has the version, and then others read from it. With one trainer host::
 
@@ -538,7 +539,7 @@ class WeightReaders:
         self.lost += 1
 
     async def fetch(self, version: int) -> None:
-        """See HostCopies. Waits for a reader that is being made again, and asks it again.
+        """See HostCopies. Waits for a reader that is restarting, and asks it again.
 
         Raises:
             RunError: a trainer host can't be read.

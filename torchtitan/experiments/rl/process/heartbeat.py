@@ -40,7 +40,7 @@ class Heartbeat:
             self._worked_s += ended - began
 
     def beat(self, what: str | None = None, *, slow: bool | None = None) -> None:
-        """The work goes on: its time starts again. Its next part may have a name of its own, and be slow or not."""
+        """The work goes on: its time starts again. ``what`` and ``slow`` are of its next part; None: as before."""
         before, _, was_slow = self._work
         self._work = (before if what is None else what, time.monotonic(), was_slow if slow is None else slow)
 

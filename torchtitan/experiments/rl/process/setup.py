@@ -69,7 +69,7 @@ _said_full = False
 class RunFileHandler(RotatingFileHandler):
     """A file that grows to LOG_BYTES, and the one before it, which is named ``<name>.jsonl.1``.
 
-    A class of its own: a second ``set_up_logging`` removes the handler that the first one made, and no other.
+    ``set_up_logging`` knows its handlers by their class: a second call removes what the first one made, and no other.
     """
 
     _failed = False
