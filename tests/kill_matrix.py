@@ -185,7 +185,7 @@ class Trial:
         if resumable:
             again = self.start("--resume", str(self.run))
         else:
-            shutil.rmtree(self.run)
+            shutil.rmtree(self.run, ignore_errors=True)  # on a busy machine it may not be there yet
             again = self.begin()
         code = self.end(again)
         if code != 0:
