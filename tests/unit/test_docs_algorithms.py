@@ -11,8 +11,9 @@ import pytest
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl import algorithms, config_registry, losses
 from torchtitan.experiments.rl.algorithms import OPD
-from torchtitan.experiments.rl.config.checks import check, checked_plan, needed_gpus, plan_run
+from torchtitan.experiments.rl.config.checks import check, checked_plan, plan_run
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
+from torchtitan.experiments.rl.config.placement import needed_gpus
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig

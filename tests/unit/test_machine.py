@@ -14,7 +14,7 @@ from tests.unit.model_shapes import SMOLLM2, write_model
 from torchtitan.experiments.rl.config import machine
 from torchtitan.experiments.rl.config.checks import checked_plan, missing, plan_run
 from torchtitan.experiments.rl.config.machine import checkpoint_seconds, fit_rows, machine_lacks, raise_descriptor_limit
-from torchtitan.experiments.rl.config.plan import GIB, checkpoint_gib
+from torchtitan.experiments.rl.config.plan import GIB, RunPlan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug, rl_opd_qwen3_debug
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.process import host
@@ -32,15 +32,23 @@ def room(monkeypatch, gib: float) -> None:
 
 
 def test_a_checkpoint_is_three_values_a_parameter_and_the_disk_holds_one_more_than_are_kept(plan):
-    assert checkpoint_gib(parameters=2**30, dtype="float32") == 12.0
-    assert checkpoint_gib(parameters=2**30, dtype="bfloat16") == 6.0
-    eight = dataclasses.replace(plan, checkpoint_gib=96.0, policy_gib=32.0, checkpoints_kept=2)
-    assert eight.disk_gib == 3 * 96 + 32
+    eight = of_billions(plan, 8, kept=2)
+    assert eight.checkpoint_gib == 96.0 and eight.disk_gib == 3 * 96 + 32
     assert any(line.startswith("disk           about 320.00 GiB: 2 checkpoints of 96.00 GiB") for line in eight.lines())
+    eight.config.trainer = dataclasses.replace(eight.config.trainer, dtype="bfloat16")
+    assert eight.checkpoint_gib == 48.0
+
+
+def of_billions(plan: RunPlan, parameters: int, *, kept: int = 3) -> RunPlan:
+    """The plan for a model of so many times 2**30 parameters, with so many checkpoints kept."""
+    checkpoint = dataclasses.replace(plan.config.checkpoint, keep=kept)
+    sizes = dataclasses.replace(plan.sizes, parameters=parameters * 2**30)
+    config = dataclasses.replace(plan.config, checkpoint=checkpoint)
+    return dataclasses.replace(plan, config=config, sizes=sizes, trained=sizes.parameters)
 
 
 def test_too_little_room_on_the_disk_is_one_line_that_names_the_folder(plan, monkeypatch, tmp_path):
-    plan = dataclasses.replace(plan, checkpoint_gib=96.0, policy_gib=32.0, checkpoints_kept=2)
+    plan = of_billions(plan, 8, kept=2)
     room(monkeypatch, 321)
     assert machine_lacks(plan, str(tmp_path / "a/b"), field="output_dir") == []
     room(monkeypatch, 319)
@@ -52,7 +60,7 @@ def test_too_little_room_on_the_disk_is_one_line_that_names_the_folder(plan, mon
 
 
 def test_checkpoints_that_are_there_already_need_no_more_room(plan, monkeypatch, tmp_path):
-    plan = dataclasses.replace(plan, checkpoint_gib=96.0, policy_gib=32.0, checkpoints_kept=2)
+    plan = of_billions(plan, 8, kept=2)
     room(monkeypatch, 129)
     assert machine_lacks(plan, str(tmp_path), field="--resume", checkpoints=9) == []
     assert len(machine_lacks(plan, str(tmp_path), field="--resume", checkpoints=1)) == 1
@@ -79,7 +87,9 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_it_may():
 
 
 def test_engines_of_several_processes_need_shared_memory(plan, monkeypatch, tmp_path):
-    wide = dataclasses.replace(plan, tensor_parallel_degree=2, generator_replicas=2)
+    wide = of_billions(plan, 1)
+    engine = dataclasses.replace(plan.config.generator.engine, tensor_parallel_degree=2)
+    wide.config.generator = dataclasses.replace(plan.config.generator, replicas=2, engine=engine)
     real = shutil.disk_usage
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 2**20) if path == machine.SHARED_MEMORY else real(path)
@@ -115,8 +125,8 @@ def test_a_checkpoints_time_is_that_of_a_file_in_the_same_folder_by_its_size(pla
     now = iter([10.0, 10.5])
     monkeypatch.setattr(machine.time, "perf_counter", lambda: next(now))
     monkeypatch.setattr(machine, "PROBE_BYTES", 2**20)
-    large = dataclasses.replace(plan, checkpoint_gib=8.0)
-    assert checkpoint_seconds(large, str(tmp_path / "not/there/yet")) == 0.5 * 8 * 1024, "half a second for each MiB"
+    large = of_billions(plan, 2)
+    assert checkpoint_seconds(large, str(tmp_path / "not/there/yet")) == 0.5 * 24 * 1024, "half a second for each MiB"
     assert list(tmp_path.iterdir()) == []
     assert checkpoint_seconds(plan, str(tmp_path)) is None, "that of the tiny model takes no time"
     assert checkpoint_seconds(large, "/proc/self") is None, "nothing can be written there"

@@ -11,9 +11,9 @@ from tests.fake_gpu import fake_gpus
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD
 from torchtitan.experiments.rl.config import machine
-from torchtitan.experiments.rl.config.checks import check, needed_gpus, plan_run, split_of
+from torchtitan.experiments.rl.config.checks import check, plan_run, split_of
 from torchtitan.experiments.rl.config.command_line import DEFAULT_MODULE, config_functions
-from torchtitan.experiments.rl.config.placement import Place
+from torchtitan.experiments.rl.config.placement import Place, needed_gpus
 from torchtitan.experiments.rl.config.plan import BANDWIDTH, FLOPS, GIB, RunPlan, shared_weights
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
@@ -49,7 +49,7 @@ MODELS = {
 def test_memory_of_a_trainer_rank_by_hand(name, numbers):
     parameters, layers, width, queries, keys, feed_forward, ranks, tensor = numbers
     plan = plan_of(name)
-    assert plan.parameters == parameters
+    assert plan.sizes.parameters == parameters
     # float32 weights, gradients and two moments, each rank an equal part; in each layer, cosines and sines for heads of 128.
     state = 16 * parameters / ranks + 4 * layers * 8192 * 2 * 128
     inputs = 2 * 8192 * layers * width / tensor
@@ -72,16 +72,16 @@ def test_a_mixture_is_planned_by_its_active_parameters_and_the_experts_that_a_ra
     plan = plan_of(name)
     expert, vocabulary = 3 * 2048 * 768, 151_936 * 2048
     dense = 2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128
-    assert plan.parameters == pytest.approx(48 * (dense + 128 * expert) + 2 * vocabulary, rel=1e-4)
-    assert plan.active_parameters == plan.parameters - 48 * 120 * expert == pytest.approx(3.35e9, rel=0.01)
-    assert f"{plan.active_parameters / 1e6:,.1f}M active" in plan.lines()[0]
-    assert plan.trainer_memory.state == pytest.approx(16 * plan.parameters / ranks + 4 * 48 * 8192 * 2 * 128, rel=1e-6)
+    assert plan.sizes.parameters == pytest.approx(48 * (dense + 128 * expert) + 2 * vocabulary, rel=1e-4)
+    assert plan.sizes.active_parameters == plan.sizes.parameters - 48 * 120 * expert == pytest.approx(3.35e9, rel=0.01)
+    assert f"{plan.sizes.active_parameters / 1e6:,.1f}M active" in plan.lines()[0]
+    assert plan.trainer_memory.state == pytest.approx(16 * plan.sizes.parameters / ranks + 4 * 48 * 8192 * 2 * 128, rel=1e-6)
     # bfloat16 copies of two layers, and the first one's gradient in bfloat16 and float32; what is computed again of a token:
     # 4 of the width, 3 of queries and keys, 4 of its experts' width, and 4 of their tokens; two gradients of experts' width.
     layer, width = dense + gathered * expert, 8 * 768
     again = 2 * 8192 * (4 * 2048 + 3 * (4096 + 512) + 4 * width + 4 * 8 * 2048 + 2 * width)
     assert plan.trainer_memory.layer == pytest.approx(max(10 * layer, 4 * vocabulary + 4 * layer) + again, rel=1e-3)
-    operations = 8 * (plan.active_parameters - vocabulary) + 9 * 2 * 4096 * 48 * 2048
+    operations = 8 * (plan.sizes.active_parameters - vocabulary) + 9 * 2 * 4096 * 48 * 2048
     assert plan.balance.train_s == pytest.approx(operations * 512 * 4096 / (ranks * FLOPS), rel=1e-3)
 
 
@@ -128,10 +128,11 @@ def test_the_page_on_clusters_lists_each_config_as_it_is_planned():
     assert list(rows) == ON_GPUS
     for name, row in rows.items():
         plan, size = plan_of(name), re.search(r"GPUs?( of \d+ GB)?", getattr(config_registry, name).__doc__)[1] or ""
-        tensor, engine = plan.trainer_tensor_parallel_degree, plan.tensor_parallel_degree
-        gpus = needed_gpus(getattr(config_registry, name)())
-        ranks = f"{plan.trainer_ranks}{f' in {tensor}s' if tensor > 1 else ''}"
-        generators = f"{plan.generator_replicas}{f' of {engine}' if engine > 1 else ''}"
+        config = plan.config
+        tensor, engine = config.trainer.parallelism.tensor_parallel_degree, config.generator.engine.tensor_parallel_degree
+        gpus = needed_gpus(config)
+        ranks = f"{config.trainer.ranks}{f' in {tensor}s' if tensor > 1 else ''}"
+        generators = f"{config.generator.replicas}{f' of {engine}' if engine > 1 else ''}"
         line = "generators = shared" if plan.balance is None else plan.balance.line()
         costs = line.partition("generators = ")[2].removesuffix(" (config/plan.py)")
         assert row == f"{gpus}{size} | {ranks} | {generators} | {costs}"

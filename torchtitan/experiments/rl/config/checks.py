@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 from pathlib import Path
@@ -14,16 +13,14 @@ from transformers import AutoTokenizer
 from torchtitan.experiments.rl.algorithms import Algorithm
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.compat.torchtitan import built_class
-from torchtitan.experiments.rl.config.placement import place
+from torchtitan.experiments.rl.config.placement import hosted_processes, place
 from torchtitan.experiments.rl.config.plan import (
-    BYTES,
     GIB,
     ModelSizes,
     RunPlan,
     SharedGpu,
     TrainerMemory,
     balance,
-    checkpoint_gib,
     shared_weights,
     trainer_memory,
 )
@@ -34,7 +31,6 @@ from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.judge import Judge
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, find_references, hosted_models
 from torchtitan.experiments.rl.losses import check_corrections
-from torchtitan.experiments.rl.models.decoder import RowShapes
 from torchtitan.experiments.rl.models.hub import HubConfig, check_weights, has_config
 from torchtitan.experiments.rl.models.lora import with_lora
 from torchtitan.experiments.rl.models.policy import (
@@ -281,14 +277,6 @@ def check_hosted_model(model: HostedModel, *, field: str) -> None:
     check_engine_fits(model.engine, hub, field=f"{field}.engine")
 
 
-def needed_gpus(config: RunConfig) -> int:
-    """GPUs of trainer ranks, generator replicas and hosted models."""
-    hosted = sum(model.replicas * model.engine.tensor_parallel_degree for model in hosted_models(config.tasks).values())
-    engines = config.generator.replicas * config.generator.engine.tensor_parallel_degree
-    own = max(config.trainer.ranks, engines) if config.provision.share_gpus else config.trainer.ranks + engines
-    return own + hosted
-
-
 def split_of(config: RunConfig, gpus: int, *, gpu_gib: float) -> list[str]:
     """Overrides that divide ``gpus`` between trainer ranks and generator replicas so that the slower side of a step costs
     least, by the cost model. Degrees of parallelism stay.
@@ -304,7 +292,7 @@ def split_of(config: RunConfig, gpus: int, *, gpu_gib: float) -> list[str]:
             "--gpus", gpus, "divides GPUs, and provision.share_gpus has both sides on the same ones: leave one out"
         )
     engine = config.generator.engine.tensor_parallel_degree
-    own = gpus - (needed_gpus(config) - config.trainer.ranks - config.generator.replicas * engine)
+    own = gpus - hosted_processes(config)
     here = list(range(gpus)) if config.provision.job.has_gpus is None else None
     costs: dict[tuple[int, int], float] = {}
     for ranks in range(1, own - engine + 1):
@@ -352,11 +340,15 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
         if isinstance(reference, HostedModel) and has_config(reference.path):
             theirs = HubConfig.read(reference.path, field=f"{field}.path")
             check_engine_fits(reference.engine, theirs, field=f"{field}.engine")
-    parameters = trained = published = parameter_count(spec)
+    sizes = ModelSizes.of(decoder_config(spec), parameter_count(spec))
+    parameters = adapter = published = sizes.parameters
     if (lora := config.trainer.lora) is not None:
-        trained = parameter_count(with_lora(policy_spec(config.model, device=device, max_seq_len=1), lora)) - parameters
-        published = trained * len(config.adapters) if config.served else parameters
-    held = trained * len(config.adapters)
+        adapter = parameter_count(with_lora(policy_spec(config.model, device=device, max_seq_len=1), lora)) - parameters
+        published = adapter * len(config.adapters) if config.served else parameters
+    if config.served and device == "cpu" and sizes.experts > 1:
+        cure = "set it to merged: with adapters vLLM computes experts by Triton's kernels, which need a GPU"
+        raise ConfigError("generator.adapter", "served", cure)
+    trained = adapter * len(config.adapters)
     on = functools.partial(place, config, device, parameters=parameters)
     if available is not None:
         known: list[list[int]] | None = [available]
@@ -369,52 +361,29 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
         for model in hosted:
             check_cores(model.engine, cores, field=f"the hosted model {model.path!r}: engine")
     groups = groups_per_step(config)
-    largest = max(config.tasks.values(), key=lambda task: task.group_size * task.env.max_rollout_tokens)
     rollouts = groups * max(task.group_size for task in config.tasks.values())
-    tokens = groups * largest.group_size * largest.env.max_rollout_tokens
-    row_length, rows = config.batcher.row_length, config.batcher.rows_per_microbatch
-    sizes = ModelSizes.of(decoder_config(spec), parameters)
-    if config.served and device == "cpu" and sizes.experts > 1:
-        cure = "set it to merged: with adapters vLLM computes experts by Triton's kernels, which need a GPU"
-        raise ConfigError("generator.adapter", "served", cure)
-    memory = trainer_memory(sizes, config, device=device, trained=held)
+    memory = trainer_memory(sizes, config, device=device, trained=trained)
     shares_gpus = config.provision.share_gpus and device == "cuda"
     return RunPlan(
+        config=config,
         device=device,
-        parameters=parameters,
-        active_parameters=sizes.active_parameters,
-        adapter=""
-        if lora is None
-        else f"; adapters of rank {lora.rank}: {held / 1e6:,.2f}M, learning rate {config.trainer.optimizer.lr:g}",
-        steps=config.steps,
+        sizes=sizes,
+        trained=trained,
         groups_per_step=groups,
         rollouts_per_step=rollouts,
-        open_groups=(config.max_offpolicy_steps + 1) * groups,
-        max_offpolicy_steps=config.max_offpolicy_steps,
-        tokens_per_step=tokens,
-        microbatches_per_rank=math.ceil(tokens / (row_length * rows * parallelism.data_parallel_size(ranks))),
-        trainer_ranks=config.trainer.ranks,
-        generator_replicas=config.generator.replicas,
-        hosted_processes=sum(model.replicas * model.engine.tensor_parallel_degree for model in hosted),
-        tensor_parallel_degree=engine.tensor_parallel_degree,
+        tokens_per_step=groups * max(task.group_size * task.env.max_rollout_tokens for task in config.tasks.values()),
         hosts=1 if known is None else len(known),
         placement=placement,
-        data_parallel_size=parallelism.data_parallel_size(ranks),
-        trainer_tensor_parallel_degree=parallelism.tensor_parallel_degree,
-        row_shapes=RowShapes.of(rows, row_length).shapes if device == "cuda" else (),
         trainer_memory=memory,
         shared_gpu=_shared_gpu(config, parameters, memory) if shares_gpus else None,
-        balance=balance(config, sizes, rollouts, trained) if device == "cuda" and not shares_gpus else None,
+        balance=balance(config, sizes, rollouts, adapter) if device == "cuda" and not shares_gpus else None,
+        generator_gib=engine.process_memory(parameters=parameters, device=device),
         shared_weights=shared_weights(
             nbytes=published * engine.torch_dtype.itemsize,
             trainer_hosts=[place.host for place in placement.trainer],
             copies=parallelism.data_parallel_replicate_degree,
             generator_hosts=[place.host for place in placement.generators],
         ),
-        generator_gib=engine.process_memory(parameters=parameters, device=device),
-        checkpoint_gib=checkpoint_gib(parameters=held, dtype=config.trainer.dtype),
-        policy_gib=parameters * BYTES[config.trainer.dtype] / GIB,
-        checkpoints_kept=config.checkpoint.keep,
     )
 
 

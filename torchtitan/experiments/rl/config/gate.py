@@ -11,6 +11,7 @@ from pathlib import Path
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
 from torchtitan.experiments.rl.config import checks, machine, trial
 from torchtitan.experiments.rl.config.command_line import Command
+from torchtitan.experiments.rl.config.placement import needed_gpus
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.resume import ResumedRun, Start, files_of_models, find_initial
 from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -67,7 +68,7 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         lacks(error)
     without_model = bool(notes)
     if dry_run and config.provision.device == "cuda" and here:
-        gpus = list(range(checks.needed_gpus(config)))
+        gpus = list(range(needed_gpus(config)))
         plan = checks.plan_run(config, device="cuda", available=gpus)
         lacks(*machine.missing_gpus(len(gpus)))
     else:
@@ -137,7 +138,7 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
             config_name=str(command.config_name), module=command.module, overrides=command.overrides, model_files=files
         )
         save_command(Path(start.run_dir), saved)
-    warnings = [_checkpoint_warning(config, checkpoint_s), trial.learning_rate_warning(config, plan.parameters)]
+    warnings = [_checkpoint_warning(config, checkpoint_s), trial.learning_rate_warning(config, plan.sizes.parameters)]
     if config.generator.engine.warning is not None:
         warnings.append(f"generator.engine.{config.generator.engine.warning}")
     warnings += [*(task.examples_warning for task in tasks.values()), *(seen.warning for seen in tried.values())]

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from torchtitan.experiments.rl.config.placement import ranges
+from torchtitan.experiments.rl.config.placement import engine_processes, ranges
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import MissingError
@@ -105,9 +105,9 @@ def memory_gib() -> tuple[float, float]:
 
 def _run_gib(plan: RunPlan) -> float:
     """Of a run on one host, on CPU."""
-    engines = plan.generator_replicas * plan.tensor_parallel_degree * plan.generator_gib
+    engines = engine_processes(plan.config) * plan.generator_gib
     weights = sum(plan.shared_weights.values()) / GIB
-    return plan.trainer_ranks * plan.trainer_gib + engines + weights + (1 + plan.processes) * PROCESS_GIB
+    return plan.config.trainer.ranks * plan.trainer_gib + engines + weights + (1 + plan.processes) * PROCESS_GIB
 
 
 def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
@@ -201,7 +201,8 @@ def _descriptors(plan: RunPlan) -> MissingError | None:
 
 
 def _shared_memory(plan: RunPlan) -> MissingError | None:
-    engines = plan.generator_replicas if plan.tensor_parallel_degree > 1 else 0
+    generator = plan.config.generator
+    engines = generator.replicas if generator.engine.tensor_parallel_degree > 1 else 0
     needed = engines * SHARED_MEMORY_PER_ENGINE
     if not needed or not SHARED_MEMORY.is_dir() or (free := shutil.disk_usage(SHARED_MEMORY).free) >= needed:
         return None
@@ -223,7 +224,7 @@ def _disk(plan: RunPlan, folder: str, field: str, checkpoints: int) -> MissingEr
         free = usage.free / GIB if usage.total else float("inf")  # /proc and /sys have no space; no folder can be made there
     except (OSError, ValueError):  # making the folder says what is wrong with it
         return None
-    needed = plan.disk_gib - min(checkpoints, plan.checkpoints_kept) * plan.checkpoint_gib
+    needed = plan.disk_gib - min(checkpoints, plan.config.checkpoint.keep) * plan.checkpoint_gib
     if free >= needed:
         return None
     cure = f"its disk has {free:,.2f} GiB free, and the run's checkpoints and policy need {needed:,.2f}: free space, lower "

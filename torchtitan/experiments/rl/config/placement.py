@@ -99,6 +99,22 @@ def place(
     return Placement(trainer=trainer, generators=generators, hosted=models, rollout_workers=workers)
 
 
+def engine_processes(config: RunConfig) -> int:
+    """Of the policy's generators."""
+    return config.generator.replicas * config.generator.engine.tensor_parallel_degree
+
+
+def hosted_processes(config: RunConfig) -> int:
+    """Of the frozen models that the run serves itself."""
+    return sum(model.replicas * model.engine.tensor_parallel_degree for model in hosted_models(config.tasks).values())
+
+
+def needed_gpus(config: RunConfig) -> int:
+    """GPUs of trainer ranks, generator replicas and hosted models."""
+    both = (config.trainer.ranks, engine_processes(config))
+    return (max(both) if config.provision.share_gpus else sum(both)) + hosted_processes(config)
+
+
 Divided = tuple[tuple[Place, ...], tuple[Place, ...], tuple[tuple[Place, ...], ...]]
 """Places of the trainer's ranks, of the generators, and of each hosted model."""
 
@@ -107,9 +123,7 @@ def _on_gpus(config: RunConfig, hosts: Sequence[Sequence[int]], hosted: Sequence
     roles, ranks, replicas = config.provision, config.trainer.ranks, config.generator.replicas
     degree, engines = config.generator.engine.tensor_parallel_degree, [model.engine.tensor_parallel_degree for model in hosted]
     free = [list(gpus) for gpus in hosts]
-    own = max(ranks, replicas * degree) if roles.share_gpus else ranks + replicas * degree
-    needed = own + sum(model.replicas * size for model, size in zip(hosted, engines, strict=True))
-    if needed > (there := sum(map(len, free))):
+    if (needed := needed_gpus(config)) > (there := sum(map(len, free))):
         others = f" and {len(hosted)} hosted model(s)" if hosted else ""
         has = f"this host has {there}" if len(hosts) == 1 else f"the {len(hosts)} hosts have {there}"
         cure = (

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-
-from torchtitan.experiments.rl.config.placement import Placement, ranges
+from torchtitan.experiments.rl.config.placement import Placement, engine_processes, hosted_processes, ranges
 from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.experiments.rl.models.decoder import RowShapes
 from torchtitan.models.common import Decoder
 
 GIB = 2**30
@@ -130,18 +129,23 @@ class SharedGpu:
     """What is left of the engine while it sleeps. None: it does not sleep."""
 
     @property
-    def training(self) -> float:
-        """While the trainer steps."""
-        return self.trainer.total + (self.engine if self.asleep is None else self.asleep)
-
-    @property
-    def generating(self) -> float:
-        """While an engine that sleeps is awake: the trainer has given back what its step used."""
-        return self.trainer.state + self.trainer.fixed + self.engine
+    def idle(self) -> float:
+        """Of the trainer while an engine that sleeps is awake: it has given back what its step used."""
+        return self.trainer.state + self.trainer.fixed
 
     @property
     def peak(self) -> float:
-        return max(self.training, self.generating)
+        """While the trainer steps, or while the engine is awake."""
+        return max(self.trainer.total + (self.engine if self.asleep is None else self.asleep), self.idle + self.engine)
+
+    def line(self) -> str:
+        trainer, engine, peak = (f"{size / GIB:.1f}" for size in (self.trainer.total, self.engine, self.peak))
+        if self.asleep is None:
+            return f"trainer {trainer} + engine {engine} = {peak} GiB a GPU, both all the time"
+        return (
+            f"{peak} GiB a GPU: trainer {trainer} + engine asleep {self.asleep / GIB:.1f} in a step, "
+            f"trainer {self.idle / GIB:.1f} + engine {engine} while it generates"
+        )
 
 
 def trainer_memory(
@@ -272,37 +276,20 @@ def balance(config: RunConfig, sizes: ModelSizes, rollouts: int, trained: int) -
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RunPlan:
-    """Derived sizes of a run. ``lines`` is what ``--dry-run`` prints."""
+    """What follows from a config. ``lines`` is what ``--dry-run`` prints."""
 
+    config: RunConfig
     device: Literal["cpu", "cuda"]
-    parameters: int
-    active_parameters: int
-    """That a token is computed with."""
-    adapter: str
-    """What is trained of them, where that is adapters."""
-    steps: int
+    sizes: ModelSizes
+    trained: int
+    """Parameters of the adapters that are trained, all together; of the model, where it trains none."""
     groups_per_step: int
     rollouts_per_step: int
-    open_groups: int
-    """Groups in flight or buffered at most."""
-    max_offpolicy_steps: int
     tokens_per_step: int
     """At most: every rollout at max_rollout_tokens."""
-    microbatches_per_rank: int
-    """At most, of one step."""
-    trainer_ranks: int
-    generator_replicas: int
-    tensor_parallel_degree: int
-    hosted_processes: int
-    """Of frozen models the run serves itself."""
     hosts: int
     placement: Placement
     """By what is known before the hosts are there."""
-    data_parallel_size: int
-    """Shares that a step's rows are divided into."""
-    trainer_tensor_parallel_degree: int
-    row_shapes: tuple[tuple[int, int], ...]
-    """[B, L] of the batches that the trainer computes, canary aside, where they are few; empty where each has its own."""
     trainer_memory: TrainerMemory
     """Of one rank."""
     shared_gpu: SharedGpu | None
@@ -313,11 +300,22 @@ class RunPlan:
     """Per process: weights and KV cache (CPU), or the share of the GPU it will claim (CUDA, as a part of one)."""
     shared_weights: dict[int, float]
     """Bytes of published weights in each host's shared memory, by the host's number."""
-    checkpoint_gib: float
-    """Weights and two Adam moments, of what is trained."""
-    policy_gib: float
-    """Of the final policy."""
-    checkpoints_kept: int
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Shares that a step's rows are divided into."""
+        return self.config.trainer.parallelism.data_parallel_size(self.config.trainer.ranks)
+
+    @property
+    def microbatches_per_rank(self) -> int:
+        """At most, of one step."""
+        batcher = self.config.batcher
+        return math.ceil(self.tokens_per_step / (batcher.row_length * batcher.rows_per_microbatch * self.data_parallel_size))
+
+    @property
+    def checkpoint_gib(self) -> float:
+        """On disk: weights and two Adam moments, of what is trained."""
+        return 3 * self.trained * BYTES[self.config.trainer.dtype] / GIB
 
     @property
     def trainer_gib(self) -> float:
@@ -332,72 +330,63 @@ class RunPlan:
     @property
     def processes(self) -> int:
         """Without the one that the command runs in."""
-        return self.trainer_ranks + self.generator_replicas * max(1, self.tensor_parallel_degree) + self.hosted_processes
+        return self.config.trainer.ranks + engine_processes(self.config) + hosted_processes(self.config)
 
     @property
     def disk_gib(self) -> float:
         """At most at once: the checkpoints that stay, the one that is written before the oldest goes, and the final policy."""
-        return (self.checkpoints_kept + 1) * self.checkpoint_gib + self.policy_gib
+        policy = self.sizes.parameters * BYTES[self.config.trainer.dtype] / GIB
+        return (self.config.checkpoint.keep + 1) * self.checkpoint_gib + policy
 
     def lines(self) -> list[str]:
-        generators = f"{self.generator_replicas} generator(s) of {self.tensor_parallel_degree}"
-        if self.hosted_processes:
-            generators += f", {self.hosted_processes} for hosted models"
-        on = "GPUs" if self.device == "cuda" else "CPU cores"
-        share = f"{self.generator_gib:.0%} of a GPU" if self.device == "cuda" else f"{self.generator_gib:.2f} GiB"
-        degrees = f"{self.trainer_ranks} trainer rank(s)"
-        if self.trainer_tensor_parallel_degree > 1:
-            degrees += f" ({self.data_parallel_size} data-parallel x {self.trainer_tensor_parallel_degree} tensor-parallel)"
-        elif self.data_parallel_size < self.trainer_ranks:
-            sharing = self.trainer_ranks // self.data_parallel_size
-            degrees += f" ({self.data_parallel_size} data-parallel x {sharing} parts of a row)"
-        memory = self.trainer_memory
-        parts = {
+        config, trainer, sizes, memory = self.config, self.config.trainer, self.sizes, self.trainer_memory
+        on_gpus, ranks, sharing = self.device == "cuda", trainer.ranks, trainer.ranks // self.data_parallel_size
+        parameters = f"{sizes.parameters / 1e6:,.1f}M parameters"
+        if sizes.experts > 1:
+            parameters += f", {sizes.active_parameters / 1e6:,.1f}M active"
+        if trainer.lora is not None:
+            adapters = f"adapters of rank {trainer.lora.rank}: {self.trained / 1e6:,.2f}M"
+            parameters += f"; {adapters}, learning rate {trainer.optimizer.lr:g}"
+        degrees = f"{ranks} trainer rank(s)"
+        if sharing > 1:
+            parts = "tensor-parallel" if sharing == trainer.parallelism.tensor_parallel_degree else "parts of a row"
+            degrees += f" ({self.data_parallel_size} data-parallel x {sharing} {parts})"
+        generators = f"{config.generator.replicas} generator(s) of {config.generator.engine.tensor_parallel_degree}"
+        if hosted := hosted_processes(config):
+            generators += f", {hosted} for hosted models"
+        at_work = "the head at work" if memory.head > memory.layer else "a layer at work"
+        parts_of_memory = {
             "state": memory.state,
             "activations": memory.activations,
-            "the head at work" if memory.head > memory.layer else "a layer at work": max(memory.head, memory.layer),
+            at_work: max(memory.head, memory.layer),
             "CUDA": memory.fixed,
         }
-        held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
-        active = "" if self.active_parameters == self.parameters else f", {self.active_parameters / 1e6:,.1f}M active"
+        held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts_of_memory.items() if size)
+        share = f"{self.generator_gib:.0%} of a GPU" if on_gpus else f"{self.generator_gib:.2f} GiB"
         lines = [
-            f"model          {self.parameters / 1e6:,.1f}M parameters{active}{self.adapter}",
-            f"steps          {self.steps}, each on {self.groups_per_step} groups = {self.rollouts_per_step} rollouts",
-            f"off-policy     at most {self.max_offpolicy_steps} versions; {self.open_groups} groups open at most",
+            f"model          {parameters}",
+            f"steps          {config.steps}, each on {self.groups_per_step} groups = {self.rollouts_per_step} rollouts",
+            f"off-policy     at most {config.max_offpolicy_steps} versions; "
+            f"{(config.max_offpolicy_steps + 1) * self.groups_per_step} groups open at most",
             f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",
-            f"processes      {self.processes} on {on}: {degrees}, {generators}",
+            f"processes      {self.processes} on {'GPUs' if on_gpus else 'CPU cores'}: {degrees}, {generators}",
             f"memory         about {self.trainer_gib:.2f} GiB a trainer rank ({held}), {share} a generator process",
             f"shared memory  two versions of the weights: {self._shared_weights()}",
-            f"disk           about {self.disk_gib:.2f} GiB: {self.checkpoints_kept} checkpoints of {self.checkpoint_gib:.2f} "
+            f"disk           about {self.disk_gib:.2f} GiB: {config.checkpoint.keep} checkpoints of {self.checkpoint_gib:.2f} "
             "GiB are kept, another while it is written, and the policy",
         ]
-        if self.device == "cuda":
-            staged = self.checkpoint_gib / self.trainer_ranks
+        if on_gpus:
+            staged = self.checkpoint_gib / ranks
             lines.append(f"host memory    {staged:.2f} GiB a trainer rank, page-locked: a checkpoint is copied there first")
-        if self.shared_gpu is not None:
-            lines.append(f"shared GPUs    {self._shared_gpu(self.shared_gpu)}")
-        if self.row_shapes:
-            shapes = ", ".join(f"{rows} x {length}" for rows, length in self.row_shapes)
-            lines.append(f"shapes         {len(self.row_shapes)} of rows x tokens: {shapes}")
+            if self.shared_gpu is not None:
+                lines.append(f"shared GPUs    {self.shared_gpu.line()}")
+            shapes = RowShapes.of(config.batcher.rows_per_microbatch, config.batcher.row_length).shapes
+            shown = ", ".join(f"{rows} x {length}" for rows, length in shapes)
+            lines.append(f"shapes         {len(shapes)} of rows x tokens: {shown}")
         return lines + ([self.balance.line()] if self.balance is not None else [])
-
-    def _shared_gpu(self, shared: SharedGpu) -> str:
-        trainer, engine = shared.trainer.total / GIB, shared.engine / GIB
-        if shared.asleep is None:
-            return f"trainer {trainer:.1f} + engine {engine:.1f} = {shared.peak / GIB:.1f} GiB a GPU, both all the time"
-        idle = (shared.trainer.state + shared.trainer.fixed) / GIB
-        return (
-            f"{shared.peak / GIB:.1f} GiB a GPU: trainer {trainer:.1f} + engine asleep {shared.asleep / GIB:.1f} in a step, "
-            f"trainer {idle:.1f} + engine {engine:.1f} while it generates"
-        )
 
     def _shared_weights(self) -> str:
         hosts: dict[str, list[int]] = {}
         for host, size in self.shared_weights.items():
             hosts.setdefault(f"{size / GIB:.2f} GiB", []).append(host)
         return ", ".join(f"{size} on {'hosts' if len(on) > 1 else 'host'} {ranges(on)}" for size, on in hosts.items())
-
-
-def checkpoint_gib(*, parameters: int, dtype: str) -> float:
-    """On disk: weights and two Adam moments."""
-    return 3 * parameters * getattr(torch, dtype).itemsize / GIB

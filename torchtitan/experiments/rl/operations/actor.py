@@ -164,16 +164,16 @@ class Controller(Actor):
             await asyncio.sleep(REDRAW_S)
 
     def _print_header(self) -> None:
-        plan = self._context.plan
+        config, plan = self._context.config, self._context.plan
         self._console.header(
             self._context.run_dir,
             config=self._config_name,
-            model=f"{near(self._context.config.model.hf_assets_path)} ({plan.parameters / 1e6:,.1f}M parameters)",
+            model=f"{near(config.model.hf_assets_path)} ({plan.sizes.parameters / 1e6:,.1f}M parameters)",
             sizes={
-                "steps": plan.steps,
+                "steps": config.steps,
                 "rollouts a step": plan.rollouts_per_step,
-                "off-policy steps": plan.max_offpolicy_steps,
-                "trainer ranks": plan.trainer_ranks,
-                "generators": plan.generator_replicas,
+                "off-policy steps": config.max_offpolicy_steps,
+                "trainer ranks": config.trainer.ranks,
+                "generators": config.generator.replicas,
             },
         )

@@ -159,7 +159,7 @@ class RunActors:
 
         async def start_guarded_trainer() -> set[str]:
             with self._context.console.waits.wait("the trainer to start"):
-                for rank in range(plan.trainer_ranks):
+                for rank in range(config.trainer.ranks):
                     await self.supervisor.guard(f"trainer rank {rank}", trainers.slice(procs=rank), life)
                 return await start_trainer(procs, trainers)
 
@@ -167,7 +167,7 @@ class RunActors:
         trainer_hosts, *hosts = await asyncio.gather(
             start_guarded_trainer(), *map(self.supervisor.start, self._generating.values())
         )
-        readers = await self._start_readers(trainer_hosts, hosts[: plan.generator_replicas])
+        readers = await self._start_readers(trainer_hosts, hosts[: config.generator.replicas])
         self.trainer = TrainerClient(trainers, context.run_dir, life, keep_logprobs=config.recorder.trainer_logprobs)
         await self.trainer.connect()
         self.weights = WeightSync(

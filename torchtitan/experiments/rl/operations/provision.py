@@ -76,7 +76,7 @@ def place_run(config: RunConfig, plan: RunPlan, hosts: HostPool | None) -> Place
         return plan.placement
     cores = [host.cores for host in hosts.hosts]
     devices = cores if plan.device == "cpu" else [tuple(range(len(host.gpus))) for host in hosts.hosts]
-    placement = place(config, plan.device, parameters=plan.parameters, hosts=devices, worker_cores=cores)
+    placement = place(config, plan.device, parameters=plan.sizes.parameters, hosts=devices, worker_cores=cores)
     logger.info("hosts: %s; placement: %s", [host.name for host in hosts.hosts], placement)
     return placement
 

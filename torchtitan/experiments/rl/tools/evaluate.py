@@ -16,6 +16,7 @@ from monarch.actor import Actor, shutdown_context, this_proc
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to, process_death
 from torchtitan.experiments.rl.config import checks, trial
 from torchtitan.experiments.rl.config.machine import raise_descriptor_limit
+from torchtitan.experiments.rl.config.placement import needed_gpus
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
 from torchtitan.experiments.rl.controller.group_runner import LocalRunner, TaskSet
@@ -123,7 +124,7 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
 def without_trainer(config: RunConfig) -> list[int]:
     """GPUs to plan with where no trainer runs: those of its ranks, which a plan gives out first, come before GPU 0."""
     ranks = config.trainer.ranks
-    return list(range(-ranks, checks.needed_gpus(config) - ranks))
+    return list(range(-ranks, needed_gpus(config) - ranks))
 
 
 class EndpointPolicy(EndpointClient):
