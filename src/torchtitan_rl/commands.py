@@ -5,42 +5,13 @@ import os
 import re
 import shlex
 import sys
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from torchtitan_rl import DISTRIBUTION, root
 
 NOT_RESOLVED = ("torchstore==0.1.2",)
 """Needed, and no dependency of the distribution: it asks for torch 2.9 and torchmonarch 0.1.2, so pip finds no solution."""
-
-
-def train() -> int:
-    """``rl-train``: as ``python -m torchtitan.experiments.rl.grpo``."""
-    return _run("grpo")
-
-
-def evaluate() -> int:
-    """``rl-evaluate``: as ``python -m torchtitan.experiments.rl.evaluate``."""
-    return _run("evaluate")
-
-
-def report() -> int:
-    """``rl-report``: as ``python -m torchtitan.experiments.rl.report``."""
-    return _run("report")
-
-
-def export() -> int:
-    """``rl-export``: as ``python -m torchtitan.experiments.rl.export``."""
-    return _run("export")
-
-
-def play() -> int:
-    """``rl-play``: as ``python -m torchtitan.experiments.rl.play``."""
-    return _run("play")
-
-
-def simulate() -> int:
-    """``rl-simulate``: as ``python -m torchtitan.experiments.rl.simulate``."""
-    return _run("simulate")
 
 
 def _run(module: str) -> int:
@@ -75,3 +46,9 @@ def what_is_lacking() -> str | None:
     # torch with its dependencies: its CUDA build can't be imported without them.
     torch = f"{pip} {lacking['torch'].partition(' ')[0]} && " if "torch" in lacking else ""
     return f"not installed: {', '.join(lacking.values())}; {torch}{pip} --no-deps -r {pins} installs all (on GPUs: gpu.txt)"
+
+
+# What ``rl-train``, ``rl-evaluate`` and the others start: as ``python -m torchtitan.experiments.rl.grpo``, ``.evaluate`` ...
+train = partial(_run, "grpo")
+evaluate, report = partial(_run, "evaluate"), partial(_run, "report")
+export, play, simulate = partial(_run, "export"), partial(_run, "play"), partial(_run, "simulate")

@@ -25,7 +25,7 @@ MODULES = {
     "dots": ("..", "is no module's name"),
     "a blank": ("my configs", "is no module's name"),
     "a null character": ("mine\0", "is no module's name"),
-    "a file": ("json.py", "names a file; name the module: json"),
+    "a file": ("json.py", "is no module's name", "such as json"),
     "nowhere": ("nowhere.at.all", "no such module; is its folder on PYTHONPATH?"),
 }
 
@@ -173,7 +173,7 @@ def test_a_flavor_of_another_family_than_the_folder_is_refused(refused):
 
 PATHS = {
     "a file": ("{tmp}/file", "is a file"),
-    "below a file": ("{tmp}/file/run", "lies under a file"),
+    "below a file": ("{tmp}/file/run", "Not a directory"),
     "a name too long": ("{tmp}/" + "x" * 300, "too long"),
     "a path too long": ("{tmp}/" + "x/" * 3000, "too long"),
     "in /proc": ("/proc/run", "name a folder that can be written"),
@@ -204,7 +204,7 @@ def test_a_mount_that_is_read_only_is_named_so(refused, monkeypatch, tmp_path):
 
     monkeypatch.setattr(Path, "mkdir", read_only)
     err = refused(*DEBUG, "--run-dir", str(tmp_path / "run"), "--dry-run")
-    assert f"--run-dir = '{tmp_path}/run': is on a file system that is mounted read-only" in err
+    assert f"--run-dir = '{tmp_path}/run': Read-only file system" in err
 
 
 def test_folders_made_on_the_way_to_one_that_can_not_be_made_are_removed(refused, tmp_path):

@@ -51,12 +51,18 @@ def test_a_token_that_the_hub_refuses_is_said(hub_answers, monkeypatch):
     assert hub.push_fault("me/mine") == "the hub refuses the token: 401 Client Error"
 
 
-def test_the_newest_policy_of_a_run_is_pushed(hub_answers, tmp_path, capsys):
-    for step in (9, 10):
-        (tmp_path / "policy" / f"step-{step}").mkdir(parents=True)
-    assert grpo._push(tmp_path, "me/mine") == 0
-    assert hub_answers == [("me/mine", tmp_path / "policy/step-10")]
-    assert capsys.readouterr().out.endswith("pushed      https://hub/me/mine\n")
+def test_the_newest_policy_of_a_run_is_pushed(hub_answers, command, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+
+    def trained(config, start, name) -> int:
+        for step in (9, 10):
+            (run / "policy" / f"step-{step}").mkdir(parents=True)
+        return 0
+
+    monkeypatch.setattr(grpo, "_run", trained)
+    code, out, err = command(*DEBUG, "--run-dir", str(run), "--push-to-hub", "me/mine")
+    assert (code, err) == (0, "") and hub_answers == [("me/mine", run / "policy/step-10")]
+    assert out.endswith("pushed      https://hub/me/mine\n")
 
 
 def test_an_upload_that_fails_leaves_the_folder_and_says_how_to_try_again(tmp_path, capsys, monkeypatch):

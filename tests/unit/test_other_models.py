@@ -91,7 +91,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_and_a_judge_may_have_any(re
     for name in ("rl_opd_qwen3_debug", "rl_sft_qwen3_debug"):
         err = refused("--config", name, "--model", str(other))
         assert "tasks.sum_digits.algorithm.teacher.path" in err
-        assert "its tokenizer has 768 tokens, and not 769; the policy's" in err
+        assert "its tokenizer has another number of tokens; the policy's" in err
     code, _, err = command("--config", "rl_judge_qwen3_debug", "--model", str(other), "--dry-run")
     assert code == 0, err
 
@@ -107,7 +107,7 @@ def test_equal_vocabularies_that_divide_texts_otherwise_differ(tokenizer_path, t
     ("change", "named"),
     [
         (lambda file: file["model"]["merges"].reverse(), "merges characters into tokens by other rules"),
-        (lambda file: file["added_tokens"][0].update(special=False), "does not treat the id"),
+        (lambda file: file["added_tokens"][0].update(special=False), "treats other ids as special tokens"),
     ],
 )
 def test_equal_vocabularies_with_other_rules_differ(change, named, tokenizer_path, tokenizer, tmp_path):

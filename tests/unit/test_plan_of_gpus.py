@@ -1,6 +1,7 @@
 """What the plan says of a run on GPUs, against numbers worked out by hand from the models' cards."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -140,9 +141,10 @@ def test_the_page_on_clusters_lists_each_config_as_it_is_planned():
 
 def test_a_dry_run_says_how_many_gpus_this_host_lacks(monkeypatch):
     monkeypatch.setattr(machine, "visible_gpus", lambda: [0, 1, 2])
-    assert machine.missing_gpus(3) == []
-    (problem,) = machine.missing_gpus(64)
-    assert str(problem) == (
+    machine.check_gpu_count(3)
+    with pytest.raises(ConfigError) as problem:
+        machine.check_gpu_count(64)
+    assert str(problem.value) == (
         "provision.device = 'cuda': the run needs 64 GPUs and this host has 3: run it where they are, or on other hosts "
         "(provision.job)"
     )
@@ -234,20 +236,19 @@ def test_what_can_not_share_or_sleep_is_refused(change, error):
 @pytest.mark.parametrize("gib, code", [(24, 0), (16, 2)])
 def test_a_gpu_too_small_for_both_is_refused_by_what_they_take(monkeypatch, gib, code):
     fake_gpus(monkeypatch, 1, memory_gib=gib)
-    problems = machine.missing_gpu_memory(plan_of("rl_grpo_qwen3_0_6b_1gpu"))
-    assert bool(problems) == bool(code)
-    if problems:
-        assert "trainer rank and engine take about 20.8 GiB and a GPU here has 16.0" in str(problems[0])
+    refused = pytest.raises(ConfigError, match="trainer rank and engine take about 20.8 GiB and a GPU here has 16.0")
+    with refused if code else nullcontext():
+        machine.check_gpu_memory(plan_of("rl_grpo_qwen3_0_6b_1gpu"))
 
 
 def test_8_bit_floats_need_a_gpu_that_has_them_and_torchao(monkeypatch):
-    plan, needs = plan_of("rl_grpo_qwen3_8b"), []
-    for capability in ((8, 0), (9, 0)):
+    plan = plan_of("rl_grpo_qwen3_8b")
+    lacks = {(8, 0): "trainer.float8 = 'rowwise': needs GPUs of capability 8.9", (9, 0): "pip install torchao"}
+    for capability, lack in lacks.items():  # it is not among the packages of CPU hosts
         fake_gpus(monkeypatch, 8, capability=capability)
-        needs += machine.missing_float8("rowwise", plan)
-    old, lacking = map(str, needs)  # it is not among the packages of CPU hosts
-    assert "trainer.float8 = 'rowwise': needs GPUs of capability 8.9" in old and "pip install torchao" in lacking
-    assert machine.missing_float8("off", plan) == []
+        with pytest.raises(ConfigError, match=lack):
+            machine.check_float8("rowwise", plan)
+    machine.check_float8("off", plan)
 
 
 @pytest.mark.parametrize(

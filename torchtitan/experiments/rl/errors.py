@@ -76,6 +76,17 @@ def user_code(field: str, value: Any, what: str) -> Iterator[None]:
         raise ConfigError(field, value, f"{what}: {fault_of(error)}") from error
 
 
+@contextmanager
+def inside(field: str) -> Iterator[None]:
+    """Put ``field`` before the field of a ConfigError that is raised in the block by a part, which does not know its place. It
+    may begin with the part's own name, or with ``field``."""
+    try:
+        yield
+    except ConfigError as error:
+        own = error.field.removeprefix(f"{field}.").removeprefix(f"{field.rpartition('.')[2]}.")
+        raise ConfigError(f"{field}.{own}", error.value, error.cure, lines=error.lines) from error
+
+
 def fault_of(error: BaseException) -> str:
     """One line: exception type, message, and the file and line of the user's code that the exception came through.
 

@@ -66,17 +66,16 @@ def parser() -> argparse.ArgumentParser:
 def _export(options: argparse.Namespace, target: Path) -> Path:
     """Returns the checkpoint's folder."""
     from torchtitan.experiments.rl.checkpointing.folder import TRAINER_FOLDER
-    from torchtitan.experiments.rl.config.resume import find_checkpoint
-    from torchtitan.experiments.rl.config.run_folder import read_config
+    from torchtitan.experiments.rl.config.resume import find_checkpoint, read_saved
     from torchtitan.experiments.rl.models.lora import LoRA
     from torchtitan.experiments.rl.models.policy import ModelConfig
     from torchtitan.experiments.rl.training.checkpoints import export_checkpoint
 
     given: str = options.checkpoint
     run_dir, checkpoint = find_checkpoint(given)
-    config = read_config(run_dir) or read_config(checkpoint) or {}
-    values, trainer = config.get("model"), config.get("trainer")
-    if not isinstance(values, dict):
+    _, config = read_saved(run_dir, checkpoint)
+    values, trainer = (config or {}).get("model"), (config or {}).get("trainer")
+    if config is None or not isinstance(values, dict):
         raise ConfigError("RUN_OR_CHECKPOINT", given, f"{run_dir} has no readable config.json: name a run's folder")
     adapters = trainer.get("lora") if isinstance(trainer, dict) else None
     lora = None if adapters is None else msgspec.convert(adapters, LoRA.Config)

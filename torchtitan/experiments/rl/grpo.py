@@ -18,6 +18,7 @@ from torchtitan.experiments.rl.config.command_line import (
     load_config,
     parse_command,
 )
+from torchtitan.experiments.rl.config.hub import push
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
@@ -39,7 +40,10 @@ def main(arguments: list[str] | None) -> int:
     if command.list_configs:
         return _list(command.module)
     find_model(command)
-    resumed, command = _resumed(command)
+    resumed = None
+    if command.resume not in (None, "auto"):
+        resumed = _resumed(command)
+        command = resumed.command(command)
     config = load_config(command)
     if command.gpus is not None:
         config = _divided(command, config)
@@ -47,7 +51,9 @@ def main(arguments: list[str] | None) -> int:
     with quiet_libraries():
         from torchtitan.experiments.rl.config.gate import pass_gate
 
-        start = pass_gate(config, command, resumed or _newest(config, command))
+        if command.resume == "auto":
+            resumed = _resumed(command, config_name=str(command.config_name), output_dir=config.output_dir)
+        start = pass_gate(config, command, resumed)
     if command.dry_run:
         return 0
     if start is None:  # a run that has taken its steps, and may have been killed after them
@@ -57,7 +63,7 @@ def main(arguments: list[str] | None) -> int:
         return _submit(config, start)
     code = _run(config, start, str(command.config_name))
     if code == 0 and command.push_to_hub is not None:
-        code = _push(Path(start.run_dir), command.push_to_hub)
+        return 0 if push(policies(Path(start.run_dir))[-1], command.push_to_hub) else 1
     return code
 
 
@@ -68,30 +74,17 @@ def starting_line(command: Command) -> str:
 
 
 def _list(module: str) -> int:
-    functions = config_functions(module)
+    functions, groups, lines = config_functions(module), config_groups(module), []
     width = max(map(len, functions), default=0)
-    groups = config_groups(module)
     named = {name for names in groups.values() for name in names}
-    lines = []
-    for title, names in {**groups, "Others" if groups else "": [name for name in functions if name not in named]}.items():
-        if names and title:
+    for title, names in {**groups, "Others": [name for name in functions if name not in named]}.items():
+        if names and groups:
             lines.append(title)
         for name in names:
             line = f"{name:<{width}}  {(functions[name].__doc__ or '').strip().partition(chr(10))[0]}".rstrip()
-            lines.append(f"  {line}" if title else line)
+            lines.append(f"  {line}" if groups else line)
     write_line(sys.stdout, "\n".join(lines))  # whose reader may have seen enough
     return 0
-
-
-def _resumed(command: Command) -> tuple[Any, Command]:
-    """The run that ``--resume FOLDER`` names, or None, and the command with what the run's own said."""
-    if command.resume in (None, "auto"):
-        return None, command
-    from torchtitan.experiments.rl.config.resume import find_resumed
-
-    resumed = find_resumed(str(command.resume))
-    assert resumed is not None, "None is for auto"
-    return resumed, resumed.command(command)
 
 
 def _divided(command: Command, config: Any) -> Any:
@@ -104,15 +97,14 @@ def _divided(command: Command, config: Any) -> Any:
     return load_config(command)
 
 
-def _newest(config: Any, command: Command) -> Any:
-    """The run that ``--resume auto`` means, or None."""
-    if command.resume is None:
-        return None
+def _resumed(command: Command, **newest: str) -> Any:
+    """The run that ``--resume`` names, or None. ``newest``: what ``auto`` takes the newest run of."""
     from torchtitan.experiments.rl.config.resume import find_resumed
 
-    resumed = find_resumed("auto", config_name=command.config_name, output_dir=config.output_dir)
+    resumed = find_resumed(str(command.resume), **newest)
     if resumed is None:
-        write_line(sys.stdout, f"no run of {command.config_name} in {config.output_dir} has a checkpoint: a new run starts")
+        line = f"no run of {command.config_name} in {newest['output_dir']} has a checkpoint: a new run starts"
+        write_line(sys.stdout, line)
     return resumed
 
 
@@ -125,13 +117,6 @@ def _submit(config: Any, start: Any) -> int:
         write_line(sys.stderr, f"error: {printable_line(str(error))}")
         return 1
     return 0
-
-
-def _push(run_dir: Path, name: str) -> int:
-    """Upload the policy of a run that is done."""
-    from torchtitan.experiments.rl.config.hub import push
-
-    return 0 if push(policies(run_dir)[-1], name) else 1
 
 
 def _run(config: Any, start: Any, config_name: str) -> int:

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -197,24 +198,13 @@ def groups_per_step(config: RunConfig) -> int:
         return config.groups_per_step
     sizes = {name: task.group_size for name, task in config.tasks.items()}
     for name, size in sizes.items():
-        if config.rollouts_per_step % size or config.rollouts_per_step < size:
+        if config.rollouts_per_step % size:
             cure = f"must divide rollouts_per_step = {config.rollouts_per_step}"
             raise ConfigError(f"tasks.{name}.group_size", size, cure)
     if len(set(sizes.values())) > 1:
         cure = f"tasks have group sizes {sorted(set(sizes.values()))}; set groups_per_step instead"
         raise ConfigError("rollouts_per_step", config.rollouts_per_step, cure)
     return config.rollouts_per_step // next(iter(sizes.values()))
-
-
-def check_present(config: RunConfig) -> None:
-    """What the run needs of this machine beside the policy: tasks' files and packages, checkpoints to host, keys of servers.
-
-    Raises:
-        MissingError: one is missing.
-        ConfigError: one is there and can't be used.
-    """
-    for error in missing(config).values():
-        raise error
 
 
 def missing(config: RunConfig) -> dict[str, MissingError]:
@@ -236,15 +226,6 @@ def missing(config: RunConfig) -> dict[str, MissingError]:
         except MissingError as error:
             found[name] = error
     return found
-
-
-def missing_engine(config: RunConfig) -> list[MissingError]:
-    """What this machine lacks for the policy's engine."""
-    try:
-        config.generator.engine.check_present(field="generator.engine")
-    except MissingError as error:
-        return [error]
-    return []
 
 
 def check_model_folder(model: ModelConfig) -> None:
@@ -571,28 +552,24 @@ def check_teachers(config: RunConfig, *, ask_servers: bool) -> None:
 
 
 def difference(theirs: Any, ours: Any) -> str | None:
-    """What one tokenizer has and the other has not, in words; None: they are equal in vocabulary, special tokens, merges and on
-    TEXTS."""
-    of_theirs, of_ours = theirs.get_vocab(), ours.get_vocab()
-    if len(of_theirs) != len(of_ours):
-        return f"has {len(of_theirs):,} tokens, and not {len(of_ours):,}"
-    for token, index in of_ours.items():
-        if of_theirs.get(token) != index:
-            return f"has no {token!r} with the id {index}"
-    theirs_special, ours_special = (
-        {index for index, token in tokenizer.added_tokens_decoder.items() if token.special} for tokenizer in (theirs, ours)
-    )
-    if theirs_special != ours_special:
-        index = min(theirs_special ^ ours_special)
-        return f"{'treats' if index in theirs_special else 'does not treat'} the id {index} as a special token"
-    if _merges(theirs) != _merges(ours):
-        return "merges characters into tokens by other rules"
-    for text in TEXTS:
-        if theirs.encode(text, add_special_tokens=False) != ours.encode(text, add_special_tokens=False):
-            return f"divides {text[:30]!r} into other tokens"
+    """What two tokenizers differ in, in words; None: they are equal in vocabulary, special tokens, merges and on TEXTS."""
+    for said, of in _COMPARED.items():
+        if of(theirs) != of(ours):
+            return said
     return None
 
 
 def _merges(tokenizer: Any) -> Any:
     """Of byte-pair encoding, in order; None: the tokenizer has no such."""
     return json.loads(tokenizer.backend_tokenizer.to_str())["model"].get("merges") if tokenizer.is_fast else None
+
+
+_COMPARED: dict[str, Callable[[Any], Any]] = {
+    "has another number of tokens": len,
+    "has other tokens, or other ids of them": lambda tokenizer: tokenizer.get_vocab(),
+    "treats other ids as special tokens": lambda tokenizer: {
+        index for index, token in tokenizer.added_tokens_decoder.items() if token.special
+    },
+    "merges characters into tokens by other rules": _merges,
+    "divides texts into other tokens": lambda tokenizer: [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS],
+}

@@ -244,18 +244,17 @@ def load_config(command: Command) -> Any:
 
 def _without_size(words: list[str]) -> tuple[list[str], str | None]:
     """The overrides of the config that the function makes, and the last --size among them."""
-    others, size = list(words), None
-    while "--size" in others:
-        at = others.index("--size")
-        size = others[at + 1]
-        del others[at : at + 2]
-    return others, size
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--size")
+    known, others = parser.parse_known_args(words)
+    return others, known.size
 
 
 def _import(name: str) -> ModuleType:
-    if not all(part.isidentifier() for part in name.split(".")):
-        stem = name.replace("\\", "/").removesuffix(".py").strip("./").replace("/", ".")
-        hint = f", such as {stem}" if stem and all(part.isidentifier() for part in stem.split(".")) else ""
+    stem = name.replace("\\", "/").removesuffix(".py").strip("./").replace("/", ".")
+    words_of_stem = stem.split(".")
+    if name != stem or not all(map(str.isidentifier, words_of_stem)):
+        hint = f", such as {stem}" if all(map(str.isidentifier, words_of_stem)) else ""
         raise ConfigError("--module", name, f"is no module's name; write it as in an import statement{hint}")
     try:
         with user_code("--module", name, "it can't be imported"):
@@ -264,8 +263,6 @@ def _import(name: str) -> ModuleType:
         absent = error.__cause__
         if not isinstance(absent, ModuleNotFoundError) or not absent.name or not f"{name}.".startswith(f"{absent.name}."):
             raise
-        if name.endswith(".py"):
-            raise ConfigError("--module", name, f"names a file; name the module: {name.removesuffix('.py')}") from None
         raise ConfigError("--module", name, "no such module; is its folder on PYTHONPATH?") from None
 
 

@@ -6,6 +6,8 @@ and, where the config names the architecture, the model.
 
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
@@ -23,10 +25,11 @@ from torchtitan.experiments.rl.config.run_folder import (
     save_command,
 )
 from torchtitan.experiments.rl.envs.renderer import AUTO, DEFAULT, renderer_name
-from torchtitan.experiments.rl.errors import ConfigError, MissingError, fault_of
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
 from torchtitan.experiments.rl.models.lora import read_adapter
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.host import gpu_host_lacks
 
 
 def pass_gate(config: RunConfig, command: Command, resumed: ResumedRun | None) -> Start | None:
@@ -37,12 +40,8 @@ def pass_gate(config: RunConfig, command: Command, resumed: ResumedRun | None) -
     Raises:
         ConfigError: the first check that fails.
     """
-    try:
+    with user_code("--config", str(command.config_name), "the check failed"):  # the user's classes, where nothing expects it
         return _pass(config, command, resumed)
-    except ConfigError:
-        raise
-    except Exception as error:  # of the user's classes, where nothing expects one
-        raise ConfigError("--config", str(command.config_name), f"the check failed: {fault_of(error)}") from error
 
 
 def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> Start | None:
@@ -51,10 +50,15 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     lines: list[str] = []
     notes: list[MissingError] = []
 
-    def lacks(*errors: MissingError) -> None:
-        if errors and not dry_run:
-            raise errors[0]
-        notes.extend(errors)
+    @contextmanager
+    def lacking() -> Iterator[None]:
+        """What the block finds missing is noted by a dry run, and refuses a run."""
+        try:
+            yield
+        except MissingError as error:
+            if not dry_run:
+                raise
+            notes.append(error)
 
     # The config by itself: only a checked one surely has a model to look for.
     checks.check(config)
@@ -63,26 +67,27 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     try:
         checks.check_model_folder(config.model)
     except MissingError as error:
-        if config.model.flavor is None:
+        if config.model.flavor is None or not dry_run:
             raise
-        lacks(error)
+        notes.append(error)
     without_model = bool(notes)
     if dry_run and config.provision.device == "cuda" and here:
-        gpus = list(range(needed_gpus(config)))
-        plan = checks.plan_run(config, device="cuda", available=gpus)
-        lacks(*machine.missing_gpus(len(gpus)))
+        gpus = needed_gpus(config)
+        plan = checks.plan_run(config, device="cuda", available=list(range(gpus)))
+        with lacking():
+            machine.check_gpu_count(gpus)
     else:
         plan = checks.plan_run(config)
     if plan.device == "cpu" and here:
-        try:
+        with lacking():
             plan, fitted = machine.fit_rows(config, plan, lambda: checks.plan_run(config))
             lines += [fitted] if fitted is not None else []
-        except MissingError as error:
-            lacks(error)
     # The tasks.
-    lacking = checks.missing(config)
-    lacks(*lacking.values())
-    tasks = {} if without_model else trial.build_tasks(config, left_out=lacking)
+    missing = checks.missing(config)
+    for lack in missing.values():
+        with lacking():
+            raise lack
+    tasks = {} if without_model else trial.build_tasks(config, left_out=missing)
     if not without_model:
         checks.check_teachers(config, ask_servers=not dry_run)
     # This machine.
@@ -92,13 +97,26 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         field, folder = "--resume", str(resumed.run_dir)
     if hub is not None and not config.trainer.save_final_model:
         raise ConfigError("--push-to-hub", hub, "there is nothing to push: trainer.save_final_model is False")
-    lacks(*checks.missing_engine(config))
-    lacks(*machine.machine_lacks(plan, folder, field=field, checkpoints=0 if resumed is None else resumed.checkpoints))
-    lacks(*(machine.missing_gpu_memory(plan) if here else ()))
-    lacks(*(machine.missing_float8(config.trainer.float8, plan) if here else ()))
-    lacks(*(machine.missing_on_gpu_host() if plan.device == "cuda" and here else ()))
+    with lacking():
+        config.generator.engine.check_present(field="generator.engine")
+    with lacking():
+        machine.check_descriptors(plan)
+    with lacking():
+        machine.check_shared_memory(plan)
+    with lacking():
+        machine.check_disk(plan, folder, field=field, checkpoints=0 if resumed is None else resumed.checkpoints)
+    if here:
+        with lacking():
+            machine.check_float8(config.trainer.float8, plan)
+        if plan.device == "cuda":
+            with lacking():
+                machine.check_gpu_memory(plan)
+            for what in gpu_host_lacks(several_hosts=False):
+                with lacking():
+                    raise MissingError("provision.device", "cuda", f"this host {what}")
     if hub is not None and (fault := push_fault(hub)) is not None:
-        lacks(MissingError("--push-to-hub", hub, fault))
+        with lacking():
+            raise MissingError("--push-to-hub", hub, fault)
     checkpoint_s = machine.checkpoint_seconds(plan, folder)
     tried = trial.try_tasks(config, tasks)
     # The run's folder: the resumed one's, or a new one.

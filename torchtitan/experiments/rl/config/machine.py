@@ -20,7 +20,6 @@ from torchtitan.experiments.rl.errors import MissingError
 from torchtitan.experiments.rl.process.host import (
     cores_by_node,
     cores_near,
-    gpu_host_lacks,
     gpu_memory_gib,
     pci_addresses,
     visible_gpus,
@@ -46,18 +45,6 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError):  # some systems refuse "unlimited"
             pass
-
-
-def machine_lacks(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0) -> list[MissingError]:
-    """What a run of this plan would fail on here.
-
-    Args:
-        folder: the run's, or the one it will be made in; it need not exist yet.
-        field: names ``folder`` in an error.
-        checkpoints: complete ones that are in it already.
-    """
-    found = (_descriptors(plan), _shared_memory(plan), _disk(plan, folder, field, checkpoints))
-    return [problem for problem in found if problem is not None]
 
 
 def fit_rows(config: RunConfig, plan: RunPlan, replan: Callable[[], RunPlan]) -> tuple[RunPlan, str | None]:
@@ -132,42 +119,44 @@ def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
     return seconds * plan.checkpoint_gib * GIB / PROBE_BYTES
 
 
-def missing_on_gpu_host() -> list[MissingError]:
-    """What this host lacks for the kernels of a run on its GPUs."""
-    return [MissingError("provision.device", "cuda", f"this host {lack}") for lack in gpu_host_lacks(several_hosts=False)]
+def check_gpu_memory(plan: RunPlan) -> None:
+    """
+    Raises:
+        MissingError: this host's GPUs lack the memory of a trainer rank, and of the engine that shares its GPU.
+    """
+    there = gpu_memory_gib()
+    if there is not None and plan.gpu_gib > there:
+        if plan.shared_gpu is None:
+            who, cure = "a trainer rank takes", "lower batcher.row_length, or name more GPUs (--gpus)"
+        else:
+            who, cure = "trainer rank and engine take", "lower generator.engine.kv_cache_gib or batcher.row_length"
+        cure = f"{who} about {plan.gpu_gib:.1f} GiB and a GPU here has {there:.1f}: {cure}"
+        raise MissingError("provision.device", "cuda", cure)
 
 
-def missing_gpu_memory(plan: RunPlan) -> list[MissingError]:
-    """What the GPUs of this host lack for a trainer rank, and for the engine that shares its GPU."""
-    there = gpu_memory_gib() if plan.device == "cuda" else None
-    if there is None or plan.gpu_gib <= there:
-        return []
-    if plan.shared_gpu is None:
-        who, cure = "a trainer rank takes", "lower batcher.row_length, or name more GPUs (--gpus)"
-    else:
-        who, cure = "trainer rank and engine take", "lower generator.engine.kv_cache_gib or batcher.row_length"
-    cure = f"{who} about {plan.gpu_gib:.1f} GiB and a GPU here has {there:.1f}: {cure}"
-    return [MissingError("provision.device", "cuda", cure)]
-
-
-def missing_float8(recipe: str, plan: RunPlan) -> list[MissingError]:
-    """What this host lacks for products in 8-bit floats."""
+def check_float8(recipe: str, plan: RunPlan) -> None:
+    """
+    Raises:
+        MissingError: this host has no products in 8-bit floats.
+    """
     if recipe == "off":
-        return []
-    lack = ""
+        return
     if plan.device == "cpu" or torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        lack = 'needs GPUs of capability 8.9 and above (H100, B200): set it to "off"'
-    elif find_spec("torchao") is None:
-        lack = "needs torchao: pip install torchao==0.18.0"
-    return [MissingError("trainer.float8", recipe, lack)] if lack else []
+        raise MissingError("trainer.float8", recipe, 'needs GPUs of capability 8.9 and above (H100, B200): set it to "off"')
+    if find_spec("torchao") is None:
+        raise MissingError("trainer.float8", recipe, "needs torchao: pip install torchao==0.18.0")
 
 
-def missing_gpus(needed: int) -> list[MissingError]:
-    """What a run of ``needed`` GPUs lacks on this host."""
-    if (there := len(visible_gpus())) >= needed:
-        return []
-    cure = f"the run needs {needed} GPUs and this host has {there}: run it where they are, or on other hosts (provision.job)"
-    return [MissingError("provision.device", "cuda", cure)]
+def check_gpu_count(needed: int) -> None:
+    """
+    Raises:
+        MissingError: this host has fewer GPUs than a run needs.
+    """
+    if (there := len(visible_gpus())) < needed:
+        cure = (
+            f"the run needs {needed} GPUs and this host has {there}: run it where they are, or on other hosts (provision.job)"
+        )
+        raise MissingError("provision.device", "cuda", cure)
 
 
 def numa_lines(device: Literal["cpu", "cuda"], *, elsewhere: bool) -> list[str]:
@@ -185,29 +174,55 @@ def numa_lines(device: Literal["cpu", "cuda"], *, elsewhere: bool) -> list[str]:
     near: dict[tuple[int, ...], list[int]] = {}
     for gpu, address in enumerate(pci_addresses()):
         near.setdefault(cores_near([address]), []).append(gpu)
-    near.pop((), None)
-    said = "; ".join(
-        f"GPU{'s' if len(gpus) > 1 else ''} {ranges(gpus)} with cores {ranges(cores)}" for cores, gpus in near.items()
-    )
-    return [f"NUMA           {said}"] if said else []
+    near_gpus = [
+        f"GPU{'s' * (len(gpus) > 1)} {ranges(gpus)} with cores {ranges(cores)}" for cores, gpus in near.items() if cores
+    ]
+    return [f"NUMA           {'; '.join(near_gpus)}"] if near_gpus else []
 
 
-def _descriptors(plan: RunPlan) -> MissingError | None:
+def check_descriptors(plan: RunPlan) -> None:
+    """
+    Raises:
+        MissingError: this process may open too few files.
+    """
     needed, limit = DESCRIPTORS + DESCRIPTORS_PER_PROCESS * plan.processes, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit == resource.RLIM_INFINITY or limit >= needed:
-        return None
-    cure = f"the run's {plan.processes} processes need {needed}: raise the limit (ulimit -n {needed})"
-    return MissingError("file descriptors", limit, cure)
+    if resource.RLIM_INFINITY != limit < needed:
+        cure = f"the run's {plan.processes} processes need {needed}: raise the limit (ulimit -n {needed})"
+        raise MissingError("file descriptors", limit, cure)
 
 
-def _shared_memory(plan: RunPlan) -> MissingError | None:
+def check_shared_memory(plan: RunPlan) -> None:
+    """
+    Raises:
+        MissingError: shared memory is too small for engines of several processes.
+    """
     generator = plan.config.generator
     engines = generator.replicas if generator.engine.tensor_parallel_degree > 1 else 0
     needed = engines * SHARED_MEMORY_PER_ENGINE
-    if not needed or not SHARED_MEMORY.is_dir() or (free := shutil.disk_usage(SHARED_MEMORY).free) >= needed:
-        return None
-    cure = f"{engines} engine(s) of several processes need {needed / 2**20:.0f} MiB there: enlarge it (docker: --shm-size)"
-    return MissingError("shared memory", f"{SHARED_MEMORY} with {free / 2**20:.0f} MiB free", cure)
+    if needed and SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free) < needed:
+        cure = f"{engines} engine(s) of several processes need {needed / 2**20:.0f} MiB there: enlarge it (docker: --shm-size)"
+        raise MissingError("shared memory", f"{SHARED_MEMORY} with {free / 2**20:.0f} MiB free", cure)
+
+
+def check_disk(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0) -> None:
+    """
+    Args:
+        folder: the run's, or the one it will be made in; it need not exist yet.
+        field: names ``folder`` in the error.
+        checkpoints: complete ones that are in it already.
+
+    Raises:
+        MissingError: there is no room for the run's checkpoints and policy.
+    """
+    try:
+        usage = shutil.disk_usage(_existing(folder))
+    except (OSError, ValueError):  # making the folder says what is wrong with it
+        return
+    needed = plan.disk_gib - min(checkpoints, plan.config.checkpoint.keep) * plan.checkpoint_gib
+    if usage.total and usage.free / GIB < needed:  # /proc and /sys have no space; no folder can be made there
+        cure = f"its disk has {usage.free / GIB:,.2f} GiB free, and the run's checkpoints and policy need {needed:,.2f}"
+        cure += ": free space, lower checkpoint.keep, or name a folder on another disk"
+        raise MissingError(field, folder, cure)
 
 
 def _existing(folder: str) -> str:
@@ -216,16 +231,3 @@ def _existing(folder: str) -> str:
     while not os.path.exists(path):
         path = os.path.dirname(path)
     return path
-
-
-def _disk(plan: RunPlan, folder: str, field: str, checkpoints: int) -> MissingError | None:
-    try:
-        usage = shutil.disk_usage(_existing(folder))
-        free = usage.free / GIB if usage.total else float("inf")  # /proc and /sys have no space; no folder can be made there
-    except (OSError, ValueError):  # making the folder says what is wrong with it
-        return None
-    needed = plan.disk_gib - min(checkpoints, plan.config.checkpoint.keep) * plan.checkpoint_gib
-    if free >= needed:
-        return None
-    cure = f"its disk has {free:,.2f} GiB free, and the run's checkpoints and policy need {needed:,.2f}: free space, lower "
-    return MissingError(field, folder, cure + "checkpoint.keep, or name a folder on another disk")

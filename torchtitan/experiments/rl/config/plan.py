@@ -233,12 +233,9 @@ class Balance:
     takes a step a token. Prompts cost 2 operations a parameter and token."""
 
     def line(self) -> str:
-        if max(self.train_s, self.generate_s) < 1.25 * min(self.train_s, self.generate_s):
-            side = "even"
-        else:
-            side = "the trainer" if self.train_s > self.generate_s else "the generators"
-        ratio = max(self.train_s, self.generate_s) / min(self.train_s, self.generate_s)
-        shares = f"{ratio:.1f} : 1" if self.train_s > self.generate_s else f"1 : {ratio:.1f}"
+        ratio = self.train_s / self.generate_s
+        side = "even" if 0.8 < ratio < 1.25 else "the trainer" if ratio > 1 else "the generators"
+        shares = f"{ratio:.1f} : 1" if ratio > 1 else f"1 : {1 / ratio:.1f}"
         return f"bottleneck     {side}: modelled costs of a step, trainer : generators = {shares} (config/plan.py)"
 
 

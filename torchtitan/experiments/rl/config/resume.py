@@ -234,8 +234,8 @@ def find_initial(given: str, config: RunConfig) -> tuple[Path, list[str]]:
     """
     run_dir, checkpoint = _located(given, INIT_FROM)
     path, refused = _verified(run_dir, checkpoint, given, INIT_FROM)
-    saved, saved_config = read_command(run_dir) or read_command(path), read_config(run_dir) or read_config(path) or {}
-    old_path = str((saved_config.get("model") or {}).get("hf_assets_path"))
+    saved, saved_config = read_saved(run_dir, path)
+    old_path = str(((saved_config or {}).get("model") or {}).get("hf_assets_path"))
     old = saved.model_files.get(old_path, {}).get("config.json") if saved is not None else None
     new = model_files(config.model.hf_assets_path).get("config.json")
     if old is not None and new is not None and old != new:
@@ -263,11 +263,14 @@ def files_of_models(config: RunConfig) -> dict[str, dict[str, str]]:
     return {path: model_files(path) for path in paths}
 
 
+def read_saved(*folders: Path) -> tuple[SavedCommand | None, dict[str, Any] | None]:
+    """Command and config of a run, each of the first folder that has one: the run's, then its checkpoints with their copies."""
+    commands, configs = map(read_command, folders), map(read_config, folders)
+    return next(filter(None, commands), None), next(filter(None, configs), None)
+
+
 def _opened(run_dir: Path, checkpoint: Path | None, given: str) -> ResumedRun:
-    copies = reversed(checkpoints(run_dir))
-    saved, saved_config = read_command(run_dir), read_config(run_dir)
-    while (saved is None or saved_config is None) and (copy := next(copies, None)) is not None:
-        saved, saved_config = saved or read_command(copy), saved_config or read_config(copy)
+    saved, saved_config = read_saved(run_dir, *reversed(checkpoints(run_dir)))
     if saved is None or saved_config is None:
         cure = "holds no run that can be resumed: it has no readable command.json and config.json; name a run's folder"
         raise ConfigError(RESUME, str(run_dir), cure)
@@ -321,10 +324,6 @@ def _verified(run_dir: Path, checkpoint: Path | None, given: str, option: str) -
 
 def _newest_run(output_dir: Path, config_name: str) -> Path | None:
     """Of the runs of a config, the one that was started or resumed last."""
-    found: list[tuple[float, Path]] = []
-    if output_dir.is_dir():
-        for path in output_dir.iterdir():
-            saved = read_command(path)
-            if saved is not None and saved.config_name == config_name:
-                found.append((saved.started, path))
-    return max(found)[1].resolve() if found else None
+    commands = {path: read_command(path) for path in (output_dir.iterdir() if output_dir.is_dir() else ())}
+    started = {path: saved.started for path, saved in commands.items() if saved and saved.config_name == config_name}
+    return max(started, key=started.__getitem__).resolve() if started else None

@@ -1,7 +1,6 @@
 """The run's folder: made for a run, and made and removed again for a plan, which shows that a run could make it."""
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -20,14 +19,6 @@ from torchtitan.experiments.rl.printable import printable_line
 
 _LONGEST_FILE = "checkpoint-step-000000000-sharded-and-the-name-of-a-file-in-it-which-may-have-sixty-characters.safetensors"
 """As long as the paths that a run writes in its folder."""
-_CAUSES = {
-    errno.ENAMETOOLONG: "is too long for this file system",
-    errno.EROFS: "is on a file system that is mounted read-only",
-    errno.ENOTDIR: "lies under a file",
-    errno.EACCES: "may not be written by this user",
-    errno.EPERM: "may not be written by this user",
-    errno.ENOSPC: "is on a full disk",
-}
 
 
 def make_run_folder(given: str | None, output_dir: str, config_name: str, *, keep: bool, may_hold: Collection[str] = ()) -> str:
@@ -95,7 +86,7 @@ def _write_and_remove(folder: Path) -> None:
 
 
 def _cause(error: Exception) -> str:
-    return _CAUSES.get(getattr(error, "errno", 0), f"can't be made a folder ({type(error).__name__}: {error})")
+    return getattr(error, "strerror", None) or f"can't be made a folder ({error})"
 
 
 COMMAND_FILE = "command.json"

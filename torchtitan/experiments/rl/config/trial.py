@@ -19,21 +19,17 @@ from transformers import AutoTokenizer
 
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.run_config import RunConfig
-from torchtitan.experiments.rl.data.dataset import Dataset, fault_of_example
-from torchtitan.experiments.rl.data.task_mix import TaskMix
+from torchtitan.experiments.rl.data.dataset import fault_of_example
 from torchtitan.experiments.rl.envs.renderer import AUTO, build_renderer, renderer_name
-from torchtitan.experiments.rl.errors import ConfigError, user_code
+from torchtitan.experiments.rl.errors import ConfigError, inside, user_code
 from torchtitan.experiments.rl.models.policy import decoder_config, policy_spec
 from torchtitan.experiments.rl.printable import printable_line
 from torchtitan.experiments.rl.rollouts.filters import matches_of
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.scripted_policy import ScriptedPolicy
-from torchtitan.experiments.rl.tasks.task import Task
+from torchtitan.experiments.rl.tasks.task import Task, build_part, part_at_fault
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, UserCodeTimeout, call_bounded, call_user, sentence
-
-PARTS = ("dataset", "validation", "rubric", "algorithm", "sampler")
-"""Fields of a task's config that the task builds. The sampler is last: it needs the dataset."""
 
 
 def build_parts(config: RunConfig) -> None:
@@ -42,17 +38,19 @@ def build_parts(config: RunConfig) -> None:
     Raises:
         ConfigError: one can't be built; the error names its field.
     """
-    _build(config.batcher, "batcher")
-    for field, entry in config.filters():
-        _build(entry, field)
-    mix: TaskMix = _build(config.task_mix, "task_mix", weights={name: task.weight for name, task in config.tasks.items()})
-    with user_code("task_mix", built_class(config.task_mix).__name__, "its next() failed"):
+    weights = {name: task.weight for name, task in config.tasks.items()}
+    mix: Any = None
+    for field, part in (("batcher", config.batcher), *config.filters(), ("task_mix", config.task_mix)):
+        with user_code(field, built_class(part).__name__, "it can't be built"), inside(field):
+            mix = part.build(weights=weights) if field == "task_mix" else part.build()
+    with user_code("task_mix", type(mix).__name__, "its next() failed"):
         first = mix.next()
     if first not in config.tasks:
-        raise ConfigError("task_mix", built_class(config.task_mix).__name__, f"its next() gave {first!r}, which is no task")
+        raise ConfigError("task_mix", type(mix).__name__, f"its next() gave {first!r}, which is no task")
     for name, task in config.tasks.items():
-        for part in ("rubric", "algorithm"):
-            _build(getattr(task, part), f"tasks.{name}.{part}")
+        with inside(f"tasks.{name}"):
+            build_part("rubric", task.rubric)
+            build_part("algorithm", task.algorithm)
 
 
 def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[str, Task]:
@@ -71,14 +69,22 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[st
     for name, task_config in config.tasks.items():
         if name in left_out:
             continue
-        task = tasks[name] = _build_task(task_config, name, renderer, seed=config.seed)
         field = f"tasks.{name}"
+        with user_code(field, built_class(task_config).__name__, "it can't be built"), inside(field):
+            task = tasks[name] = task_config.build(name=name, renderer=renderer, seed=config.seed)
         if type(task.algorithm).group_relative and type(task.rubric) is Rubric and not task.rubric.config.reward_fns:
             cure = f"{type(task.algorithm).__name__} compares rewards, and without a function all are 0: name one"
             raise ConfigError(f"{field}.rubric.reward_fns", [], f"{cure}, such as Rubric.Config(reward_fns=[exact])")
         for part in ("dataset", "validation"):
-            if (dataset := getattr(task, part)) is not None:
-                _check_first_example(dataset, f"{field}.{part}")
+            if (dataset := getattr(task, part)) is None:
+                continue
+            kind = type(dataset).__name__
+            with inside(field), part_at_fault(part, kind, "its __len__ failed"):
+                if len(dataset) == 0:
+                    raise ConfigError(part, kind, "has no examples")
+            with user_code(f"{field}.{part}", kind, "its __getitem__(0) failed"):
+                first = dataset[0]
+            _check_example(first, f"{field}.{part}", dataset, "__getitem__(0)")
         with user_code(f"{field}.sampler", type(task.sampler).__name__, "its next() failed"):
             first = task.sampler.next()
         _check_example(first, f"{field}.sampler", task.sampler, "next()")
@@ -119,64 +125,6 @@ def checked_renderer(config: RunConfig) -> Renderer:
         cure = f"its tokenizer has the id {highest}, and the model a vocab_size of {vocab_size}: they are of different models"
         raise ConfigError("model.hf_assets_path", path, cure)
     return renderer
-
-
-def _build(config: Any, field: str, **arguments: Any) -> Any:
-    with user_code(field, built_class(config).__name__, "it can't be built"):
-        try:
-            return config.build(**arguments)
-        except ConfigError as error:
-            raise ConfigError(_inside(field, error.field), error.value, error.cure) from error
-
-
-def _build_task(config: Task.Config, name: str, renderer: Renderer, *, seed: int) -> Task:
-    """
-    Raises:
-        ConfigError: of the first part that can't be built by itself; of the task if every part can.
-    """
-    field = f"tasks.{name}"
-    try:
-        with user_code(field, built_class(config).__name__, "it can't be built"):
-            return config.build(name=name, renderer=renderer, seed=seed)
-    except ConfigError as error:
-        dataset = None
-        for part in PARTS:
-            part_config = getattr(config, part)
-            if part_config is None:
-                continue
-            arguments = {"dataset": dataset, "seed": seed} if part == "sampler" else {}
-            built = _build(part_config, f"{field}.{part}", **arguments)
-            if part == "dataset":
-                dataset = built
-                _check_first_example(dataset, f"{field}.dataset")
-        raise ConfigError(_inside(field, error.field), error.value, error.cure) from error
-
-
-def _inside(field: str, reported: str) -> str:
-    """The path of what a part reported. Parts call themselves "dataset", "rubric", "sampler", or by their class's name."""
-    if reported == field or reported.startswith(f"{field}."):
-        return reported
-    owner, _, part = field.rpartition(".")
-    first, dot, rest = reported.partition(".")
-    if part not in PARTS:  # a filter, the mix, the batcher, or a whole task
-        return f"{field}.{reported}" if first in PARTS else f"{field}{dot}{rest}"
-    if part == "validation" and first == "dataset":
-        return f"{field}{dot}{rest}"
-    return f"{owner}.{reported}" if first in PARTS else f"{field}: {reported}"
-
-
-def _check_first_example(dataset: Dataset, field: str) -> None:
-    name = type(dataset).__name__
-    with user_code(field, name, "its __len__ failed"):
-        try:
-            size = len(dataset)
-        except ConfigError as error:
-            raise ConfigError(_inside(field, error.field), error.value, error.cure) from error
-    if size == 0:
-        raise ConfigError(field, name, "has no examples")
-    with user_code(field, name, "its __getitem__(0) failed"):
-        first = dataset[0]
-    _check_example(first, field, dataset, "__getitem__(0)")
 
 
 def _check_example(example: Any, field: str, owner: Any, call: str) -> None:

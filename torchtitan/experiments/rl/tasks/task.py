@@ -17,7 +17,8 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, cast
 
@@ -36,6 +37,7 @@ from torchtitan.experiments.rl.bounds import (
     PositiveInt,
     check_fields,
 )
+from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
@@ -44,7 +46,7 @@ from torchtitan.experiments.rl.envs.message_env import MessageEnv
 from torchtitan.experiments.rl.envs.messages import checked_rewards, require
 from torchtitan.experiments.rl.envs.renderer import attributes_roles
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.errors import ConfigError, RunError, user_code
 from torchtitan.experiments.rl.gateway.session import AgentRollout
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.printable import shown
@@ -70,6 +72,8 @@ logger = logging.getLogger(__name__)
 
 MIN_TRAINING_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this, but for those under 1e-5, at which it samples greedily."""
+PARTS = ("dataset", "validation", "rubric", "algorithm", "sampler")
+"""Fields of a task's config that the task builds."""
 AdapterName = Annotated[str, Matches(r"[\w-]*", "letters, digits, _ and -: it names a folder")]
 
 
@@ -177,6 +181,31 @@ class ValidationConfig:
             raise ConfigError(f"{field}.attempts", self.attempts, f"greedy attempts are all alike: set {field}.temperature")
 
 
+@contextmanager
+def part_at_fault(part: str, name: str, what: str) -> Iterator[None]:
+    """Refuse ``part`` of a task if the code in the block fails; see ``user_code``. Parts name themselves in their errors by
+    their place in a task, a validation set as "dataset".
+
+    Raises:
+        ConfigError: the field is relative to the task.
+    """
+    with user_code(part, name, what):
+        try:
+            yield
+        except ConfigError as error:
+            first, dot, rest = error.field.partition(".")
+            field = error.field if first in PARTS else f"{part}: {error.field}"
+            if part == "validation" and first == "dataset":
+                field = part + dot + rest
+            raise ConfigError(field, error.value, error.cure) from error
+
+
+def build_part(part: str, config: Any, **arguments: Any) -> Any:
+    """Raises as ``part_at_fault`` does."""
+    with part_at_fault(part, built_class(config).__name__, "it can't be built"):
+        return config.build(**arguments)
+
+
 class Task(UserConfigurable):
     """Subclass it and define ``make_env`` (or ``make_envs``)."""
 
@@ -267,11 +296,14 @@ class Task(UserConfigurable):
         self.vocab_size: int | None = None
         """Token ids that the policy's model has; the run sets it. None: prompts and completions may hold any."""
         self.renderer = renderer
-        self.dataset: Dataset = config.dataset.build()
-        self.validation: Dataset | None = config.validation.build() if config.validation else None
-        self.sampler: SampleStrategy = config.sampler.build(dataset=self.dataset, seed=sampler_seed(seed, name))
-        self.rubric: Rubric = config.rubric.build()
-        self.algorithm: Algorithm = config.algorithm.build()
+        self.dataset: Dataset = build_part("dataset", config.dataset)
+        self.validation: Dataset | None = build_part("validation", config.validation) if config.validation else None
+        with part_at_fault("dataset", type(self.dataset).__name__, "its __len__ failed"):
+            len(self.dataset)
+        sampler_arguments = {"dataset": self.dataset, "seed": sampler_seed(seed, name)}
+        self.sampler: SampleStrategy = build_part("sampler", config.sampler, **sampler_arguments)
+        self.rubric: Rubric = build_part("rubric", config.rubric)
+        self.algorithm: Algorithm = build_part("algorithm", config.algorithm)
         self.algorithm.renderer = renderer
 
     in_lockstep: ClassVar[bool] = True

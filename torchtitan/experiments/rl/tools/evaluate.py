@@ -111,8 +111,10 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
     except MissingError:
         if endpoint is None:
             raise
-    if lacking := [*checks.missing(config).values(), *([] if endpoint is not None else checks.missing_engine(config))]:
-        raise lacking[0]
+    for lacking in checks.missing(config).values():
+        raise lacking
+    if endpoint is None:
+        config.generator.engine.check_present(field="generator.engine")
     trial.build_tasks(config)
     raise_descriptor_limit()
     device = config.provision.resolve()

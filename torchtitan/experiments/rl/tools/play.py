@@ -317,8 +317,7 @@ def answering_model(config: RunConfig, server: FrozenModel | None) -> EndpointCl
     if server is not None:
         return EndpointClient(replace(server, max_retries=0))
     checks.check_model_folder(config.model)
-    for lacking in checks.missing_engine(config):
-        raise lacking
+    config.generator.engine.check_present(field="generator.engine")
     device, path = config.provision.resolve(), config.model.hf_assets_path
     return LocalModel(lambda: config.generator.engine.build(model_path=path, device=device))
 
