@@ -112,7 +112,7 @@ RELATIONS = {
         "trainer.lr_scheduler.total_steps = 99",
         "at least steps = 100",
     ),
-    "ranks without end": (["--trainer.ranks", "1000000000"], "trainer.ranks = 1000000000", "at most 1024 processes"),
+    "ranks without end": (["--trainer.ranks", "1000000000"], "trainer.ranks = 1000000000", "a run has at most 1024 processes"),
     "replicas without end": (["--generator.replicas", "1000000000"], "generator.replicas = 1000000000"),
     "workers without end": (["--rollout-workers", "1000000000"], "rollout_workers = 1000000000"),
     "parallel without end": (

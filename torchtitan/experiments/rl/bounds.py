@@ -59,6 +59,7 @@ Changeable = Annotated[T, _MayChange()]
 """What a resumed run may change: how far, how fast and where it runs, with all that is inside. Other fields decide which data a
 run sees and what it learns from it."""
 PositiveInt = Annotated[int, Ge(1)]
+ProcessCount = Annotated[int, Ge(1), Le(1024), Cure("a run has at most 1024 processes of a role")]
 NonNegativeInt = Annotated[int, Ge(0)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]

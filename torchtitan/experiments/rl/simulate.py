@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from torchtitan.experiments.rl.config.command_line import Command, find_model, load_config, parse_command
+from torchtitan.experiments.rl.config.command_line import OF_A_RUN, Command, find_model, load_config, own_options, parse_command
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.observability.console import near, typed_command
 from torchtitan.experiments.rl.printable import printable_line
@@ -61,13 +61,7 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, Command, float]:
     )
     parser.add_argument("--sweep", metavar="FIELDS", help="replicas, max_offpolicy_steps or both: short runs, the best first")
     parser.add_argument("--no-sensitivity", action="store_true", help="leave out the fields that matter most")
-    try:
-        options, rest = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error.argument_name), None, error.message) from None
-    for option in ("--resume", "--init-from", "--dry-run", "--list"):
-        if option in rest:
-            raise ConfigError(option, None, "is of a run's command, and means nothing here")
+    options, rest = own_options(parser, arguments, refused=OF_A_RUN)
     per_day = re.fullmatch(r"(\d+(?:\.\d+)?)/day", options.failures)
     if per_day is None:
         raise ConfigError("--failures", options.failures, "want a number a day, such as 3/day")

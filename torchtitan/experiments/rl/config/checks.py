@@ -50,8 +50,6 @@ from torchtitan.protocols.model_spec import ModelSpec
 SLEEP = "generator.engine.sleep"
 USUAL_GPU_GIB = 80e9 / GIB
 """Where no GPU can be asked."""
-MOST_PROCESSES = 1024
-"""Of one role of a run."""
 
 
 def checked_plan(config: RunConfig) -> RunPlan:
@@ -173,19 +171,6 @@ def check_relations(config: RunConfig) -> None:
     if total is not None and total < config.steps:
         cure = f"must be at least steps = {config.steps}: after its last step the schedule has no learning rate"
         raise ConfigError("trainer.lr_scheduler.total_steps", total, cure)
-    processes = {
-        "trainer.ranks": config.trainer.ranks,
-        "generator.replicas": config.generator.replicas,
-        "generator.engine.tensor_parallel_degree": config.generator.engine.tensor_parallel_degree,
-        "rollout_workers": config.rollout_workers,
-    }
-    for field, reference in find_references(config.tasks, field="tasks"):
-        if isinstance(reference, HostedModel):
-            processes[f"{field}.replicas"] = reference.replicas
-            processes[f"{field}.engine.tensor_parallel_degree"] = reference.engine.tensor_parallel_degree
-    for field, count in processes.items():
-        if count > MOST_PROCESSES:
-            raise ConfigError(field, count, f"one host runs at most {MOST_PROCESSES} processes of a run: lower it")
 
 
 def groups_per_step(config: RunConfig) -> int:

@@ -8,7 +8,7 @@ import inspect
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +24,8 @@ from torchtitan.experiments.rl.observability.console import typed_command
 
 DEFAULT_MODULE = "torchtitan.experiments.rl.config_registry"
 
+OF_A_RUN = ("--resume", "--init-from", "--dry-run", "--list")
+"""Options that mean nothing to a tool."""
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -104,10 +106,7 @@ def parse_command(arguments: list[str]) -> Command:
         help="train adapters, which begin as those of this PEFT folder, with its rank and alpha",
     )
     parser.add_argument("--push-to-hub", metavar="NAME", help="at the end upload the policy to this model of the hub")
-    try:
-        known, overrides = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error.argument_name), None, error.message) from None
+    known, overrides = own_options(parser, arguments)
     if known.resume is not None and (known.run_dir is not None or known.init_from is not None):
         other = "--run-dir" if known.run_dir is not None else "--init-from"
         raise ConfigError(
@@ -131,6 +130,28 @@ def parse_command(arguments: list[str]) -> Command:
     return Command(**vars(known), overrides=overrides, words=arguments)
 
 
+def own_options(
+    parser: argparse.ArgumentParser, arguments: list[str] | None, *, refused: Sequence[str] = ()
+) -> tuple[argparse.Namespace, list[str]]:
+    """The options of ``parser``, and the other words.
+
+    Args:
+        arguments: None: those of this process.
+        refused: options that may not be among the other words.
+
+    Raises:
+        ConfigError: an option lacks its value, or is refused.
+    """
+    try:
+        known, rest = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error.argument_name), None, error.message) from None
+    for option in refused:
+        if option in rest:
+            raise ConfigError(option, None, "is of a run's command, and means nothing here")
+    return known, rest
+
+
 def parse_with_own(parser: argparse.ArgumentParser, arguments: list[str] | None) -> tuple[argparse.Namespace, Command]:
     """The options of a tool, and a run's command of the others, for tools that take a run as ``--model`` in place of a config.
 
@@ -140,13 +161,7 @@ def parse_with_own(parser: argparse.ArgumentParser, arguments: list[str] | None)
     parser.add_argument("--config", metavar="NAME", help="a named config; it gives tasks, sampling and engine")
     parser.add_argument("--endpoint-model", metavar="NAME", help="what the server calls the model (default: its only one)")
     parser.add_argument("--endpoint-key-env", metavar="NAME", help="environment variable that holds the server's key")
-    try:
-        known, rest = parser.parse_known_args(arguments)
-    except argparse.ArgumentError as error:
-        raise ConfigError(str(error.argument_name), None, error.message) from None
-    for option in ("--resume", "--init-from", "--dry-run", "--list"):
-        if option in rest:
-            raise ConfigError(option, None, "is of a run's command, and means nothing here")
+    known, rest = own_options(parser, arguments, refused=OF_A_RUN)
     named = ["--config", known.config] if known.config is not None else words_of_run(known.model)
     if named is None:
         cure = f"name a config, or a run as --model; {typed_command('grpo')} --list prints the configs"

@@ -201,7 +201,7 @@ class RunConfig:
     metrics: Changeable[MetricsLogger.Config] = field(default_factory=MetricsLogger.Config)
     recorder: Changeable[RolloutRecorder.Config] = field(default_factory=RolloutRecorder.Config)
     checkpoint: Changeable[CheckpointConfig] = field(default_factory=CheckpointConfig)
-    rollout_workers: Changeable[NonNegativeInt] = 0
+    rollout_workers: Changeable[Annotated[int, Ge(0), Le(1024)]] = 0
     """Processes that run the rollouts: envs, rubrics, algorithms. 0: they run in the controller's process, in one Python
     thread; perf/event_loop_lag_max_s shows when that is too slow."""
     user_code: Changeable[UserCodeLimits] = field(default_factory=UserCodeLimits)

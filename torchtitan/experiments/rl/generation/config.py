@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchtitan.experiments.rl.bounds import Changeable, PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, PositiveInt, ProcessCount
 from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 
@@ -15,7 +15,7 @@ WeightUpdate = Literal["keep", "recompute", "drain"]
 class GeneratorConfig:
     engine: EngineConfig = field(default_factory=VLLMEngineConfig)
     """Which engine, and its settings."""
-    replicas: Changeable[PositiveInt] = 1
+    replicas: Changeable[ProcessCount] = 1
     """Independent engines. Requests go to the least loaded; a conversation stays where its prefix is cached."""
     adapter: Literal["served", "merged"] = "served"
     """With trainer.lora. served: the engine holds the base, and swaps adapters between two of its steps. merged: the trainer

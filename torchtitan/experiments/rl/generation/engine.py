@@ -11,7 +11,7 @@ from typing import ClassVar, Literal, Protocol
 
 import torch
 
-from torchtitan.experiments.rl.bounds import Changeable, PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, PositiveInt, ProcessCount
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.messages import Request, RequestFailed, Result
 from torchtitan.experiments.rl.weights.snapshot import Manifest
@@ -148,7 +148,7 @@ class EngineConfig(ABC):
     """Of weights and activations. The trainer publishes its weights in it."""
     max_model_len: Changeable[PositiveInt] = 2048
     """Longest prompt + completion, in tokens."""
-    tensor_parallel_degree: Changeable[PositiveInt] = 1
+    tensor_parallel_degree: Changeable[ProcessCount] = 1
     """GPUs that share one engine's model."""
     stops_at_texts: ClassVar[bool] = False
     """Whether the engine ends a completion at the texts of ``SamplingConfig.stop``. Tokens of ``stop_token_ids`` every engine

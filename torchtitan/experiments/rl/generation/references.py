@@ -22,6 +22,7 @@ from torchtitan.experiments.rl.bounds import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    ProcessCount,
     walk,
 )
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
@@ -109,7 +110,7 @@ class HostedModel(ModelReference):
 
     path: Annotated[str, MinLen(1), Cure("name the checkpoint's folder")]
     """Hub-format folder. Its tokenizer must be the policy's."""
-    replicas: Changeable[PositiveInt] = 1
+    replicas: Changeable[ProcessCount] = 1
     """Independent engines."""
     engine: EngineConfig = field(default_factory=VLLMEngineConfig)
     max_concurrency: Changeable[PositiveInt] = 256

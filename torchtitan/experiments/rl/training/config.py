@@ -7,7 +7,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config import ParallelismConfig
-from torchtitan.experiments.rl.bounds import Changeable, NonNegativeFloat, PositiveFloat, PositiveInt
+from torchtitan.experiments.rl.bounds import Changeable, NonNegativeFloat, PositiveFloat, PositiveInt, ProcessCount
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.losses import LossConfig
 from torchtitan.experiments.rl.models.lora import LoRA
@@ -32,7 +32,7 @@ class Parallelism:
     data_parallel_shard_degree: PositiveInt | None = None
     """Ranks that share a copy's parameters, gradients and optimizer state, each on different rows (FSDP). None: as many as
     the other degrees leave."""
-    tensor_parallel_degree: PositiveInt = 1
+    tensor_parallel_degree: ProcessCount = 1
     """Ranks that share each layer's matrices and the vocabulary, on the same rows. Between layers each holds a part of the
     tokens (sequence parallelism). Within one host: they exchange activations in every layer."""
     context_parallel_degree: PositiveInt = 1
@@ -125,7 +125,7 @@ class OptimizerConfig:
 
 @dataclass(kw_only=True, slots=True)
 class TrainerConfig:
-    ranks: Changeable[PositiveInt] = 1
+    ranks: Changeable[ProcessCount] = 1
     """Processes of the mesh: the product of the degrees in ``parallelism``. By default each gets rows of its own (FSDP)."""
     parallelism: Changeable[Parallelism] = field(default_factory=Parallelism)
     optimizer: Changeable[OptimizerConfig] = field(default_factory=OptimizerConfig)
