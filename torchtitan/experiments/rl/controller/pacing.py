@@ -20,27 +20,11 @@ bookkeeping: it has no clock.
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from copy import copy
 from fractions import Fraction
-from operator import attrgetter
 
 from torchtitan.experiments.rl.controller.saved_state import SlotState
-
-
-@dataclass(kw_only=True, slots=True)
-class _Slot:
-    order: int
-    admitted_version: int
-    deadline: float
-    """Infinite for a group sampled from a frozen model: its tokens have no age."""
-    order_deadline: int
-    """The deadline that a group sampled from the policy has; orders groups of frozen models among them."""
-    share: Fraction
-    """Of a slot."""
-    finished: bool = False
-    leads_to: int | None = None
-    """Version its training leads to; None until a step takes it."""
 
 
 class Pacer:
@@ -48,25 +32,28 @@ class Pacer:
         self.groups_per_step = groups_per_step
         """Slots that a step trains on."""
         self._max_offpolicy_steps = max_offpolicy_steps
-        self._slots: dict[str, _Slot] = {}
-        self._admitted = 0
+        self._untaken: dict[str, SlotState] = {}
+        """Groups that no step has taken, by id, in the order they were admitted."""
+        self._taken: dict[str, tuple[int, Fraction]] = {}
+        """The version that a group's training leads to, and its share of a slot."""
         # Sums over the slots: a step may have thousands of groups with a part of a slot each.
-        self._held, self._ready = Fraction(0), Fraction(0)
+        self._ready, self._in_training = Fraction(0), Fraction(0)
         self._unfinished: Counter[float] = Counter()
-        """Shares of the slots that are not finished, by deadline, but for frozen ones."""
+        """Shares of the slots that are not finished, by deadline."""
         self.untrained = Fraction(0)
         """Slots of groups admitted and neither dropped nor taken by a step."""
 
     @property
     def free_slots(self) -> Fraction:
         # A run that was resumed with fewer slots may hold more for a while.
-        return max(Fraction(0), (self._max_offpolicy_steps + 1) * self.groups_per_step - self._held)
+        all_slots = (self._max_offpolicy_steps + 1) * self.groups_per_step
+        return max(Fraction(0), all_slots - self.untrained - self._in_training)
 
     @property
     def has_slot(self) -> bool:
         """Whether another slot may be filled."""
         # A run that was resumed may have lost parts of slots: the next step would wait for them for ever.
-        return self.free_slots >= 1 or self._held == self.untrained < self.groups_per_step
+        return self.free_slots >= 1 or (not self._taken and self.untrained < self.groups_per_step)
 
     def admit(self, group_id: str, version: int, *, frozen: bool = False, parts: int = 1) -> None:
         """Give a group a slot; ``version`` is what the generators hold now.
@@ -76,43 +63,30 @@ class Pacer:
             parts: groups that share the slot.
         """
         assert parts > 1 or self.has_slot
-        self._admit(group_id, version, frozen=frozen, parts=parts)
+        self._admit(SlotState(group_id=group_id, admitted_version=version, frozen=frozen, finished=False, parts=parts))
 
-    def _admit(self, group_id: str, version: int, *, frozen: bool, parts: int) -> None:
-        assert group_id not in self._slots
-        order_deadline = version + self._max_offpolicy_steps
-        slot = self._slots[group_id] = _Slot(
-            order=self._admitted,
-            admitted_version=version,
-            deadline=math.inf if frozen else order_deadline,
-            order_deadline=order_deadline,
-            share=Fraction(1, parts),
-        )
-        self._admitted += 1
-        self._held += slot.share
-        self.untrained += slot.share
-        self._count_unfinished(slot, slot.share)
+    def _admit(self, slot: SlotState) -> None:
+        assert slot.group_id not in self._untaken and slot.group_id not in self._taken
+        self._untaken[slot.group_id] = slot
+        self.untrained += _share(slot)
+        self._count(slot, 1)
 
     def finish(self, group_id: str) -> None:
         """The group's rollouts are done and scored; a step may take it."""
-        slot = self._slots[group_id]
+        slot = self._untaken[group_id]
+        self._count(slot, -1)
         slot.finished = True
-        self._ready += slot.share
-        self._count_unfinished(slot, -slot.share)
+        self._count(slot, 1)
 
     def drop(self, group_id: str) -> None:
         """The group leaves untrained (failed, filtered, oversized); its slot frees at once.
 
         A step may have taken it already: when all groups of a step are dropped, the step takes others in their place.
         """
-        slot = self._slots.pop(group_id)
-        self._held -= slot.share
-        if slot.leads_to is None:
-            self.untrained -= slot.share
-            if slot.finished:
-                self._ready -= slot.share
-            else:
-                self._count_unfinished(slot, -slot.share)
+        if group_id in self._taken:
+            self._in_training -= self._taken.pop(group_id)[1]
+        else:
+            self._leave(group_id)
 
     def take_groups(self, version: int) -> list[str] | None:
         """Groups for the step that consumes at ``version``, earliest deadline first; None while the trainer has to wait."""
@@ -120,33 +94,35 @@ class Pacer:
         # slot for that is quadratic in the slots of a step.
         if self._ready < self.groups_per_step or not self._in_time(self._unfinished, version):
             return None
-        finished = [group_id for group_id, slot in self._slots.items() if slot.leads_to is None and slot.finished]
+        finished = [slot for slot in self._untaken.values() if slot.finished]
         # Without frozen groups the first two are one. The third is for a resumed run, where ``has_slot`` made more groups due
         # than a step takes.
-        for of, all_due in (("order_deadline", False), ("deadline", False), ("deadline", True)):
-            ordered = sorted(finished, key=lambda group_id: attrgetter(of, "order")(self._slots[group_id]))
-            batch = ordered[: self._count(ordered, version if all_due else None)]
-            if self._others_can_wait(batch, version):
-                for group_id in batch:
-                    self._take(group_id, version)
-                return batch
+        for by, all_due in ((_by_version, False), (self._deadline, False), (self._deadline, True)):
+            batch, held = list[SlotState](), Fraction(0)
+            for slot in sorted(finished, key=by):
+                if held >= self.groups_per_step and not (all_due and self._deadline(slot) <= version):
+                    break
+                batch.append(slot)
+                held += _share(slot)
+            taken = {slot.group_id for slot in batch}
+            if self._fit(self._untaken.keys() - taken, version):
+                for slot in batch:
+                    age = version - slot.admitted_version
+                    assert version <= self._deadline(slot), f"group {slot.group_id} is {age} versions old at version {version}"
+                    self._taken[slot.group_id] = version + 1, self._leave(slot.group_id)
+                self._in_training += held
+                return [slot.group_id for slot in batch]
         return None
 
-    def _count(self, ordered: list[str], due: int | None) -> int:
-        """How many of these a step takes: enough, and those whose deadline is ``due``."""
-        held = Fraction(0)
-        for count, slot in enumerate(self._slots[group_id] for group_id in ordered):
-            if held >= self.groups_per_step and (due is None or slot.deadline > due):
-                return count
-            held += slot.share
-        return len(ordered)
+    def _deadline(self, slot: SlotState) -> float:
+        """Infinite for a group sampled from a frozen model: its tokens have no age."""
+        return math.inf if slot.frozen else slot.admitted_version + self._max_offpolicy_steps
 
-    def _others_can_wait(self, batch: list[str], version: int) -> bool:
-        """Whether every group left, and all due before it, fit the steps from the next one to its deadline."""
-        taken, waiting = set(batch), Counter[float]()
-        for group_id, slot in self._slots.items():
-            if slot.leads_to is None and group_id not in taken and slot.deadline < math.inf:
-                waiting[slot.deadline] += slot.share  # type: ignore[assignment]  # Counter's values are declared as int
+    def _fit(self, group_ids: Iterable[str], version: int) -> bool:
+        """Whether each of these groups, and all due before it, fit the steps from the next one to its deadline."""
+        waiting = Counter[float]()
+        for slot in (self._untaken[group_id] for group_id in group_ids):
+            waiting[self._deadline(slot)] += _share(slot)  # type: ignore[assignment]  # Counter's values are declared as int
         return self._in_time(waiting, version)
 
     def _in_time(self, waiting: Counter[float], version: int) -> bool:
@@ -157,38 +133,32 @@ class Pacer:
             slots <= self.groups_per_step * (deadline - version) for slots, deadline in zip(held, deadlines, strict=True)
         )
 
-    def _count_unfinished(self, slot: _Slot, share: Fraction) -> None:
-        if slot.deadline < math.inf:
-            self._unfinished[slot.deadline] += share  # type: ignore[assignment]
-            if not self._unfinished[slot.deadline]:
-                del self._unfinished[slot.deadline]
+    def _count(self, slot: SlotState, sign: int) -> None:
+        """Count a slot that no step has taken as what it is now; -1: no longer."""
+        share = sign * _share(slot)
+        if slot.finished:
+            self._ready += share
+            return
+        deadline = self._deadline(slot)
+        self._unfinished[deadline] += share  # type: ignore[assignment]
+        if not self._unfinished[deadline]:
+            del self._unfinished[deadline]
 
-    def _take(self, group_id: str, version: int) -> None:
-        slot = self._slots[group_id]
-        age = version - slot.admitted_version
-        assert version <= slot.deadline, f"group {group_id} is {age} versions old at version {version}"
-        slot.leads_to = version + 1
-        self.untrained -= slot.share
-        self._ready -= slot.share
+    def _leave(self, group_id: str) -> Fraction:
+        """A step takes a group, or it is dropped. Returns its share of a slot."""
+        slot = self._untaken.pop(group_id)
+        self._count(slot, -1)
+        self.untrained -= _share(slot)
+        return _share(slot)
 
     def live(self, version: int) -> None:
         """The generators hold ``version`` now: slots of the groups that led to it are free."""
-        for group_id in [k for k, slot in self._slots.items() if slot.leads_to is not None and slot.leads_to <= version]:
-            self._held -= self._slots.pop(group_id).share
+        for group_id in [group_id for group_id, (leads_to, _) in self._taken.items() if leads_to <= version]:
+            self.drop(group_id)
 
     def state(self) -> list[SlotState]:
         """The groups that no step has taken. Those that a step has taken lead to the version that a checkpoint is of."""
-        untaken = [(slot.order, group_id, slot) for group_id, slot in self._slots.items() if slot.leads_to is None]
-        return [
-            SlotState(
-                group_id=group_id,
-                admitted_version=slot.admitted_version,
-                frozen=slot.deadline == math.inf,
-                finished=slot.finished,
-                parts=slot.share.denominator,
-            )
-            for _, group_id, slot in sorted(untaken, key=lambda entry: entry[0])
-        ]
+        return [copy(slot) for slot in self._untaken.values()]
 
     def restore(self, slots: Sequence[SlotState], version: int) -> list[str]:
         """Admit the groups of a checkpoint of ``version`` again.
@@ -199,10 +169,18 @@ class Pacer:
         """
         late = []
         for slot in slots:
-            self._admit(slot.group_id, slot.admitted_version, frozen=slot.frozen, parts=slot.parts)
-            if slot.finished:
-                self.finish(slot.group_id)
-            if self._slots[slot.group_id].deadline < version or not self._others_can_wait([], version - 1):
+            self._admit(copy(slot))
+            if self._deadline(slot) < version or not self._fit(self._untaken, version - 1):
                 self.drop(slot.group_id)
                 late.append(slot.group_id)
         return late
+
+
+def _share(slot: SlotState) -> Fraction:
+    """Of a slot."""
+    return Fraction(1, slot.parts)
+
+
+def _by_version(slot: SlotState) -> float:
+    """Orders groups of frozen models as if they had deadlines."""
+    return slot.admitted_version
