@@ -103,7 +103,7 @@ class StubWorker:
         self._group, self._policy = pickle.dumps(group, protocol=5), policy
         self.run = Endpoint(self._run)
 
-    async def _run(self, request: Any) -> GroupResult:
+    async def _run(self, task: str, request: Any) -> GroupResult:
         await asyncio.sleep(ANSWER_S * TURNS)
         group = pickle.loads(self._group)
         began = time.perf_counter()
@@ -129,14 +129,14 @@ class MixedRunner(WorkerRunner):
         self._local, self._policy, self._count = LocalRunner(policy, seed=seed), policy, workers
         self._first = asyncio.Lock()
 
-    async def answer(self, task: Any, request: Any) -> Any:
+    async def run(self, task: Any, request: Any) -> Any:
         async with self._first:
             if not self._workers:
-                group = await self._local.answer(task, request)
+                group = await self._local.run(task, request)
                 for index in range(self._count):
                     self.admit(index, StubWorker(group, self._policy), Lifetime(f"rollout worker {index}"))
                 return group
-        return await super().answer(task, request)
+        return await super().run(task, request)
 
 
 async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int) -> dict[str, float]:

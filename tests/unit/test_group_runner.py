@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.config.checks import checked_plan
-from torchtitan.experiments.rl.controller.group_runner import GroupResult, Measurement, WorkerRunner
+from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupResult, Measurement, WorkerRunner
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
@@ -25,7 +25,7 @@ class StubWorkers:
         self.released = asyncio.Event()
 
     def admit(self, runner: WorkerRunner, index: int) -> Lifetime:
-        async def run(request):
+        async def run(task_name, request):
             self.asked[index].append(request)
             await self.released.wait()
             return GroupResult(group=group_of(request.group_id, tokens=3), event_loop_lag_s=index / 10)
@@ -69,11 +69,15 @@ def task(group_size: int):
     return SimpleNamespace(name="sums", needs_group=True, config=SimpleNamespace(group_size=group_size, adapter=""))
 
 
+def request(group_id: str, **changes) -> GroupRequest:
+    return GroupRequest(data_sample=SAMPLE, group_id=group_id, **changes)
+
+
 async def test_a_group_goes_to_the_worker_with_the_fewest_open_rollouts():
     mesh, policy = StubWorkers(2), SimpleNamespace(version=7, generated_tokens=0)
     runner = runner_of(mesh, policy)
     sizes = [4, 1, 1, 1, 1, 1]  # after the group of four, the other worker gets the next four
-    work = [asyncio.create_task(runner.run(task(size), SAMPLE, group_id=str(i))) for i, size in enumerate(sizes)]
+    work = [asyncio.create_task(runner.run(task(size), request(str(i)))) for i, size in enumerate(sizes)]
     await iterations(10)
     assert [[request.group_id for request in asked] for asked in mesh.asked] == [["0", "5"], ["1", "2", "3", "4"]]
     assert {request.policy_version for asked in mesh.asked for request in asked} == {7}
@@ -87,7 +91,7 @@ async def test_a_group_goes_to_the_worker_with_the_fewest_open_rollouts():
 async def test_cancelled_group_frees_its_place():
     mesh = StubWorkers(1)
     runner = runner_of(mesh, SimpleNamespace(version=0, generated_tokens=0))
-    work = asyncio.create_task(runner.run(task(4), SAMPLE, group_id="a"))
+    work = asyncio.create_task(runner.run(task(4), request("a")))
     await iterations(10)
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
@@ -99,16 +103,16 @@ async def test_measured_group_carries_its_sampling_and_size():
     mesh.released.set()
     runner = runner_of(mesh, SimpleNamespace(version=0, generated_tokens=0))
     sampling = SamplingConfig(temperature=0.0)
-    group = await runner.run(task(4), SAMPLE, group_id="v", measured=Measurement(sampling=sampling, group_size=2))
-    (request,) = mesh.asked[0]
-    assert group.group_id == "v" and request.measured == Measurement(sampling=sampling, group_size=2)
+    group = await runner.run(task(4), request("v", measured=Measurement(sampling=sampling, group_size=2)))
+    (asked,) = mesh.asked[0]
+    assert group.group_id == "v" and asked.measured == Measurement(sampling=sampling, group_size=2)
 
 
 async def test_groups_of_a_worker_that_dies_are_run_again_under_their_ids_elsewhere_or_when_it_is_back():
     workers, policy = StubWorkers(2), SimpleNamespace(version=3, generated_tokens=0)
     runner = WorkerRunner(policy)
     lives = [workers.admit(runner, index) for index in range(2)]
-    work = [asyncio.create_task(runner.run(task(2), SAMPLE, group_id=name)) for name in "abc"]
+    work = [asyncio.create_task(runner.run(task(2), request(name))) for name in "abc"]
     await until(lambda: sum(map(len, workers.asked)) == 3)
     assert [[request.group_id for request in asked] for asked in workers.asked] == [["a", "c"], ["b"]]
     lives[0].end("killed by SIGKILL")

@@ -109,44 +109,26 @@ class Measurement:
 
 @dataclass(kw_only=True, slots=True)
 class GroupRequest:
-    """The arguments of ``GroupRunner.run``."""
+    """A group to run and score, or to credit."""
 
-    task: str
     data_sample: DataSample
     group_id: str
-    credit: bool
-    measured: Measurement | None
-    uncredited: RolloutGroup | None
+    credit: bool = True
+    """False: rewards alone."""
+    measured: Measurement | None = None
+    """For validation. None: a training group, sampled with the task's own config."""
+    uncredited: RolloutGroup | None = None
+    """A group that was run without credit, and gets it now."""
     policy_version: int = 0
     """Policy version that the generators hold now: a rollout worker is told."""
 
 
 class GroupRunner:
-    async def run(
-        self,
-        task: Task,
-        sample: DataSample,
-        *,
-        group_id: str,
-        credit: bool = True,
-        measured: Measurement | None = None,
-        uncredited: RolloutGroup | None = None,
-    ) -> RolloutGroup:
-        """Run and score a group of ``sample``. A training group that can't be trained on has a ``failure``.
+    async def run(self, task: Task, request: GroupRequest) -> RolloutGroup:
+        """The group, which for an uncredited one may be another object. One that can't be trained on has a ``failure``.
 
         User code that fails ends in a rollout's status; an exception raised here is a fault of the library.
-
-        Args:
-            credit: False: rewards alone.
-            measured: for validation. None: a training group, sampled with the task's own config.
-            uncredited: a group that was run without credit, and gets it now. What is returned may be another object.
         """
-        request = GroupRequest(
-            task=task.name, data_sample=sample, group_id=group_id, credit=credit, measured=measured, uncredited=uncredited
-        )
-        return await self.answer(task, request)
-
-    async def answer(self, task: Task, request: GroupRequest) -> RolloutGroup:
         raise NotImplementedError
 
     def lap(self) -> tuple[float, int]:
@@ -167,7 +149,7 @@ class LocalRunner(GroupRunner):
     def __init__(self, policy: PolicyClient, *, seed: int):
         self._policy, self._seed = policy, seed
 
-    async def answer(self, task: Task, request: GroupRequest) -> RolloutGroup:
+    async def run(self, task: Task, request: GroupRequest) -> RolloutGroup:
         own: dict[str, Any] = {}  # a task's own run_group may not take them, and needs its group
         measured = request.measured
         if measured is not None:
@@ -227,7 +209,7 @@ class WorkerRunner(GroupRunner):
     def lose(self, index: int) -> None:
         self._workers.pop(index, None)
 
-    async def answer(self, task: Task, request: GroupRequest) -> RolloutGroup:
+    async def run(self, task: Task, request: GroupRequest) -> RolloutGroup:
         measured = request.measured
         group_size = task.config.group_size if measured is None else measured.group_size
         rollouts = group_size if task.needs_group or measured is not None else 1
@@ -236,7 +218,7 @@ class WorkerRunner(GroupRunner):
             request.policy_version = self._policy.version
             worker.open_rollouts += rollouts
             try:
-                result = await worker.life.call(ask(worker.actor.run, request))
+                result = await worker.life.call(ask(worker.actor.run, task.name, request))
                 break
             except ProcessLost as lost:
                 logger.info("group %s is run again: %s", request.group_id, lost)
@@ -325,8 +307,8 @@ class RolloutWorker(WatchedActor):
         self._lag.start()
 
     @reported_endpoint
-    async def run(self, request: GroupRequest) -> GroupResult:
-        work = asyncio.create_task(self._run(request), name=request.group_id)
+    async def run(self, task: str, request: GroupRequest) -> GroupResult:
+        work = asyncio.create_task(self._run(self._task_set.tasks[task], request), name=request.group_id)
         self._running.add(work)
         work.add_done_callback(self._running.discard)
         return await work
@@ -353,7 +335,7 @@ class RolloutWorker(WatchedActor):
             faults.append(f"closing the frozen models: {cause_of(error)}")
         return faults
 
-    async def _run(self, request: GroupRequest) -> GroupResult:
+    async def _run(self, task: Task, request: GroupRequest) -> GroupResult:
         self._policy.version = max(self._policy.version, request.policy_version)
-        group = await self._runner.answer(self._task_set.tasks[request.task], request)
+        group = await self._runner.run(task, request)
         return GroupResult(group=group, event_loop_lag_s=self._lag.lap(), blocking_calls=BLOCKING.lap())

@@ -28,12 +28,12 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
-from torchtitan.experiments.rl.controller.group_runner import GroupRunner
+from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupRunner
 from torchtitan.experiments.rl.controller.groups import OpenGroup, OpenGroups, StepGroups, groups_in_slot, has_signal
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
@@ -304,14 +304,14 @@ class RolloutLoop:
             for other in others:
                 self._run_beside(self._run_group(other), other)
             late = self._selection.credit_is_late(task)
-            group = await self._runner.run(task, entry.example, group_id=group_id, credit=not late)
+            request = GroupRequest(data_sample=entry.example, group_id=group_id, credit=not late)
+            group = await self._runner.run(task, request)
             check_whole(group, entry.rollout_ids, task)
             refuse_future_versions(group, self._policy.version)
             filtered = await self._selection.filter("pre", group) if late and group.scored else None
             if late and (filtered is None or (filtered.kept and not any(map(self._is_oversized, filtered.kept)))):
-                group = await self._runner.run(
-                    task, entry.example, group_id=group_id, uncredited=group
-                )  # which says why a group fails that has no reward
+                # Which also says why a group fails that has no reward.
+                group = await self._runner.run(task, replace(request, credit=True, uncredited=group))
             if self._rollouts_failing:  # what their envs and rewards did not cause says nothing about them
                 return
             async with self._stillness.change():

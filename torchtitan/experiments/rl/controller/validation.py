@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from torchtitan.experiments.rl.controller.group_runner import GroupRunner, Measurement
+from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupRunner, Measurement
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport, ValidatorState
 from torchtitan.experiments.rl.controller.step_metrics import mean
 from torchtitan.experiments.rl.data.dataset import count_examples, read_example
@@ -144,12 +144,9 @@ class Validator:
 
         async def one(index: int) -> RolloutGroup:
             async with places:
-                group = await self._runner.run(
-                    task,
-                    await self._gate.call(read_example, dataset, index, owner=owner),
-                    group_id=f"validation-{name}-{index}",
-                    measured=measured,
-                )
+                example = await self._gate.call(read_example, dataset, index, owner=owner)
+                request = GroupRequest(data_sample=example, group_id=f"validation-{name}-{index}", measured=measured)
+                group = await self._runner.run(task, request)
                 self._on_group(group)
                 return group
 
