@@ -28,7 +28,12 @@ class V2EngineConfig(VLLMEngineConfig):
     """Of prompts, in one engine step."""
 
     def build(
-        self, *, model_path: str, device: Literal["cpu", "cuda"], adapters: Mapping[str, int] | None = None
+        self,
+        *,
+        model_path: str,
+        device: Literal["cpu", "cuda"],
+        adapters: Mapping[str, int] | None = None,
+        routes: bool = False,
     ) -> VLLMEngine:
         assert os.environ["TRITON_INTERPRET"] == "1", "triton was imported as its compiler: launch the process with ENVIRONMENT"
         from triton.backends import backends
@@ -46,7 +51,7 @@ class V2EngineConfig(VLLMEngineConfig):
         vllm.EngineArgs = changed
         _keep_async_scheduling()
         vllm_engine._sharing_of_last_blocks = dict
-        engine = VLLMEngine(self, model_path=model_path, device=device, adapters=adapters or {})
+        engine = VLLMEngine(self, model_path=model_path, device=device, adapters=adapters or {}, routes=routes)
         runner = engine._engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
         assert engine._engine.engine_core.engine_core.batch_queue is not None, "steps are scheduled asynchronously"
         assert "vllm.v1.worker.gpu.model_runner" in {kind.__module__ for kind in type(runner).__mro__}, type(runner)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.integration.models import MODEL
 from torchtitan.experiments.rl.batching.batcher import Batcher
+from torchtitan.experiments.rl.models.experts import mixtures_of
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
@@ -26,6 +27,8 @@ LAYOUTS = {
 }
 TOKENS = np.arange(3, 40, dtype=np.int32)
 REFERENCE_LAYOUT = dict(row_length=512, rows_per_microbatch=1)
+LAYERS, EXPERTS, K = 4, 8, 2
+"""Of the tiny mixture."""
 
 
 def samples_of(count: int = 24, *, vocabulary: int = 768, seed: int = 0) -> list[TrainingSample]:
@@ -58,6 +61,27 @@ def tree_samples() -> list[TrainingSample]:
     for sample in samples:
         sample.temperature = 1.0
         sample.token_ids[: len(sample) // 2] = prompt[: len(sample) // 2]
+    return samples
+
+
+def own_routes(learner: Learner, tokens: np.ndarray) -> np.ndarray:
+    """uint8 [L, layers, k]: what the learner's routers choose, in their order."""
+    found: list[torch.Tensor] = []
+    hooks = [
+        moe.router.register_forward_hook(lambda *of: found.append(of[2][1])) for moe in mixtures_of(learner.model).values()
+    ]
+    learner.score(tokens)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found, 2)[0].numpy().astype(np.uint8)
+
+
+def routed_samples(learner: Learner | None, seed: int = 0, **options) -> list[TrainingSample]:
+    """The fixed samples with the experts that the learner would take, or with random ones."""
+    random, samples = np.random.default_rng(seed), samples_of(**options)
+    for sample in samples:
+        others = random.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (len(sample), LAYERS, 1)), axis=-1)[..., :K]
+        sample.routes = others if learner is None else own_routes(learner, sample.token_ids)
     return samples
 
 

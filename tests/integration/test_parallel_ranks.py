@@ -21,6 +21,7 @@ from tests.integration.learners import (
     loss_and_gradient,
     one_step,
     parameters,
+    routed_samples,
     snapshot,
     snapshot_of_two_hosts,
     tree_samples,
@@ -99,6 +100,10 @@ def work_on(mesh: str, parallelism: Parallelism, folder: str, fused: str, llama:
         results["float64"] = loss_and_gradient(learner, LAYOUTS["short rows"])
         results["trees"] = loss_and_gradient(learner, LAYOUTS["long rows"], tree_samples())
         learner.close()
+        if "mixture" in mesh:
+            learner = learner_of(f"{folder}/replay", dtype=torch.float64, router_replay="ids", **own)
+            results["replay"] = loss_and_gradient(learner, LAYOUTS["short rows"], routed_samples(None))
+            learner.close()
     return results
 
 
@@ -155,10 +160,14 @@ def test_in_float64_nothing_but_rounding_depends_on_the_mesh(one_rank, ranks, me
     learner = learner_of(tmp_path, dtype=torch.float64, model=model_of(mesh))
     expected = loss_and_gradient(learner, REFERENCE_LAYOUT)
     of_trees = loss_and_gradient(learner, REFERENCE_LAYOUT | {"share_prefixes": False}, tree_samples())
+    learner.config.router_replay = "ids"
+    replayed = loss_and_gradient(learner, REFERENCE_LAYOUT, routed_samples(None)) if "mixture" in mesh else None
     learner.close()
     for results in ranks:
         if mesh in results:
             assert_same_step(results[mesh]["float64"], expected)
+            if replayed is not None:
+                assert_same_step(results[mesh]["replay"], replayed)
             loss, gradient = results[mesh]["trees"]
             assert loss == pytest.approx(of_trees[0], rel=1e-6)
             # torchtitan rotates queries and keys in float32, here those of a whole tree at once.

@@ -15,6 +15,7 @@ from tests.integration.fleets import (
     CANARY,
     SEATS,
     Fleet,
+    SwitchedGenerator,
     assert_agree,
     by_label,
     given_kept_cache,
@@ -22,11 +23,15 @@ from tests.integration.fleets import (
     prompt_of,
     running,
 )
+from tests.integration.learners import learner_of
+from tests.integration.models import MOE_MODEL
+from tests.integration.test_router_replay import MOE, RoutedGenerator, assert_completions_have_their_experts
 from tests.v2_engine import ENVIRONMENT, V2EngineConfig
 from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.generation.messages import GenerateRequest, ScoreRequest
 from torchtitan.experiments.rl.operations import provision
+from torchtitan.experiments.rl.operations.provision import shut_down
 from torchtitan.experiments.rl.process.setup import launch_environment
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 
@@ -159,3 +164,33 @@ async def test_whole_blocks_of_a_prompt_are_cached_for_their_version_alone(fleet
         found.append(await fleet.generator.from_cache.call_one(one.request_id))
         assert_agree(completion.logprobs, by_label(fleet, prompt, completion))
     assert found == [0, 96, 0]  # blocks of 32 tokens on CPU, and none in part
+
+
+# ---- a mixture of experts
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory) -> Iterator[RoutedGenerator]:
+    engine = V2EngineConfig(max_model_len=MAX_LEN, max_num_seqs=SEATS, cpu_kv_cache_gib=0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(provision, "launch_environment", lambda *given: launch_environment(*given) | ENVIRONMENT)
+        procs = provision.spawn_on(None, "routed", [Place(0, (min(os.sched_getaffinity(0)),))], "cpu")[0]
+        asyncio.run(launched(procs))
+    options = dict(model_path=str(MOE_MODEL), device="cpu", run_dir=str(tmp_path_factory.mktemp("routed")), routes=True)
+    actor = procs.spawn("routed", SwitchedGenerator, GeneratorConfig(engine=engine), **options)
+
+    async def set_up() -> None:
+        await actor.setup.call_one()
+
+    async def close() -> None:
+        await shut_down([actor], [procs])
+
+    asyncio.run(set_up())
+    yield RoutedGenerator(actor)
+    asyncio.run(close())
+
+
+async def test_the_v2_runner_returns_the_experts_of_each_token(routed, one_rank, tmp_path):
+    learner = learner_of(tmp_path, **MOE)
+    await assert_completions_have_their_experts(routed, learner)
+    learner.close()

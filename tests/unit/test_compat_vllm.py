@@ -387,3 +387,28 @@ def test_the_v2_runner_is_reloaded_and_put_to_sleep_by_the_calls_that_the_v1_run
     assert "new_req_data.prefill_token_ids" in source_of(GPUModelRunner.add_requests)
     states = source_of(SamplingStates.__init__)
     assert "self.seeds = UvaBackedTensor(max_num_reqs, dtype=torch.int64)" in states, "seeds of 63 bits fit"
+
+
+def test_routers_tell_their_choices_and_the_runner_where_each_tokens_keys_go():
+    from vllm import EngineArgs, SamplingParams
+    from vllm.forward_context import ForwardContext
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+    from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    # RecordedRoutes stands in for vLLM's capturer, and reads the runner's own record of a request.
+    bind = source_of(routed_experts_capturer.bind_routed_experts_capturer)
+    assert "partial(capturer.capture, module.layer_id)" in bind and "module.router.set_capture_fn(capture_fn)" in bind
+    assert "self.capture_fn(topk_ids)" in source_of(BaseRouter._select_experts)
+    assert "return num_layers, num_experts, num_experts_per_tok" in source_of(routed_experts_capturer._get_routed_experts_shape)
+    assert "slot_mapping" in ForwardContext.__annotations__ and "slot_mapping=slot_mappings" in source_of(GPUModelRunner)
+    assert {"block_ids", "output_token_ids"} <= CachedRequestState.__annotations__.keys()
+    schedule = source_of(Scheduler.schedule)
+    assert "preempted_req_ids=self.reset_preempted_req_ids" in schedule and "finished_req_ids=self.finished_req_ids" in schedule
+    # What the V2 runner returns.
+    assert "enable_return_routed_experts" in EngineArgs.__dataclass_fields__
+    assert "routed_experts" in CompletionOutput.__annotations__
+    assert "routed_experts_prompt_start" in SamplingParams.__struct_fields__

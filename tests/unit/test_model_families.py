@@ -10,9 +10,11 @@ import torch
 from safetensors.torch import save_file
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE
 
+from tests.scripted_engine import ScriptedEngineConfig
 from tests.unit.command_line import assert_one_line
 from tests.unit.test_plan_and_config import DEBUG, TINY_MODEL
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.models import policy as policy_module
 from torchtitan.experiments.rl.models.experts import Experts
 from torchtitan.experiments.rl.models.family import UNUSED_INIT
@@ -207,6 +209,27 @@ def test_experts_have_no_adapters_and_on_cpu_the_engine_serves_none_beside_them(
     code, _, err = command(*words, "--trainer.lora.targets", "gate")
     assert code == 2
     assert_one_line(err, "gate names no matrix of this model's layers; choose among", "experts have no adapters")
+
+
+def test_router_replay_is_refused_where_nothing_is_routed_or_nobody_says_how(command):
+    replay = ["--trainer.router-replay", "ids", "--dry-run"]
+    mixture = ["--config", "rl_moe_qwen3_debug", *replay]
+    assert command(*mixture)[0] == 0
+    for words, line in (
+        (["--config", "rl_grpo_qwen3_debug", *replay], "trainer.router_replay = 'ids': the model is no mixture of experts"),
+        (
+            [*mixture, "--generator.engine.no-enable-prefix-caching"],
+            "generator.engine.enable_prefix_caching = False: set it to",
+        ),
+    ):
+        code, _, err = command(*words)
+        assert code == 2
+        assert_one_line(err, line)
+    engine = VLLMEngineConfig(args={"speculative_config": {"method": "ngram"}})
+    with pytest.raises(ConfigError, match="generator.engine.args.speculative_config = .*: leave it out"):
+        engine.check_routes()
+    with pytest.raises(ConfigError, match="router_replay = 'ids': ScriptedEngineConfig does not say which experts it took"):
+        ScriptedEngineConfig().check_routes()
 
 
 def test_no_bias_balances_the_load_which_the_engine_would_not_have():

@@ -110,10 +110,8 @@ def naive_common(left, right) -> int:
     return count
 
 
-@st.composite
-def routed_trees(draw, *, layers: int = 3):
+def random_routed(seed: int, count: int, layers: int = 3):
     """Samples that begin alike in their tokens, and whose routes part at random depths, or are marked as not known."""
-    seed, count = draw(st.integers(0, 2**32)), draw(st.integers(1, 10))
     rng, samples = np.random.default_rng(seed), []
     for index, tokens in enumerate(random_tree(seed, count, 16)):
         routes = routes_of(tokens, layers)
@@ -127,7 +125,10 @@ def routed_trees(draw, *, layers: int = 3):
     return samples
 
 
-@given(routed_trees())
+routed_trees = st.builds(random_routed, st.integers(0, 2**32), st.integers(1, 10))
+
+
+@given(routed_trees)
 def test_samples_share_exactly_what_they_begin_with_alike_in_tokens_and_routes(samples):
     order, shared = prefix_order([(1.0, prefix_tokens(sample)) for sample in samples])
     assert sorted(order) == list(range(len(samples)))
@@ -139,7 +140,7 @@ def test_samples_share_exactly_what_they_begin_with_alike_in_tokens_and_routes(s
             assert naive_common(samples[order[i]], samples[order[j]]) == shared[i + 1 : j + 1].min()
 
 
-@given(routed_trees())
+@given(routed_trees)
 def test_each_token_of_a_tree_has_the_route_of_every_token_that_it_stands_for(samples):
     for batch in rows_of(samples):
         if batch.trees is not None:

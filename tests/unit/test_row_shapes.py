@@ -78,7 +78,9 @@ def test_every_batch_of_a_run_has_one_of_at_most_three_shapes(rows, row_length, 
     seen = []
 
     def policy(tokens, *others):
-        *rows, places = tokens, *others
+        *rows, places, routes, real = tokens, *others
+        rows += [routes[..., 0, 0], real]
+        assert (routes == -1).sum() == routes.numel() - 6 * real.sum() and real.sum() == size[0] * size[1]
         assert len(places) == 1 and int(places) == (size[0] - 1) * tokens.shape[1] + size[1] - 1, "the last of the batch"
         seen.extend(row.shape for row in rows)
         return tokens.float(), tokens.float()
@@ -86,7 +88,8 @@ def test_every_batch_of_a_run_has_one_of_at_most_three_shapes(rows, row_length, 
     tokens = torch.zeros(size, dtype=torch.int32)
     last = torch.zeros(size, dtype=torch.bool)
     last[-1, -1] = True
-    values, _ = shapes.compute(policy, tokens, tokens, tokens.float(), last)
+    routes = torch.ones((*size, 3, 2), dtype=torch.int16)
+    values, _ = shapes.compute(policy, tokens, tokens, tokens.float(), last, routes, torch.ones_like(last))
     assert values.shape == size
     (shape,) = set(seen)
     assert tuple(shape) in shapes.shapes and shape[0] >= size[0] and shape[1] >= size[1]

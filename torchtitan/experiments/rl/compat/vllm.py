@@ -387,6 +387,67 @@ def packed_from(module: Any, name: str = "weight") -> Any:
     return getattr(module.cpu_linear if name == "weight" else getattr(module, name), "packed_from", None)
 
 
+class RecordedRoutes:
+    """The experts of each token in a worker's key-value cache, where they lie as the keys do: a prefix that is found there has
+    the experts it was computed with. A request that is preempted keeps those of its tokens, which are computed again.
+
+    vLLM 0.32 returns routes from its V2 model runner only, which the CPU build does not have. Its routers tell each choice, and
+    the context of a forward pass where each token's keys go.
+    """
+
+    def __init__(self, worker: Any):
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+        from vllm.model_executor.layers.fused_moe import routed_experts_capturer as vllm_routes
+
+        runner = self._runner = worker.model_runner
+        layers, experts, chosen = vllm_routes._get_routed_experts_shape(worker.vllm_config)
+        self._block_size = worker.cache_config.block_size
+        # One block more, for tokens of padding: they go to the last place.
+        shape = (runner.kv_cache_config.num_blocks + 1, self._block_size, layers, chosen)
+        dtype = getattr(torch, route_dtype(experts))
+        blocks = torch.full(shape, torch.iinfo(dtype).max, dtype=dtype)
+        self._places, self.kept = blocks.flatten(0, 1), dict[str, torch.Tensor]()
+        """``kept``: by request, of the tokens that it had when it was preempted."""
+        if has_kv_transfer_group():
+            connector: Any = get_kv_transfer_group()  # LastBlocks
+            connector.keep_too(blocks[:-1])
+        vllm_routes.bind_routed_experts_capturer(runner.get_model(), self)  # type: ignore[arg-type]
+        self._execute, runner.execute_model = runner.execute_model, self._execute_model
+
+    def capture(self, layer: int, ids: torch.Tensor) -> None:
+        from vllm.forward_context import get_forward_context
+
+        of_layers: Any = get_forward_context().slot_mapping
+        places = next(iter(of_layers.values()))
+        self._places[places[: len(ids)].long(), layer] = ids.to(self._places.dtype)
+
+    def _execute_model(self, scheduled: Any, *rest: Any) -> Any:
+        for request_id in scheduled.finished_req_ids:
+            self.kept.pop(request_id, None)
+        for request_id in scheduled.preempted_req_ids or ():  # others may take its blocks in this step
+            self.kept[request_id] = self.of(request_id, self._runner.requests[request_id].num_tokens - 1)
+        return self._execute(scheduled, *rest)
+
+    def of(self, request_id: str, tokens: int) -> torch.Tensor:
+        """[tokens, layers, k]. The request may have ended in the last step."""
+        blocks = torch.tensor(self._runner.requests[request_id].block_ids[0])
+        places = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()
+        first = self.kept.get(request_id, self._places[:0])
+        return torch.cat([first, self._places[places[len(first) : tokens]]])[:tokens]
+
+
+def route_dtype(experts: int) -> str:
+    """The largest value of it names no expert. Of 256 experts vLLM's has 8 bits."""
+    return "uint8" if experts < 256 else "uint16"
+
+
+def returns_routes(device: str) -> bool:
+    """Whether the model runner that vLLM will take has ``enable_return_routed_experts``."""
+    from vllm import envs
+
+    return device == "cuda" or bool(envs.VLLM_USE_V2_MODEL_RUNNER)
+
+
 def adapters_in(names: Iterable[str]) -> dict[str, int]:
     """vLLM's number of each adapter that a version of these tensors is, by PEFT's names behind the adapter's. Empty: it is the
     whole model."""

@@ -328,6 +328,11 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
             check_cores(model.engine, cores, field=f"the hosted model {model.path!r}: engine")
     groups = groups_per_step(config)
     rollouts = groups * max(task.group_size for task in config.tasks.values())
+    if config.trainer.router_replay != "off":
+        if sizes.experts == 1:
+            cure = 'the model is no mixture of experts: set it to "off"'
+            raise ConfigError("trainer.router_replay", config.trainer.router_replay, cure)
+        engine.check_routes()
     memory = trainer_memory(sizes, config, device=device, trained=trained)
     shares_gpus = config.provision.share_gpus and device == "cuda"
     return RunPlan(

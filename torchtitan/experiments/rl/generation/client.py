@@ -129,6 +129,8 @@ class GeneratorSession:
         self._sampling, self._stop_token_ids = sampling, stop_token_ids + own if own else stop_token_ids
         self._turn = 0
         self._last_replica: int | None = None
+        self._last_tokens = np.empty(0, np.int32)
+        """Prompt and completion of the turn before, where it has routes."""
         self._closed = False
         self.frozen = False
         """Whether the model is no version of the policy."""
@@ -138,9 +140,11 @@ class GeneratorSession:
         sampling = self._sampling
         if max_tokens < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=max_tokens)
+        prompt, before = np.asarray(prompt_token_ids, np.int32), self._last_tokens
+        goes_on = len(before) and np.array_equal(prompt[: len(before)], before)
         request = GenerateRequest(
             request_id=self._client.next_id(),
-            prompt_token_ids=np.asarray(prompt_token_ids, np.int32),
+            prompt_token_ids=prompt,
             sampling=sampling,
             # Each turn has its own stream of random numbers. vLLM takes 63 bits.
             seed=(self._seed + self._turn * 0x9E3779B97F4A7C15) % 2**63,
@@ -149,12 +153,15 @@ class GeneratorSession:
             # ran before, in this process or in one that the run was resumed from.
             cache_scope=self.group if self._client.lockstep else "",
             adapter=self.adapter,
+            routes_from=len(before) - 1 if goes_on else 0,
         )
         self._turn += 1
         tokens = len(request.prompt_token_ids) + sampling.max_tokens
         result, self._last_replica = await self._client.send(
             request, tokens=tokens, last_replica=self._last_replica, group=self.group
         )
+        if result.completion.routes is not None:
+            self._last_tokens = np.concatenate([prompt, result.completion.token_ids])
         if self.frozen:
             no_version = np.full(len(result.completion.token_ids), -1, np.int32)
             return replace(result.completion, policy_versions=no_version, replica=-1)

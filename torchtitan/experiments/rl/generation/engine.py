@@ -66,6 +66,9 @@ class Occupancy:
     """Of all requests that have finished so far. An engine that does not count leaves both at 0."""
     prompt_tokens_cached: int = 0
     """How many of them were not computed, because their keys and values were there."""
+    routes_kept: int = 0
+    """Tokens of these requests that were computed again, because the request was preempted or the weights changed, and keep the
+    routes that they had first: the log-probabilities after them were computed with these."""
 
 
 class Engine(Protocol):
@@ -163,7 +166,7 @@ class EngineConfig(ABC):
 
         An engine whose ``check_adapter`` passes takes ``adapters`` too, which is given where a version is adapters: the rank of
         each by its name. Their tensors have PEFT's names (``models/lora.py``). The engine computes ``W + B A`` with those that
-        a request names, and keeps W.
+        a request names, and keeps W. One whose ``check_routes`` passes takes ``routes``: whether completions have theirs.
 
         Args:
             model_path: hub-format folder; its weights are version 0.
@@ -181,6 +184,14 @@ class EngineConfig(ABC):
         """
         cure = f"{type(self).__name__} serves no adapters: set merged, and the trainer publishes the whole model"
         raise ConfigError("generator.adapter", "served", cure)
+
+    def check_routes(self) -> None:
+        """
+        Raises:
+            ConfigError: the engine can't say which experts computed each token.
+        """
+        cure = f'{type(self).__name__} does not say which experts it took: set it to "off"'
+        raise ConfigError("trainer.router_replay", "ids", cure)
 
     @abstractmethod
     def process_memory(self, *, parameters: int, device: Literal["cpu", "cuda"]) -> float:

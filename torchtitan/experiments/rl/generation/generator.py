@@ -62,8 +62,8 @@ class EngineUsage:
     def __init__(self) -> None:
         self._steps: deque[Occupancy] = deque(maxlen=MOST_STEPS)
         """Since someone asked last."""
-        self._prompts = (0, 0)
-        """Tokens of prompts, and how many of them were cached, from the engine's start until then."""
+        self._prompts = (0, 0, 0)
+        """Tokens of prompts, how many of them were cached, and ``routes_kept``, from the engine's start until then."""
 
     def add(self, now: Occupancy) -> None:
         self._steps.append(now)
@@ -80,9 +80,12 @@ class EngineUsage:
             "cache_max": max((step.cache for step in steps), default=0.0),
         }
         if steps:
-            before, self._prompts = self._prompts, (steps[-1].prompt_tokens, steps[-1].prompt_tokens_cached)
+            last = steps[-1]
+            before, self._prompts = self._prompts, (last.prompt_tokens, last.prompt_tokens_cached, last.routes_kept)
             if tokens := self._prompts[0] - before[0]:
                 found["prompts_cached"] = (self._prompts[1] - before[1]) / tokens
+            if kept := last.routes_kept - before[2]:
+                found["routes_kept"] = kept
         return found
 
 
@@ -365,17 +368,21 @@ class Generator(WatchedActor):
         role: str = "generator",
         index: int | None = None,
         adapters: Mapping[str, int] | None = None,
+        routes: bool = False,
     ):
         """
         Args:
             role, index: name of its log; without an index, its rank in its mesh.
             adapters: that each version is, and the rank of each. None: a version is the whole model.
+            routes: completions say which experts computed each token.
         """
         super().__init__()
         self.config = config
         self._build = partial(config.engine.build, model_path=model_path, device=device)
         if adapters:
             self._build = partial(self._build, adapters=adapters)
+        if routes:
+            self._build = partial(self._build, routes=True)
         self._ports: dict[int, Port[list[GeneratorMessage]]] = {}
         place = current_rank().rank if index is None else index
         self.part = f"{role} {place}"

@@ -23,6 +23,8 @@ class GenerateRequest:
     """Requests share cached prefixes with those of the same scope only."""
     adapter: str = ""
     """Of the version's, which one samples. An engine that serves none has no choice."""
+    routes_from: int = 0
+    """The first token of the prompt whose route is wanted: those before it are known."""
 
 
 @dataclass(kw_only=True, slots=True)

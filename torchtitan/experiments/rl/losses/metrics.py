@@ -122,6 +122,13 @@ def mismatch_kl(lr: torch.Tensor) -> torch.Tensor:
     return torch.expm1(lr) - lr
 
 
+def mismatch_of(policy_logprobs: torch.Tensor, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[B, L] each: logp - generator_logp, its ``mismatch_kl``, and which tokens the policy sampled; both are 0 elsewhere."""
+    sampled = batch.loss_mask & (batch.policy_versions >= 0)
+    lr = torch.where(sampled, policy_logprobs.double() - batch.generator_logprobs.double(), 0)
+    return lr, mismatch_kl(lr), sampled
+
+
 @torch.no_grad()
 def mismatch_metrics(policy_logprobs: torch.Tensor, batch: TrainingBatch, policy_version: int) -> MetricSums:
     """Mismatch KL of a microbatch: ``mismatch_kl/all``, ``mismatch_kl/task/<name>`` and ``mismatch_kl/age/<n>``; and where the
@@ -137,9 +144,7 @@ def mismatch_metrics(policy_logprobs: torch.Tensor, batch: TrainingBatch, policy
         policy_version: the trainer's, before this step's update. A token's age is this less the version it was sampled with.
     """
     metrics = MetricSums()
-    sampled = batch.loss_mask & (batch.policy_versions >= 0)
-    lr = torch.where(sampled, policy_logprobs.double() - batch.generator_logprobs.double(), 0)
-    kl = mismatch_kl(lr)
+    lr, kl, sampled = mismatch_of(policy_logprobs, batch)
     metrics.add_mean("mismatch_kl/all", kl, sampled)
     for task_id, name in enumerate(batch.task_names):
         own = batch.task_ids == task_id

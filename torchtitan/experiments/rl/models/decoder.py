@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Partial
 from torchtitan.experiments.rl.compat.torchtitan.models import HiddenStateDecoder
 from torchtitan.experiments.rl.models.attention import CPUVarlenAttention, packed_metadata, parent_columns, tree_mask
 from torchtitan.experiments.rl.models.context_parallel import Context
-from torchtitan.experiments.rl.models.experts import tell_padding
+from torchtitan.experiments.rl.models.experts import count_agreement, routes_of, tell_rows
 from torchtitan.experiments.rl.types import TrainingBatch
 from torchtitan.models.common.attention import AttentionMasksType, FlexAttention, create_attention_mask
 
 BLOCK = 128
 """Tokens of a block of torch's flex attention."""
 
-Policy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Policy = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """The forward pass of a LogprobDecoder."""
 
 
@@ -29,9 +29,17 @@ class LogprobDecoder(HiddenStateDecoder):
 
     context: Context | None = None
     """Ranks that divide each row; all of them are given whole rows, and return what is of these."""
+    agreement: torch.Tensor | None = None
+    """float64 [4], of passes with routes so far: choices that agree, choices, tokens that agree, tokens."""
 
     def forward(  # type: ignore[override]  # torchtitan's returns logits
-        self, tokens: torch.Tensor, positions: torch.Tensor, temperatures: torch.Tensor, needed: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        temperatures: torch.Tensor,
+        needed: torch.Tensor,
+        routes: torch.Tensor | None = None,
+        real: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probability of each needed token given those before it in its sample.
 
@@ -40,19 +48,22 @@ class LogprobDecoder(HiddenStateDecoder):
             temperatures: float [B, L].
             needed: bool [B, L]; or int64 [N], row * L + column of each, for which a GPU is not asked. The other tokens cost no
                 logits. Never a sample's first token: nothing predicts it.
+            routes: of a mixture, as ``experts.routes_of`` gives them. None: its routers choose.
+            real: bool [B, L]: which tokens a mixture's load counts. None: all.
 
         Returns:
             logprobs and entropy [B, L]; 0 where not needed. Entropy is detached.
         """
         # Under FSDP everything runs inside this forward, so the head's weight is gathered when the head is called.
-        computed, places_BL, part = tokens, positions, slice(0, tokens.shape[1])
+        computed, places_BL, part, missing = tokens, positions, slice(0, tokens.shape[1]), 0
         if self.context is not None:
             missing = -tokens.shape[1] % self.context.size
             computed, places_BL = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
             part = self.context.part(computed.shape[1])
         masks = self.get_attention_masks(places_BL)
-        tell_padding(self, places_BL, part)
+        tell_rows(self, real, routes, missing=missing, part=part)
         hidden_BLD = self.hidden_states(computed[:, part].long(), places_BL[:, part].long(), masks)
+        count_agreement(self)
         if isinstance(hidden_BLD, DTensor):
             # Tensor parallelism: every rank has all of it. The head's gradient is each rank's part of the sum.
             hidden_BLD = hidden_BLD.to_local(grad_placements=[Partial()] * hidden_BLD.device_mesh.ndim)
@@ -100,26 +111,27 @@ def needed_places(batch: TrainingBatch) -> torch.Tensor:
 
 
 def batch_logprobs(
-    policy: Callable[..., tuple[torch.Tensor, torch.Tensor]], batch: TrainingBatch, places: torch.Tensor | None = None
+    policy: Policy, batch: TrainingBatch, places: torch.Tensor | None = None, *, replay: bool = False
 ) -> tuple[torch.Tensor, ...]:
     """Log-probability and entropy of the tokens of a batch that a loss or a metric reads, each given its own sample.
 
     Args:
         policy: a LogprobDecoder. It computes what samples share once.
         places: the batch's ``needed_places``, on its device.
+        replay: compute its tokens by the experts that the batch names, where it names any.
 
     Returns:
         logprobs and entropy [B, L]. Those of other tokens are 0, or what another sample needs of a token they share.
     """
     places = needed_places(batch) if places is None else places
-    trees = batch.trees
+    trees, real, routes = batch.trees, batch.task_ids >= 0, routes_of(batch) if replay else None
     if trees is None:
-        return policy(batch.token_ids, batch.positions, batch.temperatures, places)
-    values = policy(trees.token_ids, trees.positions, trees.temperatures, places)
+        return policy(batch.token_ids, batch.positions, batch.temperatures, places, routes, real)
+    values = policy(trees.token_ids, trees.positions, trees.temperatures, places, routes, trees.any_of(real))
     return tuple(trees.of_each(of_trees) for of_trees in values)
 
 
-def conditioned_logprobs(policy: Callable[..., tuple[torch.Tensor, torch.Tensor]], batch: TrainingBatch) -> torch.Tensor:
+def conditioned_logprobs(policy: Policy, batch: TrainingBatch) -> torch.Tensor:
     """[B, L]: the batch's ref_logprobs, those of tokens with a place in ``batch.conditioned`` computed by ``policy`` there."""
     rows = batch.conditioned
     assert rows is not None, "the batcher gives all batches of a step conditioned rows, or none"
@@ -151,6 +163,8 @@ class RowShapes:
         positions: torch.Tensor,
         temperatures: torch.Tensor,
         needed: torch.Tensor,
+        routes: torch.Tensor | None = None,
+        real: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``policy`` of a [B, L] batch that is padded to one of the shapes. Arguments and results are as the policy's own.
 
@@ -165,5 +179,7 @@ class RowShapes:
             F.pad(positions, padding),
             F.pad(temperatures, padding, value=1.0),
             places // length * to_length + places % length,
+            None if routes is None else F.pad(routes, (0, 0, 0, 0, *padding), value=-1),
+            None if real is None else F.pad(real, padding),
         )
         return logprobs[:rows, :length], entropy[:rows, :length]

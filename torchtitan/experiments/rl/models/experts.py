@@ -1,4 +1,5 @@
-"""Mixtures of experts: torchtitan's layer, made to compute what transformers and the engine compute, and to tell its load."""
+"""Mixtures of experts: torchtitan's layer, made to compute what transformers and the engine compute, to take the experts that
+the engine took, and to tell its load."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -6,9 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.types import TrainingBatch
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 
 
 class Experts(GroupedExperts):
@@ -74,6 +77,40 @@ class CountedExperts(RoutedExperts):
         return torch.cat([self.load_E, torch.stack([self.sent, received])])
 
 
+class Router(TokenChoiceTopKRouter):
+    """Takes the experts that it is told to, where it is, with its own scores of them: so these have their gradient."""
+
+    routes_BLK: torch.Tensor | None = None
+    """int16: the experts of each token in the rows of the next pass; -1 where the router chooses. None: it chooses all."""
+    agreed_BLK: torch.Tensor | None = None
+    """int8, of the last pass, and what this rank has of it: 1 where it would have chosen the same, 0 where not, -1 where it was
+    not told."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TokenChoiceTopKRouter.Config):
+        pass
+
+    def forward(
+        self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Scores of the chosen experts, the experts, and the scores of all."""
+        chosen_BLK, own_BLK, scores_BLE = super().forward(x_BLD, expert_bias_E)
+        if self.routes_BLK is None:
+            return chosen_BLK, own_BLK, scores_BLE
+        told: Any = self.routes_BLK.long()
+        if isinstance(scores_BLE, DTensor):
+            mesh = scores_BLE.device_mesh
+            whole = DTensor.from_local(told, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            told = whole.redistribute(placements=scores_BLE.placements)
+        ids_BLK = torch.where(told >= 0, told, own_BLK)
+        agreed = torch.where(told >= 0, (told[..., None] == own_BLK[..., None, :]).any(-1), -1)
+        self.agreed_BLK = (agreed.to_local() if isinstance(agreed, DTensor) else agreed).char()
+        chosen_BLK = scores_BLE.gather(dim=-1, index=ids_BLK)
+        if self.route_norm:
+            chosen_BLK = chosen_BLK / (chosen_BLK.sum(dim=-1, keepdim=True) + 1e-20)
+        return chosen_BLK * self.route_scale, ids_BLK, scores_BLE
+
+
 def policy_experts(moe: MoE.Config) -> MoE.Config:
     """The layer as it is trained here.
 
@@ -81,26 +118,84 @@ def policy_experts(moe: MoE.Config) -> MoE.Config:
     choose other experts. It has none here.
     """
     routed, inner = moe.routed_experts, moe.routed_experts.inner_experts
+    router = Router.Config(**{field.name: getattr(moe.router, field.name) for field in fields(moe.router)})
     own = Experts.Config(**{field.name: getattr(inner, field.name) for field in fields(inner)})
     counted = {field.name: getattr(routed, field.name) for field in fields(routed)} | {"inner_experts": own}
-    return replace(moe, load_balance_coeff=None, routed_experts=CountedExperts.Config(**counted))
+    return replace(moe, load_balance_coeff=None, router=router, routed_experts=CountedExperts.Config(**counted))
 
 
-def experts_of(model: Any) -> dict[str, CountedExperts]:
+def mixtures_of(model: Any) -> dict[str, Any]:
     """By the number of the layer."""
-    layers = model.layers.named_children()
-    return {number: layer.moe.routed_experts for number, layer in layers if getattr(layer, "moe_enabled", False)}
+    return {number: layer.moe for number, layer in model.layers.named_children() if getattr(layer, "moe_enabled", False)}
 
 
-def tell_padding(model: Any, positions_BL: torch.Tensor, part: slice) -> None:
-    """Before a pass over this part of the rows' columns. A token of padding is a sample of one token; others have more."""
-    for experts in experts_of(model).values():
-        experts.real_BL = ((positions_BL > 0) | (F.pad(positions_BL[:, 1:], (0, 1)) > 0))[:, part]
+def tell_rows(
+    model: Any, real_BL: torch.Tensor | None, routes: torch.Tensor | None, *, missing: int = 0, part: slice = slice(None)
+) -> None:
+    """Before a pass over this part of the columns of rows.
+
+    Args:
+        real_BL: bool: which tokens are no padding. None: all.
+        routes: as ``Router`` takes them, [B, L, layers, K].
+        missing: tokens that the rows have at their end beside these.
+    """
+    if routes is not None:
+        routes = F.pad(routes, (0, 0, 0, 0, 0, missing), value=-1)[:, part]
+    if real_BL is not None:
+        real_BL = F.pad(real_BL, (0, missing))[:, part]
+    for number, moe in mixtures_of(model).items():
+        moe.routed_experts.real_BL = real_BL
+        moe.router.routes_BLK = None if routes is None else routes[:, :, int(number)]
+
+
+def routes_of(batch: TrainingBatch) -> torch.Tensor | None:
+    """int16 [B, L, layers, K] of the rows that the model computes, -1 where a token has none. None: the batch has none."""
+    if not batch.routes.numel():
+        return None
+    routes, absent = batch.routes, torch.iinfo(batch.routes.dtype).max
+    if batch.trees is not None:
+        routes = batch.trees.of_any(routes, batch.task_ids >= 0, absent)
+    return torch.where(routes == absent, -1, routes.short())
+
+
+def recorded(batch: TrainingBatch) -> torch.Tensor:
+    """bool [B, L]: tokens that the batch has routes of."""
+    return (batch.routes != torch.iinfo(batch.routes.dtype).max).flatten(2).any(-1)
+
+
+def check_routes(batch: TrainingBatch, model: Any) -> None:
+    """
+    Raises:
+        RunError: the batch's routes are of another model. Ask it of a batch on the CPU.
+    """
+    routes, routers = batch.routes.long(), [moe.router for moe in mixtures_of(model).values()]
+    if not routes.numel():
+        return
+    router, known = routers[0], routes[recorded(batch)]
+    largest = int(known.max()) if known.numel() else 0
+    if routes.shape[2:] != (len(routers), router.top_k) or largest >= router.num_experts:
+        raise RunError(
+            f"a generator took experts up to {largest}, in [layers, k] = {[*routes.shape[2:]]}, and the trainer's model has "
+            f"{router.num_experts} in {[len(routers), router.top_k]}: give both the same model"
+        )
+
+
+def count_agreement(model: Any) -> None:
+    """Of the pass that has ended, where it has gradients and was told routes."""
+    routers = [moe.router for moe in mixtures_of(model).values()]
+    if model.agreement is None or not torch.is_grad_enabled() or not routers or routers[0].routes_BLK is None:
+        return
+    agreed = torch.stack([router.agreed_BLK for router in routers])
+    counts = [(agreed == 1).sum(), (agreed >= 0).sum()]
+    counts += [(agreed == 1).all(-1).all(0).sum(), (agreed >= 0).all(-1).all(0).sum()]
+    model.agreement = model.agreement + torch.stack(counts)
 
 
 def count_load(model: Any, device: torch.device) -> None:
     """From now on."""
-    for experts in experts_of(model).values():
+    model.agreement = torch.zeros(4, dtype=torch.float64, device=device)
+    for moe in mixtures_of(model).values():
+        experts = moe.routed_experts
         experts.load_E = torch.zeros(experts.inner_experts.num_experts, dtype=torch.float64, device=device)
         experts.sent = experts.inner_experts.received = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -109,15 +204,21 @@ def load_metrics(model: Any) -> dict[str, float]:
     """Of all ranks, since ``count_load``; {} of a dense model. Collective.
 
     ``load_max``: tokens of a layer's busiest expert, as a multiple of what each would have if all had the same. ``unused``: the
-    share of its experts that no token chose. ``dropped``: the share of all choices that no expert computed.
+    share of its experts that no token chose. ``dropped``: the share of all choices that no expert computed. Where routes were
+    replayed, ``agreement``: the share of these choices that the router would have made too; ``tokens_agree``: the share of
+    tokens of which it would have made all, in all layers.
     """
-    own = experts_of(model)
+    own = mixtures_of(model)
     if not own:
         return {}
-    counts = torch.stack([one.counts() for one in own.values()])
+    counts = torch.stack([moe.routed_experts.counts() for moe in own.values()])
     dist.all_reduce(counts)
+    dist.all_reduce(model.agreement)
     found, loads, (sent, received) = dict[str, float](), counts[:, :-2].cpu(), counts[:, -2:].sum(0).tolist()
     for number, load in zip(own, loads, strict=True):
         found[f"experts/layer_{number}/load_max"] = float(load.max() / load.mean())
         found[f"experts/layer_{number}/unused"] = float((load == 0).double().mean())
+    same, told, same_tokens, tokens = model.agreement.tolist()
+    if tokens:
+        found |= {"experts/agreement": same / told, "experts/tokens_agree": same_tokens / tokens}
     return found | {"experts/dropped": 1 - received / sent}

@@ -286,6 +286,7 @@ class RunActors:
                 role=role,
                 index=index,
                 adapters=None if model or self._trainer is None else config.served,
+                routes=not model and self._trainer is not None and config.trainer.router_replay != "off",
             ),
             connect=connect,
             disconnect=partial(self._replicas.lose, model, index),

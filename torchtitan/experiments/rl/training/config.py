@@ -136,6 +136,8 @@ class TrainerConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     lora: LoRA.Config | None = None
     """Train adapters of the layers' matrices, and leave the model's own weights as they are. docs/lora.md."""
+    router_replay: Literal["off", "ids"] = "off"
+    """ids: a mixture's tokens are computed by the experts that computed them in the generator. docs/mixtures.md."""
     reference: ReferenceConfig | None = None
     """A copy of the policy that follows it, to compare with: one more set of parameters and one more forward pass a step."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -36,10 +37,11 @@ from torchtitan.experiments.rl.losses import (
     step_denominators,
     with_normalized_advantages,
 )
+from torchtitan.experiments.rl.losses.metrics import mismatch_of
 from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.context_parallel import Context, ContextGroups
 from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs, needed_places
-from torchtitan.experiments.rl.models.experts import count_load, load_metrics
+from torchtitan.experiments.rl.models.experts import check_routes, count_load, load_metrics, recorded
 from torchtitan.experiments.rl.models.lora import Adapters, of_adapter
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.process import trace
@@ -349,14 +351,20 @@ class Learner:
     ) -> tuple[MetricSums, list[torch.Tensor]]:
         """The gradient of what the model computes with now. Returns metrics of all ranks, and log-probabilities [B, L] of each
         microbatch."""
+        replay = self.config.router_replay != "off"
+        for microbatch in microbatches if replay else ():
+            check_routes(microbatch, self.model)
         denominators = self._denominators(microbatches)
         advantages = self._summed(map(advantage_sums, microbatches)) if self.config.loss.normalize_advantages else None
         # All of it before the first: a copy to a GPU, or a question to it, waits for what it computes. 62 bytes a token.
         batches = [microbatch.to(self._device) for microbatch in microbatches]
         places = [needed_places(microbatch).to(self._device) for microbatch in microbatches]
         references, conditioned = self._reference_logprobs(reference, batches, places, on_microbatch)
-        sums, kept = MetricSums(), list[torch.Tensor]()
+        sums, kept, own_routes = MetricSums(), list[torch.Tensor](), None
         count_load(self.model, self._device)
+        if replay:
+            with self._traced("forward without replay"), torch.no_grad():
+                own_routes = batch_logprobs(self._policy, batches[0], places[0])[0]
         for index, batch in enumerate(batches):
             on_microbatch()
             synchronise_gradients(self.model, shards=self._shards, last=index == len(microbatches) - 1)
@@ -365,7 +373,7 @@ class Learner:
             if advantages is not None:
                 batch = with_normalized_advantages(batch, advantages)
             with self._traced("forward"):
-                logprobs, entropy = batch_logprobs(self._policy, batch, places[index])
+                logprobs, entropy = batch_logprobs(self._policy, batch, places[index], replay=replay)
                 loss, metrics = compute_loss(logprobs, batch, denominators, self.config.loss)
                 if self.config.reference is not None:
                     coefficient = self.config.reference.kl_coef
@@ -382,7 +390,14 @@ class Learner:
                 microbatch = replace(microbatch, ref_logprobs=conditioned[index].cpu())
             kept[index] = kept[index].cpu()
             sums.merge(mismatch_metrics(kept[index], microbatch, policy_version))
+            if replay:
+                followed = (microbatch.task_ids >= 0) & (F.pad(microbatch.positions[:, 1:], (0, 1)) > 0)
+                sums.add_mean("experts/unrecorded", ~recorded(microbatch), followed)
             self.flops.add(microbatch)
+        if own_routes is not None:
+            for name, values in {"own": own_routes.cpu(), "replayed": kept[0]}.items():
+                _, kl, sampled = mismatch_of(values, microbatches[0])
+                sums.add_mean(f"experts/mismatch_kl_{name}", kl, sampled)
         if self._data_parallel_group is not None:
             sums.all_reduce(self._data_parallel_group)
         for name, value in load_metrics(self.model).items():
@@ -411,7 +426,7 @@ class Learner:
         with self._traced("reference"), reference.in_place():
             for batch, needed in zip(batches, places, strict=True):
                 on_microbatch()
-                found.append(batch_logprobs(self._policy, batch, needed)[0])
+                found.append(batch_logprobs(self._policy, batch, needed, replay=self.config.router_replay != "off")[0])
                 if batch.conditioned is not None:
                     conditioned.append(conditioned_logprobs(self._policy, batch))
         return found, conditioned

@@ -59,6 +59,7 @@ OWN_ARGUMENTS = {
     **dict.fromkeys(
         ("model", "distributed_executor_backend", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls")
         + ("kv_transfer_config", "enable_lora", "max_loras", "max_cpu_loras", "max_lora_rank", "lora_target_modules")
+        + ("enable_return_routed_experts",)
     ),
 }
 """vLLM's arguments that are not for ``VLLMEngineConfig.args``, and the field that sets each; None: the library itself does."""
@@ -88,9 +89,22 @@ class VLLMEngineConfig(EngineConfig):
     it loads it: tensors that it holds quantized are not compared with what was published, and its log says how many."""
 
     def build(
-        self, *, model_path: str, device: Literal["cpu", "cuda"], adapters: Mapping[str, int] | None = None
+        self,
+        *,
+        model_path: str,
+        device: Literal["cpu", "cuda"],
+        adapters: Mapping[str, int] | None = None,
+        routes: bool = False,
     ) -> "VLLMEngine":
-        return VLLMEngine(self, model_path=model_path, device=device, adapters=adapters or {})
+        return VLLMEngine(self, model_path=model_path, device=device, adapters=adapters or {}, routes=routes)
+
+    def check_routes(self) -> None:
+        if "speculative_config" in self.args:
+            cure = 'leave it out, or set trainer.router_replay = "off": tokens that were only proposed have routes too'
+            raise ConfigError("generator.engine.args.speculative_config", self.args["speculative_config"], cure)
+        if not self.enable_prefix_caching:
+            cure = 'set it to True, or trainer.router_replay to "off": vLLM keeps routes with the prefixes that it caches'
+            raise ConfigError("generator.engine.enable_prefix_caching", False, cure)
 
     @property
     def warning(self) -> str | None:
@@ -141,7 +155,13 @@ class VLLMEngine:
     """Implements generation.engine.Engine."""
 
     def __init__(
-        self, config: VLLMEngineConfig, *, model_path: str, device: Literal["cpu", "cuda"], adapters: Mapping[str, int]
+        self,
+        config: VLLMEngineConfig,
+        *,
+        model_path: str,
+        device: Literal["cpu", "cuda"],
+        adapters: Mapping[str, int],
+        routes: bool = False,
     ):
         compat.set_environment(device=device, workers=config.tensor_parallel_degree)
         from vllm import EngineArgs, LLMEngine
@@ -174,6 +194,10 @@ class VLLMEngine:
             room = {"max_loras": len(adapters), "max_cpu_loras": len(adapters)}
             arguments |= {"enable_lora": True, "lora_target_modules": [*LORA_MODULES], **room}
             arguments["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= max(adapters.values()))
+        returned = routes and compat.returns_routes(device)
+        self._records_routes = routes and not returned
+        if returned:
+            arguments["enable_return_routed_experts"] = True
         arguments |= dict(
             model=model_path,
             dtype=config.dtype,
@@ -202,8 +226,12 @@ class VLLMEngine:
         """Of steps that were ended for an update."""
         self._version = 0
         self._asleep, self._on_cpu = False, on_cpu
-        self._prompt_tokens = self._prompt_tokens_cached = 0
+        self._prompt_tokens = self._prompt_tokens_cached = self._routes_kept = 0
         self._engine.set_weight_version("0")
+        self._route_dtype = compat.route_dtype(self._engine.model_config.get_num_experts()) if returned else ""
+        """Of the routes that vLLM returns."""
+        if self._records_routes:
+            self._engine.collective_rpc("record_routes")
 
     @property
     def version(self) -> int:
@@ -231,12 +259,23 @@ class VLLMEngine:
 
     def _results(self, outputs: Iterable[Any]) -> list[Result]:
         results: list[Result] = []
+        sampled: dict[str, tuple[GenerateRequest, Completion]] = {}
         for output in outputs:
             if output.finished:
-                request, _ = self._open.pop(output.request_id)
+                request, internal_id = self._open.pop(output.request_id)
                 self._prompt_tokens += len(output.prompt_token_ids or ())
                 self._prompt_tokens_cached += output.num_cached_tokens or 0
-                results.append(_to_result(request, output))
+                results.append(result := _to_result(request, output, self._route_dtype))
+                if isinstance(request, GenerateRequest) and isinstance(result, GenerateResult):
+                    sampled[internal_id] = request, result.completion
+        if self._records_routes and sampled:
+            wanted = {
+                own: (request.routes_from, len(request.prompt_token_ids) + len(completion.token_ids) - 1)
+                for own, (request, completion) in sampled.items()
+            }
+            for own, (routes, kept) in self._engine.collective_rpc("routes_of", args=(wanted,))[0].items():
+                sampled[own][1].routes = routes
+                self._routes_kept += kept
         return results
 
     def occupancy(self) -> Occupancy:
@@ -247,6 +286,7 @@ class VLLMEngine:
             cache=cache,
             prompt_tokens=self._prompt_tokens,
             prompt_tokens_cached=self._prompt_tokens_cached,
+            routes_kept=self._routes_kept,
         )
 
     def withdraw(self) -> list[Request]:
@@ -357,13 +397,14 @@ def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, A
         skip_special_tokens=False,
         ignore_eos=True,  # The renderer's stop tokens say where a turn ends, not the checkpoint's generation config.
         logprobs=0,
+        routed_experts_prompt_start=request.routes_from,
         **common,
     )
     scoped = f"{salt}/{request.cache_scope}" if request.cache_scope else salt
     return TokensPrompt(prompt_token_ids=request.prompt_token_ids.tolist(), cache_salt=scoped), params
 
 
-def _to_result(request: Request, output: Any) -> GenerateResult | ScoreResult:
+def _to_result(request: Request, output: Any, route_dtype: str) -> GenerateResult | ScoreResult:
     if isinstance(request, ScoreRequest):
         logprobs = np.zeros(len(request.token_ids), np.float32)
         flat = output.prompt_logprobs
@@ -383,5 +424,6 @@ def _to_result(request: Request, output: Any) -> GenerateResult | ScoreResult:
             logprobs=np.asarray(completion.logprobs.logprobs, np.float32)[starts],
             policy_versions=versions,
             finish_reason=completion.finish_reason,
+            routes=completion.routed_experts.astype(route_dtype) if route_dtype else None,
         ),
     )

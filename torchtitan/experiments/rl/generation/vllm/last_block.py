@@ -108,6 +108,12 @@ class LastBlocks(KVConnectorBase_V1):
         assert all(shape[0] == self._blocks for shape in shapes), f"{shapes}: the first dimension counts {self._blocks} blocks"
         self._kept = [cache.new_empty((self._capacity, *cache.shape[1:])) for cache in self._caches]
 
+    def keep_too(self, blocks: torch.Tensor) -> None:
+        """[blocks, ...]: what else there is of each block of the cache, and is copied with it."""
+        assert len(blocks) == self._blocks
+        self._caches.append(blocks)
+        self._kept.append(blocks.new_empty((self._capacity, *blocks.shape[1:])))
+
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Copies)

@@ -150,6 +150,18 @@ class SnapshotLoader:
             return str(error)
         return ""
 
+    def record_routes(self) -> None:
+        """Once, before the first request."""
+        self._routes = compat.RecordedRoutes(self)
+
+    def routes_of(self, tokens: Mapping[str, tuple[int, int]]) -> dict[str, tuple[Any, int]]:
+        """uint8 or uint16 [R, layers, k] of requests that ended in the last step, and how many of their tokens have the routes
+        of a first computation. ``tokens``: by vLLM's id, the first that is asked for and the end."""
+        kept = self._routes.kept
+        return {
+            own: (self._routes.of(own, end)[start:].numpy(), len(kept.get(own, ()))) for own, (start, end) in tokens.items()
+        }
+
     def load_snapshot(self, manifest: Manifest, path: str, verify: bool) -> LoadedParts:
         """Copy the snapshot at ``path`` into the running model, and digest what that holds, where it lies.
 
