@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,13 @@ _NOT_PARAMETERS = ("rotary_emb.inv_freq",)
 def has_config(path: str) -> bool:
     """Whether ``path`` is a folder with a config.json, readable or not."""
     return os.path.isfile(os.path.join(path, "config.json"))
+
+
+def copy_beside(folder: Path, target: Path) -> None:
+    """Copy the files of a hub folder that hold no weights: config.json, the tokenizer, its template."""
+    for file in folder.iterdir():
+        if file.is_file() and ".safetensors" not in file.name:
+            shutil.copy(file, target)
 
 
 class HubConfig:

@@ -6,7 +6,7 @@ Ranks that share a vocabulary tell each other a few numbers a token.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,9 +108,8 @@ class LogprobHead(Linear):
         if missing:
             hidden_ND, targets_N = F.pad(hidden_ND, (0, 0, 0, missing)), F.pad(targets_N, (0, missing))
             temperatures_N = F.pad(temperatures_N, (0, missing), value=1.0)
-        computed = _compiled() if self.compile_chunks else _EAGER
         logprobs_N, entropy_N = _ChunkedLogprobs.apply(
-            hidden_ND, weight_VD, targets_N.long(), temperatures_N, chunk, self._shard, computed
+            hidden_ND, weight_VD, targets_N.long(), temperatures_N, chunk, self._shard, self.compile_chunks
         )
         # FSDP waits for the gradient of what a module returns, and wants no views of it.
         return (logprobs_N[:count].clone(), entropy_N[:count].clone()) if missing else (logprobs_N, entropy_N)
@@ -120,15 +119,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
     """Forward keeps one log-normaliser per token; backward makes each chunk's logits again."""
 
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, chunk, shard, computed):
+    def forward(ctx, hidden_ND, weight_VD, targets_N, temperatures_N, chunk, shard, compiled):
         logprobs, entropies, normalisers = [], [], []
+        statistics = _compiled(_statistics) if compiled else _statistics
         for part in _chunks(len(targets_N), chunk):
-            statistics = computed.statistics(hidden_ND[part], weight_VD, temperatures_N[part], targets_N[part], shard)
-            target_C, normaliser_C, mean_C = statistics
+            target_C, normaliser_C, mean_C = statistics(
+                hidden_ND[part], weight_VD, temperatures_N[part], targets_N[part], shard
+            )
             logprobs.append(target_C - normaliser_C)
             entropies.append(normaliser_C - mean_C)
             normalisers.append(normaliser_C)
-        ctx.chunk, ctx.shard, ctx.computed = chunk, shard, computed
+        ctx.chunk, ctx.shard, ctx.compiled = chunk, shard, compiled
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, temperatures_N, _cat(normalisers, hidden_ND))
         entropy_N = _cat(entropies, hidden_ND)
         ctx.mark_non_differentiable(entropy_N)
@@ -141,10 +142,11 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_hidden_ND = torch.empty_like(hidden_ND)
         trained = ctx.needs_input_grad[1]  # not with adapters
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=normaliser_N.dtype) if trained else None
+        gradient = _compiled(_gradient) if ctx.compiled else _gradient
         for part in _chunks(len(targets_N), ctx.chunk):
             # d logp / d logits = onehot(target) - softmax, and the logits were divided by the temperature.
             scale_C1 = (grad_N[part] / temperatures_N[part])[:, None].to(normaliser_N.dtype)
-            grad_logits_CV = ctx.computed.gradient(
+            grad_logits_CV = gradient(
                 hidden_ND[part], weight_VD, temperatures_N[part], targets_N[part], normaliser_N[part], scale_C1, ctx.shard
             )
             grad_hidden_ND[part] = grad_logits_CV @ weight_VD
@@ -167,17 +169,9 @@ def _gradient(hidden_CD, weight_VD, temperatures_C, targets_C, normaliser_C, sca
     return grad_logits_CV.to(weight_VD.dtype)
 
 
-class _Computed(NamedTuple):
-    statistics: Callable[..., Any]
-    gradient: Callable[..., Any]
-
-
-_EAGER = _Computed(_statistics, _gradient)
-
-
 @cache
-def _compiled() -> _Computed:
-    return _Computed(torch.compile(_statistics), torch.compile(_gradient))
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
 
 
 def _logits(hidden_CD: torch.Tensor, weight_VD: torch.Tensor, temperatures_C: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, OPTIMIZER, Che
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.experiments.rl.checkpointing.folder import POLICY_FOLDER
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.models.hub import HubConfig
+from torchtitan.experiments.rl.models.hub import HubConfig, copy_beside
 from torchtitan.experiments.rl.models.lora import Adapters, LoRA, of_adapter, write_adapter, write_merged
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.training.reference import Reference
@@ -171,9 +171,7 @@ class TrainerCheckpoints:
         if rank == 0:
             folder = being_written / f"step-{step}"
             shutil.rmtree(folder / "sharded", ignore_errors=True)  # the parts it was put together from
-            for file in self._hub_folder.iterdir():
-                if file.is_file() and ".safetensors" not in file.name:
-                    shutil.copy(file, folder)
+            copy_beside(self._hub_folder, folder)
             shutil.rmtree(target, ignore_errors=True)
             folder.rename(target)
             shutil.rmtree(being_written)
@@ -360,7 +358,5 @@ def export_checkpoint(
     # Experts are parts of one tensor, of which the writer would keep the first alone.
     apart = {name: tensor.clone() if ".experts." in name else tensor.contiguous() for name, tensor in tensors.items()}
     save_torch_state_dict(apart, being_written)
-    for file in Path(model.hf_assets_path).iterdir():
-        if file.is_file() and ".safetensors" not in file.name:
-            shutil.copy(file, being_written)
+    copy_beside(Path(model.hf_assets_path), being_written)
     being_written.rename(target)

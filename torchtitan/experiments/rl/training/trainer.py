@@ -7,7 +7,7 @@ import os
 import pickle
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,12 +22,11 @@ import torch.distributed as dist
 from monarch.actor import current_rank, current_size
 
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.host import LOOPBACK, host_identity, interface_towards, network_address
 from torchtitan.experiments.rl.process.memory import collect_again, keep_imported
 from torchtitan.experiments.rl.process.setup import set_up_logging
-from torchtitan.experiments.rl.training.checkpoints import TrainerStart, write_error
+from torchtitan.experiments.rl.training.checkpoints import write_error
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite
 from torchtitan.experiments.rl.types import DataParallel
@@ -61,23 +60,16 @@ class PolicyTrainer(WatchedActor):
         self,
         config: TrainerConfig,
         *,
-        model: ModelConfig,
         device: Literal["cpu", "cuda"],
-        max_seq_len: int,
-        rows: int = 1,
-        total_steps: int,
         run_dir: str,
         generator_dtype: torch.dtype,
-        start: TrainerStart | None = None,
         yields_memory: bool = False,
-        serve_adapters: bool = True,
-        adapters: Sequence[str] = ("",),
+        **learner: Any,
     ):
         """
         Args:
-            serve_adapters, adapters: see Learner.
-            start: a checkpoint to go on from; None: the weights of the model's hub folder.
             yields_memory: an engine on its GPU takes what a step has used, as soon as the weights are copied out.
+            learner: more of a Learner's arguments.
         """
         super().__init__()
         self._rank, self._world_size = current_rank().rank, math.prod(current_size().values())
@@ -89,19 +81,7 @@ class PolicyTrainer(WatchedActor):
         self._generator_dtype = generator_dtype
         self._yields_memory = yields_memory and device == "cuda"
 
-        self._build = partial(
-            Learner,
-            config,
-            model=model,
-            device=device,
-            max_seq_len=max_seq_len,
-            rows=rows,
-            total_steps=total_steps,
-            run_dir=run_dir,
-            start=start,
-            serve_adapters=serve_adapters,
-            adapters=adapters,
-        )
+        self._build = partial(Learner, config, device=device, run_dir=run_dir, **learner)
 
     @reported_endpoint
     async def meeting_points(self) -> tuple[str, str, str]:
