@@ -16,7 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtitan.experiments.rl.compat.torch import check_pickles, compile_each_shape, local_shard, take_cuda_error
+from torchtitan.experiments.rl.compat.torch import (
+    check_pickles,
+    compile_each_shape,
+    local_shard,
+    persistent_buffers,
+    take_cuda_error,
+)
 
 
 @pytest.fixture
@@ -120,6 +126,14 @@ def test_the_last_error_of_the_loaded_cuda_runtime_is_taken_once(tmp_path):
 
 
 @torch._dynamo.config.patch(automatic_dynamic_shapes=True)  # and puts it back
+def test_buffers_that_are_not_persistent_are_left_out_of_what_is_saved():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    model.register_buffer("passing", torch.zeros(1), persistent=False)
+    model[0].register_buffer("also_passing", torch.zeros(1), persistent=False)
+    parameters = {name for name, _ in model.named_parameters()}
+    assert set(persistent_buffers(model)) == set(model.state_dict()) - parameters != set()
+
+
 def test_each_shape_is_compiled_for_itself():
     compile_each_shape()
     graphs = []

@@ -37,7 +37,7 @@ MODELS = {
 CONFIGS = [name for name in config_functions(DEFAULT_MODULE) if not name.startswith("rl_math_")]  # its data is the hub's
 GPU = ("rl_grpo_qwen3_", "rl_questions_qwen3", "rl_reasoning_gym_", "rl_verifiers_")
 WIDE = ("rl_grpo_qwen3_14b", "rl_grpo_qwen3_30b_a3b", "rl_grpo_qwen3_32b")
-TOO_LONG = "the model has 256 positions; choose at most that"
+TOO_LONG = "batcher.row_length = {}: the model has 256 positions; choose at most that"
 ROLES = "has no effect, because the renderer does not say whose message a token belongs to"
 REFUSED = {
     **{
@@ -48,11 +48,14 @@ REFUSED = {
     ("rl_mixed_qwen3_debug", "no tools in its template"): ROLES,
     ("rl_demonstrations_qwen3_debug", "no tools in its template"): ROLES,
     **{(name, "no tools in its template"): "9 attention heads" for name in CONFIGS if name.startswith(WIDE)},
-    **{(name, "few positions"): TOO_LONG for name in CONFIGS},
     **{
         ("rl_grpo_qwen3_30b_a3b_16", model): "expert_parallel_degree = 8: the model is no mixture of experts"
         for model in MODELS
     },
+    **{(name, "few positions"): TOO_LONG.format(8192) for name in CONFIGS if name.startswith(GPU)},
+    **{(name, "few positions"): TOO_LONG.format(512) for name in CONFIGS if "_debug" in name},
+    **{(name, "few positions"): TOO_LONG.format(1024) for name in CONFIGS if name.endswith("_smollm2")},
+    ("rl_questions_qwen3_debug", "few positions"): TOO_LONG.format(1024),
 }
 
 

@@ -1,4 +1,4 @@
-"""torch 2.13.0: the place of a shard, checkpoints whose pickles may be anybody's, and what the compiler takes for granted."""
+"""torch 2.13.0: shards, saved buffers, checkpoints whose pickles may be anybody's, and what the compiler takes for granted."""
 
 import ctypes
 import io
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -20,6 +21,14 @@ def local_shard(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset), tuple(shape)
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint of ``model`` has, by name. torch tells them from the others in a private set only, or by a
+    state dict, whose hooks gather what is fused."""
+    modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
+    left_out = {f"{prefix}{name}" for prefix, module in modules for name in module._non_persistent_buffers_set}
+    return {name: buffer for name, buffer in model.named_buffers() if name not in left_out}
 
 
 _OF_METADATA = {

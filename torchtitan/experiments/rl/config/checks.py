@@ -295,12 +295,16 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     device = device or config.provision.resolve()
     spec = policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
     parallelism, ranks = config.trainer.parallelism, config.trainer.ranks
+    positions = model_positions(config.model)
+    if config.batcher.row_length > positions and parallelism.context_parallel_degree == 1:
+        cure = f"the model has {positions} positions; choose at most that, or divide rows by context_parallel_degree"
+        raise ConfigError("batcher.row_length", config.batcher.row_length, cure)
     parallelism.check_model(decoder_config(spec), field="trainer.parallelism", ranks=ranks)
     if config.trainer.enable_cpu_offload and device == "cpu":
         raise ConfigError("trainer.enable_cpu_offload", True, "everything is in the host's memory on CPU; set it to False")
     engine = config.generator.engine
     hub = HubConfig.read(config.model.hf_assets_path) if has_config(config.model.hf_assets_path) else _of_flavor(spec)
-    check_engine_fits(engine, hub, field="generator.engine", positions=model_positions(config.model))
+    check_engine_fits(engine, hub, field="generator.engine", positions=positions)
     hosted = tuple(hosted_models(config.tasks).values())
     for field, reference in find_references(config.tasks, field="tasks"):
         if isinstance(reference, HostedModel) and has_config(reference.path):

@@ -30,6 +30,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         super().__init__(_Jump(self))
         self.now = 0.0
         self._clock_resolution = 1e-9
+        self._owner = threading.get_ident()
 
     def time(self) -> float:
         return self.now
@@ -43,7 +44,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
         return done
 
     def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
-        if threading.get_ident() != getattr(self, "_thread_id", None):
+        if threading.get_ident() != self._owner:
             raise Escape("a thread called into the virtual event loop")
         return self.call_soon(callback, *args, context=context)
 

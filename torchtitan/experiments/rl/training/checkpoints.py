@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpoint import LR_SCHEDULER, MODEL, OPTIMIZER, CheckpointManager, ModelWrapper
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer
 from torchtitan.experiments.rl.checkpointing.folder import POLICY_FOLDER
+from torchtitan.experiments.rl.compat.torch import persistent_buffers
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.hub import HubConfig, copy_beside
 from torchtitan.experiments.rl.models.lora import Adapters, LoRA, of_adapter, write_adapter, write_merged
@@ -194,8 +195,7 @@ class ModelWeights(Stateful):
     all layers on every rank, and keeps them beside the model."""
 
     def __init__(self, model: nn.Module):
-        passing = {f"{path}.{name}" for path, part in model.named_modules() for name in part._non_persistent_buffers_set}
-        held = {**dict(model.named_parameters()), **{n: b for n, b in model.named_buffers() if n not in passing}}
+        held = dict(model.named_parameters()) | persistent_buffers(model)
         self._held = {name.replace("_checkpoint_wrapped_module.", ""): tensor.detach() for name, tensor in held.items()}
 
     def state_dict(self) -> dict[str, Any]:
