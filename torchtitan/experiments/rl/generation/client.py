@@ -206,6 +206,9 @@ class GeneratorClient:
     where the batch a request is in changes the last bits of its logits.
     """
 
+    is_frozen = False
+    """Whether the model is no version of the policy."""
+
     def __init__(
         self,
         *,
@@ -286,6 +289,7 @@ class GeneratorClient:
 
     def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> GeneratorSession:
         session = GeneratorSession(self, rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
+        session.frozen = self.is_frozen
         self._sessions[session.group] += 1
         return session
 

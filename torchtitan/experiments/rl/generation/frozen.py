@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.generation.client import GeneratorClient, GeneratorSession
+from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, ModelReference
-from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
+from torchtitan.experiments.rl.rollouts.policy import ModelClient
 
 
 class FrozenClients:
@@ -73,15 +73,12 @@ class HostedClient(GeneratorClient):
     """Implements rollouts.policy.ModelClient over a Generator mesh that stays at its checkpoint, which is no version of the
     policy."""
 
+    is_frozen = True
+
     def __init__(self, model: HostedModel, **options: Any):
         super().__init__(**options)
         self.model = model
         self._places = asyncio.Semaphore(model.max_concurrency)
-
-    def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> GeneratorSession:
-        session = super().session(rollout_id=rollout_id, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
-        session.frozen = True
-        return session
 
     async def score(self, token_ids: np.ndarray, adapter: str = "") -> np.ndarray:
         async with self._places:
