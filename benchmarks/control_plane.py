@@ -7,7 +7,10 @@
    that answer after four seconds; renderer and env are left out (docs/measured.md has the renderer's own time).
 2. ``controller``: the same, and WorkerRunner in front of stub rollout workers, one for each 8 replicas: what comes back of a
    group is unpickled, as from a message. A message of Monarch's own costs some 0.3 ms beside that.
+3. ``actors``: as 2, where workers (8) and replicas are Monarch actors in four processes: every group, and every update of a
+   replica's weights, is a message. 8 to 64 replicas fit on this machine.
 
+The recorder is on in each: all rollouts are encoded and written.
 A rollout has two turns of 64 tokens. The load is the same for each number of replicas: so many turns a second, or what this
 machine does. With --open-per-replica the load grows with the replicas. Printed: turns a second, this process's CPU a turn
 without the stubs' own, the 99th percentile and the longest of the event loop's lag, resident memory at the end and by how much
@@ -16,12 +19,15 @@ it grew. Lag and turns a second depend on what else the machine does; CPU a turn
 
 import argparse
 import asyncio
+import functools
+import os
 import pickle
 import resource
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +35,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np  # noqa: E402
 import uvloop  # noqa: E402
+from monarch.actor import Actor, concurrent_endpoint, shutdown_context, this_host  # noqa: E402
 
+from torchtitan.experiments.rl.compat.monarch import ask, drop_late_faults, ranks_of  # noqa: E402
 from torchtitan.experiments.rl.config_registry.qwen3 import rl_grpo_qwen3_8b  # noqa: E402
 from torchtitan.experiments.rl.controller.group_runner import GroupResult, LocalRunner, WorkerRunner  # noqa: E402
+from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
 from torchtitan.experiments.rl.generation.messages import GenerateResult  # noqa: E402
 from torchtitan.experiments.rl.process.lifetime import Lifetime  # noqa: E402
+from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
 from torchtitan.experiments.rl.simulation import run as simulated_run  # noqa: E402
 from torchtitan.experiments.rl.simulation.engine import Endpoint  # noqa: E402
@@ -41,7 +52,7 @@ from torchtitan.experiments.rl.simulation.rates import EngineRates, Rates, Train
 from torchtitan.experiments.rl.simulation.tasks import Lengths, Turn  # noqa: E402
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt  # noqa: E402
 
-TOKENS, TURNS, GROUP, ANSWER_S = 64, 2, 16, 4.0
+TOKENS, TURNS, GROUP, ANSWER_S, PROCESSES = 64, 2, 16, 4.0, 4
 RATES = Rates(
     engine=EngineRates(step_s=0, sequence_s=0, context_s=0, prompt_s=0, prefill_token_s=0, cache_tokens=1 << 40, load_s=0),
     trainer=TrainerRates(step_s=0.1, microbatch_s=0, token_s=0, pair_s=0, publish_s=0, checkpoint_s=0),
@@ -86,8 +97,7 @@ class StubReplica:
 
     async def _update(self, version: int, canary: np.ndarray):
         self._version = version
-        proof = np.zeros(len(canary), np.float32)
-        return WeightReceipt(version=version, fingerprint=str(version), canary_logprobs=proof, verify_s=0.0, reload_s=0.0)
+        return receipt(version, canary)
 
     async def _canary(self, canary: np.ndarray) -> np.ndarray:
         return np.zeros(len(canary), np.float32)
@@ -96,36 +106,67 @@ class StubReplica:
         return 0
 
 
-class StubWorker:
-    """Gives each group what one that was run before has, under its own ids, from a message."""
+def receipt(version: int, canary: np.ndarray) -> WeightReceipt:
+    proof = np.zeros(len(canary), np.float32)
+    return WeightReceipt(version=version, fingerprint=str(version), canary_logprobs=proof, verify_s=0.0, reload_s=0.0)
 
-    def __init__(self, group: Any, policy: Any):
-        self._group, self._policy = pickle.dumps(group, protocol=5), policy
+
+def answered(pickled: bytes, request: Any, version: int) -> GroupResult:
+    """A group that was run before, as the answer to ``request``."""
+    group = pickle.loads(pickled)
+    group.group_id, group.data_sample, group.admitted_version = request.group_id, request.data_sample, version
+    for rollout in group.rollouts:
+        rollout.group_id, rollout.data_sample = request.group_id, request.data_sample
+        for sample in rollout.samples:
+            sample.rollout_id = rollout.rollout_id
+            sample.policy_versions = np.where(sample.loss_mask, np.int32(version), np.int32(-1))
+        for turn in rollout.turns:
+            turn.completion = replace(turn.completion, policy_versions=np.full(TOKENS, version, np.int32))
+    return GroupResult(group=group, event_loop_lag_s=0.0)
+
+
+class StubActor(Actor):
+    """A rollout worker, or a replica behind workers."""
+
+    @concurrent_endpoint
+    async def hold(self, pickled: bytes) -> None:
+        self._group = pickled
+
+    @concurrent_endpoint
+    async def run(self, task: str, request: Any) -> GroupResult:
+        await asyncio.sleep(ANSWER_S * TURNS)
+        return answered(self._group, request, request.policy_version)
+
+    @concurrent_endpoint
+    async def update_weights(self, version: int, canary: np.ndarray) -> WeightReceipt:
+        return receipt(version, canary)
+
+
+class StubWorker:
+    """Gives each group what one that was run before has, under its own ids, from a message; or has ``actor`` do so."""
+
+    def __init__(self, pickled: bytes, policy: Any, actor: Any = None):
+        self._pickled, self._policy, self._actor = pickled, policy, actor
         self.run = Endpoint(self._run)
 
     async def _run(self, task: str, request: Any) -> GroupResult:
-        await asyncio.sleep(ANSWER_S * TURNS)
-        group = pickle.loads(self._group)
-        began = time.perf_counter()
-        group.group_id, group.data_sample = request.group_id, request.data_sample
-        group.admitted_version = self._policy.version
-        for rollout in group.rollouts:
-            rollout.group_id, rollout.data_sample = request.group_id, request.data_sample
-            for sample in rollout.samples:
-                sample.rollout_id = rollout.rollout_id
-                sample.policy_versions = np.where(sample.loss_mask, np.int32(self._policy.version), np.int32(-1))
-            for turn in rollout.turns:
-                turn.completion = replace(turn.completion, policy_versions=np.full(TOKENS, self._policy.version, np.int32))
-        STUB["turns"] += TURNS * len(group.rollouts)
-        STUB["s"] += time.perf_counter() - began
-        return GroupResult(group=group, event_loop_lag_s=0.0)
+        if self._actor is not None:
+            result = await ask(self._actor.run, task, request)
+        else:
+            await asyncio.sleep(ANSWER_S * TURNS)
+            began = time.perf_counter()
+            result = answered(self._pickled, request, self._policy.version)
+            STUB["s"] += time.perf_counter() - began
+        STUB["turns"] += TURNS * len(result.group.rollouts)
+        return result
 
 
 class MixedRunner(WorkerRunner):
     """The first group runs here, and gives the workers what they answer; then they take over."""
 
-    def __init__(self, policy: Any, *, seed: int, workers: int):
+    def __init__(self, policy: Any, *, seed: int, workers: int, actors: Any):
         super().__init__(policy)
+        self._actors = actors
         self._local, self._policy, self._count = LocalRunner(policy, seed=seed), policy, workers
         self._first = asyncio.Lock()
 
@@ -133,8 +174,11 @@ class MixedRunner(WorkerRunner):
         async with self._first:
             if not self._workers:
                 group = await self._local.run(task, request)
-                for index in range(self._count):
-                    self.admit(index, StubWorker(group, self._policy), Lifetime(f"rollout worker {index}"))
+                pickled = pickle.dumps(group, protocol=5)
+                for index, actor in enumerate(self._actors or [None] * self._count):
+                    if actor is not None:
+                        await ask(actor.hold, pickled)
+                    self.admit(index, StubWorker(pickled, self._policy, actor), Lifetime(f"rollout worker {index}"))
                 return group
         return await super().run(task, request)
 
@@ -147,12 +191,30 @@ async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int)
     config.rollouts_per_step = max(GROUP, open_rollouts // 2 // GROUP * GROUP)
     config.trainer.ranks = 1
     STUB.update(s=0.0, turns=0)
-    simulated_run.SimulatedReplica = StubReplica  # type: ignore[misc, assignment]
-    workers = max(1, replicas // 8)
+    workers = 8 if mode == "actors" else max(1, replicas // 8)
+    actors: list[Any] = []
+    if mode == "actors":
+        procs = this_host().spawn_procs(per_host={"procs": PROCESSES}, name="stubs")
+        for number in range((workers + replicas) // PROCESSES):
+            actors += ranks_of(procs.spawn(f"stub_{number}", StubActor))
+    await asyncio.gather(*(ask(actor.hold, b"") for actor in actors))  # their processes are there
+    behind = iter(actors[workers:])
+
+    def replica(rates: EngineRates, **settings: Any) -> StubReplica:
+        stub = StubReplica(rates, **settings)
+        if actors:
+            stub.update_weights = next(behind).update_weights
+        return stub
+
+    simulated_run.SimulatedReplica = replica  # type: ignore[misc, assignment]
     simulated_run.LocalRunner = (  # type: ignore[misc, assignment]
-        LocalRunner if mode == "rollouts" else lambda policy, seed: MixedRunner(policy, seed=seed, workers=workers)
+        LocalRunner
+        if mode == "rollouts"
+        else lambda policy, seed: MixedRunner(policy, seed=seed, workers=workers, actors=actors[:workers])
     )
     with tempfile.TemporaryDirectory() as folder:
+        recorder = RolloutRecorder.Config().build(run_dir=Path(folder))
+        simulated_run.RolloutLoop = functools.partial(RolloutLoop, recorder=recorder)  # type: ignore[misc, assignment]
         run = simulated_run.SimulatedRun(config, RATES, TwoTurns(), run_dir=Path(folder))
         running = asyncio.create_task(run.run())
         warm = 2 * ANSWER_S * TURNS
@@ -168,10 +230,15 @@ async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int)
         end = resident()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+        recorder.close()
+        if actors:  # they still answer, and a mesh that does can't be stopped: the command's end does that
+            drop_late_faults()
     return {
         "turns/s": count / took,
         "CPU us/turn": own / max(1, count) * 1e6,
         "steps": len(run.outcome.steps) - steps,
+        "rollouts recorded": recorder.recorded,
+        "not recorded": recorder.not_recorded,
         "lag p99 ms": float(np.quantile(lags, 0.99)) * 1e3,
         "lag max ms": max(lags) * 1e3,
         "MiB": end,
@@ -191,6 +258,7 @@ def main() -> None:
     parser.add_argument("--open-per-replica", type=int, default=0)
     parser.add_argument("--modes", default="rollouts,controller")
     options = parser.parse_args()
+    set_up_process()
     for mode in options.modes.split(","):
         first = None
         for replicas in map(int, options.replicas.split(",")):
@@ -205,6 +273,11 @@ def main() -> None:
                 + f"; CPU a turn {found['CPU us/turn'] / first['CPU us/turn']:.2f} of the first's",
                 flush=True,
             )
+    if "actors" in options.modes:  # Monarch waits for their answers
+        with suppress(TimeoutError):
+            shutdown_context(host_timeout=1.0).get(timeout=10.0)
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

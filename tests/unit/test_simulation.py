@@ -17,7 +17,7 @@ from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.simulate import main
-from torchtitan.experiments.rl.simulation.clock import Escape, run_virtually
+from torchtitan.experiments.rl.simulation.clock import Cores, Escape, run_virtually
 from torchtitan.experiments.rl.simulation.engine import SimulatedReplica, open_channel
 from torchtitan.experiments.rl.simulation.rates import EngineRates, Rates, TrainerRates
 from torchtitan.experiments.rl.simulation.run import Failures, Outcome, SimulatedRun
@@ -72,6 +72,20 @@ def test_what_is_given_to_a_thread_is_done_at_once():
         return await asyncio.to_thread(sum, [1, 2]), asyncio.get_running_loop().time()
 
     assert run_virtually(work) == (3, 0.0)
+
+
+def test_what_runs_on_one_core_has_half_of_it_each_and_the_last_all_of_it():
+    async def work():
+        cores, ended = Cores(1), []
+
+        async def use(seconds):
+            await cores.use(seconds)
+            ended.append(asyncio.get_running_loop().time())
+
+        await asyncio.gather(use(2), use(3))
+        return ended
+
+    assert run_virtually(work) == pytest.approx([4, 5])
 
 
 # The engine.

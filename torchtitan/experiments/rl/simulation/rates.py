@@ -100,6 +100,8 @@ class Rates:
     start_s: float = START_S
     turn_s: float = 0.0
     """Of the process that runs the rollouts, for each turn: rendering, parsing, messages. One Python thread does that."""
+    report_s: float = 0.0
+    """Of the controller's other threads, for each step: recording rollouts, messages. They run beside what follows."""
     cores: float = 0
     """That trainer, engines and rollouts share, on one host without GPUs; 0: each has a device of its own."""
 

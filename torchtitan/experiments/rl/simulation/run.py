@@ -446,6 +446,8 @@ class _Attempt(RunEvents):
             for group_id, version in task.open.items():
                 if version < record.step - bound:
                     raise RunError(f"group {group_id} of version {version} still runs after step {record.step}")
+        if self._rates.report_s:
+            self._beside_run(self._cores.use(self._rates.report_s))
         if self._metrics is not None:
             self._metrics.log(record.step, metrics)
         self._whole.outcome.steps[record.step] = metrics
