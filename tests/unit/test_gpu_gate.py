@@ -24,4 +24,7 @@ def test_models_are_built_for_their_shapes_without_the_flash_attention_of_the_gp
 def test_debug_config_passes_the_gate_beside_a_gpu(monkeypatch, capsys, capability, device):
     fake_gpus(monkeypatch, 8, capability=capability)
     code = main(["--config", "rl_grpo_qwen3_debug", "--dry-run", "--provision.device", device])
-    assert code == 0, capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert ("simulate --config rl_grpo_qwen3_debug" in printed.out) == (device == "auto")
+    assert ("--sweep replicas,max_offpolicy_steps" in printed.out) == (device == "auto")

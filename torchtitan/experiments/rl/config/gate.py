@@ -147,7 +147,9 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         shown = [*_plan_lines(config, plan, start, checkpoint_s), *trial.shown_tasks(config, tried, renderer=renderer)]
         if plan.device == "cuda":
             words = [word for word in command.words if word != "--dry-run"]
-            shown.append(f"what it takes  {typed_command('simulate')} {shlex.join(words)}   (simulated: docs/scale.md)")
+            simulation = f"{typed_command('simulate')} {shlex.join(words)}"
+            shown.append(f"what it takes  {simulation}   (simulated: docs/scale.md)")
+            shown.append(f"best split     {simulation} --sweep replicas,max_offpolicy_steps")
         print("\n".join([*shown, *(f"before a run   {printable_line(str(note))}" for note in notes)]))
     elif start.script is None:
         start.lock = start.lock or lock_run_folder(Path(start.run_dir), field="--run-dir")
