@@ -138,7 +138,7 @@ async def test_dataset_that_fails_while_it_is_built_names_its_task(renderer, wha
 
 async def test_dataset_whose_length_fails_is_named(renderer):
     tasks = task_set(b=NotedTask.Config(dataset=Rows.Config(broken="len raises")))
-    with pytest.raises(RunError, match=r"^task 'b' can't be built: dataset Rows: its length: ValueError: no luck \(.*:\d+\)$"):
+    with pytest.raises(RunError, match=r"^task 'b' can't be built: dataset = 'Rows': .*: ValueError: no luck \(.*:\d+\)$"):
         await tasks.build(renderer)
 
 

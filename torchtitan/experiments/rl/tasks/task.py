@@ -66,7 +66,7 @@ from torchtitan.experiments.rl.rollouts.types import (
 )
 from torchtitan.experiments.rl.rubrics.rubric import Reward, Rubric
 from torchtitan.experiments.rl.types import STREAMS, TrainingSample
-from torchtitan.experiments.rl.user_code.calls import HOLD_S, UserCodeError, UserCodeTimeout, call_bounded, cause_of
+from torchtitan.experiments.rl.user_code.calls import HOLD_S, UserCodeError, UserCodeTimeout, call_bounded, cause_of, doing
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +298,8 @@ class Task(UserConfigurable):
         self.renderer = renderer
         self.dataset: Dataset = build_part("dataset", config.dataset)
         self.validation: Dataset | None = build_part("validation", config.validation) if config.validation else None
-        with part_at_fault("dataset", type(self.dataset).__name__, "its __len__ failed"):
+        kind = type(self.dataset).__name__
+        with part_at_fault("dataset", kind, "its __len__ failed"), doing(f"{kind}.__len__"):
             len(self.dataset)
         sampler_arguments = {"dataset": self.dataset, "seed": sampler_seed(seed, name)}
         self.sampler: SampleStrategy = build_part("sampler", config.sampler, **sampler_arguments)
