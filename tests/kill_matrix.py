@@ -156,12 +156,11 @@ class Trial:
         outcome = Outcome()
         try:
             pid = wait_for_moment(kill, command, self.limit_s)
-            if pid is None:
+            if pid is not None and kill.moment not in ("weight update", "checkpoint"):  # which last less than the look
+                self.mapped |= shared_memory_of(command.alive())
+            if pid is None or not killed(pid, kill.number):
                 outcome.faults = [] if self.end(command) == 0 else [self.last_line()]
                 return outcome
-            if kill.moment not in ("weight update", "checkpoint"):  # which last less than the look
-                self.mapped |= shared_memory_of(command.alive())
-            os.kill(pid, kill.number)
             step = steps_recorded(self.run)
             outcome.said = f"at step {step}{' in a load' if in_update(command, kill.part) else ''}, "
             if kill.part == "controller" and kill.number == signal.SIGSTOP:
@@ -227,6 +226,15 @@ def measure(runs: int, base: Path, limit_s: float) -> None:
             print(f"undisturbed {kind.name}, seed {seed}: reward {reward}, {outcome}", flush=True)
         if len(rewards) > 1:
             print(f"{kind.name}: reward {statistics.mean(rewards):.3f}, sd {statistics.stdev(rewards):.3f}", flush=True)
+
+
+def killed(pid: int, number: int) -> bool:
+    """Whether there was still such a process: one may end by itself as its moment comes."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def main() -> int:

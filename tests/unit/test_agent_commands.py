@@ -35,7 +35,7 @@ WAYS = {
         "ask(); import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(3600)", "timeout", "took longer than 2 s",
     ),
     "prints without end": (
-        "ask(); [os.write(1, b'x' * (1 << 20)) for _ in range(64)]; [os.write(2, b'y' * (1 << 20)) for _ in range(64)]",
+        "ask(); [os.write(1, b'x' * (1 << 20)) for _ in range(512)]; [os.write(2, b'y' * (1 << 20)) for _ in range(512)]",
         "completed", "",
     ),
     "leaves a child": ("ask(); import subprocess; subprocess.Popen(['sleep', '3600'])", "completed", ""),
