@@ -360,11 +360,11 @@ class Learner:
         batches = [microbatch.to(self._device) for microbatch in microbatches]
         places = [needed_places(microbatch).to(self._device) for microbatch in microbatches]
         references, conditioned = self._reference_logprobs(reference, batches, places, on_microbatch)
-        sums, kept, own_routes = MetricSums(), list[torch.Tensor](), None
+        sums, kept, own_logprobs = MetricSums(), list[torch.Tensor](), None
         count_load(self.model, self._device)
         if replay:
             with self._traced("forward without replay"), torch.no_grad():
-                own_routes = batch_logprobs(self._policy, batches[0], places[0])[0]
+                own_logprobs = batch_logprobs(self._policy, batches[0], places[0])[0]
         for index, batch in enumerate(batches):
             on_microbatch()
             synchronise_gradients(self.model, shards=self._shards, last=index == len(microbatches) - 1)
@@ -394,8 +394,8 @@ class Learner:
                 followed = (microbatch.task_ids >= 0) & (F.pad(microbatch.positions[:, 1:], (0, 1)) > 0)
                 sums.add_mean("experts/unrecorded", ~recorded(microbatch), followed)
             self.flops.add(microbatch)
-        if own_routes is not None:
-            for name, values in {"own": own_routes.cpu(), "replayed": kept[0]}.items():
+        if own_logprobs is not None:
+            for name, values in {"own": own_logprobs.cpu(), "replayed": kept[0]}.items():
                 _, kl, sampled = mismatch_of(values, microbatches[0])
                 sums.add_mean(f"experts/mismatch_kl_{name}", kl, sampled)
         if self._data_parallel_group is not None:
