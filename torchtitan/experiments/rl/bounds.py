@@ -161,17 +161,20 @@ def _check(value: Any, annotation: Any, field: str) -> None:
                 raise ConfigError(entry_field, entry, f"must be at most {limit} = {most}")
 
 
-def walk(config: Any, field: str = "", *, beside: tuple[type, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """What is in a tree of dataclasses, dicts, lists and tuples, itself first, each with its path; keys of dicts too.
+def walk(
+    config: Any, field: str = "", annotation: Any = Any, *, beside: tuple[type, ...] = ()
+) -> Iterator[tuple[str, Any, Any]]:
+    """What is in a tree of dataclasses, dicts, lists and tuples, itself first: path, value and its field's annotation. Keys of
+    dicts too.
 
     Args:
         field: path of the config itself.
         beside: types that are left out, with what is in them.
     """
     if not isinstance(config, beside):
-        yield field, config
-        for entry, _, path in _entries(config, (), field):
-            yield from walk(entry, path, beside=beside)
+        yield field, config, annotation
+        for entry, entry_annotation, path in _entries(config, (), field):
+            yield from walk(entry, path, entry_annotation, beside=beside)
 
 
 def _config_of(value: Any) -> str:

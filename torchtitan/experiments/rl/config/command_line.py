@@ -164,8 +164,9 @@ def parse_with_own(parser: argparse.ArgumentParser, arguments: list[str] | None)
     known, rest = own_options(parser, arguments, refused=OF_A_RUN)
     named = ["--config", known.config] if known.config is not None else words_of_run(known.model)
     if named is None:
-        cure = f"name a config, or a run as --model; {typed_command('grpo')} --list prints the configs"
-        raise ConfigError("--config", None, cure)
+        raise ConfigError(
+            "--config", None, f"name a config, or a run as --model; {typed_command('grpo')} --list prints the configs"
+        )
     command = parse_command([*named, *rest])
     command.model = known.model
     return known, command
@@ -232,8 +233,9 @@ def load_config(command: Command) -> Any:
     if size is not None:
         if "size" not in inspect.signature(functions[name]).parameters:
             sized = [other for other, function in functions.items() if "size" in inspect.signature(function).parameters]
-            cure = f"{name} has one size; {' and '.join(sized) or 'no config'} of {command.module} take others"
-            raise ConfigError("--size", size, cure)
+            raise ConfigError(
+                "--size", size, f"{name} has one size; {' and '.join(sized) or 'no config'} of {command.module} take others"
+            )
         arguments["size"] = size
     with user_code("--config", name, "the config function failed"):
         config = functions[name](**arguments)
@@ -326,4 +328,4 @@ def _nearest_option(config: Any, overrides: list[str]) -> str | None:
 
 def option_paths(config: Any) -> list[str]:
     """Of every field, as the command line writes it."""
-    return [path.replace("_", "-") for path, _ in walk(config) if path and "[" not in path]
+    return [path.replace("_", "-") for path, *_ in walk(config) if path and "[" not in path]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torchtitan.experiments.rl.bounds import declared, field_annotations
+from torchtitan.experiments.rl.bounds import declared, walk
 from torchtitan.experiments.rl.checkpointing.folder import (
     CHECKPOINTS_FOLDER,
     MANIFEST_FILE,
@@ -57,7 +57,11 @@ class Change:
 def compare(saved: Any, config: Any) -> list[Change]:
     """What differs between a resolved config and a config, field by field, in the order of the latter. Its fields say which
     may."""
-    return list(_differences(saved, config, "", False))
+    may = [path for path, _, annotation in walk(config) if declared(annotation).may_change]
+    return [
+        Change(path, before, now, any(f"{path}.".startswith((f"{field}.", f"{field}[")) for field in may))
+        for path, before, now in _differences(saved, resolved_config(config), "")
+    ]
 
 
 def check_changes(changes: list[Change]) -> None:
@@ -71,37 +75,17 @@ def check_changes(changes: list[Change]) -> None:
             raise ConfigError(change.field, change.new, cure)
 
 
-def _differences(saved: Any, now: Any, path: str, allowed: bool) -> Iterator[Change]:
-    before, entries = _entries(saved), _entries(now)
-    if before is None or entries is None:
-        if saved != (new := resolved_config(now)):
-            yield Change(path, _plain(saved), _plain(new), allowed)
-        return
-    if before.get("class") != entries.get("class"):  # of other fields, which say nothing about each other
-        yield Change(_inside(path, "class"), before.get("class", ABSENT), entries.get("class", ABSENT), allowed)
-        return
-    annotations = field_annotations(type(now)) if dataclasses.is_dataclass(now) else {}  # type: ignore[arg-type]
-    for key in [*entries, *(key for key in before if key not in entries)]:
-        may = allowed or declared(annotations.get(key)).may_change
-        yield from _differences(before.get(key, ABSENT), entries.get(key, ABSENT), _inside(path, key), may)
-
-
-def _entries(value: Any) -> dict[str, Any] | None:
-    """Fields of a config, and entries of a dict or a list; None: it has none."""
-    if dataclasses.is_dataclass(value):
-        fields = {entry.name: getattr(value, entry.name) for entry in dataclasses.fields(value)}
-        return {"class": _qualified_name(built_class(value)), **fields}
-    if isinstance(value, list | tuple) and value:
-        return {f"[{index}]": entry for index, entry in enumerate(value)}
-    return value if isinstance(value, dict) else None
-
-
-def _inside(path: str, key: str) -> str:
-    return f"{path}{key}" if key.startswith("[") or not path else f"{path}.{key}"
-
-
-def _plain(value: Any) -> Any:
-    return value["class"] if isinstance(value, dict) and "class" in value else value
+def _differences(before: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Each difference of two resolved configs: its path, and the two values. Of what a config builds, its class."""
+    if isinstance(before, list) and isinstance(now, list) and before and now:
+        before, now = ({f"[{index}]": entry for index, entry in enumerate(entries)} for entries in (before, now))
+    if isinstance(before, dict) and isinstance(now, dict):
+        same_class = before.get("class") == now.get("class")  # fields of two classes say nothing about each other
+        for key in {**now, **before} if same_class else ("class",):
+            inside = f"{path}.{key}".removeprefix(".").replace(".[", "[")
+            yield from _differences(before.get(key, ABSENT), now.get(key, ABSENT), inside)
+    elif before != now:
+        yield path, *(value["class"] if isinstance(value, dict) and "class" in value else value for value in (before, now))
 
 
 def save_config(run_dir: Path, config: Any) -> Any:
@@ -302,8 +286,9 @@ def _located(given: str, option: str) -> tuple[Path, Path | None]:
         raise ConfigError(option, given, "no such folder; name a run's folder, or a checkpoint in it") from None
     run = path.parent.parent if path.parent.name in (POLICY_FOLDER, OLD_POLICY_FOLDER) else None
     if run is not None and read_command(run) is not None:
-        cure = f"a run's policy, and a hub folder already: --model takes it as it is, and the run is {near(run)}"
-        raise ConfigError(option, given, cure)
+        raise ConfigError(
+            option, given, f"a run's policy, and a hub folder already: --model takes it as it is, and the run is {near(run)}"
+        )
     return (path.parent.parent, path) if named else (path, None)
 
 

@@ -131,7 +131,7 @@ def find_references(config: Any, *, field: str, beside: tuple[type, ...] = ()) -
     Args:
         beside: types of configs that are not looked into.
     """
-    return ((path, found) for path, found in walk(config, field, beside=beside) if isinstance(found, ModelReference))
+    return ((path, found) for path, found, _ in walk(config, field, beside=beside) if isinstance(found, ModelReference))
 
 
 def hosted_models(tasks: Any) -> dict[str, HostedModel]:
