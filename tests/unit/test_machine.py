@@ -11,19 +11,16 @@ import pytest
 
 from tests.fake_gpu import fake_gpus
 from tests.unit.model_shapes import SMOLLM2, write_model
-from torchtitan.experiments.rl.config import gate, machine
+from torchtitan.experiments.rl.config import machine
 from torchtitan.experiments.rl.config.checks import checked_plan, missing, plan_run
 from torchtitan.experiments.rl.config.machine import (
-    check_descriptors,
-    check_disk,
-    check_shared_memory,
     checkpoint_seconds,
     fit_rows,
+    lacks,
     raise_descriptor_limit,
 )
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug, rl_opd_qwen3_debug
-from torchtitan.experiments.rl.errors import MissingError
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.process import host
 
@@ -58,32 +55,32 @@ def of_billions(plan: RunPlan, parameters: int, *, kept: int = 3) -> RunPlan:
 def test_too_little_room_on_the_disk_is_one_line_that_names_the_folder(plan, monkeypatch, tmp_path):
     plan = of_billions(plan, 8, kept=2)
     room(monkeypatch, 321)
-    check_disk(plan, str(tmp_path / "a/b"), field="output_dir")
+    assert lacking(plan, str(tmp_path / "a/b")) == []
     room(monkeypatch, 319)
-    with pytest.raises(MissingError) as problem:
-        check_disk(plan, str(tmp_path / "a/b"), field="output_dir")
-    assert str(problem.value) == (
+    assert lacking(plan, str(tmp_path / "a/b")) == [
         f"output_dir = '{tmp_path}/a/b': its disk has 319.00 GiB free, and the run's checkpoints and policy need 320.00: "
         "free space, lower checkpoint.keep, or name a folder on another disk"
-    )
+    ]
+
+
+def lacking(plan: RunPlan, folder: str, checkpoints: int = 0) -> list[str]:
+    return [str(lack) for lack in lacks(plan, folder, field="output_dir", checkpoints=checkpoints)]
 
 
 def test_checkpoints_that_are_there_already_need_no_more_room(plan, monkeypatch, tmp_path):
     plan = of_billions(plan, 8, kept=2)
     room(monkeypatch, 129)
-    check_disk(plan, str(tmp_path), field="--resume", checkpoints=9)
-    with pytest.raises(MissingError):
-        check_disk(plan, str(tmp_path), field="--resume", checkpoints=1)
+    assert lacking(plan, str(tmp_path), checkpoints=9) == []
+    assert len(lacking(plan, str(tmp_path), checkpoints=1)) == 1
 
 
-def test_too_few_file_descriptors_are_one_line(plan, monkeypatch):
+def test_too_few_file_descriptors_are_one_line(plan, monkeypatch, tmp_path):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (255, 255))
-    with pytest.raises(MissingError) as problem:
-        check_descriptors(plan)
-    assert str(problem.value) == "file descriptors = 255: the run's 2 processes need 256: raise the limit (ulimit -n 256)"
+    line = "file descriptors = 255: the run's 2 processes need 256: raise the limit (ulimit -n 256)"
+    assert lacking(plan, str(tmp_path)) == [line]
     for enough in (256, resource.RLIM_INFINITY):
         monkeypatch.setattr(resource, "getrlimit", lambda which, enough=enough: (enough, enough))
-        check_descriptors(plan)
+        assert lacking(plan, str(tmp_path)) == []
 
 
 def test_the_limit_of_descriptors_is_raised_as_far_as_it_may():
@@ -96,21 +93,19 @@ def test_the_limit_of_descriptors_is_raised_as_far_as_it_may():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_engines_of_several_processes_need_shared_memory(plan, monkeypatch):
-    wide = of_billions(plan, 1)
+def test_engines_of_several_processes_need_shared_memory(plan, monkeypatch, tmp_path):
+    wide = dataclasses.replace(plan, config=dataclasses.replace(plan.config))
     engine = dataclasses.replace(plan.config.generator.engine, tensor_parallel_degree=2)
     wide.config.generator = dataclasses.replace(plan.config.generator, replicas=2, engine=engine)
     real = shutil.disk_usage
     monkeypatch.setattr(
         shutil, "disk_usage", lambda path: SimpleNamespace(free=100 * 2**20) if path == machine.SHARED_MEMORY else real(path)
     )
-    with pytest.raises(MissingError) as problem:
-        check_shared_memory(wide)
-    assert str(problem.value) == (
+    assert lacking(wide, str(tmp_path)) == [
         "shared memory = '/dev/shm with 100 MiB free': 2 engine(s) of several processes need 128 MiB there: enlarge it "
         "(docker: --shm-size)"
-    )
-    check_shared_memory(plan)
+    ]
+    assert lacking(plan, str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("words", [[], ["--dry-run"]], ids=["run", "dry run"])
@@ -178,7 +173,7 @@ def test_a_gpu_host_needs_a_compiler_headers_and_lockable_memory(monkeypatch, tm
 
 def test_the_command_says_before_a_run_on_gpus_what_kernels_lack_here(monkeypatch, capsys, tmp_path):
     fake_gpus(monkeypatch, 2)
-    monkeypatch.setattr(gate, "gpu_host_lacks", lambda several_hosts: ["has no Python.h"])
+    monkeypatch.setattr(machine, "gpu_host_lacks", lambda several_hosts: ["has no Python.h"])
     words = ["--config", "rl_grpo_qwen3_debug", "--provision.device", "cuda", "--run-dir", str(tmp_path / "r")]
     assert main(words) == 2
     assert "provision.device = 'cuda': this host has no Python.h" in capsys.readouterr().err

@@ -111,7 +111,7 @@ MISTAKES = {
     "a dataset for its config": (("", "own(dataset=Rows(Rows.Config()))"), "tasks.mine.dataset", "write Rows.Config(...)"),
     "items that are dicts": (
         ("class Bad(Rows):\n    def __getitem__(self, i): return ROWS[i]", "own(dataset=Bad.Config())"),
-        "error: tasks.mine.dataset = 'Bad': its __getitem__(0) returned a dict, want a DataSample",
+        "error: tasks.mine.dataset = 'Bad': its __getitem__ returned a dict, want a DataSample",
     ),
     "a missing file": (("", "asks(exact, rows='rows.jsonl')"), "tasks.mine.dataset.path = 'rows.jsonl': no such file"),
     "a hub that does not answer": (

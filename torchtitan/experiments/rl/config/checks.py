@@ -70,8 +70,7 @@ def check(config: RunConfig) -> None:
     """
     check_fields(config)
     check_relations(config)
-    with user_code("generator.engine", type(config.generator.engine).__name__, "its validate failed"):
-        config.generator.engine.validate(field="generator.engine")
+    call_part("generator.engine", config.generator.engine, "validate", field="generator.engine")
     config.trainer.parallelism.validate(field="trainer.parallelism", ranks=config.trainer.ranks)
     check_adapters(config)
     check_loss(config)
@@ -84,8 +83,7 @@ def check(config: RunConfig) -> None:
     config.validation.validate(field="validation")
     for name, task in config.tasks.items():
         field = f"tasks.{name}"
-        with user_code(field, built_class(task).__name__, "its validate failed"):
-            task.validate(field=field, policy_path=config.model.hf_assets_path)
+        call_part(field, task, "validate", field=field, policy_path=config.model.hf_assets_path)
         if task.sampling.stop and not config.generator.engine.stops_at_texts:
             cure = f"{type(config.generator.engine).__name__} does not look for texts: name sampling.stop_token_ids"
             raise ConfigError(f"{field}.sampling.stop", task.sampling.stop, cure)
@@ -97,12 +95,21 @@ def check(config: RunConfig) -> None:
                 cure = f"{limit_field} is {limit}; lower this or raise that"
                 raise ConfigError(f"{field}.env.max_rollout_tokens", task.env.max_rollout_tokens, cure)
     for field, entry in config.filters():
-        with user_code(field, built_class(entry).__name__, "its validate failed"):
-            entry.validate(field=field)
+        call_part(field, entry, "validate", field=field)
     for field, reference in find_references(config.tasks, field="tasks"):
         reference.validate(field=field)
     hosted_models(config.tasks)
     config.replay.validate(groups_per_step=groups_per_step(config))
+
+
+def call_part(where: str, part: Any, method: str, *arguments: Any, **named: Any) -> Any:
+    """What a method of a part answers that users may have written, or of its config.
+
+    Raises:
+        ConfigError: it failed; the error names the part's field, its class and the method.
+    """
+    with user_code(where, built_class(part).__name__, f"its {method} failed"):
+        return getattr(part, method)(*arguments, **named)
 
 
 def check_adapters(config: RunConfig) -> None:
@@ -138,8 +145,9 @@ def check_sharing(config: RunConfig) -> None:
             cure = f"set it to 0: requests are open while the trainer steps, and {SLEEP} = True stops the engines then"
             raise ConfigError("max_offpolicy_steps", config.max_offpolicy_steps, cure)
         if not config.provision.share_gpus:
-            cure = "frees memory for a trainer on the same GPUs: set provision.share_gpus, or leave it out"
-            raise ConfigError(SLEEP, True, cure)
+            raise ConfigError(
+                SLEEP, True, "frees memory for a trainer on the same GPUs: set provision.share_gpus, or leave it out"
+            )
     for field, reference in find_references(config.tasks, field="tasks"):
         if isinstance(reference, HostedModel) and reference.engine.sleep:
             raise ConfigError(f"{field}.engine.sleep", True, "a hosted model is asked at any time: leave it out")
@@ -165,8 +173,9 @@ def check_relations(config: RunConfig) -> None:
     profiled_steps(config.profile_steps)
     first, second = config.trainer.optimizer.betas
     if first > second:
-        cure = f"must be at most betas[1] = {second}: the second moment is the slower average"
-        raise ConfigError("trainer.optimizer.betas[0]", first, cure)
+        raise ConfigError(
+            "trainer.optimizer.betas[0]", first, f"must be at most betas[1] = {second}: the second moment is the slower average"
+        )
     total = config.trainer.lr_scheduler.total_steps
     if total is not None and total < config.steps:
         cure = f"must be at least steps = {config.steps}: after its last step the schedule has no learning rate"
@@ -184,8 +193,7 @@ def groups_per_step(config: RunConfig) -> int:
     sizes = {name: task.group_size for name, task in config.tasks.items()}
     for name, size in sizes.items():
         if config.rollouts_per_step % size:
-            cure = f"must divide rollouts_per_step = {config.rollouts_per_step}"
-            raise ConfigError(f"tasks.{name}.group_size", size, cure)
+            raise ConfigError(f"tasks.{name}.group_size", size, f"must divide rollouts_per_step = {config.rollouts_per_step}")
     if len(set(sizes.values())) > 1:
         cure = f"tasks have group sizes {sorted(set(sizes.values()))}; set groups_per_step instead"
         raise ConfigError("rollouts_per_step", config.rollouts_per_step, cure)
@@ -202,8 +210,7 @@ def missing(config: RunConfig) -> dict[str, MissingError]:
     for name, task in config.tasks.items():
         field = f"tasks.{name}"
         try:
-            with user_code(field, built_class(task).__name__, "its check_present failed"):
-                task.check_present(field=field)
+            call_part(field, task, "check_present", field=field)
             for where, reference in find_references(task, field=field):
                 reference.check_present(field=where)
                 if isinstance(reference, HostedModel):
@@ -334,8 +341,9 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     rollouts = groups * max(task.group_size for task in config.tasks.values())
     if config.trainer.router_replay != "off":
         if sizes.experts == 1:
-            cure = 'the model is no mixture of experts: set it to "off"'
-            raise ConfigError("trainer.router_replay", config.trainer.router_replay, cure)
+            raise ConfigError(
+                "trainer.router_replay", config.trainer.router_replay, 'the model is no mixture of experts: set it to "off"'
+            )
         engine.check_routes()
     memory = trainer_memory(sizes, config, device=device, trained=trained)
     shares_gpus = config.provision.share_gpus and device == "cuda"
@@ -385,8 +393,9 @@ def _shared_gpu(config: RunConfig, parameters: int, trainer: TrainerMemory) -> S
     engine = config.generator.engine
     awake = engine.gpu_gib(parameters=parameters)
     if awake is None:
-        cure = "name it: with provision.share_gpus trainer and engine divide a GPU's memory"
-        raise ConfigError("generator.engine.kv_cache_gib", None, cure)
+        raise ConfigError(
+            "generator.engine.kv_cache_gib", None, "name it: with provision.share_gpus trainer and engine divide a GPU's memory"
+        )
     asleep = engine.gpu_gib(parameters=parameters, asleep=True) if engine.sleep else None
     return SharedGpu(trainer=trainer, engine=awake * GIB, asleep=None if asleep is None else asleep * GIB)
 
@@ -409,8 +418,9 @@ def check_engine_fits(engine: EngineConfig, hub: HubConfig, *, field: str, posit
     if positions is None:
         positions = next((value for name in _POSITIONS if (value := _size(hub, name))), None)
     if positions is not None and engine.max_model_len > positions:
-        cure = f"the model has {positions} positions; choose at most that"
-        raise ConfigError(f"{field}.max_model_len", engine.max_model_len, cure)
+        raise ConfigError(
+            f"{field}.max_model_len", engine.max_model_len, f"the model has {positions} positions; choose at most that"
+        )
     degree = engine.tensor_parallel_degree
     for what, count in _divided(hub, degree).items():
         if count % degree:

@@ -6,8 +6,6 @@ and, where the config names the architecture, the model.
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from torchtitan.experiments.rl.compat.huggingface_hub import push_fault
@@ -29,7 +27,6 @@ from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_cod
 from torchtitan.experiments.rl.models.lora import read_adapter
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.host import gpu_host_lacks
 
 
 def pass_gate(config: RunConfig, command: Command, resumed: ResumedRun | None) -> Start | None:
@@ -50,15 +47,11 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     lines: list[str] = []
     notes: list[MissingError] = []
 
-    @contextmanager
-    def lacking() -> Iterator[None]:
-        """What the block finds missing is noted by a dry run, and refuses a run."""
-        try:
-            yield
-        except MissingError as error:
-            if not dry_run:
-                raise
-            notes.append(error)
+    def note(lack: MissingError) -> None:
+        """A run that lacks something is refused; a dry run says what it is."""
+        if not dry_run:
+            raise lack
+        notes.append(lack)
 
     # The config by itself: only a checked one surely has a model to look for.
     checks.check(config)
@@ -66,27 +59,25 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     # Model and plan.
     try:
         checks.check_model_folder(config.model)
-    except MissingError as error:
-        if config.model.flavor is None or not dry_run:
+    except MissingError as lack:
+        if config.model.flavor is None:
             raise
-        notes.append(error)
+        note(lack)
     without_model = bool(notes)
     if dry_run and config.provision.device == "cuda" and here:
-        gpus = needed_gpus(config)
-        plan = checks.plan_run(config, device="cuda", available=list(range(gpus)))
-        with lacking():
-            machine.check_gpu_count(gpus)
+        plan = checks.plan_run(config, device="cuda", available=list(range(needed_gpus(config))))
     else:
         plan = checks.plan_run(config)
     if plan.device == "cpu" and here:
-        with lacking():
+        try:
             plan, fitted = machine.fit_rows(config, plan, lambda: checks.plan_run(config))
             lines += [fitted] if fitted is not None else []
+        except MissingError as lack:
+            note(lack)
     # The tasks.
     missing = checks.missing(config)
     for lack in missing.values():
-        with lacking():
-            raise lack
+        note(lack)
     tasks = {} if without_model else trial.build_tasks(config, left_out=missing)
     if not without_model:
         checks.check_teachers(config, ask_servers=not dry_run)
@@ -97,26 +88,14 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         field, folder = "--resume", str(resumed.run_dir)
     if hub is not None and not config.trainer.save_final_model:
         raise ConfigError("--push-to-hub", hub, "there is nothing to push: trainer.save_final_model is False")
-    with lacking():
+    try:
         config.generator.engine.check_present(field="generator.engine")
-    with lacking():
-        machine.check_descriptors(plan)
-    with lacking():
-        machine.check_shared_memory(plan)
-    with lacking():
-        machine.check_disk(plan, folder, field=field, checkpoints=0 if resumed is None else resumed.checkpoints)
-    if here:
-        with lacking():
-            machine.check_float8(config.trainer.float8, plan)
-        if plan.device == "cuda":
-            with lacking():
-                machine.check_gpu_memory(plan)
-            for what in gpu_host_lacks(several_hosts=False):
-                with lacking():
-                    raise MissingError("provision.device", "cuda", f"this host {what}")
+    except MissingError as lack:
+        note(lack)
+    for lack in machine.lacks(plan, folder, field=field, checkpoints=0 if resumed is None else resumed.checkpoints, here=here):
+        note(lack)
     if hub is not None and (fault := push_fault(hub)) is not None:
-        with lacking():
-            raise MissingError("--push-to-hub", hub, fault)
+        note(MissingError("--push-to-hub", hub, fault))
     checkpoint_s = machine.checkpoint_seconds(plan, folder)
     tried = trial.try_tasks(config, tasks)
     # The run's folder: the resumed one's, or a new one.

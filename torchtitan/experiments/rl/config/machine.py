@@ -1,25 +1,27 @@
 """What this machine must have before a run's processes are spawned: file descriptors, room on the disk, shared memory."""
 
+import contextlib
 import hashlib
 import os
 import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from torchtitan.experiments.rl.config.placement import engine_processes, ranges
+from torchtitan.experiments.rl.config.placement import engine_processes, needed_gpus, ranges
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import MissingError
 from torchtitan.experiments.rl.process.host import (
     cores_by_node,
     cores_near,
+    gpu_host_lacks,
     gpu_memory_gib,
     pci_addresses,
     visible_gpus,
@@ -119,46 +121,6 @@ def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
     return seconds * plan.checkpoint_gib * GIB / PROBE_BYTES
 
 
-def check_gpu_memory(plan: RunPlan) -> None:
-    """
-    Raises:
-        MissingError: this host's GPUs lack the memory of a trainer rank, and of the engine that shares its GPU.
-    """
-    there = gpu_memory_gib()
-    if there is not None and plan.gpu_gib > there:
-        if plan.shared_gpu is None:
-            who, cure = "a trainer rank takes", "lower batcher.row_length, or name more GPUs (--gpus)"
-        else:
-            who, cure = "trainer rank and engine take", "lower generator.engine.kv_cache_gib or batcher.row_length"
-        cure = f"{who} about {plan.gpu_gib:.1f} GiB and a GPU here has {there:.1f}: {cure}"
-        raise MissingError("provision.device", "cuda", cure)
-
-
-def check_float8(recipe: str, plan: RunPlan) -> None:
-    """
-    Raises:
-        MissingError: this host has no products in 8-bit floats.
-    """
-    if recipe == "off":
-        return
-    if plan.device == "cpu" or torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        raise MissingError("trainer.float8", recipe, 'needs GPUs of capability 8.9 and above (H100, B200): set it to "off"')
-    if find_spec("torchao") is None:
-        raise MissingError("trainer.float8", recipe, "needs torchao: pip install torchao==0.18.0")
-
-
-def check_gpu_count(needed: int) -> None:
-    """
-    Raises:
-        MissingError: this host has fewer GPUs than a run needs.
-    """
-    if (there := len(visible_gpus())) < needed:
-        cure = (
-            f"the run needs {needed} GPUs and this host has {there}: run it where they are, or on other hosts (provision.job)"
-        )
-        raise MissingError("provision.device", "cuda", cure)
-
-
 def numa_lines(device: Literal["cpu", "cuda"], *, elsewhere: bool) -> list[str]:
     """Which cores are near which GPUs, or each other, for ``--dry-run``. Nothing where all are equally near.
 
@@ -180,49 +142,55 @@ def numa_lines(device: Literal["cpu", "cuda"], *, elsewhere: bool) -> list[str]:
     return [f"NUMA           {'; '.join(near_gpus)}"] if near_gpus else []
 
 
-def check_descriptors(plan: RunPlan) -> None:
-    """
-    Raises:
-        MissingError: this process may open too few files.
-    """
-    needed, limit = DESCRIPTORS + DESCRIPTORS_PER_PROCESS * plan.processes, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if resource.RLIM_INFINITY != limit < needed:
-        cure = f"the run's {plan.processes} processes need {needed}: raise the limit (ulimit -n {needed})"
-        raise MissingError("file descriptors", limit, cure)
+def lacks(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0, here: bool = True) -> Iterator[MissingError]:
+    """What this host has too little of for the run.
 
-
-def check_shared_memory(plan: RunPlan) -> None:
-    """
-    Raises:
-        MissingError: shared memory is too small for engines of several processes.
-    """
-    generator = plan.config.generator
-    engines = generator.replicas if generator.engine.tensor_parallel_degree > 1 else 0
-    needed = engines * SHARED_MEMORY_PER_ENGINE
-    if needed and SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free) < needed:
-        cure = f"{engines} engine(s) of several processes need {needed / 2**20:.0f} MiB there: enlarge it (docker: --shm-size)"
-        raise MissingError("shared memory", f"{SHARED_MEMORY} with {free / 2**20:.0f} MiB free", cure)
-
-
-def check_disk(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0) -> None:
-    """
     Args:
         folder: the run's, or the one it will be made in; it need not exist yet.
         field: names ``folder`` in the error.
         checkpoints: complete ones that are in it already.
-
-    Raises:
-        MissingError: there is no room for the run's checkpoints and policy.
+        here: the run is computed on this host, and on no other.
     """
-    try:
-        usage = shutil.disk_usage(_existing(folder))
-    except (OSError, ValueError):  # making the folder says what is wrong with it
-        return
-    needed = plan.disk_gib - min(checkpoints, plan.config.checkpoint.keep) * plan.checkpoint_gib
-    if usage.total and usage.free / GIB < needed:  # /proc and /sys have no space; no folder can be made there
-        cure = f"its disk has {usage.free / GIB:,.2f} GiB free, and the run's checkpoints and policy need {needed:,.2f}"
-        cure += ": free space, lower checkpoint.keep, or name a folder on another disk"
-        raise MissingError(field, folder, cure)
+    generator, limit = plan.config.generator, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if resource.RLIM_INFINITY != limit < (needed := DESCRIPTORS + DESCRIPTORS_PER_PROCESS * plan.processes):
+        cure = f"the run's {plan.processes} processes need {needed}: raise the limit (ulimit -n {needed})"
+        yield MissingError("file descriptors", limit, cure)
+    engines = generator.replicas if generator.engine.tensor_parallel_degree > 1 else 0
+    shared = engines * SHARED_MEMORY_PER_ENGINE / 2**20
+    if shared and SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free / 2**20) < shared:
+        cure = f"{engines} engine(s) of several processes need {shared:.0f} MiB there: enlarge it (docker: --shm-size)"
+        yield MissingError("shared memory", f"{SHARED_MEMORY} with {free:.0f} MiB free", cure)
+    needed_gib = plan.disk_gib - min(checkpoints, plan.config.checkpoint.keep) * plan.checkpoint_gib
+    with contextlib.suppress(OSError, ValueError):  # making the folder says what is wrong with it
+        disk = shutil.disk_usage(_existing(folder))
+        if disk.total and disk.free / GIB < needed_gib:  # /proc and /sys have no space; no folder can be made there
+            cure = (
+                f"its disk has {disk.free / GIB:,.2f} GiB free, and the run's checkpoints and policy need {needed_gib:,.2f}: "
+                "free space, lower checkpoint.keep, or name a folder on another disk"
+            )
+            yield MissingError(field, folder, cure)
+    if here and (recipe := plan.config.trainer.float8) != "off":
+        if plan.device == "cpu" or torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+            cure = 'needs GPUs of capability 8.9 and above (H100, B200): set it to "off"'
+            yield MissingError("trainer.float8", recipe, cure)
+        elif find_spec("torchao") is None:
+            yield MissingError("trainer.float8", recipe, "needs torchao: pip install torchao==0.18.0")
+    for lack in _gpus_lack(plan) if here and plan.device == "cuda" else ():
+        yield MissingError("provision.device", "cuda", lack)
+
+
+def _gpus_lack(plan: RunPlan) -> Iterator[str]:
+    if (there := len(visible_gpus())) < (needed := needed_gpus(plan.config)):
+        yield f"the run needs {needed} GPUs and this host has {there}: run it where they are, or on other hosts (provision.job)"
+    memory_gib = gpu_memory_gib()
+    if memory_gib is not None and plan.gpu_gib > memory_gib:
+        if plan.shared_gpu is None:
+            who, cure = "a trainer rank takes", "lower batcher.row_length, or name more GPUs (--gpus)"
+        else:
+            who, cure = "trainer rank and engine take", "lower generator.engine.kv_cache_gib or batcher.row_length"
+        yield f"{who} about {plan.gpu_gib:.1f} GiB and a GPU here has {memory_gib:.1f}: {cure}"
+    for what in gpu_host_lacks(several_hosts=False):
+        yield f"this host {what}"
 
 
 def _existing(folder: str) -> str:

@@ -18,6 +18,7 @@ from renderers import Renderer
 from transformers import AutoTokenizer
 
 from torchtitan.experiments.rl.compat.torchtitan import built_class
+from torchtitan.experiments.rl.config.checks import call_part
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.data.dataset import fault_of_example
 from torchtitan.experiments.rl.envs.renderer import AUTO, build_renderer, renderer_name
@@ -38,19 +39,20 @@ def build_parts(config: RunConfig) -> None:
     Raises:
         ConfigError: one can't be built; the error names its field.
     """
-    weights = {name: task.weight for name, task in config.tasks.items()}
-    mix: Any = None
-    for field, part in (("batcher", config.batcher), *config.filters(), ("task_mix", config.task_mix)):
-        with user_code(field, built_class(part).__name__, "it can't be built"), inside(field):
-            mix = part.build(weights=weights) if field == "task_mix" else part.build()
-    with user_code("task_mix", type(mix).__name__, "its next() failed"):
-        first = mix.next()
-    if first not in config.tasks:
-        raise ConfigError("task_mix", type(mix).__name__, f"its next() gave {first!r}, which is no task")
+    for field, part in (("batcher", config.batcher), *config.filters()):
+        _built(field, part)
+    mix = _built("task_mix", config.task_mix, weights={name: task.weight for name, task in config.tasks.items()})
+    if (first := call_part("task_mix", mix, "next")) not in config.tasks:
+        raise ConfigError("task_mix", type(mix).__name__, f"its next gave {first!r}, which is no task")
     for name, task in config.tasks.items():
         with inside(f"tasks.{name}"):
             build_part("rubric", task.rubric)
             build_part("algorithm", task.algorithm)
+
+
+def _built(field: str, config: Any, **arguments: Any) -> Any:
+    with user_code(field, built_class(config).__name__, "it can't be built"), inside(field):
+        return config.build(**arguments)
 
 
 def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[str, Task]:
@@ -70,8 +72,7 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[st
         if name in left_out:
             continue
         field = f"tasks.{name}"
-        with user_code(field, built_class(task_config).__name__, "it can't be built"), inside(field):
-            task = tasks[name] = task_config.build(name=name, renderer=renderer, seed=config.seed)
+        task = tasks[name] = _built(field, task_config, name=name, renderer=renderer, seed=config.seed)
         if type(task.algorithm).group_relative and type(task.rubric) is Rubric and not task.rubric.config.reward_fns:
             cure = f"{type(task.algorithm).__name__} compares rewards, and without a function all are 0: name one"
             raise ConfigError(f"{field}.rubric.reward_fns", [], f"{cure}, such as Rubric.Config(reward_fns=[exact])")
@@ -82,21 +83,14 @@ def build_tasks(config: RunConfig, *, left_out: Collection[str] = ()) -> dict[st
             with inside(field), part_at_fault(part, kind, "its __len__ failed"):
                 if len(dataset) == 0:
                     raise ConfigError(part, kind, "has no examples")
-            with user_code(f"{field}.{part}", kind, "its __getitem__(0) failed"):
-                first = dataset[0]
-            _check_example(first, f"{field}.{part}", dataset, "__getitem__(0)")
-        with user_code(f"{field}.sampler", type(task.sampler).__name__, "its next() failed"):
-            first = task.sampler.next()
-        _check_example(first, f"{field}.sampler", task.sampler, "next()")
-        with user_code(field, type(task).__name__, "its check_examples failed"):
-            task.check_examples(field=field)
-        with user_code(f"{field}.algorithm", type(task.algorithm).__name__, "its check_example failed"):
-            task.algorithm.check_example(
-                first,
-                field=field,
-                max_rollout_tokens=task_config.env.max_rollout_tokens,
-                max_model_len=config.generator.engine.max_model_len,
-            )
+            _example(f"{field}.{part}", dataset, "__getitem__", 0)
+        first = _example(f"{field}.sampler", task.sampler, "next")
+        call_part(field, task, "check_examples", field=field)
+        limits = {
+            "max_rollout_tokens": task_config.env.max_rollout_tokens,
+            "max_model_len": config.generator.engine.max_model_len,
+        }
+        call_part(f"{field}.algorithm", task.algorithm, "check_example", first, field=field, **limits)
     return tasks
 
 
@@ -119,19 +113,24 @@ def checked_renderer(config: RunConfig) -> Renderer:
     vocab_size = decoder_config(policy_spec(config.model, device="cpu", max_seq_len=1)).vocab_size
     for name, task in config.tasks.items():
         if (last := max(task.sampling.stop_token_ids, default=0)) >= vocab_size:
-            cure = f"the model has {vocab_size} ids: name one of those"
-            raise ConfigError(f"tasks.{name}.sampling.stop_token_ids", last, cure)
+            raise ConfigError(
+                f"tasks.{name}.sampling.stop_token_ids", last, f"the model has {vocab_size} ids: name one of those"
+            )
     if highest >= vocab_size:
         cure = f"its tokenizer has the id {highest}, and the model a vocab_size of {vocab_size}: they are of different models"
         raise ConfigError("model.hf_assets_path", path, cure)
     return renderer
 
 
-def _check_example(example: Any, field: str, owner: Any, call: str) -> None:
+def _example(field: str, owner: Any, method: str, *arguments: Any) -> DataSample:
+    example = call_part(field, owner, method, *arguments)
     if not isinstance(example, DataSample):
-        raise ConfigError(field, type(owner).__name__, f"its {call} returned a {type(example).__name__}, want a DataSample")
-    if fault := fault_of_example(example):
-        raise ConfigError(field, type(owner).__name__, f"its {call} returned an example whose {fault}")
+        fault = f"a {type(example).__name__}, want a DataSample"
+    elif fault := fault_of_example(example):
+        fault = f"an example whose {fault}"
+    if fault:
+        raise ConfigError(field, type(owner).__name__, f"its {method} returned {fault}")
+    return example
 
 
 REPLY = "The answer is 42."
@@ -178,7 +177,6 @@ class Trial:
 
     def __init__(self, config: RunConfig, task: Task, field: str, words: IO[str]):
         self._config, self._task, self.field, self._words = config, task, field, words
-        self.name = type(task).__name__
         self.prompt = ""
         """The first prompt, with its special tokens; empty where there was none."""
         self.prompt_token_ids = np.zeros(0, np.int32)
@@ -207,7 +205,7 @@ class Trial:
             if isinstance(failure.__cause__, ConfigError):
                 raise failure.__cause__
             if not isinstance(failure, UserCodeTimeout):
-                raise ConfigError(self.field, self.name, f"{self.doing}: {sentence(failure)}; {self.cure}") from failure
+                raise self._refusal(sentence(failure)) from failure
             self.warning = (
                 f"{self.field} was not tried to its end ({self.doing}: {sentence(failure)}): the run begins all the same; "
                 "user_code.preflight_timeout_s sets this limit"
@@ -216,8 +214,8 @@ class Trial:
     def _try(self, doing: str) -> None:
         """``doing``: what is tried from now on."""
         self.doing = doing
-        ended = "the command was killed, or this code called os._exit or crashed"
-        _write_line(self._words, f"error: {self.field} = {self.name!r}: {doing}: {ended}; {self.cure}")
+        ended = self._refusal("the command was killed, or this code called os._exit or crashed")
+        _write_line(self._words, f"error: {ended}")
 
     async def run(self) -> None:
         task = self._task
@@ -248,10 +246,8 @@ class Trial:
             raise UserCodeTimeout(str(rollout.error))
         if rollout.status.is_error():
             cause = str(rollout.error)
-            algorithm = f"task {task.name}: {type(task.algorithm).__name__}."
-            if cause.startswith(algorithm):
-                self._refuse("algorithm", task.algorithm, cause.removeprefix(f"task {task.name}: "))
-            raise ConfigError(self.field, self.name, f"{self.doing} failed: {cause}; {self.cure}")
+            by_algorithm = cause.startswith(f"task {task.name}: {type(task.algorithm).__name__}.")
+            raise self._refusal(cause, "algorithm" if by_algorithm else "")
         if rollout.static:
             return group
         if not rollout.turns:
@@ -272,21 +268,19 @@ class Trial:
         task = self._task
         if type(task).score_group is not Task.score_group:
             self._try("score_group of a group of scripted replies")
-            failure = await task.score_group(group)
-            if failure is not None:
-                raise ConfigError(self.field, self.name, f"{self.doing} failed: {failure}; {self.cure}")
+            if (failure := await task.score_group(group)) is not None:
+                raise self._refusal(failure)
             return
         self._try(f"the rewards of the reply {REPLY!r} by {', '.join(task.rubric.names) or type(task.rubric).__name__}")
         await task.score_rewards(group)
         for rollout in group.rollouts:
             if rollout.status is RolloutStatus.ERROR:
-                self._refuse("rubric", task.rubric, str(rollout.error))
+                raise self._refusal(str(rollout.error), "rubric")
         for rollout in group.scored[1::2]:
             rollout.reward = 0.0 if rollout.reward else 1.0
         self._try("the credit of a group of scripted replies")
-        failure = await task.give_credit(group)
-        if failure is not None:
-            self._refuse("algorithm", task.algorithm, failure.removeprefix(f"task {task.name}: "))
+        if (failure := await task.give_credit(group)) is not None:
+            raise self._refusal(failure, "algorithm")
 
     def _filter(self, group: RolloutGroup, *, vocab_size: int) -> None:
         self._try("the filters")
@@ -296,8 +290,11 @@ class Trial:
                 built.vocab_size = vocab_size
                 matches_of(built, group)
 
-    def _refuse(self, part: str, of: Any, cause: str) -> None:
-        raise ConfigError(f"{self.field}.{part}", type(of).__name__, f"{self.doing}: {cause}; {self.cure}")
+    def _refusal(self, cause: str, part: str = "") -> ConfigError:
+        """``part`` of the task is at fault; "": the task itself."""
+        kind = type(getattr(self._task, part) if part else self._task).__name__
+        cause = cause.removeprefix(f"task {self._task.name}: ")
+        return ConfigError(f"{self.field}.{part}".rstrip("."), kind, f"{self.doing}: {cause}; {self.cure}")
 
 
 def _copy(rollout: Rollout, index: int) -> Rollout:
