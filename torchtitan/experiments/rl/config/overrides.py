@@ -59,9 +59,9 @@ def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
     left, words = [], list(overrides)
     while words:
         option, equals, value = (word := words.pop(0)).partition("=")
-        field, following = option.removeprefix("--"), [value] if equals else words[:1]
-        place = _find(config, field.split(".")) if option.startswith("--") else None
-        if place is None or not following or following[0].startswith("-") or not _choose(place, following[0], field=field):
+        given = value if equals else next(iter(words), "-")
+        place = _find(config, option.removeprefix("--"), given) if option.startswith("--") else None
+        if place is None or given.startswith("-") or not _choose(place):
             left.append(word)
         elif not equals:
             words.pop(0)
@@ -70,10 +70,14 @@ def take_named_parts(config: Any, overrides: list[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A field, or an entry of a dict, that holds the config of a part."""
+    """A field, or an entry of a dict, that holds the config of a part, and what an option puts there."""
 
     holder: Any
     key: str
+    field: str
+    """As the option has it."""
+    given: str
+    """The option's value."""
 
     @property
     def value(self) -> Any:
@@ -84,6 +88,9 @@ class _Place:
             self.holder[self.key] = part
         else:
             setattr(self.holder, self.key, part)
+
+    def refusal(self, cure: str) -> ConfigError:
+        return ConfigError(self.field, self.given, cure)
 
     @property
     def type(self) -> Any:
@@ -100,22 +107,21 @@ class _Place:
         return any(get_origin(option) is Callable for option in (self.type, *get_args(self.type)))
 
 
-def _find(config: Any, path: list[str]) -> _Place | None:
-    """The place of a part by the words of its option; None where there is no part. A part that the config leaves out gets its
-    defaults where an option sets a field of it: ``--trainer.lora.rank 16``."""
-    holder, place = config, None
+def _find(config: Any, field: str, given: str) -> _Place | None:
+    """The place of a part by its option; None where there is no part. A part that the config leaves out gets its defaults where
+    an option sets a field of it: ``--trainer.lora.rank 16``."""
+    holder, place, path = config, None, field.split(".")
     for number, word in enumerate(path, start=1):
         key = _like(word, _names(holder))
         if key is None:
             return None
-        place = _Place(holder, key)
+        place = _Place(holder, key, field, given)
         kinds: list[Any] = [kind for kind in get_args(place.type) if dataclasses.is_dataclass(kind)]
         if place.value is None and len(kinds) == 1 and number < len(path) and _like(path[number], _names(kinds[0])):
             place.put(kinds[0]())
         holder = place.value
-    if place is not None and (isinstance(holder, Configurable.Config | JobConfig | list) or place.takes_function):
-        return place
-    return place if place is not None and place.is_data and place.key == "validation" else None
+    has_part = isinstance(holder, Configurable.Config | JobConfig | list)
+    return place if place is not None and (has_part or place.takes_function or place.is_data) else None
 
 
 def _names(holder: Any) -> Collection[str]:
@@ -128,29 +134,29 @@ def _like(word: str, names: Collection[str]) -> str | None:
     return next((name for name in names if str(name).replace("-", "_") == word.replace("-", "_")), None)
 
 
-def _choose(place: _Place, value: str, *, field: str) -> bool:
-    """Put the part that ``value`` names in its place. False: it is for tyro to read."""
-    kind, held = place.type, place.value
+def _choose(place: _Place) -> bool:
+    """Put the part that is given in its place. False: it is for tyro to read."""
+    kind, held, given = place.type, place.value, place.given
     if isinstance(held, list):
         kinds = [kind for kind in get_args(kind) if inspect.isclass(kind)]
         if len(kinds) != 1 or not parts_that_fit(kinds[0]):
             return False
-        names = [] if value in ("", "[]", "none", "None") else value.split(",")
-        place.put([_config_named(name, kinds[0], field=field, value=value) for name in names])
-    elif ":" in value:
-        place.put(_at_place(place, value, field=field))
+        names = [] if given in ("", "[]", "none", "None") else given.split(",")
+        place.put([_config_named(place, name, kinds[0]) for name in names])
+    elif ":" in given:
+        place.put(_at_place(place))
     elif place.is_data:
         # A file, or a dataset of the hub, that is read as the task's dataset is.
         rows = held or place.holder.dataset
         if not isinstance(rows, RowDataset.Config):
             return False
         split = "train" if held is None else rows.split
-        place.put(None if value in ("none", "None") else dataclasses.replace(rows, path=value, rows=None, split=split))
+        place.put(None if given in ("none", "None") else dataclasses.replace(rows, path=given, rows=None, split=split))
     elif isinstance(held, Rubric.Config):
-        cure = f"a rubric is reward functions and their place: a file or a module, a colon, names: my_rewards.py:{value}"
-        raise ConfigError(field, value, f"{cure}; each is fn(completion, example)")
-    elif isinstance(held, JobConfig) or (inspect.isclass(kind) and parts_that_fit(kind)):
-        part = _config_named(value, kind, field=field, value=value)
+        cure = f"a rubric is reward functions and their place: a file or a module, a colon, names: my_rewards.py:{given}"
+        raise place.refusal(f"{cure}; each is fn(completion, example)")
+    elif inspect.isclass(kind) and parts_that_fit(kind):
+        part = _config_named(place, given, kind)
         if type(held) is not type(part):  # of the same kind, it keeps what the config says of it
             place.put(part)
     else:
@@ -158,71 +164,69 @@ def _choose(place: _Place, value: str, *, field: str) -> bool:
     return True
 
 
-def _config_named(name: str, wanted: type[Any], *, field: str, value: str) -> Any:
+def _config_named(place: _Place, name: str, wanted: type[Any]) -> Any:
     """The config of a part of the library by its name, or of a class of the user's by its place."""
     if ":" in name:
-        return _config_of(_objects(name, field=field, value=value), wanted, field=field, value=value)
-    parts: dict[str, type[Any]] = JobConfig.by_name if issubclass(wanted, JobConfig) else parts_that_fit(wanted)
+        return _config_of(place, _objects(place, name), wanted)
+    parts = parts_that_fit(wanted)
     if (found := part_named(name, parts)) is None:
-        raise ConfigError(field, value, f"name one of {', '.join(parts)}, or a class of yours as my_module:MyClass")
-    return _made(found, field=field, value=value)
+        raise place.refusal(f"name one of {', '.join(parts)}, or a class of yours as my_module:MyClass")
+    return _made(place, found)
 
 
-def _at_place(place: _Place, value: str, *, field: str) -> Any:
+def _at_place(place: _Place) -> Any:
     """The config of a class, a function, or a rubric of functions, by their place."""
-    found = _objects(value, field=field, value=value)
+    found = _objects(place, place.given)
     first, *others = found.values()
     if place.takes_function and callable(first) and not others:
         return first
     if inspect.isclass(first) or not isinstance(place.value, Rubric.Config):
-        wanted = place.type if inspect.isclass(place.type) else Configurable.Config
-        return _config_of(found, wanted, field=field, value=value)
+        return _config_of(place, found, place.type if inspect.isclass(place.type) else Configurable.Config)
     for name, entry in found.items():
         if not callable(entry) or inspect.isclass(entry):
-            raise ConfigError(field, value, f"{name} is no function: want reward functions fn(completion, example)")
+            raise place.refusal(f"{name} is no function: want reward functions fn(completion, example)")
     return dataclasses.replace(place.value, reward_fns=list(found.values()))
 
 
-def _config_of(found: dict[str, Any], wanted: type[Any], *, field: str, value: str) -> Any:
+def _config_of(place: _Place, found: dict[str, Any], wanted: type[Any]) -> Any:
     (name, first), *others = found.items()
     if others or not inspect.isclass(first):
-        raise ConfigError(field, value, f"{value.rpartition(':')[2]} is no class with a Config")
+        raise place.refusal(f"{place.given.rpartition(':')[2]} is no class with a Config")
     config = getattr(first, "Config", first)
     if not (inspect.isclass(config) and issubclass(config, wanted)):
-        raise ConfigError(field, value, f"{name} is no {wanted.__qualname__.removesuffix('.Config')}")
-    return _made(config, field=field, value=value)
+        raise place.refusal(f"{name} is no {wanted.__qualname__.removesuffix('.Config')}")
+    return _made(place, config)
 
 
-def _made(wanted: type[Any], *, field: str, value: str) -> Any:
-    with user_code(field, value, "its Config can't be made without arguments"):
+def _made(place: _Place, wanted: type[Any]) -> Any:
+    with user_code(place.field, place.given, "its Config can't be made without arguments"):
         return wanted()
 
 
-def _objects(place: str, *, field: str, value: str) -> dict[str, Any]:
+def _objects(place: _Place, words: str) -> dict[str, Any]:
     """What a module or file has by the names behind the colon."""
-    path, _, names = place.rpartition(":")
-    module = _module(path, value, field=field)
+    path, _, names = words.rpartition(":")
+    module = _module(place, path)
     for name in names.split(","):
         if not hasattr(module, name):
             own = [key for key, entry in vars(module).items() if getattr(entry, "__module__", None) == module.__name__]
-            raise ConfigError(field, value, f"{path} has no {name!r}; it defines {', '.join(own) or 'nothing'}")
+            raise place.refusal(f"{path} has no {name!r}; it defines {', '.join(own) or 'nothing'}")
     return {name: getattr(module, name) for name in names.split(",")}
 
 
-def _module(path: str, place: str, *, field: str) -> ModuleType:
+def _module(place: _Place, path: str) -> ModuleType:
     """The module of a name, or of a .py file, which is imported under its stem."""
-    if not path.endswith(".py"):
-        with user_code(field, place, f"{path} can't be imported"):
-            return importlib.import_module(path)
-    file = Path(path).expanduser().resolve()
-    if not file.is_file():
-        raise ConfigError(field, place, f"no such file: {path}")
-    known = sys.modules.get(file.stem)
-    if known is not None and getattr(known, "__file__", None) != str(file):
-        raise ConfigError(field, place, f"a module is named {file.stem!r} already: rename the file")
-    add_import_folder(file.parent)
-    with user_code(field, place, f"{path} can't be imported"):
-        return importlib.import_module(file.stem)
+    name = path
+    if path.endswith(".py"):
+        file = Path(path).expanduser().resolve()
+        name = file.stem
+        if not file.is_file():
+            raise place.refusal(f"no such file: {path}")
+        if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(file):
+            raise place.refusal(f"a module is named {name!r} already: rename the file")
+        add_import_folder(file.parent)
+    with user_code(place.field, place.given, f"{path} can't be imported"):
+        return importlib.import_module(name)
 
 
 KINDS: tuple[type[Any], ...] = (Algorithm, SampleStrategy, TaskMix, RLLoss, CrossEntropy, RefKL, Correction, Filter)
@@ -232,8 +236,10 @@ BASES_ONLY = ("Algorithm", "GroupRewards")
 PACKAGE = "torchtitan.experiments.rl."
 
 
-def parts_that_fit(config_class: type) -> dict[str, type[Configurable.Config]]:
+def parts_that_fit(config_class: type[Any]) -> dict[str, type[Any]]:
     """Config classes of the library's parts that fit a field of this config class, by name. Empty where parts have no names."""
+    if issubclass(config_class, JobConfig):
+        return JobConfig.by_name
     base = next((kind for kind in KINDS if issubclass(config_class, kind.Config)), None)
     if base is None:
         return {}
