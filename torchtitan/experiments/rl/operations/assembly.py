@@ -77,22 +77,16 @@ class Closing:
     def __init__(self) -> None:
         self.faults: list[RunError] = []
 
-    async def close(self, part: str, close: Callable[[], Awaitable[object]], *, timeout_s: float = PART_TIMEOUT_S) -> None:
-        """Await ``close()``. Raises nothing but CancelledError of the caller."""
+    async def close(self, part: str, close: Callable[[], Awaitable[Any]], *, timeout_s: float | None = PART_TIMEOUT_S) -> None:
+        """Await ``close()``, which may return a line for each fault of the user's code. Each fault is logged at once. Raises
+        nothing but CancelledError of the caller."""
         try:
-            await call_bounded(close, timeout_s=timeout_s)
+            faults = await call_bounded(close, timeout_s=timeout_s)
         except UserCodeError as error:
-            self.add(f"closing {part}: {sentence(error)}")
-
-    async def close_user_code(self, close: Callable[[], Awaitable[list[str]]]) -> None:
-        """Await ``close()``, which returns a line for each fault of the user's code."""
-        for fault in await close():
-            self.add(fault)
-
-    def add(self, fault: str) -> None:
-        """One more fault; it is logged now."""
-        logger.error("%s", fault)
-        self.faults.append(RunError(fault))
+            faults = [f"closing {part}: {sentence(error)}"]
+        for fault in faults or ():
+            logger.error("%s", fault)
+            self.faults.append(RunError(fault))
 
 
 class RunActors:
@@ -399,11 +393,9 @@ class Run:
         self._built: _Built | None = None
         self._building: asyncio.Task[_Built] | None = None
         self._closing = Closing()
-        self._to_settle: list[tuple[str, Callable[[], Awaitable[object]]]] = []
+        self._to_settle: list[tuple[str, Callable[[], Awaitable[Any]]]] = []
         """What writes the run's files and counts its rollouts, in the order it was built."""
-        self._to_close: list[tuple[str, Callable[[], Awaitable[object]]]] = [
-            ("the actors", partial(self._closing.close_user_code, self._actors.close))
-        ]
+        self._to_close: list[tuple[str, Callable[[], Awaitable[Any]]]] = [("the actors", self._actors.close)]
         """What the tasks may use until they are closed."""
         self._files = {
             "metrics": run_dir / METRICS_FILE,
@@ -614,7 +606,7 @@ class Run:
         closing, parts = self._closing, self._to_close
         if parts:
             self._to_close = []
-            await closing.close("the tasks", partial(closing.close_user_code, self._tasks.close))
+            await closing.close("the tasks", self._tasks.close, timeout_s=None)
             await asyncio.gather(*(closing.close(*part) for part in parts))
         return closing.faults
 

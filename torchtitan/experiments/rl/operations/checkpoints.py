@@ -107,8 +107,9 @@ def cut_back(run_dir: Path, offsets: Mapping[str, int]) -> list[str]:
             if name == ROLLOUTS_FILE and name in short:
                 os.truncate(path, end_of_last_member(path))
         except OSError as error:
-            cure = "make it writable, and resume again"
-            raise CheckpointError(f"{path} can't be cut back to the checkpoint ({error.strerror}): {cure}") from error
+            raise CheckpointError(
+                f"{path} can't be cut back to the checkpoint ({error.strerror}): make it writable, and resume again"
+            ) from error
     return [f"{run_dir / name} lacks records from before the checkpoint; the run goes on without them" for name in short]
 
 

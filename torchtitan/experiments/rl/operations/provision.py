@@ -155,7 +155,8 @@ def check_shared_files(pool: Any, config: RunConfig, run_dir: Path) -> None:
     try:
         for host, path in pool.check_files([(str(file), file.read_text(errors="replace")[:HEAD]) for file in files]):
             field = "--run-dir" if path == str(mark) else "model.hf_assets_path"
-            cure = f"name one that all hosts share ({field})"
-            raise RunError(f"{host} does not see the folder {Path(path).parent} as this host does: {cure}")
+            raise RunError(
+                f"{host} does not see the folder {Path(path).parent} as this host does: name one that all hosts share ({field})"
+            )
     finally:
         mark.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ It warns of a run that goes on and learns nothing, or waits for no good reason.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport
@@ -99,45 +99,48 @@ class StepWarnings:
         self._given: set[str] = set()
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        found = self._found(metrics)
+        found = dict(self._found(metrics))
         self._in_a_row = Counter({name: self._in_a_row[name] + 1 for name in found})
         for name, text in found.items():
             if self._in_a_row[name] >= STEPS and name not in self._given:
                 self._given.add(name)
                 self._note(f"warning: {text}")
 
-    def _found(self, metrics: Mapping[str, float]) -> dict[str, str]:
-        """What is wrong with this step, by name."""
-        found = {}
+    def _found(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """What is wrong with this step: names and texts."""
         lag = metrics.get("perf/event_loop_lag_max_s", 0.0)
         if lag > LAG_S:
-            found["lag"] = (
+            yield (
+                "lag",
                 f"something blocks the event loop of the rollouts, for {lag:.1f} s in this step: make an async function that "
-                "computes or waits without await a plain one, or set rollout_workers"
+                "computes or waits without await a plain one, or set rollout_workers",
             )
         if self._compares_rewards and metrics.get("rollout/reward_std") == 0:
-            found["rewards"] = (
+            yield (
+                "rewards",
                 f"every reward of the last {STEPS} steps is {metrics['rollout/reward_mean']:.4g}: nothing is learned from it; "
-                "the examples are too easy or too hard for this model, or the rubric tells nothing apart"
+                "the examples are too easy or too hard for this model, or the rubric tells nothing apart",
             )
         truncated = sum(share for name, share in metrics.items() if name.startswith("rollout/status/truncated"))
         if truncated > 0.999:
-            found["truncated"] = (
+            yield (
+                "truncated",
                 f"every rollout of the last {STEPS} steps was cut off, at {metrics['rollout/completion_tokens_mean']:.0f} "
-                "tokens on average: raise the task's sampling.max_tokens, env.max_rollout_tokens or env.max_turns"
+                "tokens on average: raise the task's sampling.max_tokens, env.max_rollout_tokens or env.max_turns",
             )
         for name in ("gibberish", "repetition"):
             share = metrics.get(f"filter/post/{name}", 0) / max(metrics.get("rollout/count", 0), 1)
             if share > BROKEN:
-                found[name] = (
+                yield (
+                    name,
                     f"the filter {name} matches {share:.0%} of the rollouts: read some of these (rl-report, or observability."
-                    "rollouts); if they are no broken text, --post-batch-filters zero_advantage leaves it out"
+                    "rollouts); if they are no broken text, --post-batch-filters zero_advantage leaves it out",
                 )
         busy = [share for name, share in metrics.items() if name.startswith("perf/generator") and name.endswith("/busy")]
         waiting = metrics.get("time/wait_s", 0.0) / max(metrics.get("time/step_s", 0.0), 1e-9)
         if busy and max(busy) < IDLE and waiting > WAITING:
-            found["idle"] = (
+            yield (
+                "idle",
                 f"the trainer waits for {waiting:.0%} of the step, and the generators work for {max(busy):.0%} of it: the envs "
-                "or reward functions are slow, see env_s of the recorded rollouts, or take a profile (--profile-steps)"
+                "or reward functions are slow, see env_s of the recorded rollouts, or take a profile (--profile-steps)",
             )
-        return found
