@@ -13,6 +13,9 @@ class UserConfigurable(Configurable):
     Here such a subclass gets an empty Config of its own, so a subclass that only overrides a method is complete.
     """
 
+    def __init__(self, config: Any):
+        self.config = config
+
     def __init_subclass__(cls, **kwargs):
         if "Config" not in cls.__dict__:
             namespace = {

@@ -23,13 +23,17 @@ def printable_line(text: str) -> str:
     return printable(_LINE_BREAKS.sub(" ", text))
 
 
-def one_sentence(text: str, most: int = 300) -> str:
-    """``text`` in one line. Of a longer one the first line that says something, of a traceback the last, cut at ``most``."""
+_SENTENCE = 300
+"""Characters."""
+
+
+def one_sentence(text: str) -> str:
+    """``text`` in one line. Of a longer one the first line that says something, of a traceback the last, cut there."""
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     traceback = any("Traceback (most recent call last)" in line for line in lines)
     whole = " ".join(lines)
-    line = whole if len(whole) <= most and not traceback else lines[-1 if traceback else 0]
-    return line if len(line) <= most else f"{line[:most]}..."
+    line = whole if len(whole) <= _SENTENCE and not traceback else lines[-1 if traceback else 0]
+    return line if len(line) <= _SENTENCE else f"{line[:_SENTENCE]}..."
 
 
 def printable_json(text: str) -> str:

@@ -107,9 +107,6 @@ class Algorithm(UserConfigurable):
                     "use an algorithm that feeds ce, such as SFT",
                 )
 
-    def __init__(self, config: Config):
-        self.config = config
-
     def check_example(self, example: DataSample, *, field: str, max_rollout_tokens: int, max_model_len: int) -> None:
         """Refuse an example that nothing can be learned from. Called with the task's first, before any process starts.
 

@@ -271,8 +271,9 @@ def _read_manifest(path: Path) -> _Manifest:
     except ValueError:
         raise _damaged(path, f"{file} is not what was written") from None
     if manifest.format != FORMAT:
-        seen = f"{file} has format {manifest.format}, and this version reads {FORMAT}"
-        raise CheckpointError(f"{seen}: resume with the one that wrote it")
+        raise CheckpointError(
+            f"{file} has format {manifest.format}, and this version reads {FORMAT}: resume with the one that wrote it"
+        )
     if _NAME.fullmatch(path.name) and step_of(path) != manifest.step:
         raise _damaged(path, f"{file} is not what was written")
     return manifest

@@ -48,8 +48,7 @@ def model_folder(model: str) -> str:
             name = model.partition("/")[2]
             download = f"`hf download {model} --local-dir {name}`"
             cure = f"where there is a hub, run {download}, bring the folder {name} here, and name it"
-            cure = f"no such folder, and never downloaded here ({fault}): {cure}"
-            raise ConfigError("--model", model, cure) from None
+            raise ConfigError("--model", model, f"no such folder, and never downloaded here ({fault}): {cure}") from None
     write_line(sys.stderr, f"model       {model}: looking it up in the hub, and downloading what is not here yet")
     try:
         return snapshot_download(model, allow_patterns=FILES)
@@ -75,8 +74,9 @@ def _policy_in(path: Path) -> Path:
         found, saved = [policy for policy in found if policy.name == f"step-{step}"], [path]
     if found:
         if (one := next(found[-1].glob("*/config.json"), None)) is not None:
-            cure = f"its tasks trained an adapter each: name one of them, such as {near(one.parent)}"
-            raise ConfigError("--model", str(path), cure)
+            raise ConfigError(
+                "--model", str(path), f"its tasks trained an adapter each: name one of them, such as {near(one.parent)}"
+            )
         return found[-1]
     if not saved:
         raise ConfigError("--model", str(path), "a run that has saved neither a policy nor a checkpoint: name another")

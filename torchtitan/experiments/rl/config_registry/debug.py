@@ -1,6 +1,6 @@
 """Configs of the tiny models under assets/: minutes on two CPU cores."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +88,7 @@ def rl_grpo_qwen3_debug() -> RunConfig:
 
 def rl_moe_qwen3_debug() -> RunConfig:
     """As rl_grpo_qwen3_debug, with a mixture of 8 experts of which a token takes 2."""
-    config = rl_grpo_qwen3_debug()
-    config.model = ModelConfig(hf_assets_path=TINY_MOE)
-    return config
+    return replace(rl_grpo_qwen3_debug(), model=ModelConfig(hf_assets_path=TINY_MOE))
 
 
 def rl_grpo_qwen3_debug_hosts() -> RunConfig:
@@ -114,9 +112,7 @@ def rl_opd_qwen3_debug() -> RunConfig:
 
 def rl_opsd_qwen3_debug() -> RunConfig:
     """On-policy self-distillation of digit sums: the policy scores its own samples after seeing the right answer."""
-    config = _debug(40, sum_digits=_sum_digits(OPSD.Config()))
-    config.model = ModelConfig(hf_assets_path=TINY_READER)
-    return config
+    return replace(_debug(40, sum_digits=_sum_digits(OPSD.Config())), model=ModelConfig(hf_assets_path=TINY_READER))
 
 
 def rl_sft_qwen3_debug() -> RunConfig:
@@ -237,9 +233,7 @@ def rl_questions_qwen3_debug() -> RunConfig:
 
 def _debug(steps: int, **tasks: Task.Config) -> RunConfig:
     """rl_grpo_qwen3_debug with other tasks."""
-    config = rl_grpo_qwen3_debug()
-    config.steps, config.tasks = steps, tasks
-    return config
+    return replace(rl_grpo_qwen3_debug(), steps=steps, tasks=tasks)
 
 
 def _conversation(steps: int, **tasks: Task.Config) -> RunConfig:
@@ -257,9 +251,7 @@ def _fields_of(task: Task.Config, **others: Any) -> dict[str, Any]:
 
 def _sum_digits(algorithm: Algorithm.Config) -> Task.Config:
     """rl_grpo_qwen3_debug's task by another algorithm."""
-    task = rl_grpo_qwen3_debug().tasks["sum_digits"]
-    task.algorithm = algorithm
-    return task
+    return replace(rl_grpo_qwen3_debug().tasks["sum_digits"], algorithm=algorithm)
 
 
 def _sum_digits_rounds(algorithm: Algorithm.Config) -> Task.Config:
@@ -284,22 +276,14 @@ def rl_demonstrations_qwen3_debug() -> RunConfig:
 
 def rl_replay_qwen3_debug() -> RunConfig:
     """As rl_grpo_qwen3_debug, up to half of each step replayed: groups of earlier steps, with the credit they had."""
-    config = rl_grpo_qwen3_debug()
-    config.steps = 60
-    config.replay = GroupReplayConfig(fraction=0.5, capacity=64, max_age=4)
-    return config
+    return replace(rl_grpo_qwen3_debug(), steps=60, replay=GroupReplayConfig(fraction=0.5, capacity=64, max_age=4))
 
 
 def rl_judge_qwen3_debug() -> RunConfig:
     """As rl_grpo_qwen3_debug, with rewards from a tiny judge that the run hosts."""
-    config = rl_grpo_qwen3_debug()
-    config.steps = 40
-    judge = Judge.Config(
-        model=HostedModel(path=TINY_TEACHER, engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.25)),
-        sampling=SamplingConfig(temperature=0.0, max_tokens=8),
-    )
-    config.tasks["sum_digits"].rubric = JudgedSumDigitsRubric.Config(judge=judge)
-    return config
+    judge = Judge.Config(model=_tiny_teacher(), sampling=SamplingConfig(temperature=0.0, max_tokens=8))
+    task = replace(_sum_digits(GRPO.Config()), rubric=JudgedSumDigitsRubric.Config(judge=judge))
+    return _debug(40, sum_digits=task)
 
 
 def rl_opsd_ema_qwen3_debug() -> RunConfig:

@@ -1,7 +1,7 @@
 """Configs of Qwen3 from the hub, on GPUs."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
@@ -158,7 +158,6 @@ def _qwen3(
     trainer_tensor_parallel_degree: int = 1,
     tensor_parallel_degree: int = 1,
     expert_parallel_degree: int = 1,
-    checkpointing: Literal["selective", "full"] = "full",
 ) -> RunConfig:
     """A real model on GPUs, in bfloat16 with float32 master weights. Its sums are longer than the demo's."""
     return RunConfig(
@@ -182,7 +181,7 @@ def _qwen3(
             ),
             optimizer=OptimizerConfig(lr=1e-6),
             mixed_precision_param="bfloat16",
-            activation_checkpoint=checkpointing,
+            activation_checkpoint="full",
             compile=True,
             async_tensor_parallel=trainer_tensor_parallel_degree > 1,
         ),

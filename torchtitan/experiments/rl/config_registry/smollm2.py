@@ -34,7 +34,7 @@ def rl_sums_smollm2() -> RunConfig:
     """Sums of two numbers with SmolLM2-135M-Instruct on two CPU cores: what `make real` runs."""
     training, held_out = sums()
     task = question_task(training, last_number_is_answer, validation=held_out, sampling=_sampling(16))
-    return _smollm2(40, HELD_OUT, sums=task)
+    return _smollm2(sums=task)
 
 
 def rl_boxed_smollm2() -> RunConfig:
@@ -48,7 +48,7 @@ def rl_boxed_smollm2() -> RunConfig:
         validation=held_out,
         sampling=_sampling(32),
     )
-    return _smollm2(40, HELD_OUT, boxed=task)
+    return _smollm2(boxed=task)
 
 
 def rl_running_sums_smollm2() -> RunConfig:
@@ -58,7 +58,7 @@ def rl_running_sums_smollm2() -> RunConfig:
         row["more"] = 1 + row["answer"] % 9
     rewards = (env_component("first", default=0), env_component("second", default=0))
     task = env_task(training, RunningSumEnv, *rewards, validation=held_out, sampling=_sampling(16))
-    return _smollm2(40, HELD_OUT, running_sums=task)
+    return _smollm2(running_sums=task)
 
 
 class RunningSumEnv(MessageEnv):
@@ -84,8 +84,7 @@ def _sampling(max_tokens: int) -> SamplingConfig:
     return SamplingConfig(max_tokens=max_tokens, temperature=0.7)
 
 
-def _smollm2(steps: int, held_out: int, **tasks: Task.Config) -> RunConfig:
-    """``held_out``: examples of a validation."""
+def _smollm2(**tasks: Task.Config) -> RunConfig:
     for task in tasks.values():
         task.group_size = 4
         task.env = RendererEnvConfig(max_turns=2, max_rollout_tokens=256)
@@ -99,10 +98,10 @@ def _smollm2(steps: int, held_out: int, **tasks: Task.Config) -> RunConfig:
         generator=GeneratorConfig(engine=VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.5)),
         # One long row: prompts begin alike, and what rollouts of a row share is computed once.
         batcher=Batcher.Config(row_length=1024, rows_per_microbatch=1),
-        steps=steps,
+        steps=40,
         rollouts_per_step=64,
         max_offpolicy_steps=1,
-        validation=ValidationConfig(every=5, examples=held_out),
+        validation=ValidationConfig(every=5, examples=HELD_OUT),
         provision=ProvisionConfig(device="cpu"),
     )
     # Rewards normalised over the step: a model that has sharpened gives one answer to a prompt, and GRPO learns nothing from

@@ -53,9 +53,6 @@ class Dataset(UserConfigurable, abc.ABC):
                 ConfigError: it is here and can't be used.
             """
 
-    def __init__(self, config: Config):
-        self.config = config
-
     @abc.abstractmethod
     def __len__(self) -> int: ...
 

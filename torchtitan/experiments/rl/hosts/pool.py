@@ -237,8 +237,7 @@ class HostPool:
         try:
             link = socket.create_connection((host.address, host.port), timeout=30)
         except OSError as error:
-            where = f"{host.address}:{host.port}"
-            raise RunError(f"{host.name} can't be reached at {where}: {error.strerror or error}") from None
+            raise RunError(f"{host.name} can't be reached at {host.address}:{host.port}: {error.strerror or error}") from None
         self._links.append(link)
         link.settimeout(None)
         keep_alive(link)

@@ -149,8 +149,9 @@ class SlurmJob(ClusterJob):
 
     def submit(self, script: str, run_dir: str) -> Iterator[str]:
         if shutil.which("sbatch") is None:
-            cure = "submit from a login node of the Slurm cluster, or name another job (--provision.job)"
-            raise RunError(f"there is no sbatch here: {cure}")
+            raise RunError(
+                "there is no sbatch here: submit from a login node of the Slurm cluster, or name another job (--provision.job)"
+            )
         path = Path(run_dir) / SCRIPT_FILE
         path.write_text(script)
         answer = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, stdin=subprocess.DEVNULL)

@@ -25,9 +25,6 @@ class CrossEntropy(UserConfigurable):
     class Config(Configurable.Config):
         pass
 
-    def __init__(self, config: Config):
-        self.config = config
-
     def per_token(self, logprobs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, OwnMetrics]:
         """Losses [B, L], before the token's weight, of log-probabilities [B, L]; with metrics of its own, if it has any."""
         return -logprobs
@@ -51,9 +48,6 @@ class RefKL(UserConfigurable):
         """A token whose probability fell by more than this since it was sampled has no gain."""
         kl_tau: NonNegativeFloat = 1e-3
         """Weight of the squared log ratio, which holds the policy near the generator's."""
-
-    def __init__(self, config: Config):
-        self.config = config
 
     def per_token(self, logprobs: torch.Tensor, generator_logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> PerToken:
         """Losses [B, L], before the token's weight, and bool [B, L]: the dropped tokens. The inputs are [B, L]. A subclass may

@@ -70,9 +70,6 @@ class RLLoss(UserConfigurable, abc.ABC):
     class Config(Configurable.Config):
         pass
 
-    def __init__(self, config: Config):
-        self.config = config
-
     @abc.abstractmethod
     def per_token(self, tokens: RLTokens) -> PerToken:
         """Losses [B, L], before the token's weight, and bool [B, L]: where a mask or clip took or capped the gradient.
@@ -262,9 +259,6 @@ class Correction(UserConfigurable, abc.ABC):
             Raises:
                 ConfigError: by field, value and cure.
             """
-
-    def __init__(self, config: Config):
-        self.config = config
 
     @property
     def name(self) -> str:

@@ -263,10 +263,10 @@ def set_up_isolated_process() -> None:
     share_terminal()
 
 
-def set_up_logging(run_dir: Path | str, process_name: str, level: int = logging.INFO) -> Path:
+def set_up_logging(run_dir: Path | str, process_name: str) -> Path:
     """Send this process's log to `<run_dir>/logs/<process_name>.jsonl`, and return that path.
 
-    The file holds every record at ``level`` and above, Python warnings and exceptions that end a thread included. The terminal
+    The file holds every record from INFO on, Python warnings and exceptions that end a thread included. The terminal
     gets one line each for our warnings and for other libraries' errors; tracebacks stay in the file. Libraries that print their
     log to the terminal by handlers of their own (vLLM, monarch, torchstore, transformers) lose those handlers, and their
     records go to the same file and terminal.
@@ -288,7 +288,7 @@ def set_up_logging(run_dir: Path | str, process_name: str, level: int = logging.
     for handler in (RunFileHandler(path, process_name), TerminalHandler(path, process_name)):
         root.addHandler(handler)
         monarch.keep_messages_as_written(handler)
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
 
     logging.captureWarnings(True)
     threading.excepthook = _log_thread_exception
