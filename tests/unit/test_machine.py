@@ -191,7 +191,7 @@ def rows_with(free, total, model, monkeypatch):
     monkeypatch.setattr(machine, "memory_gib", lambda: (free, total))
     config = rl_grpo_qwen3_debug()
     config.model.hf_assets_path = str(model)
-    plan, line = fit_rows(config, plan_run(config), lambda: plan_run(config))
+    plan, line = fit_rows(plan_run(config))
     return config.batcher.rows_per_microbatch, plan.trainer_gib, line
 
 

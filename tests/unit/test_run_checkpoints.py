@@ -38,7 +38,7 @@ class Saved:
             return state.rollouts, [], moment()
 
         self.checkpoints = RunCheckpoints(
-            SimpleNamespace(
+            context=SimpleNamespace(
                 config=SimpleNamespace(checkpoint=CheckpointConfig(interval=2), seed=7), run_dir=folder, synchronous=False
             ),
             rollouts=SimpleNamespace(capture=capture),
@@ -60,7 +60,7 @@ async def test_a_trainer_that_dies_leaves_no_part_of_the_checkpoint_it_was_writi
     await saved.checkpoints.step_ended(2)
     await saved.checkpoints.close()
     recorded = Future()
-    saved.checkpoints._recorder.size_by_now = lambda: recorded
+    saved.checkpoints.recorder.size_by_now = lambda: recorded
     saved.trainer.written.clear()
     await saved.checkpoints.step_ended(4)
     saved.checkpoints.step_taken(SimpleNamespace(step=5))

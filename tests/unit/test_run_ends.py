@@ -69,8 +69,9 @@ def ending(monkeypatch, tmp_path, capsys):
             raise Exited(code)
 
         monkeypatch.setattr(session.os, "_exit", leave)
-        job = SimpleNamespace(seconds_left=lambda: left_s)
+        job = SimpleNamespace(seconds_left=lambda: left_s, start=lambda *hosts: None)
         config = SimpleNamespace(checkpoint=SimpleNamespace(grace_s=grace_s), provision=SimpleNamespace(job=job))
+        start = Start(run_dir=str(tmp_path), plan=SimpleNamespace(device="cpu", hosts=1))
         temporary = SimpleNamespace(note_shared_memory=lambda pids: None, remove=lambda: killed.append("folder"))
 
         def send():
@@ -82,7 +83,7 @@ def ending(monkeypatch, tmp_path, capsys):
         sender = threading.Thread(target=send)
         try:
             sender.start()
-            code = session.run_to_end(config, Start(run_dir=str(tmp_path)), "quick", temporary)
+            code = session.run_to_end(config, start, "quick", temporary)
         except Exited as end:
             code = end.args[0]
         finally:

@@ -1,7 +1,6 @@
 """Checks a run's config before a process is spawned, and works out the plan of a run."""
 
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from transformers import AutoTokenizer
 from torchtitan.experiments.rl.algorithms import Algorithm
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.compat.torchtitan import built_class
-from torchtitan.experiments.rl.config.placement import hosted_processes, place
+from torchtitan.experiments.rl.config.placement import hosted_processes, place_on_fewest
 from torchtitan.experiments.rl.config.plan import (
     GIB,
     ModelSizes,
@@ -45,7 +44,7 @@ from torchtitan.experiments.rl.models.policy import (
     policy_spec,
 )
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
-from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.models.common import Decoder
 
 SLEEP = "generator.engine.sleep"
 USUAL_GPU_GIB = 80e9 / GIB
@@ -301,37 +300,30 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     """
     device = device or config.provision.resolve()
     spec = policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
-    parallelism, ranks = config.trainer.parallelism, config.trainer.ranks
-    positions = model_positions(config.model)
+    trainer, engine, decoder = config.trainer, config.generator.engine, decoder_config(spec)
+    parallelism, positions = trainer.parallelism, model_positions(config.model)
     if config.batcher.row_length > positions and parallelism.context_parallel_degree == 1:
         cure = f"the model has {positions} positions; choose at most that, or divide rows by context_parallel_degree"
         raise ConfigError("batcher.row_length", config.batcher.row_length, cure)
-    parallelism.check_model(decoder_config(spec), field="trainer.parallelism", ranks=ranks)
-    if config.trainer.enable_cpu_offload and device == "cpu":
+    parallelism.check_model(decoder, field="trainer.parallelism", ranks=trainer.ranks)
+    if trainer.enable_cpu_offload and device == "cpu":
         raise ConfigError("trainer.enable_cpu_offload", True, "everything is in the host's memory on CPU; set it to False")
-    engine = config.generator.engine
-    hub = HubConfig.read(config.model.hf_assets_path) if has_config(config.model.hf_assets_path) else _of_flavor(spec)
-    check_engine_fits(engine, hub, field="generator.engine", positions=positions)
+    check_engine_fits(engine, _as_hub_config(decoder), field="generator.engine", positions=positions)
     hosted = tuple(hosted_models(config.tasks).values())
     for field, reference in find_references(config.tasks, field="tasks"):
         if isinstance(reference, HostedModel) and has_config(reference.path):
             theirs = HubConfig.read(reference.path, field=f"{field}.path")
             check_engine_fits(reference.engine, theirs, field=f"{field}.engine")
-    sizes = ModelSizes.of(decoder_config(spec), parameter_count(spec))
+    sizes = ModelSizes.of(decoder, parameter_count(spec))
     parameters = adapter = published = sizes.parameters
-    if (lora := config.trainer.lora) is not None:
+    if (lora := trainer.lora) is not None:
         adapter = parameter_count(with_lora(policy_spec(config.model, device=device, max_seq_len=1), lora)) - parameters
         published = adapter * len(config.adapters) if config.served else parameters
     if config.served and device == "cpu" and sizes.experts > 1:
         cure = "set it to merged: with adapters vLLM computes experts by Triton's kernels, which need a GPU"
         raise ConfigError("generator.adapter", "served", cure)
     trained = adapter * len(config.adapters)
-    on = functools.partial(place, config, device, parameters=parameters)
-    if available is not None:
-        known: list[list[int]] | None = [available]
-        placement = on(hosts=known)
-    else:
-        known, placement = config.provision.fitting(device, lambda hosts: (hosts, on(hosts=hosts)))
+    known, placement = place_on_fewest(config, device, parameters=parameters, available=available)
     if device == "cpu":
         cores = len(os.sched_getaffinity(0)) if known is None else min(map(len, known))
         check_cores(engine, cores, field="generator.engine")
@@ -339,10 +331,10 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
             check_cores(model.engine, cores, field=f"the hosted model {model.path!r}: engine")
     groups = groups_per_step(config)
     rollouts = groups * max(task.group_size for task in config.tasks.values())
-    if config.trainer.router_replay != "off":
+    if trainer.router_replay != "off":
         if sizes.experts == 1:
             raise ConfigError(
-                "trainer.router_replay", config.trainer.router_replay, 'the model is no mixture of experts: set it to "off"'
+                "trainer.router_replay", trainer.router_replay, 'the model is no mixture of experts: set it to "off"'
             )
         engine.check_routes()
     memory = trainer_memory(sizes, config, device=device, trained=trained)
@@ -370,19 +362,20 @@ def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None,
     )
 
 
-def _of_flavor(spec: ModelSpec) -> HubConfig:
-    """What an engine is to fit, of a model that is not there yet."""
-    decoder = decoder_config(spec)
+def _as_hub_config(decoder: Decoder.Config) -> HubConfig:
+    """What an engine is to fit: the model may not be there yet."""
     layer: Any = decoder.layers[0]
-    values = {
-        "num_attention_heads": layer.attention.n_heads,
-        "num_key_value_heads": layer.attention.n_kv_heads,
-        "intermediate_size": (
-            layer.feed_forward.w1.out_features if layer.moe is None else layer.moe.routed_experts.inner_experts.hidden_dim
-        ),
-        "vocab_size": decoder.vocab_size,
-    }
-    return HubConfig("", values)
+    return HubConfig(
+        "",
+        {
+            "num_attention_heads": layer.attention.n_heads,
+            "num_key_value_heads": layer.attention.n_kv_heads,
+            "intermediate_size": (
+                layer.feed_forward.w1.out_features if layer.moe is None else layer.moe.routed_experts.inner_experts.hidden_dim
+            ),
+            "vocab_size": decoder.vocab_size,
+        },
+    )
 
 
 def _shared_gpu(config: RunConfig, parameters: int, trainer: TrainerMemory) -> SharedGpu:

@@ -107,11 +107,9 @@ def parse_command(arguments: list[str]) -> Command:
     )
     parser.add_argument("--push-to-hub", metavar="NAME", help="at the end upload the policy to this model of the hub")
     known, overrides = own_options(parser, arguments)
-    if known.resume is not None and (known.run_dir is not None or known.init_from is not None):
-        other = "--run-dir" if known.run_dir is not None else "--init-from"
-        raise ConfigError(
-            other, getattr(known, other[2:].replace("-", "_")), "a resumed run has its own: leave this or --resume out"
-        )
+    for option, value in (("--run-dir", known.run_dir), ("--init-from", known.init_from)):
+        if known.resume is not None and value is not None:
+            raise ConfigError(option, value, "a resumed run has its own: leave this or --resume out")
     if known.config_name is None and not known.list_configs and known.resume in (None, "auto"):
         if {"-h", "--help"} & set(overrides):
             parser.print_help()
@@ -314,16 +312,14 @@ def _nearest_option(config: Any, overrides: list[str]) -> str | None:
 
     tyro's own guess for --step is --groups-per-step.
     """
-    paths = option_paths(config)
-    options = (word[2:].partition("=")[0].replace("_", "-") for word in overrides if word.startswith("--"))
-    unknown = next((option for option in options if option not in paths), None)
-    if unknown is None:
-        return None
-    if near := difflib.get_close_matches(unknown, paths, n=1, cutoff=0.8):
-        return near[0]
+    paths = {path: path for path in option_paths(config)}
     ends = {path.rpartition(".")[2]: path for path in reversed(paths)}
-    near = difflib.get_close_matches(unknown.rpartition(".")[2], ends, n=1, cutoff=0.8)
-    return ends[near[0]] if near else None
+    options = [word[2:].partition("=")[0].replace("_", "-") for word in overrides if word.startswith("--")]
+    for option in [option for option in options if option not in paths][:1]:
+        for word, known in ((option, paths), (option.rpartition(".")[2], ends)):
+            for near in difflib.get_close_matches(word, known, n=1, cutoff=0.8):
+                return known[near]
+    return None
 
 
 def option_paths(config: Any) -> list[str]:

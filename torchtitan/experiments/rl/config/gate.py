@@ -70,7 +70,7 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         plan = checks.plan_run(config)
     if plan.device == "cpu" and here:
         try:
-            plan, fitted = machine.fit_rows(config, plan, lambda: checks.plan_run(config))
+            plan, fitted = machine.fit_rows(plan)
             lines += [fitted] if fitted is not None else []
         except MissingError as lack:
             note(lack)

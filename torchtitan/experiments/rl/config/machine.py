@@ -7,16 +7,16 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from torchtitan.experiments.rl.config.checks import plan_run
 from torchtitan.experiments.rl.config.placement import engine_processes, needed_gpus, ranges
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
-from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import MissingError
 from torchtitan.experiments.rl.process.host import (
     cores_by_node,
@@ -49,12 +49,9 @@ def raise_descriptor_limit() -> None:
             pass
 
 
-def fit_rows(config: RunConfig, plan: RunPlan, replan: Callable[[], RunPlan]) -> tuple[RunPlan, str | None]:
-    """Halve ``batcher.rows_per_microbatch`` until a run that is all on this host, on CPU, fits its free memory. The samples
-    that it trains on stay the same.
-
-    Args:
-        replan: the plan of ``config`` as it is then.
+def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
+    """Halve ``batcher.rows_per_microbatch`` of the plan's config until a run that is all on this host, on CPU, fits its free
+    memory. The samples that it trains on stay the same.
 
     Returns:
         The plan, and a line for people on what was chosen; None where the config's rows fit.
@@ -62,20 +59,21 @@ def fit_rows(config: RunConfig, plan: RunPlan, replan: Callable[[], RunPlan]) ->
     Raises:
         MissingError: one row needs more memory than this host has.
     """
-    wanted, first = config.batcher.rows_per_microbatch, plan
+    config, first = plan.config, plan
+    wanted = config.batcher.rows_per_microbatch
     free, total = memory_gib()
     if plan.generator_gib > total:
         cure = f"it needs {plan.generator_gib:,.0f} GiB and this host has {total:.0f}: lower generator.engine.cpu_kv_cache_gib"
         raise MissingError("generator.engine", type(config.generator.engine).__name__, cure)
     while _run_gib(plan) > free and config.batcher.rows_per_microbatch > 1:
         config.batcher.rows_per_microbatch //= 2
-        plan = replan()
-    rows, config.batcher.rows_per_microbatch = config.batcher.rows_per_microbatch, wanted
+        plan = plan_run(config)
+    rows = config.batcher.rows_per_microbatch
     lower = "lower it to the longest rollout, set trainer.activation_checkpoint, lower generator.engine.cpu_kv_cache_gib"
     if _run_gib(plan) > total:
+        config.batcher.rows_per_microbatch = wanted  # a dry run goes on
         cure = f"this host has {total:.2f} GiB of memory, and with one such row at a time the run needs {_run_gib(plan):.2f}"
         raise MissingError("batcher.row_length", config.batcher.row_length, f"{cure}: {lower}, or take a smaller model")
-    config.batcher.rows_per_microbatch = rows
     if plan is first and _run_gib(plan) <= free:
         return plan, None
     said = f"{_run_gib(first):.2f} GiB, and {free:.2f} are free here"

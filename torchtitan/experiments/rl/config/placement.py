@@ -62,6 +62,25 @@ class Placement:
         return [*lines, f"controller     {where}"]
 
 
+def place_on_fewest(
+    config: RunConfig, device: Literal["cpu", "cuda"], *, parameters: int, available: list[int] | None
+) -> tuple[list[list[int]] | None, Placement]:
+    """The placement on as few hosts as the run fits, and the cores or GPUs of each, as ``place`` takes them.
+
+    Args:
+        available: cores or GPUs to plan with, instead of those of the config's job.
+
+    Raises:
+        ConfigError: the run does not fit.
+    """
+    for hosts in config.provision.devices(device) if available is None else [[available]]:
+        try:
+            return hosts, place(config, device, parameters=parameters, hosts=hosts)
+        except ConfigError as error:
+            last = error
+    raise last
+
+
 def place(
     config: RunConfig,
     device: Literal["cpu", "cuda"],

@@ -1,8 +1,8 @@
 """The config of a run: which tasks, which model, how it trains, generates, validates and records."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import torch
 from annotated_types import Ge, Le, MinLen
@@ -46,7 +46,6 @@ MOST_GROUPS = 1_000_000
 
 MOST_HOSTS = 256
 """That a job which counts its hosts itself asks for."""
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -107,20 +106,11 @@ class ProvisionConfig:
                     cure = f"the job has {hosts} host(s), counted from 0: name others, or raise provision.job.hosts"
                     raise ConfigError(f"provision.{name}", getattr(self, name), cure)
 
-    def fitting(self, device: Literal["cpu", "cuda"], place: Callable[[list[list[int]] | None], T]) -> T:
-        """What ``place`` makes of the cores or GPUs of each host. A job that counts its hosts itself gets as few as fit.
-
-        Args:
-            place: None: those of this host. Raises ConfigError where the run does not fit.
-        """
-        if self.job.host_count is not None:
-            return place(self.job.devices(device, self.job.host_count))
-        for hosts in range(1, MOST_HOSTS + 1):
-            try:
-                return place(self.job.devices(device, hosts))
-            except ConfigError as error:
-                last = error
-        raise last
+    def devices(self, device: Literal["cpu", "cuda"]) -> Iterator[list[list[int]] | None]:
+        """The cores or GPUs of each host; None: those of this host. A job that counts its hosts itself may have any number of
+        them: what it has with one, with two and so on."""
+        counts = range(1, MOST_HOSTS + 1) if self.job.host_count is None else (self.job.host_count,)
+        return (self.job.devices(device, hosts) for hosts in counts)
 
 
 @dataclass(kw_only=True, slots=True)

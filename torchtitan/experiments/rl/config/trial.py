@@ -9,9 +9,9 @@ import contextlib
 import copy
 import subprocess
 import threading
-from collections.abc import Collection, Mapping
-from dataclasses import replace
-from typing import IO, Any, cast
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any, ClassVar, cast
 
 import numpy as np
 from renderers import Renderer
@@ -170,21 +170,28 @@ def _write_line(pipe: IO[str], line: str) -> None:
         pipe.flush()
 
 
+@dataclass(eq=False, slots=True)
 class Trial:
     """Of one task."""
 
-    cure = "user_code.preflight_timeout_s = 0 leaves this check out"
+    config: RunConfig
+    task: Task
+    field: str
+    words: IO[str]
+    doing: str = ""
+    """What is tried now."""
+    prompt: str = ""
+    """The first prompt, with its special tokens; empty where there was none."""
+    prompt_token_ids: Sequence[int] | np.ndarray = ()
+    """int32 [P]."""
+    warning: str | None = None
+    """What could not be tried, in one line, and what to do about it."""
 
-    def __init__(self, config: RunConfig, task: Task, field: str, words: IO[str]):
-        self._config, self._task, self.field, self._words = config, task, field, words
-        self.prompt = ""
-        """The first prompt, with its special tokens; empty where there was none."""
-        self.prompt_token_ids = np.zeros(0, np.int32)
-        """int32 [P]."""
-        self.warning: str | None = None
-        """What could not be tried, in one line, and what to do about it."""
-        env = replace(task.config.env, max_turns=min(task.config.env.max_turns, MOST_TURNS))
-        task.config = replace(task.config, env=env)
+    cure: ClassVar[str] = "user_code.preflight_timeout_s = 0 leaves this check out"
+
+    def __post_init__(self) -> None:
+        env = self.task.config.env
+        self.task.config = replace(self.task.config, env=replace(env, max_turns=min(env.max_turns, MOST_TURNS)))
 
     def run_in_a_thread(self, limit_s: float) -> None:
         """In an event loop of its own, in a thread that is abandoned where it hangs."""
@@ -215,12 +222,12 @@ class Trial:
         """``doing``: what is tried from now on."""
         self.doing = doing
         ended = self._refusal("the command was killed, or this code called os._exit or crashed")
-        _write_line(self._words, f"error: {ended}")
+        _write_line(self.words, f"error: {ended}")
 
     async def run(self) -> None:
-        task = self._task
+        task = self.task
         self._try("its setup")
-        policy = ScriptedPolicy(self._config.model.hf_assets_path, lambda rollout, turn: REPLY)
+        policy = ScriptedPolicy(self.config.model.hf_assets_path, lambda rollout, turn: REPLY)
         await call_user(task.setup, policy, timeout_s=None)
         try:
             group = await self._rollout(policy)
@@ -236,11 +243,11 @@ class Trial:
 
     async def _rollout(self, policy: ScriptedPolicy) -> RolloutGroup | None:
         """A group of copies of one rollout; None where nothing was sampled."""
-        task = self._task
+        task = self.task
         own = type(task).run_group is not Task.run_group  # it may not take a size
         size: dict[str, Any] = {} if own else {"group_size": 1}
         self._try("the rollout of the first example")
-        group = await task.run_group(task.dataset[0], policy, group_id="preflight", seed=self._config.seed, **size)
+        group = await task.run_group(task.dataset[0], policy, group_id="preflight", seed=self.config.seed, **size)
         rollout = group.rollouts[0]
         if rollout.status is RolloutStatus.TIMEOUT:
             raise UserCodeTimeout(str(rollout.error))
@@ -265,7 +272,7 @@ class Trial:
 
     async def _score(self, group: RolloutGroup) -> None:
         """Rewards, then credit."""
-        task = self._task
+        task = self.task
         if type(task).score_group is not Task.score_group:
             self._try("score_group of a group of scripted replies")
             if (failure := await task.score_group(group)) is not None:
@@ -284,7 +291,7 @@ class Trial:
 
     def _filter(self, group: RolloutGroup, *, vocab_size: int) -> None:
         self._try("the filters")
-        for field, entry in self._config.filters():
+        for field, entry in self.config.filters():
             with user_code(field, built_class(entry).__name__, "it failed on a group of scripted replies"):
                 built = entry.build()
                 built.vocab_size = vocab_size
@@ -292,8 +299,8 @@ class Trial:
 
     def _refusal(self, cause: str, part: str = "") -> ConfigError:
         """``part`` of the task is at fault; "": the task itself."""
-        kind = type(getattr(self._task, part) if part else self._task).__name__
-        cause = cause.removeprefix(f"task {self._task.name}: ")
+        kind = type(getattr(self.task, part) if part else self.task).__name__
+        cause = cause.removeprefix(f"task {self.task.name}: ")
         return ConfigError(f"{self.field}.{part}".rstrip("."), kind, f"{self.doing}: {cause}; {self.cure}")
 
 

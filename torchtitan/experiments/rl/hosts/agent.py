@@ -5,11 +5,10 @@ python -m torchtitan.experiments.rl.hosts.agent --port 22222
 
 import argparse
 import os
-import signal
 import socket
 from pathlib import Path
 
-from torchtitan.experiments.rl.process.setup import set_up_process
+from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_command, set_up_process
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets
 
 
@@ -21,9 +20,7 @@ def main() -> None:
     options = parser.parse_args()
     set_up_process()
     hold_sockets(TemporaryFolder().path if options.socket is None else Path(options.socket).parent)
-    # A scheduler signals every process of a job. The command ends the others, with a checkpoint.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals_of_the_command()
     from monarch.actor import run_worker_loop_forever
     from monarch.job import ranked_service_proc_id_from_env, service_proc_addr
 

@@ -50,7 +50,7 @@ class Controller(Actor):
         """
         self._checkpoint, self._init_from = resume_from, init_from
         self._steps_before = 0 if resume_from is None else step_of(resume_from)
-        self._context = RunContext(config, checked_plan(config), Path(run_dir), hosts=hosts)
+        self._context = RunContext(checked_plan(config), Path(run_dir), hosts=hosts)
         self._console, self._config_name = self._context.console, config_name
         self._stopped_by: str | None = None
         self._built = self._new_run(None)

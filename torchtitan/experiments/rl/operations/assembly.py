@@ -129,7 +129,7 @@ class RunActors:
         """
         context, config, plan = self._context, self._context.config, self._context.plan
         self._watch_hosts()
-        placement = self._placement = place_run(config, plan, context.hosts)
+        placement = self._placement = place_run(plan, context.hosts)
         procs, owner = spawn_on(context.hosts, "trainer", placement.trainer, plan.device, run_dir=context.run_dir)
         trainers = procs.spawn(
             "trainer",
@@ -181,7 +181,7 @@ class RunActors:
 
     async def start_generators(self, *, policy: bool = True) -> None:
         """Without a trainer: spawn and connect the generators, unless ``policy`` is False, and the hosted models."""
-        placement = self._placement = place_run(self._context.config, self._context.plan, self._context.hosts)
+        placement = self._placement = place_run(self._context.plan, self._context.hosts)
         self._add_generators(placement if policy else replace(placement, generators=()))
         await self._start_all(self._generating.values())
 
@@ -523,7 +523,7 @@ class Run:
         self._to_settle.append(("the rollout loop", rollouts.close))
         validator = Validator(tasks, runner, config.validation, on_failure=self._fail, gate=context.gate, recorder=recorder)
         checkpoints = RunCheckpoints(
-            context,
+            context=context,
             rollouts=rollouts,
             validator=validator,
             stall=stall,

@@ -140,34 +140,29 @@ class _Captured:
     """Size of the file of recorded rollouts, once all that were recorded by then are in it."""
 
 
+@dataclass(kw_only=True, eq=False)
 class RunCheckpoints(RunEvents):
-    def __init__(
-        self,
-        context: RunContext,
-        *,
-        rollouts: RolloutLoop,
-        validator: Validator,
-        stall: StallDetectors,
-        alarm: MismatchAlarm,
-        trainer: TrainerClient,
-        metrics: MetricsLogger,
-        recorder: RolloutRecorder,
-        reports: RunReports,
-    ):
-        config, self._run_dir = context.config, context.run_dir
-        self._folder = CheckpointFolder(context.run_dir, config.checkpoint.keep)
-        self._interval, self._seed, self._synchronous = config.checkpoint.interval, config.seed, context.synchronous
-        self._rollouts, self._validator, self._stall, self._alarm = rollouts, validator, stall, alarm
-        self._trainer, self._metrics, self._recorder, self._reports = trainer, metrics, recorder, reports
-        self._captured: _Captured | None = None
-        self._writing: asyncio.Task[None] | None = None
-        self._step = 0
-        self.saved_step = 0
-        """Step of the newest checkpoint that is complete, or being written; 0: none."""
-        self.newest: Path | None = None
-        """The newest checkpoint that is complete."""
-        self.failure: str | None = None
-        """Why the last one could not be written."""
+    context: RunContext
+    rollouts: RolloutLoop
+    validator: Validator
+    stall: StallDetectors
+    alarm: MismatchAlarm
+    trainer: TrainerClient
+    metrics: MetricsLogger
+    recorder: RolloutRecorder
+    reports: RunReports
+    saved_step: int = 0
+    """Step of the newest checkpoint that is complete, or being written; 0: none."""
+    newest: Path | None = None
+    """The newest checkpoint that is complete."""
+    failure: str | None = None
+    """Why the last one could not be written."""
+    _step: int = 0
+    _captured: _Captured | None = None
+    _writing: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self._folder = CheckpointFolder(self.context.run_dir, self.context.config.checkpoint.keep)
 
     def resumed(self, checkpoint: Path, step: int) -> None:
         """The run goes on from this checkpoint."""
@@ -185,8 +180,9 @@ class RunCheckpoints(RunEvents):
             RunError: a sampler or the mix can't say its state.
         """
         self._step = step
-        due = bool(self._interval) and step % self._interval == 0
-        if due or self._synchronous:
+        interval = self.context.config.checkpoint.interval
+        due = bool(interval) and step % interval == 0
+        if due or self.context.synchronous:
             self._captured = await self._capture(step)
         if due:
             await self._save()
@@ -199,7 +195,7 @@ class RunCheckpoints(RunEvents):
         if self._step > self.saved_step:
             try:
                 captured = self._captured
-                if not self._synchronous or captured is None or captured.state.step != self._step:
+                if not self.context.synchronous or captured is None or captured.state.step != self._step:
                     self._captured = await self._capture(self._step)
                 await self._save()
             except Exception as error:
@@ -221,26 +217,26 @@ class RunCheckpoints(RunEvents):
             await asyncio.shield(self._writing)  # who stops waiting for it does not stop it: a thread may be at work
 
     async def _capture(self, step: int) -> _Captured:
-        rollouts, groups, (rest, recorded) = await self._rollouts.capture(self._moment)
-        rollouts.stall = self._stall.state()
+        rollouts, groups, (rest, recorded) = await self.rollouts.capture(self._moment)
+        rollouts.stall = self.stall.state()
         return _Captured(
-            state=RunState(format=FORMAT, step=step, seed=self._seed, rollouts=rollouts, **rest),
+            state=RunState(format=FORMAT, step=step, seed=self.context.config.seed, rollouts=rollouts, **rest),
             groups=groups,
             recorded=recorded,
         )
 
     def _moment(self) -> tuple[dict[str, Any], Future[int] | None]:
         """What is captured at the same moment as the rollout loop."""
-        self._metrics.flush()
-        first, last = self._reports.first_and_last_validation()
+        self.metrics.flush()
+        first, last = self.reports.first_and_last_validation()
         rest = {
-            "validator": self._validator.state(),
-            "mismatch": self._alarm.state(),
+            "validator": self.validator.state(),
+            "mismatch": self.alarm.state(),
             "first_validation": first,
             "last_validation": last,
-            "offsets": sizes(self._run_dir),
+            "offsets": sizes(self.context.run_dir),
         }
-        return rest, self._recorder.size_by_now()
+        return rest, self.recorder.size_by_now()
 
     async def _save(self) -> None:
         """Have the trainer copy its state, and write everything beside what follows."""
@@ -253,7 +249,7 @@ class RunCheckpoints(RunEvents):
         except CheckpointError as error:
             return self._failed(step, error)
         try:
-            await self._trainer.begin_checkpoint(folder / TRAINER_FOLDER, step)
+            await self.trainer.begin_checkpoint(folder / TRAINER_FOLDER, step)
         except BaseException:
             self._folder.discard(step)
             raise
@@ -264,7 +260,7 @@ class RunCheckpoints(RunEvents):
         step = captured.state.step
         try:
             # Both end before the folder is committed or removed, also where one fails.
-            parts = (self._trainer.finish_checkpoint(), asyncio.to_thread(self._write_files, captured, folder))
+            parts = (self.trainer.finish_checkpoint(), asyncio.to_thread(self._write_files, captured, folder))
             for error in await asyncio.gather(*parts, return_exceptions=True):
                 if error is not None:
                     raise error
@@ -279,10 +275,10 @@ class RunCheckpoints(RunEvents):
     def _write_files(self, captured: _Captured, folder: Path) -> None:
         if captured.recorded is not None:
             captured.state.offsets[ROLLOUTS_FILE] = captured.recorded.result(RECORDER_LIMIT_S)
-        sync(self._run_dir)  # a checkpoint must not be ahead of the run's files
+        sync(self.context.run_dir)  # a checkpoint must not be ahead of the run's files
         for name in (COMMAND_FILE, CONFIG_FILE):  # with them the checkpoint can be resumed where the run's own are lost
             with contextlib.suppress(FileNotFoundError):
-                shutil.copy(self._run_dir / name, folder)
+                shutil.copy(self.context.run_dir / name, folder)
         write_groups(folder, captured.groups)
         write_state(folder, captured.state)
 

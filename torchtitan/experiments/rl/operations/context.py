@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from torchtitan.experiments.rl.config.plan import RunPlan
-from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.observability.console import Console
 from torchtitan.experiments.rl.operations.supervision import Restarts
@@ -13,7 +12,6 @@ from torchtitan.experiments.rl.user_code.calls import Gate
 class RunContext:
     def __init__(
         self,
-        config: RunConfig,
         plan: RunPlan,
         run_dir: Path,
         *,
@@ -25,7 +23,8 @@ class RunContext:
             console: None: on stdout.
             hosts: where the run's processes are. None: on this host.
         """
-        self.config, self.plan, self.run_dir, self.hosts = config, plan, run_dir, hosts
+        config = self.config = plan.config
+        self.plan, self.run_dir, self.hosts = plan, run_dir, hosts
         self.console = console or Console()
         self.synchronous = config.max_offpolicy_steps == 0
         """Rollouts of a version start only when the generators hold it, and nothing runs between two steps."""

@@ -66,7 +66,7 @@ async def _within_limit(what: str, future: Any) -> Any:
         return None
 
 
-def place_run(config: RunConfig, plan: RunPlan, hosts: HostPool | None) -> Placement:
+def place_run(plan: RunPlan, hosts: HostPool | None) -> Placement:
     """The placement, by what the hosts themselves have counted.
 
     Raises:
@@ -76,7 +76,7 @@ def place_run(config: RunConfig, plan: RunPlan, hosts: HostPool | None) -> Place
         return plan.placement
     cores = [host.cores for host in hosts.hosts]
     devices = cores if plan.device == "cpu" else [tuple(range(len(host.gpus))) for host in hosts.hosts]
-    placement = place(config, plan.device, parameters=plan.sizes.parameters, hosts=devices, worker_cores=cores)
+    placement = place(plan.config, plan.device, parameters=plan.sizes.parameters, hosts=devices, worker_cores=cores)
     logger.info("hosts: %s; placement: %s", [host.name for host in hosts.hosts], placement)
     return placement
 
@@ -126,8 +126,7 @@ def take_hosts(config: RunConfig, start: Start, *, stopped: Callable[[], bool]) 
     Raises:
         RunError: hosts do not come, or one does not see the run's folder or a model.
     """
-    if start.plan is None:  # a start that nothing has planned
-        return None
+    assert start.plan is not None, "the gate plans every run"
     run_dir = Path(start.run_dir)
     with quiet_libraries():  # there is no log yet
         pool = config.provision.job.start(start.plan.device, start.plan.hosts, run_dir, stopped)

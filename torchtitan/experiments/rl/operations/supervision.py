@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -188,13 +189,13 @@ class Part:
     """User code may hold up its event loop."""
     process: PartProcess = field(init=False)
     """The incarnation that lives or lived last. The supervisor sets it when it starts the part."""
-    incarnation: int = 0
-    """Its number: 1 is the first since the command began."""
+    spawned_as: str = field(default="", init=False)
+    """The name by which Monarch knows that incarnation: the label and its number, "generator_1_2"."""
 
     @property
     def label(self) -> str:
         """The name in metrics and in Monarch: "generator_1"."""
-        return "".join(character if character.isalnum() else "_" for character in self.name).strip("_")
+        return re.sub(r"\W", "_", self.name).strip("_")
 
 
 class Restarts:
@@ -206,10 +207,10 @@ class Restarts:
         self._deaths: dict[str, list[tuple[float, str]]] = {}
         """When, and a sentence that says which process and why, by the label of the part; of the last ``window_s``."""
 
-    def incarnation(self, label: str) -> int:
-        """The number of the part's next process, from 1 on. Monarch may report the death of an earlier one much later."""
+    def new_name(self, label: str) -> str:
+        """Of the part's next process, with its number from 1 on. Monarch may report the death of an earlier one much later."""
         self._spawned[label] += 1
-        return self._spawned[label]
+        return f"{label}_{self._spawned[label]}"
 
     def count(self, label: str, process: str, cause: str) -> str:
         """One more death of the part ``label``.
@@ -344,7 +345,7 @@ class Supervisor:
     def died(self, death: ProcessDeath) -> None:
         """Monarch reports the death of an actor. That of a process which is not watched is learned here."""
         for part in self.parts:
-            if death.actor == f"{part.label}_{part.incarnation}":
+            if death.actor == part.spawned_as:
                 part.process.life.report(death.cause)
 
     async def explained(self, error: Exception) -> Exception:
@@ -371,9 +372,9 @@ class Supervisor:
     async def _make(self, part: Part, *, first: bool = False) -> Any:
         """Spawn the part and set it up, until that succeeds. What the first set-up raises is raised."""
         while True:
-            part.incarnation = self.restarts.incarnation(part.label)
+            part.spawned_as = self.restarts.new_name(part.label)
             try:
-                procs, actor = part.spawn(f"{part.label}_{part.incarnation}")
+                procs, actor = part.spawn(part.spawned_as)
                 process = part.process = PartProcess(procs=procs, actor=actor, life=Lifetime(part.name))
                 if part not in self.parts:
                     self.parts.append(part)

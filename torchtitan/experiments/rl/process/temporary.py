@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import getpass
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -111,7 +112,11 @@ def _remove(path: Path) -> None:
 
 def shared_memory_of(pids: Iterable[int]) -> set[str]:
     """Names of the files that these processes have mapped and that are there."""
-    return {name for pid in pids for name in _mapped_by(pid)}
+    found: list[str] = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found += re.findall(f" {SHARED_MEMORY}/([^/\n]+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE)
+    return {name for name in found if not name.endswith(" (deleted)")}
 
 
 def remove_shared_memory(names: Iterable[str]) -> None:
@@ -119,12 +124,3 @@ def remove_shared_memory(names: Iterable[str]) -> None:
     for name in names:
         with contextlib.suppress(OSError):
             (SHARED_MEMORY / Path(name).name).unlink()
-
-
-def _mapped_by(pid: int) -> set[str]:
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    paths = (line.split(maxsplit=5)[5] for line in lines if line.count(" ") >= 5 and f" {SHARED_MEMORY}/" in line)
-    return {Path(path).name for path in paths if not path.endswith(" (deleted)")}

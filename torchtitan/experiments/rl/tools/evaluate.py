@@ -145,7 +145,7 @@ class Evaluation:
 
     def __init__(self, model: Candidate):
         self._config, self._run_dir, self._endpoint = model.config, Path(model.run_dir), model.endpoint
-        self._context = RunContext(model.config, model.plan, self._run_dir, console=Console(sys.stderr))
+        self._context = RunContext(model.plan, self._run_dir, console=Console(sys.stderr))
         self._actors = RunActors(self._context, on_failure=self._fail)
         self._failure: Exception | None = None
         self._result = Result(examples={name: [] for name in model.config.tasks})
