@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import AutoTokenizer
 
@@ -43,6 +43,7 @@ from torchtitan.experiments.rl.models.policy import (
     parameter_count,
     policy_spec,
 )
+from torchtitan.experiments.rl.process.host import Device
 from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.models.common import Decoder
 
@@ -158,24 +159,23 @@ def check_relations(config: RunConfig) -> None:
     Raises:
         ConfigError: by the first such field.
     """
-    if config.trainer.async_tensor_parallel and not config.trainer.compile:
+    trainer = config.trainer
+    if trainer.async_tensor_parallel and not trainer.compile:
         raise ConfigError("trainer.async_tensor_parallel", True, "the compiler does it: set trainer.compile")
-    if config.trainer.float8 != "off":
-        if not config.trainer.compile:
-            raise ConfigError(
-                "trainer.float8", config.trainer.float8, "is slower than without, uncompiled: set trainer.compile"
-            )
-        if config.trainer.lora is not None:
-            raise ConfigError("trainer.float8", config.trainer.float8, 'is not tried with trainer.lora: set it to "off"')
-    if config.trainer.compile and config.trainer.parallelism.context_parallel_degree > 1:
+    if trainer.float8 != "off":
+        if not trainer.compile:
+            raise ConfigError("trainer.float8", trainer.float8, "is slower than without, uncompiled: set trainer.compile")
+        if trainer.lora is not None:
+            raise ConfigError("trainer.float8", trainer.float8, 'is not tried with trainer.lora: set it to "off"')
+    if trainer.compile and trainer.parallelism.context_parallel_degree > 1:
         raise ConfigError("trainer.compile", True, "set it to False: with context_parallel_degree above 1 it is not tried")
     profiled_steps(config.profile_steps)
-    first, second = config.trainer.optimizer.betas
+    first, second = trainer.optimizer.betas
     if first > second:
         raise ConfigError(
             "trainer.optimizer.betas[0]", first, f"must be at most betas[1] = {second}: the second moment is the slower average"
         )
-    total = config.trainer.lr_scheduler.total_steps
+    total = trainer.lr_scheduler.total_steps
     if total is not None and total < config.steps:
         cure = f"must be at least steps = {config.steps}: after its last step the schedule has no learning rate"
         raise ConfigError("trainer.lr_scheduler.total_steps", total, cure)
@@ -288,7 +288,7 @@ def split_of(config: RunConfig, gpus: int, *, gpu_gib: float) -> list[str]:
     return ["--trainer.ranks", str(ranks), "--generator.replicas", str(replicas)]
 
 
-def plan_run(config: RunConfig, *, device: Literal["cpu", "cuda"] | None = None, available: list[int] | None = None) -> RunPlan:
+def plan_run(config: RunConfig, *, device: Device | None = None, available: list[int] | None = None) -> RunPlan:
     """Sizes that follow from a checked config.
 
     Args:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -19,6 +18,7 @@ from torchtitan.experiments.rl.config.placement import engine_processes, needed_
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
 from torchtitan.experiments.rl.errors import MissingError
 from torchtitan.experiments.rl.process.host import (
+    Device,
     cores_by_node,
     cores_near,
     gpu_host_lacks,
@@ -119,7 +119,7 @@ def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
     return seconds * plan.checkpoint_gib * GIB / PROBE_BYTES
 
 
-def numa_lines(device: Literal["cpu", "cuda"], *, elsewhere: bool) -> list[str]:
+def numa_lines(device: Device, *, elsewhere: bool) -> list[str]:
     """Which cores are near which GPUs, or each other, for ``--dry-run``. Nothing where all are equally near.
 
     Args:

@@ -2,15 +2,15 @@
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel, hosted_models
 from torchtitan.experiments.rl.hosts.job import contiguous_shares
-from torchtitan.experiments.rl.process.host import own_cores, sliced, visible_gpus
+from torchtitan.experiments.rl.process.host import Device, own_cores, sliced, visible_gpus
 
 LARGE_ON_CPU = 10_000_000
 """Parameters from which trainer and generators have threads for all cores each. Seconds of a step on two busy cores, with a
@@ -39,31 +39,36 @@ class Placement:
     rollout_workers: tuple[Place, ...] = ()
     """Each has all cores of its host and no GPU. They share the cores, because they wait most of the time."""
 
-    def lines(self, device: Literal["cpu", "cuda"], *, submitted: bool = False) -> list[str]:
+    def lines(self, device: Device, *, submitted: bool = False) -> list[str]:
         """What stands on each host, for ``--dry-run``. ``submitted``: the run is a job of a scheduler, and not this command."""
         roles = {"trainer": self.trainer, "generator": self.generators}
         roles |= {f"hosted model {number}": places for number, places in enumerate(self.hosted)}
+        roles["rollout workers"] = self.rollout_workers
         lines = []
-        for host in sorted({place.host for places in (*roles.values(), self.rollout_workers) for place in places}):
-            here = []
+        for host in sorted({place.host for places in roles.values() for place in places}):
+            stand = []
             for role, places in roles.items():
-                here += [f"{role} {has}" for has in _of_host(host, places, device)]
-            workers = [index for index, place in enumerate(self.rollout_workers) if place.host == host]
-            here += [f"rollout workers {ranges(workers)}"] if workers else []
-            lines.append(f"host {host:<10}{'; '.join(here)}")
-        if device == "cpu":
-            both = {place.host for place in self.trainer} & {place.host for place in self.generators}
-            cores = {core for place in self.trainer for core in place.devices if place.host in both}
-            shared = any(cores & set(place.devices) for place in self.generators if place.host in both)
-            if both:
-                threads = f"threads for {'all' if shared else 'half'} of the cores each"
-                lines.append(f"cores          trainer and generators have {threads}, and run on any (provision.share_cores)")
+                here = {index: place.devices for index, place in enumerate(places) if place.host == host}
+                has = "" if role == "rollout workers" else _has([*here.values()], device)
+                stand += [f"{role} {ranges(here)}{has}"] if here else []
+            lines.append(f"host {host:<10}{'; '.join(stand)}")
+        if device == "cpu" and {place.host for place in self.trainer} & {place.host for place in self.generators}:
+            lines.append("cores          threads run on any: provision.share_cores says how many trainer and generators have")
         where = "the job's own command, on host 0" if submitted else "this process, on the host of the command"
         return [*lines, f"controller     {where}"]
 
 
+def _has(devices: Sequence[Sequence[int]], device: Device) -> str:
+    """What processes of a role have on their host."""
+    if device == "cuda":
+        gpus = sorted(gpu for own in devices for gpu in own)
+        return f" on GPU{'s' * (len(gpus) > 1)} {ranges(gpus)}"
+    threads = sorted({len(own) for own in devices})
+    return f" with {ranges(threads)} thread{'s' * (threads != [1])}{' each' * (len(devices) > 1)}"
+
+
 def place_on_fewest(
-    config: RunConfig, device: Literal["cpu", "cuda"], *, parameters: int, available: list[int] | None
+    config: RunConfig, device: Device, *, parameters: int, available: list[int] | None
 ) -> tuple[list[list[int]] | None, Placement]:
     """The placement on as few hosts as the run fits, and the cores or GPUs of each, as ``place`` takes them.
 
@@ -83,7 +88,7 @@ def place_on_fewest(
 
 def place(
     config: RunConfig,
-    device: Literal["cpu", "cuda"],
+    device: Device,
     *,
     parameters: int = 0,
     hosts: Sequence[Sequence[int]] | None = None,
@@ -245,17 +250,6 @@ def _engine_place(free: list[list[int]], size: int, among: Sequence[int]) -> Pla
     left = ", ".join(str(len(gpus)) for gpus in free)
     cure = f"no host has so many GPUs left ({left}), and an engine does not span hosts: lower it, or move the trainer"
     raise ConfigError("generator.engine.tensor_parallel_degree", size, cure)
-
-
-def _of_host(host: int, places: Sequence[Place], device: Literal["cpu", "cuda"]) -> Iterator[str]:
-    """Which processes of a role stand on a host, and what they have. Those with as many threads are named together."""
-    here = {index: place.devices for index, place in enumerate(places) if place.host == host}
-    if device == "cuda" and here:
-        gpus = [gpu for devices in here.values() for gpu in devices]
-        yield f"{ranges(here)} on GPU{'s' if len(gpus) > 1 else ''} {ranges(sorted(gpus))}"
-    for count in {len(devices): None for devices in here.values()} if device == "cpu" else ():
-        alike = [index for index, devices in here.items() if len(devices) == count]
-        yield f"{ranges(alike)} with {count} thread{'s' if count > 1 else ''}{' each' if len(alike) > 1 else ''}"
 
 
 def ranges(numbers: Iterable[int]) -> str:

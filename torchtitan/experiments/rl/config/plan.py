@@ -4,11 +4,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torchtitan.experiments.rl.config.placement import Placement, engine_processes, hosted_processes, ranges
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.models.decoder import RowShapes
+from torchtitan.experiments.rl.process.host import Device
 from torchtitan.models.common import Decoder
 
 GIB = 2**30
@@ -148,9 +149,7 @@ class SharedGpu:
         )
 
 
-def trainer_memory(
-    sizes: ModelSizes, config: RunConfig, *, device: Literal["cpu", "cuda"], trained: int | None = None
-) -> TrainerMemory:
+def trainer_memory(sizes: ModelSizes, config: RunConfig, *, device: Device, trained: int | None = None) -> TrainerMemory:
     """``trained``: parameters of the adapters, where the others are frozen and have no gradient."""
     trainer, row_length = config.trainer, config.batcher.row_length
     tensor_parallel = trainer.parallelism.tensor_parallel_degree
@@ -276,7 +275,7 @@ class RunPlan:
     """What follows from a config. ``lines`` is what ``--dry-run`` prints."""
 
     config: RunConfig
-    device: Literal["cpu", "cuda"]
+    device: Device
     sizes: ModelSizes
     trained: int
     """Parameters of the adapters that are trained, all together; of the model, where it trains none."""

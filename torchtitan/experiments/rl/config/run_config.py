@@ -28,6 +28,7 @@ from torchtitan.experiments.rl.generation.config import GeneratorConfig
 from torchtitan.experiments.rl.hosts.jobs import JobConfig, ThisHostJob
 from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.observability.metrics import MetricsLogger
+from torchtitan.experiments.rl.process.host import Device
 from torchtitan.experiments.rl.rollouts.filters import Filter, Gibberish, Repetition, ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplayConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
@@ -68,7 +69,7 @@ class ProvisionConfig:
     """Generators stand on the trainer's GPUs, from its first on, so that a run fits one GPU. Either both hold their memory all
     the time, or the engines sleep while the trainer steps (``generator.engine.sleep``). On CPU it means ``share_cores``."""
 
-    def resolve(self) -> Literal["cpu", "cuda"]:
+    def resolve(self) -> Device:
         elsewhere = self.job.has_gpus
         if self.device == "cuda" and elsewhere is False:
             raise ConfigError("provision.device", "cuda", "the job's hosts have no GPUs (provision.job.gpus_per_host = 0)")
@@ -106,7 +107,7 @@ class ProvisionConfig:
                     cure = f"the job has {hosts} host(s), counted from 0: name others, or raise provision.job.hosts"
                     raise ConfigError(f"provision.{name}", getattr(self, name), cure)
 
-    def devices(self, device: Literal["cpu", "cuda"]) -> Iterator[list[list[int]] | None]:
+    def devices(self, device: Device) -> Iterator[list[list[int]] | None]:
         """The cores or GPUs of each host; None: those of this host. A job that counts its hosts itself may have any number of
         them: what it has with one, with two and so on."""
         counts = range(1, MOST_HOSTS + 1) if self.job.host_count is None else (self.job.host_count,)

@@ -3,13 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torchtitan.experiments.rl.bounds import NonNegativeInt, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.hosts.pool import HostPool
-
-Device = Literal["cpu", "cuda"]
+from torchtitan.experiments.rl.process.host import Device
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from monarch.actor import Actor, ProcMesh
@@ -53,6 +53,7 @@ from torchtitan.experiments.rl.operations.supervision import (
     WeightReaders,
     first_generators,
 )
+from torchtitan.experiments.rl.process.host import Device
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.group_replay import GroupReplay
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE, ROLLOUTS_FILE
@@ -352,7 +353,7 @@ class RunActors:
         return part
 
     def _spawn(
-        self, label: str, where: Place, device: Literal["cpu", "cuda"], actor_class: type[Actor], /, **arguments: Any
+        self, label: str, where: Place, device: Device, actor_class: type[Actor], /, **arguments: Any
     ) -> tuple[ProcMesh, Any]:
         """Spawns one process, and an actor in it."""
         run_dir = self._context.run_dir

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from monarch.actor import Point, ProcMesh, default_bootstrap_cmd, this_host
 
@@ -22,6 +22,7 @@ from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.process.host import Device
 from torchtitan.experiments.rl.process.setup import launch_environment, quiet_libraries, set_up_spawned_process
 from torchtitan.experiments.rl.weights.store import start_store
 
@@ -82,7 +83,7 @@ def place_run(plan: RunPlan, hosts: HostPool | None) -> Placement:
 
 
 def spawn_on(
-    hosts: HostPool | None, name: str, places: Sequence[Place], device: Literal["cpu", "cuda"], *, run_dir: Path | None = None
+    hosts: HostPool | None, name: str, places: Sequence[Place], device: Device, *, run_dir: Path | None = None
 ) -> tuple[ProcMesh, ProcMesh]:
     """One process per place, each with threads for its own cores, or seeing only its own GPUs.
 

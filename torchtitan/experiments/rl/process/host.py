@@ -13,10 +13,11 @@ import socket
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
+Device = Literal["cpu", "cuda"]
 HOST_VARIABLE = "TORCHTITAN_RL_HOST"
 """Environment variable that replaces the identity: processes of one machine then count as several hosts."""
 LOOPBACK = "lo"

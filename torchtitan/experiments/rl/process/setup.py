@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from torchtitan.experiments.rl.compat import monarch
 from torchtitan.experiments.rl.compat.uvloop import EventLoopPolicy
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.printable import one_sentence, printable_json, printable_line
-from torchtitan.experiments.rl.process.host import cores_near, cores_on_nodes_of, mask_of, pci_addresses
+from torchtitan.experiments.rl.process.host import Device, cores_near, cores_on_nodes_of, mask_of, pci_addresses
 from torchtitan.experiments.rl.process.memory import hold_collection
 from torchtitan.experiments.rl.process.terminal import print_to, printed_file, share_terminal, terminal
 
@@ -203,9 +203,7 @@ def add_import_folder(folder: Path) -> None:
         os.environ["PYTHONPATH"] = f"{inherited}{os.pathsep}{folder}" if inherited else str(folder)
 
 
-def launch_environment(
-    share: tuple[int, ...], device: Literal["cpu", "cuda"], gpus: Sequence[str] | None = None
-) -> dict[str, str]:
+def launch_environment(share: tuple[int, ...], device: Device, gpus: Sequence[str] | None = None) -> dict[str, str]:
     """What to launch a process with that is to see only ``share``: cores on "cpu", indices of ``visible_gpus`` on "cuda".
 
     Args:
@@ -221,9 +219,7 @@ def launch_environment(
     return ENVIRONMENT | inherited | own
 
 
-def set_up_spawned_process(
-    shares: tuple[tuple[int, ...], ...], device: Literal["cpu", "cuda"], output: str | None = None
-) -> None:
+def set_up_spawned_process(shares: tuple[tuple[int, ...], ...], device: Device, output: str | None = None) -> None:
     """Set up the new process of rank r for ``shares[r]``, before any actor is made in it.
 
     On "cpu" it computes with a thread for each core of its share, and stays on their NUMA nodes: a core that another process
