@@ -1,5 +1,6 @@
 """What all parts of a run are built with."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchtitan.experiments.rl.config.plan import RunPlan
@@ -9,23 +10,16 @@ from torchtitan.experiments.rl.operations.supervision import Restarts
 from torchtitan.experiments.rl.user_code.calls import Gate
 
 
+@dataclass(eq=False)
 class RunContext:
-    def __init__(
-        self,
-        plan: RunPlan,
-        run_dir: Path,
-        *,
-        console: Console | None = None,
-        hosts: HostPool | None = None,
-    ):
-        """
-        Args:
-            console: None: on stdout.
-            hosts: where the run's processes are. None: on this host.
-        """
-        config = self.config = plan.config
-        self.plan, self.run_dir, self.hosts = plan, run_dir, hosts
-        self.console = console or Console()
+    plan: RunPlan
+    run_dir: Path
+    console: Console = field(default_factory=Console)
+    hosts: HostPool | None = None
+    """Where the run's processes are. None: on this host."""
+
+    def __post_init__(self) -> None:
+        config = self.config = self.plan.config
         self.synchronous = config.max_offpolicy_steps == 0
         """Rollouts of a version start only when the generators hold it, and nothing runs between two steps."""
         self.gate = Gate(timeout_s=config.user_code.call_timeout_s, synchronous=self.synchronous)
