@@ -59,10 +59,10 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     # Model and plan.
     try:
         checks.check_model_folder(config.model)
-    except MissingError as lack:
+    except MissingError as error:
         if config.model.flavor is None:
             raise
-        note(lack)
+        note(error)
     without_model = bool(notes)
     if dry_run and config.provision.device == "cuda" and here:
         plan = checks.plan_run(config, device="cuda", available=list(range(needed_gpus(config))))
@@ -72,8 +72,8 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         try:
             plan, fitted = machine.fit_rows(plan)
             lines += [fitted] if fitted is not None else []
-        except MissingError as lack:
-            note(lack)
+        except MissingError as error:
+            note(error)
     # The tasks.
     missing = checks.missing(config)
     for lack in missing.values():
@@ -90,8 +90,8 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
         raise ConfigError("--push-to-hub", hub, "there is nothing to push: trainer.save_final_model is False")
     try:
         config.generator.engine.check_present(field="generator.engine")
-    except MissingError as lack:
-        note(lack)
+    except MissingError as error:
+        note(error)
     for lack in machine.lacks(plan, folder, field=field, checkpoints=0 if resumed is None else resumed.checkpoints, here=here):
         note(lack)
     if hub is not None and (fault := push_fault(hub)) is not None:

@@ -173,8 +173,8 @@ def lacks(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0, here:
             yield MissingError("trainer.float8", recipe, cure)
         elif find_spec("torchao") is None:
             yield MissingError("trainer.float8", recipe, "needs torchao: pip install torchao==0.18.0")
-    for lack in _gpus_lack(plan) if here and plan.device == "cuda" else ():
-        yield MissingError("provision.device", "cuda", lack)
+    if here and plan.device == "cuda":
+        yield from (MissingError("provision.device", "cuda", lack) for lack in _gpus_lack(plan))
 
 
 def _gpus_lack(plan: RunPlan) -> Iterator[str]:

@@ -85,7 +85,8 @@ def _differences(before: Any, now: Any, path: str) -> Iterator[tuple[str, Any, A
             inside = f"{path}.{key}".removeprefix(".").replace(".[", "[")
             yield from _differences(before.get(key, ABSENT), now.get(key, ABSENT), inside)
     elif before != now:
-        yield path, *(value["class"] if isinstance(value, dict) and "class" in value else value for value in (before, now))
+        old, new = (value["class"] if isinstance(value, dict) and "class" in value else value for value in (before, now))
+        yield path, old, new
 
 
 def save_config(run_dir: Path, config: Any) -> Any:

@@ -124,10 +124,10 @@ def checked_renderer(config: RunConfig) -> Renderer:
 
 def _example(field: str, owner: Any, method: str, *arguments: Any) -> DataSample:
     example = call_part(field, owner, method, *arguments)
-    if not isinstance(example, DataSample):
-        fault = f"a {type(example).__name__}, want a DataSample"
-    elif fault := fault_of_example(example):
-        fault = f"an example whose {fault}"
+    fault: str | None = f"a {type(example).__name__}, want a DataSample"
+    if isinstance(example, DataSample):
+        found = fault_of_example(example)
+        fault = found and f"an example whose {found}"
     if fault:
         raise ConfigError(field, type(owner).__name__, f"its {method} returned {fault}")
     return example

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.hosts.job import Device, JobConfig, ThisHostJob, contiguous_shares
+from torchtitan.experiments.rl.hosts.job import JobConfig, ThisHostJob, contiguous_shares
 from torchtitan.experiments.rl.hosts.kubernetes import KubernetesJob
 from torchtitan.experiments.rl.hosts.pool import HostPool, attach
 from torchtitan.experiments.rl.hosts.slurm import SlurmJob
-from torchtitan.experiments.rl.process.host import HOST_VARIABLE, host_identity, mask_of, own_cores, visible_gpus
+from torchtitan.experiments.rl.process.host import HOST_VARIABLE, Device, host_identity, mask_of, own_cores, visible_gpus
 from torchtitan.experiments.rl.process.lifetime import descendants, kill
 from torchtitan.experiments.rl.process.temporary import HOSTS_PREFIX
 

@@ -13,8 +13,9 @@ from annotated_types import Ge, Le
 from torchtitan.experiments.rl.bounds import Matches, PositiveInt
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.hosts.job import ClusterJob, Device
+from torchtitan.experiments.rl.hosts.job import ClusterJob
 from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.process.host import Device
 
 Label = Annotated[str, Matches(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", "a name of lower-case letters, digits and hyphens")]
 Taint = Annotated[

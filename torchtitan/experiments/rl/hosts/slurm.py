@@ -20,9 +20,9 @@ from annotated_types import Ge, Le
 from torchtitan.experiments.rl.bounds import Matches, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.hosts.job import ClusterJob, Device
+from torchtitan.experiments.rl.hosts.job import ClusterJob
 from torchtitan.experiments.rl.hosts.pool import HostPool, attach
-from torchtitan.experiments.rl.process.host import network_address
+from torchtitan.experiments.rl.process.host import Device, network_address
 
 HOSTS_VARIABLE = "TORCHTITAN_RL_SLURM_HOSTS"
 """Set by the batch script: names of the allocation's hosts."""
