@@ -124,7 +124,7 @@ def declared(annotation: Any) -> Declared:
 @functools.cache
 def field_annotations(config_class: type) -> Mapping[str, Any]:
     """Annotations of a dataclass's fields, by name. Left out: one that can't be resolved, and a type variable. A subclass that
-    declares a field anew, for another default, and repeats only its type keeps the bounds."""
+    declares a field again, for another default, and repeats only its type keeps the bounds."""
     found: dict[str, Any] = {}
     plain: dict[str, Any] = {}
     for base in reversed(config_class.__mro__):

@@ -117,12 +117,12 @@ class ProvisionConfig:
 @dataclass(kw_only=True, slots=True)
 class SupervisionConfig:
     max_restarts: NonNegativeInt = 3
-    """How often a part may be made again within ``window_s`` seconds: a generator, a hosted model, a rollout worker. Its next
+    """How often a part may be restarted within ``window_s`` seconds: a generator, a hosted model, a rollout worker. Its next
     death ends the run."""
     window_s: PositiveFloat = 3600.0
     stall_s: Annotated[float, Ge(5)] = 120.0
     """A process that does not answer for so many seconds, or is at one engine step or one microbatch for so long, is reported
-    and killed, and then made again like one that died."""
+    and killed, and then restarted like one that died."""
     slow_work_s: Annotated[float, Ge(5)] = 1800.0
     """The same for what may take long: a build, the first steps, which compile, a checkpoint, and user code that blocks the
     event loop of a rollout worker."""
@@ -198,7 +198,7 @@ class RunConfig:
     user_code: Changeable[UserCodeLimits] = field(default_factory=UserCodeLimits)
     """How long tasks, samplers, datasets, the task mix and filters may take."""
     supervision: Changeable[SupervisionConfig] = field(default_factory=SupervisionConfig)
-    """When processes that have died are made again."""
+    """When processes that have died are restarted."""
     provision: Changeable[ProvisionConfig] = field(default_factory=ProvisionConfig)
     profile_steps: Changeable[str] = ""
     """First and last optimizer step, such as "3:5", of which one file shows what every process did and for how long."""

@@ -1,6 +1,6 @@
 """Endpoints of the run's actors. Whatever an endpoint raises leaves its process as a RunError of one sentence.
 
-Monarch pickles what an endpoint raised. An exception that can't be pickled, or can't be made again from its arguments, is never
+Monarch pickles what an endpoint raised. An exception that can't be pickled, or can't be rebuilt from its arguments, is never
 delivered: the caller waits for ever. SystemExit ends the actor. And the caller has no use for an engine's or a user's exception
 class. So the sentence names the part and the cause, and the traceback is in the log of the process where it happened.
 
