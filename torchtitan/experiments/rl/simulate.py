@@ -45,22 +45,21 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, Command, float]:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--lengths",
         default="lognormal:",
         metavar="RUN|lognormal:...",
         help="turns, tokens and env times: of a run that was recorded, or (default) "
         "lognormal:mean=512,sigma=0.8,tail=0,times=8,prompt=200,turns=1,env_s=0",
     )
-    parser.add_argument("--device", default="H100", help="A100, H100 (default) or H200")
-    parser.add_argument("--failures", default="0/day", metavar="N/day", help="deaths of hosts, of all together (default: none)")
-    parser.add_argument("--hosts-at-once", type=int, default=1, metavar="N", help="hosts that die together (default: 1)")
-    parser.add_argument("--repair-s", type=float, default=600.0, help="until there is a host again (default: 600)")
-    parser.add_argument(
-        "--survive", action="store_true", help="a generator's host that dies does not end the run, as it does today"
-    )
-    parser.add_argument("--sweep", metavar="FIELDS", help="replicas, max_offpolicy_steps or both: short runs, the best first")
-    parser.add_argument("--no-sensitivity", action="store_true", help="leave out the fields that matter most")
+    add("--device", default="H100", help="A100, H100 (default) or H200")
+    add("--failures", default="0/day", metavar="N/day", help="deaths of hosts, of all together (default: none)")
+    add("--hosts-at-once", type=int, default=1, metavar="N", help="hosts that die together (default: 1)")
+    add("--repair-s", type=float, default=600.0, help="until there is a host again (default: 600)")
+    add("--survive", action="store_true", help="a generator's host that dies does not end the run, as it does today")
+    add("--sweep", metavar="FIELDS", help="replicas, max_offpolicy_steps or both: short runs, the best first")
+    add("--no-sensitivity", action="store_true", help="leave out the fields that matter most")
     options, rest = own_options(parser, arguments, refused=OF_A_RUN)
     per_day = re.fullmatch(r"(\d+(?:\.\d+)?)/day", options.failures)
     if per_day is None:

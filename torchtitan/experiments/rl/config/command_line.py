@@ -71,41 +71,38 @@ def parse_command(arguments: list[str]) -> Command:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    parser.add_argument("--config", dest="config_name", metavar="NAME", help="a named config; --list prints them")
-    parser.add_argument(
-        "--module", default=DEFAULT_MODULE, help="module whose functions are the configs (default: %(default)s)"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--config", dest="config_name", metavar="NAME", help="a named config; --list prints them")
+    add("--module", default=DEFAULT_MODULE, help="module whose functions are the configs (default: %(default)s)")
+    add(
         "--model",
         metavar="NAME",
         help="a folder in hub format, or a model of the hub, such as Qwen/Qwen3-0.6B: it is downloaded",
     )
-    parser.add_argument(
+    add(
         "--gpus",
         metavar="N",
         type=int,
         help="divide N GPUs between trainer and generators, by modelled costs (--dry-run says how)",
     )
     # Kept with the overrides: it belongs to the config, and goes with it into a run that is resumed.
-    parser.add_argument(
-        "--size", metavar="NAME", help="of the model, for configs that have several: 0.6b, 1.7b, 4b, 8b, 14b, 32b"
-    )
-    parser.add_argument("--list", dest="list_configs", action="store_true", help="print the configs with a line each")
-    parser.add_argument("--dry-run", action="store_true", help="print what the config amounts to; start nothing")
-    parser.add_argument("--run-dir", metavar="FOLDER", help="folder of this run (default: OUTPUT_DIR/NAME-TIME)")
-    parser.add_argument(
+    add("--size", metavar="NAME", help="of the model, for configs that have several: 0.6b, 1.7b, 4b, 8b, 14b, 32b")
+    add("--list", dest="list_configs", action="store_true", help="print the configs with a line each")
+    add("--dry-run", action="store_true", help="print what the config amounts to; start nothing")
+    add("--run-dir", metavar="FOLDER", help="folder of this run (default: OUTPUT_DIR/NAME-TIME)")
+    add(
         "--resume",
         metavar="FOLDER|auto",
         help="go on with the run in FOLDER from its newest checkpoint, or from FOLDER if it is one; --config is not needed. "
         "auto: the newest run of --config in its output_dir, or a new run",
     )
-    parser.add_argument("--init-from", metavar="FOLDER", help="start a new run with the weights of another run's checkpoint")
-    parser.add_argument(
+    add("--init-from", metavar="FOLDER", help="start a new run with the weights of another run's checkpoint")
+    add(
         "--init-adapter",
         metavar="FOLDER",
         help="train adapters, which begin as those of this PEFT folder, with its rank and alpha",
     )
-    parser.add_argument("--push-to-hub", metavar="NAME", help="at the end upload the policy to this model of the hub")
+    add("--push-to-hub", metavar="NAME", help="at the end upload the policy to this model of the hub")
     known, overrides = own_options(parser, arguments)
     for option, value in (("--run-dir", known.run_dir), ("--init-from", known.init_from)):
         if known.resume is not None and value is not None:

@@ -1,5 +1,6 @@
 """``--model``: a hub folder, a run's folder, or the name of a model of the hub, which is downloaded."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -40,21 +41,19 @@ def model_folder(model: str) -> str:
     from huggingface_hub import snapshot_download
 
     fault = hub_fault()
-    if fault is not None:
-        try:
-            with without_hub():
-                return snapshot_download(model, allow_patterns=FILES)
-        except Exception:  # not in the cache, or not whole
+    if fault is None:
+        write_line(sys.stderr, f"model       {model}: looking it up in the hub, and downloading what is not here yet")
+    try:
+        with contextlib.nullcontext() if fault is None else without_hub():
+            return snapshot_download(model, allow_patterns=FILES)
+    except Exception as error:  # the hub, the network and the disk raise types of their own
+        why = f"can't be downloaded: {one_sentence(f'{type(error).__name__}: {error}')}"
+        if fault is not None:  # it is not in the cache, or not whole
             name = model.partition("/")[2]
             download = f"`hf download {model} --local-dir {name}`"
-            cure = f"where there is a hub, run {download}, bring the folder {name} here, and name it"
-            raise ConfigError("--model", model, f"no such folder, and never downloaded here ({fault}): {cure}") from None
-    write_line(sys.stderr, f"model       {model}: looking it up in the hub, and downloading what is not here yet")
-    try:
-        return snapshot_download(model, allow_patterns=FILES)
-    except Exception as error:  # the hub, the network and the disk raise types of their own
-        cause = " ".join(str(error).split())[:300]
-        raise ConfigError("--model", model, f"can't be downloaded: {type(error).__name__}: {cause}") from error
+            why = f"no such folder, and never downloaded here ({fault}): where there is a hub, run {download}, "
+            why += f"bring the folder {name} here, and name it"
+        raise ConfigError("--model", model, why) from error
 
 
 def words_of_run(model: str | None) -> list[str] | None:

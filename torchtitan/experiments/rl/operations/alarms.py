@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from statistics import fmean
 from typing import Literal, TypeVar
 
 from torchtitan.experiments.rl.config.run_config import RunConfig
@@ -110,10 +111,10 @@ class StallDetectors(FirstFailures):
         if signal:
             start.signal_seen = True
             count, total = mastery.signals.get(task, (0, 0.0))
-            mastery.signals[task], mastery.ties[task] = (count + 1, total + _mean(group.rewards)), []
+            mastery.signals[task], mastery.ties[task] = (count + 1, total + fmean(group.rewards)), []
         elif group.scored and not start.signal_seen:
             start.groups += Fraction(1, self._groups_in_slot[task])
-            start.mean_rewards = _counted(start.mean_rewards, [_mean(group.rewards)])
+            start.mean_rewards = _counted(start.mean_rewards, [fmean(group.rewards)])
             if start.groups >= self._limit:
                 raise RunError(
                     f"none of the first {float(start.groups):g} groups teaches anything: all rollouts of a group got the same "
@@ -167,10 +168,10 @@ class StallDetectors(FirstFailures):
         ends = [column for column in columns if not column.startswith("failed/")]
         if not ends or group.task_name not in mastery.signals or not all(end.startswith("filtered/") for end in ends):
             return False
-        mastery.ties.setdefault(group.task_name, []).append(_mean(group.rewards))
+        mastery.ties.setdefault(group.task_name, []).append(fmean(group.rewards))
         if all(len(mastery.ties.get(name, [])) >= self._limit * groups for name, groups in self._groups_in_slot.items()):
             words = [
-                f"{name} at reward {_mean(mastery.ties[name]):.4g}, after groups with a learning signal at {total / count:.4g}"
+                f"{name} at reward {fmean(mastery.ties[name]):.4g}, after groups with a learning signal at {total / count:.4g}"
                 for name, (count, total) in mastery.signals.items()
             ]
             raise NothingLeftToLearn(
@@ -251,10 +252,6 @@ def mismatch_alarm(config: RunConfig) -> MismatchAlarm:
         "bfloat16" if "bfloat16" in dtypes else "float32",
         exact=config.max_offpolicy_steps == 0 or config.generator.weight_update != "keep",
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _no_drops() -> DropsState:
