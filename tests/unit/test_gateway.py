@@ -7,11 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from anthropic.types import Message, RawMessageStreamEvent
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from tests.unit.agents import ADD, CALL, client_of, config_of, run_agent, run_task
 from tests.unit.renderer_families import SETTINGS, family_renderer, family_tokenizer
 from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
 from torchtitan.experiments.rl.gateway import server
+from torchtitan.experiments.rl.gateway.dialects import anthropic as messages
+from torchtitan.experiments.rl.gateway.dialects import chat, responses
+from torchtitan.experiments.rl.gateway.dialects.request import ModelReply, ModelRequest
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import EnvTask, MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.types import STREAMS
@@ -91,6 +98,7 @@ async def test_a_thousand_append_only_conversations_are_a_sample_each(renderer, 
                     for call in said.get("tool_calls") or ():
                         call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
                     said.pop("reasoning_content", None)
+                    said["content"] = [{"type": "text", "text": said["content"]}] if said["content"] else None
                 messages += [said, *answers_to(said)]
 
         async with client_of(endpoint) as ask:
@@ -443,3 +451,32 @@ async def test_what_was_sampled_is_in_the_record_where_parsing_it_fails(renderer
     policy = Policy(tokenizer, lambda rollout_id, turn: ["ok", "a longer answer than that"][turn])
     rollout = await run_agent(agent, policy, Fails())
     assert rollout.calls == {"answered": 1, "lost": 1} and [turn.untrained for turn in rollout.turns] == [None, "lost"]
+
+
+CALLED = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+REPLIES = [
+    {"content": "3", "finish": "stop"},
+    {"content": "before ", "finish": "stop", "stopped_at": "END"},
+    {"content": "", "reasoning": "well", "finish": "length"},
+    {"content": "I call é.", "reasoning": "well", "finish": "tool_calls", "tool_calls": [CALLED, {**CALLED, "id": "d"}]},
+]
+
+
+@pytest.mark.parametrize("fields", REPLIES)
+def test_replies_and_the_events_of_streams_are_what_the_clients_own_types_hold(fields):
+    whole = {"reasoning": "", "tool_calls": [], "stopped_at": None, **fields}
+    answer = ModelReply(id="1", created=5, model="policy", prompt_tokens=3, completion_tokens=4, **whole)
+    request = ModelRequest(messages=[HELLO], tools=None, model="policy", stream_usage=True)
+    for dialect, kind, events in (
+        (chat, ChatCompletion, ChatCompletionChunk),
+        (responses, Response, ResponseStreamEvent),
+        (messages, Message, RawMessageStreamEvent),
+    ):
+        said = TypeAdapter(kind).validate_python(dialect.reply(answer)).model_dump_json(exclude_unset=True)
+        assert json.loads(said) == dialect.reply(answer)
+        for event in dialect.stream(answer, request):
+            head, _, data = event.decode().strip().rpartition("data: ")
+            if data != "[DONE]":
+                held = TypeAdapter(events).validate_json(data)
+                assert json.loads(held.model_dump_json(exclude_unset=True)) == json.loads(data)
+                assert head == ("" if dialect is chat else f"event: {json.loads(data)['type']}\n")

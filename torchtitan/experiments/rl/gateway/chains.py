@@ -145,8 +145,8 @@ class Chains(Generic[T]):
 
 
 def meaning(message: Message) -> Hashable:
-    """What two messages that mean the same have in common, reasoning aside."""
-    role, content = message["role"], text_of(message.get("content"))
+    """What two messages that mean the same have in common, reasoning aside. Their contents are texts: dialects join parts."""
+    role, content = message["role"], message["content"]
     if role != "assistant":
         return role, content
     calls = message.get("tool_calls") or ()
@@ -161,11 +161,6 @@ def arguments_of(call: Any) -> str:
         return json.dumps(value if isinstance(value, dict) else {"value": value}, sort_keys=True)
     except (ValueError, RecursionError):
         return str(arguments)
-
-
-def text_of(content: Any) -> str:
-    """A message's text; parts of it are lines."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
 
 
 def _reasoning(message: Message) -> str:

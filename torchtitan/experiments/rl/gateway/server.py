@@ -1,6 +1,6 @@
 """The HTTP server through which agents reach the policy: one in each process that runs rollouts.
 
-A rollout has a key of its own. It is the API key that its agent's client sends, opens that rollout and no other, and is refused
+A rollout has one key. It is the API key that its agent's client sends, opens that rollout and no other, and is refused
 when the rollout has ended. A call's answer counts as delivered when all of it was handed to a connection that was open.
 """
 
@@ -15,14 +15,11 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import anthropic.types
-import openai.types
 from aiohttp import web
-from pydantic import BaseModel
 
 from torchtitan.experiments.rl.gateway.dialects import anthropic as messages
 from torchtitan.experiments.rl.gateway.dialects import chat, responses
-from torchtitan.experiments.rl.gateway.dialects.request import ModelReply, ModelRequest, Refusal
+from torchtitan.experiments.rl.gateway.dialects.request import ModelReply, ModelRequest, Refusal, event
 from torchtitan.experiments.rl.gateway.session import AgentRollout, Call
 
 logger = logging.getLogger(__name__)
@@ -149,7 +146,7 @@ class Gateway:
             if asked.stream:
                 response = await _streamed(dialect, request, asked, call)
             else:
-                response = _json(dialect.reply(await _answer(call)))
+                response = web.json_response(dialect.reply(await _answer(call)))
                 await response.prepare(request)
                 await response.write_eof()
             delivered = _is_open(request)
@@ -160,14 +157,14 @@ class Gateway:
     async def _count_tokens(self, request: web.Request) -> web.Response:
         rollout = self._rollout(request)
         _, body = await self._body(request)
-        return _json(anthropic.types.MessageTokensCount(input_tokens=await rollout.count_tokens(messages.parse(body))))
+        return web.json_response({"input_tokens": await rollout.count_tokens(messages.parse(body))})
 
     async def _models(self, request: web.Request) -> web.Response:
         limit = self._rollout(request).max_prompt_tokens + 1
         name = request.match_info.get("name", "policy")
         if OF_ANTHROPIC in request.headers:
-            kind: type[BaseModel] = anthropic.types.ModelInfo
-            known = {
+            model = {
+                "id": name,
                 "type": "model",
                 "display_name": name,
                 "created_at": "1970-01-01T00:00:00Z",
@@ -176,9 +173,8 @@ class Gateway:
             }
             listed: dict[str, Any] = {"has_more": False, "first_id": name, "last_id": name}
         else:
-            kind, listed = openai.types.Model, {"object": "list"}
-            known = {"object": "model", "created": 0, "owned_by": "run", "max_model_len": limit}
-        model = kind.model_validate({"id": name} | known).model_dump(mode="json", exclude_unset=True)
+            model = {"id": name, "object": "model", "created": 0, "owned_by": "run", "max_model_len": limit}
+            listed = {"object": "list"}
         return web.json_response(model if "name" in request.match_info else {"data": [model]} | listed)
 
 
@@ -232,7 +228,7 @@ async def _streamed(dialect: ModuleType, request: web.Request, asked: ModelReque
     except Refusal as refusal:
         if not response.prepared:
             raise
-        parts = [f"event: error\ndata: {json.dumps(dialect.error_event(refusal))}\n\n".encode()]
+        parts = [event(dialect.error_event(refusal), "error")]
     if not response.prepared:
         await response.prepare(request)
     for part in parts:
@@ -243,10 +239,6 @@ async def _streamed(dialect: ModuleType, request: web.Request, asked: ModelReque
 
 def _is_open(request: web.Request) -> bool:
     return request.transport is not None and not request.transport.is_closing()
-
-
-def _json(record: Any) -> web.Response:
-    return web.Response(body=record.model_dump_json(exclude_unset=True), content_type="application/json")
 
 
 _GATEWAYS: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Gateway]] = WeakKeyDictionary()

@@ -80,11 +80,11 @@ class AgentRollout:
         *,
         renderer: Renderer,
         config: RendererEnvConfig,
-        max_sampled_tokens: int | None = None,
-        models: Mapping[str, str] | None = None,
-        frozen: Callable[[str], PolicySession] | None = None,
-        noise: Mapping[str, str] | None = None,
-        group: GroupPrompts | None = None,
+        max_sampled_tokens: int | None,
+        models: Mapping[str, str],
+        frozen: Callable[[str], PolicySession],
+        noise: Mapping[str, str],
+        group: GroupPrompts,
     ):
         """
         Args:
@@ -102,10 +102,10 @@ class AgentRollout:
         self.answer: Any = None
         self.counts: Counter[str] = Counter()
         """See Rollout.calls."""
-        self._renderer, self._config, self._group = renderer, config, group or GroupPrompts()
+        self._renderer, self._config, self._group = renderer, config, group
         self._max_sampled_tokens = max_sampled_tokens
-        self._models, self._frozen = models or {}, frozen
-        self._noise = {name: re.compile(pattern) for name, pattern in (noise or {}).items()}
+        self._models, self._frozen = models, frozen
+        self._noise = {name: re.compile(pattern) for name, pattern in noise.items()}
         self._chains: Chains[Said] = Chains()
         self._calls: dict[bytes, Call] = {}
         """By digest of the body, the last of each."""
@@ -191,10 +191,9 @@ class AgentRollout:
         if self._policy is None:
             raise Refusal("the rollout of this key has ended", status=401, code="rollout_ended")
         if self._begun >= self._config.max_turns:
-            raise self._refused(f"the rollout has made its {self._begun} calls (env.max_turns)", "call_budget_exceeded")
+            raise self._over_budget(f"made its {self._begun} calls (env.max_turns)")
         if self._max_sampled_tokens is not None and self._sampled >= self._max_sampled_tokens:
-            sampled = f"the rollout has sampled its {self._sampled} tokens (max_sampled_tokens)"
-            raise self._refused(sampled, "call_budget_exceeded")
+            raise self._over_budget(f"sampled its {self._sampled} tokens (max_sampled_tokens)")
         self._begun += 1
         self._readers += 1
         call = Call(asyncio.create_task(self._answered(request, dialect, first=self._begun == 1)), readers=1)
@@ -219,7 +218,7 @@ class AgentRollout:
                 self.counts["answered"] += 1
 
     async def count_tokens(self, request: ModelRequest) -> int:
-        """Of the prompt, rendered anew."""
+        """Of the request's prompt."""
         conversation = Conversation(self._renderer, max_tokens=self._config.max_rollout_tokens)
         try:
             await conversation.open(self._quiet(request.messages), request.tools)
@@ -235,7 +234,8 @@ class AgentRollout:
             self.counts["aborted"] += 1
             raise
         except Refusal as refusal:
-            raise self._refused(str(refusal), refusal.code, refusal.status, refusal.field) from refusal
+            self._refused(refusal)
+            raise
         except UserCodeError as error:
             self.counts["lost"] += 1
             raise Refusal(str(error), status=500, code="generation_failed") from error
@@ -274,8 +274,7 @@ class AgentRollout:
             turn = conversation.turns[-1]
             turn.untrained = untrained
             turn.call = about | {"chain": chain, "depth": len(match.node.path()) if match.node else 0}
-            said = Said(turn, chain, conversation, session)
-            self._chains.add(match, new, answer, said, extends=prompt.extends)
+            self._chains.add(match, new, answer, Said(turn, chain, conversation, session), extends=prompt.extends)
         reply = reply_of(
             answer,
             length=completion.finish_reason == "length",
@@ -301,20 +300,20 @@ class AgentRollout:
                 conversation = Conversation(self._renderer, max_tokens=self._config.max_rollout_tokens, group=self._group)
                 fits = await conversation.open(list(new), request.tools)
             else:
-                said, taken, node.taken = node.value, node.taken, True
-                conversation, said.conversation = said.conversation, None  # type: ignore[assignment]
-                if not taken:
-                    session, chain = said.session, said.chain
-                if conversation is None:
+                said = node.value
+                if not node.taken:
+                    node.taken, session, chain = True, said.session, said.chain
+                if said.conversation is None:
                     turns = [before.turn for before in node.path()]
-                    limit = self._config.max_rollout_tokens
-                    conversation = Conversation.after(turns, self._renderer, max_tokens=limit)
+                    conversation = Conversation.after(turns, self._renderer, max_tokens=self._config.max_rollout_tokens)
+                else:
+                    conversation, said.conversation = said.conversation, None
                 conversation.messages.extend(new)
                 fits = await conversation.add_messages(new)
         except UserCodeError as error:
             raise Refusal(str(error), field="messages") from error
         if not fits:
-            tokens = len(conversation.prompt.ids) if conversation.prompt and len(conversation.prompt.ids) else 0
+            tokens = len(conversation.prompt.ids) if conversation.prompt else 0
             seen = f"{tokens} tokens" if tokens > self.max_prompt_tokens else "more tokens"
             cure = "compact the conversation, or begin a new one"
             message = f"{seen} > {self.max_prompt_tokens} maximum (env.max_rollout_tokens): {cure}"
@@ -331,7 +330,6 @@ class AgentRollout:
         key = f"{key}/{self._keys[key]}"
         if kind in (POLICY, AUXILIARY):
             return self._policy.branch(key)
-        assert self._frozen is not None, "a task with frozen models says how they are opened"
         self._sessions.append(self._frozen(kind))
         return self._sessions[-1]
 
@@ -350,10 +348,13 @@ class AgentRollout:
                     quiet[index] = quiet[index] | {"content": rest}
         return quiet
 
-    def _refused(self, message: str, code: str, status: int = 400, field: str | None = None) -> Refusal:
+    def _over_budget(self, spent: str) -> Refusal:
+        return self._refused(Refusal(f"the rollout has {spent}", code="call_budget_exceeded"))
+
+    def _refused(self, refusal: Refusal) -> Refusal:
         self.counts["refused"] += 1
-        self._last_end = code
-        return Refusal(message, status=status, code=code, field=field)
+        self._last_end = refusal.code
+        return refusal
 
 
 def _failed(answer: "asyncio.Task[Any]") -> bool:

@@ -13,7 +13,6 @@ task = agent_command_task("rows.jsonl", ["python", "agent.py"], reward)
 import asyncio
 import contextlib
 import functools
-import importlib
 import json
 import logging
 import os
@@ -22,12 +21,13 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from annotated_types import MinLen
 from renderers import Renderer
@@ -39,6 +39,7 @@ from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.conversation import GroupPrompts
 from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.gateway.server import Endpoint, Gateway, gateway_at
 from torchtitan.experiments.rl.gateway.session import AUXILIARY, POLICY, AgentRollout, Sampler
 from torchtitan.experiments.rl.generation.references import ModelReference
 from torchtitan.experiments.rl.printable import shown
@@ -49,9 +50,6 @@ from torchtitan.experiments.rl.rubrics.rubric import RewardFn
 from torchtitan.experiments.rl.tasks.questions import fill, row_task
 from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, call_user
-
-if TYPE_CHECKING:
-    from torchtitan.experiments.rl.gateway.server import Endpoint, Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ class AgentTask(Task):
         trained; or a frozen model. A name that is not here is the policy."""
         noise: dict[str, str] = field(default_factory=dict)
         """Regular expressions by name. What one matches in a system message is left out before anything else is done with it: a
-        line that changes with every call would make each call a conversation of its own."""
+        line that changes with every call would make each call another conversation."""
         listen: NonEmptyStr = "127.0.0.1"
         """Address that agents reach the model at. "0.0.0.0" is every address of the host, for agents elsewhere: who has a
         rollout's key may use it."""
@@ -112,7 +110,7 @@ class AgentTask(Task):
         self._gateway: Gateway | None = None
         self._frozen: dict[str, ModelClient] = {}
 
-    async def run_agent(self, sample: DataSample, endpoint: "Endpoint") -> Any:
+    async def run_agent(self, sample: DataSample, endpoint: Endpoint) -> Any:
         """One rollout, from its example to what the agent answers: reward functions ``fn(answer, example)`` get it. None: they
         get the text of the last turn. What it raises makes the rollout an ERROR. A plain function runs in a thread."""
         raise NotImplementedError(f"{type(self).__name__}.run_agent")
@@ -122,9 +120,7 @@ class AgentTask(Task):
         await super().setup(policy)
         models = self.config.models.items()
         self._frozen = {name: policy.frozen(model) for name, model in models if isinstance(model, ModelReference)}
-        # It imports the clients' own types, which takes seconds.
-        server = await asyncio.to_thread(importlib.import_module, "torchtitan.experiments.rl.gateway.server")
-        gateway = server.gateway_at(self.config.listen)
+        gateway = gateway_at(self.config.listen)
         try:
             await gateway.acquire()
         except OSError as error:
@@ -157,7 +153,7 @@ class AgentTask(Task):
         ]
 
     async def run_rollout(self, env: Any, policy: Any) -> None:
-        """Run the agent with a key of its own, until it returns."""
+        """Run the agent, with a key that opens this rollout alone, until it returns."""
         rollout: AgentRollout = env
         sampler: Sampler = policy
         assert self._gateway is not None, "the task is set up"
@@ -216,7 +212,7 @@ class CommandResult:
 
 
 class AgentCommandTask(AgentTask):
-    """A command that runs in a folder of its own, made from the row.
+    """A command that runs in a folder made from the row.
 
     The folder has ``row.json`` (an example that is no row is its "input") and the files of the row's column "files", by path.
     The environment has the endpoint, the task's ``variables`` and those of the row's column "variables". The command's
@@ -248,7 +244,7 @@ class AgentCommandTask(AgentTask):
         self._started_in = Path.cwd()
         self._temporary = tempfile.gettempdir()  # of the run, and removed with it
 
-    async def run_agent(self, sample: DataSample, endpoint: "Endpoint") -> CommandResult:
+    async def run_agent(self, sample: DataSample, endpoint: Endpoint) -> CommandResult:
         """See AgentTask."""
         row = sample.env_input if isinstance(sample.env_input, dict) else {"input": sample.env_input}
         async with self._places:
@@ -342,12 +338,7 @@ def _remove_folder(folder: Path) -> None:
     """Also where a folder in it was made read-only, as Go does with its modules."""
     shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
-        with contextlib.suppress(OSError):
-            os.chmod(folder, 0o700)
-            for inner, names, _ in os.walk(folder):
-                for path in (Path(inner, name) for name in names):
-                    if not path.is_symlink():
-                        path.chmod(0o700)
+        subprocess.run(["chmod", "-R", "u+rwx", str(folder)], stderr=subprocess.DEVNULL, check=False)  # follows no link
         shutil.rmtree(folder, ignore_errors=True)
         if folder.exists():
             logger.warning("%s can't be removed: what the command left in it is not the run's", folder)

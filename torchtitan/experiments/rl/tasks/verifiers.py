@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from renderers import Renderer
 
@@ -15,14 +15,12 @@ from torchtitan.experiments.rl.bounds import PositiveInt
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
+from torchtitan.experiments.rl.gateway.server import Endpoint
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
 from torchtitan.experiments.rl.tasks.agent import AgentTask
 from torchtitan.experiments.rl.user_code.calls import cause_of
-
-if TYPE_CHECKING:
-    from torchtitan.experiments.rl.gateway.server import Endpoint
 
 CURE = "pip install verifiers==0.3.1"
 """Later versions have no such environments (their tasks are played by programs in sandboxes, which is another adapter)."""
@@ -137,7 +135,7 @@ class VerifiersTask(AgentTask):
         super().__init__(config, name=name, renderer=renderer, seed=seed)
         self.environment = config.dataset.load()
 
-    async def run_agent(self, sample: DataSample, endpoint: "Endpoint") -> dict[str, float]:
+    async def run_agent(self, sample: DataSample, endpoint: Endpoint) -> dict[str, float]:
         """See AgentTask."""
         from torchtitan.experiments.rl.tasks.verifiers_env import play  # imports verifiers
 

@@ -4,9 +4,6 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import anthropic.types as types
-from anthropic.types import Message
-
 from torchtitan.experiments.rl.gateway.dialects.request import (
     ModelReply,
     ModelRequest,
@@ -80,7 +77,7 @@ def _messages(message: Mapping[str, Any], field: str) -> Iterator[dict[str, Any]
 FINISH = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def reply(answer: ModelReply) -> Message:
+def reply(answer: ModelReply) -> dict[str, Any]:
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
         blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
@@ -91,39 +88,35 @@ def reply(answer: ModelReply) -> Message:
         blocks.append(
             {"type": "tool_use", "id": call["id"], "name": function["name"], "input": json_object(function["arguments"])}
         )
-    return Message.model_validate(
-        {
-            "id": f"msg_{answer.id}",
-            "type": "message",
-            "role": "assistant",
-            "model": answer.model,
-            "content": blocks,
-            "stop_reason": "stop_sequence" if answer.stopped_at is not None else FINISH[answer.finish],
-            "stop_sequence": answer.stopped_at,
-            "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
-        }
-    )
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "content": blocks,
+        "stop_reason": "stop_sequence" if answer.stopped_at is not None else FINISH[answer.finish],
+        "stop_sequence": answer.stopped_at,
+        "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": answer.completion_tokens},
+    }
 
 
 def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
     """The reply as the events of a stream."""
-    whole = reply(answer).model_dump(exclude_unset=True)
-    began: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-    yield typed_event(types.RawMessageStartEvent, message=whole | began)
+    whole = reply(answer)
+    yield typed_event("message_start", message=whole | {"content": [], "stop_reason": None, "stop_sequence": None})
     for index, block in enumerate(whole["content"]):
         kind = block["type"]
-        match kind:
-            case "tool_use":
-                empty: dict[str, Any] = {"input": {}}
-                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            case _:
-                empty, delta = {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
-        yield typed_event(types.RawContentBlockStartEvent, index=index, content_block=block | empty)
-        yield typed_event(types.RawContentBlockDeltaEvent, index=index, delta=delta)
-        yield typed_event(types.RawContentBlockStopEvent, index=index)
+        if kind == "tool_use":
+            empty: dict[str, Any] = {"input": {}}
+            delta: dict[str, Any] = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        else:
+            empty, delta = {kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+        yield typed_event("content_block_start", index=index, content_block=block | empty)
+        yield typed_event("content_block_delta", index=index, delta=delta)
+        yield typed_event("content_block_stop", index=index)
     ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-    yield typed_event(types.RawMessageDeltaEvent, delta=ended, usage={"output_tokens": answer.completion_tokens})
-    yield typed_event(types.RawMessageStopEvent)
+    yield typed_event("message_delta", delta=ended, usage={"output_tokens": answer.completion_tokens})
+    yield typed_event("message_stop")
 
 
 def error(refusal: Refusal) -> dict[str, Any]:

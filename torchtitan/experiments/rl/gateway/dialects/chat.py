@@ -3,9 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from openai.types import CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-
 from torchtitan.experiments.rl.gateway.dialects.request import (
     ModelReply,
     ModelRequest,
@@ -42,14 +39,14 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
     )
 
 
-def reply(answer: ModelReply) -> ChatCompletion:
+def reply(answer: ModelReply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content or None if answer.tool_calls else answer.content}
     if answer.reasoning:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
         message["tool_calls"] = answer.tool_calls
     choice = {"index": 0, "message": message, "finish_reason": answer.finish, "logprobs": None}
-    return ChatCompletion.model_validate(_head(answer, "chat.completion") | {"choices": [choice], "usage": _usage(answer)})
+    return _head(answer, "chat.completion") | {"choices": [choice], "usage": _usage(answer)}
 
 
 def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
@@ -60,21 +57,20 @@ def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
     if answer.content:
         deltas.append({"content": answer.content})
     deltas += [{"tool_calls": [{"index": index, **call}]} for index, call in enumerate(answer.tool_calls)]
-    choices: list[list[dict[str, Any]]] = [[{"index": 0, "delta": delta, "finish_reason": None}] for delta in deltas]
-    choices.append([{"index": 0, "delta": {}, "finish_reason": answer.finish}])
-    chunks: list[dict[str, Any]] = [{"choices": choice} for choice in choices]
+    chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": answer.finish}]})
     if request.stream_usage:
         chunks.append({"choices": [], "usage": _usage(answer)})
     head = _head(answer, "chat.completion.chunk")
     for chunk in chunks:
-        yield event(ChatCompletionChunk.model_validate(head | chunk).model_dump_json(exclude_unset=True))
-    yield event("[DONE]")
+        yield event(head | chunk)
+    yield b"data: [DONE]\n\n"
 
 
 def _head(answer: ModelReply, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer.id}", "created": answer.created, "model": answer.model, "object": kind}
 
 
-def _usage(answer: ModelReply) -> CompletionUsage:
+def _usage(answer: ModelReply) -> dict[str, int]:
     total = answer.prompt_tokens + answer.completion_tokens
-    return CompletionUsage(prompt_tokens=answer.prompt_tokens, completion_tokens=answer.completion_tokens, total_tokens=total)
+    return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.completion_tokens, "total_tokens": total}

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
 from renderers import Message, ToolSpec
 
 from torchtitan.experiments.rl.envs.messages import check_unicode, checked_messages, checked_tools
@@ -202,16 +201,15 @@ def openai_error(refusal: Refusal) -> dict[str, Any]:
     return {"error": {"message": str(refusal), "type": kind, "param": refusal.field, "code": refusal.code}}
 
 
-def event(data: str) -> bytes:
+def event(fields: dict[str, Any], kind: str | None = None) -> bytes:
     """A server-sent event."""
-    return f"data: {data}\n\n".encode()
+    head = f"event: {kind}\n" if kind else ""
+    return f"{head}data: {json.dumps(fields)}\n\n".encode()
 
 
-def typed_event(made: type[BaseModel], **fields: Any) -> bytes:
-    """One that says of which type it is."""
-    kind = made.model_fields["type"].annotation.__args__[0]  # type: ignore[union-attr]  # the one value of its Literal
-    built = made.model_validate({"type": kind, **fields})
-    return f"event: {kind}\n".encode() + event(built.model_dump_json(exclude_unset=True))
+def typed_event(kind: str, **fields: Any) -> bytes:
+    """An event that says of which kind it is."""
+    return event({"type": kind, **fields}, kind)
 
 
 def json_object(arguments: str) -> dict[str, Any]:

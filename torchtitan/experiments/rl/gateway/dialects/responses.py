@@ -3,10 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import openai.types.responses as types
-from openai.types.responses import Response
-from pydantic import BaseModel
-
 from torchtitan.experiments.rl.gateway.dialects.request import (
     ModelReply,
     ModelRequest,
@@ -70,40 +66,33 @@ def _add(messages: list[dict[str, Any]], item: Mapping[str, Any], field: str) ->
         )
 
 
-def reply(answer: ModelReply, status: str | None = None) -> Response:
-    """
-    Args:
-        status: "in_progress" has no output yet; None: it is complete.
-    """
+def reply(answer: ModelReply) -> dict[str, Any]:
     cut = answer.finish == "length"
-    total = answer.prompt_tokens + answer.completion_tokens
     usage = {
         "input_tokens": answer.prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": answer.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": total,
+        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
     }
-    return Response.model_validate(
-        {
-            "id": f"resp_{answer.id}",
-            "created_at": answer.created,
-            "model": answer.model,
-            "object": "response",
-            "status": status or ("incomplete" if cut else "completed"),
-            "incomplete_details": {"reason": "max_output_tokens"} if cut and not status else None,
-            "error": None,
-            "instructions": None,
-            "metadata": {},
-            "output": [] if status else _items(answer),
-            "parallel_tool_calls": True,
-            "temperature": None,
-            "tool_choice": "auto",
-            "tools": [],
-            "top_p": None,
-            "usage": None if status else usage,
-        }
-    )
+    return {
+        "id": f"resp_{answer.id}",
+        "created_at": answer.created,
+        "model": answer.model,
+        "object": "response",
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "instructions": None,
+        "metadata": {},
+        "output": _items(answer),
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "usage": usage,
+    }
 
 
 def _items(answer: ModelReply) -> list[dict[str, Any]]:
@@ -124,36 +113,33 @@ def _items(answer: ModelReply) -> list[dict[str, Any]]:
 
 def stream(answer: ModelReply, request: ModelRequest) -> Iterator[bytes]:
     """The reply as the events of a stream."""
-    complete = reply(answer)
-    for sequence_number, (made, fields) in enumerate(_events(answer, complete)):
-        yield typed_event(made, sequence_number=sequence_number, **fields)
+    for sequence_number, (kind, fields) in enumerate(_events(reply(answer))):
+        yield typed_event(f"response.{kind}", sequence_number=sequence_number, **fields)
 
 
-def _events(answer: ModelReply, complete: Response) -> Iterator[tuple[type[BaseModel], dict[str, Any]]]:
-    begun = {"response": reply(answer, "in_progress")}
-    yield types.ResponseCreatedEvent, begun
-    yield types.ResponseInProgressEvent, begun
-    for index, item in enumerate(complete.output):
-        at: dict[str, Any] = {"output_index": index, "item_id": item.id}
-        record = item.model_dump(exclude_unset=True)
-        key = "arguments" if item.type == "function_call" else "content"
-        yield types.ResponseOutputItemAddedEvent, at | {"item": record | {key: "" if key == "arguments" else []}}
-        if item.type == "function_call":
-            yield types.ResponseFunctionCallArgumentsDeltaEvent, at | {"delta": item.arguments}
-            yield types.ResponseFunctionCallArgumentsDoneEvent, at | {"arguments": item.arguments, "name": item.name}
-        elif item.type == "reasoning":
-            at_part = at | {"content_index": 0}
-            yield types.ResponseReasoningTextDeltaEvent, at_part | {"delta": answer.reasoning}
-            yield types.ResponseReasoningTextDoneEvent, at_part | {"text": answer.reasoning}
+def _events(whole: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    begun = {"response": whole | {"status": "in_progress", "incomplete_details": None, "output": [], "usage": None}}
+    yield "created", begun
+    yield "in_progress", begun
+    for index, item in enumerate(whole["output"]):
+        at: dict[str, Any] = {"output_index": index, "item_id": item["id"]}
+        if item["type"] == "function_call":
+            yield "output_item.added", at | {"item": item | {"arguments": ""}}
+            yield "function_call_arguments.delta", at | {"delta": item["arguments"]}
+            yield "function_call_arguments.done", at | {"arguments": item["arguments"], "name": item["name"]}
         else:
-            at_part, part = at | {"content_index": 0}, record["content"][0]
-            yield types.ResponseContentPartAddedEvent, at_part | {"part": part | {"text": ""}}
-            yield types.ResponseTextDeltaEvent, at_part | {"delta": answer.content, "logprobs": []}
-            yield types.ResponseTextDoneEvent, at_part | {"text": answer.content, "logprobs": []}
-            yield types.ResponseContentPartDoneEvent, at_part | {"part": part}
-        yield types.ResponseOutputItemDoneEvent, at | {"item": record}
-    ended = types.ResponseIncompleteEvent if complete.status == "incomplete" else types.ResponseCompletedEvent
-    yield ended, {"response": complete}
+            (part,), at_part = item["content"], at | {"content_index": 0}
+            yield "output_item.added", at | {"item": item | {"content": []}}
+            if item["type"] == "reasoning":
+                yield "reasoning_text.delta", at_part | {"delta": part["text"]}
+                yield "reasoning_text.done", at_part | {"text": part["text"]}
+            else:
+                yield "content_part.added", at_part | {"part": part | {"text": ""}}
+                yield "output_text.delta", at_part | {"delta": part["text"], "logprobs": []}
+                yield "output_text.done", at_part | {"text": part["text"], "logprobs": []}
+                yield "content_part.done", at_part | {"part": part}
+        yield "output_item.done", at | {"item": item}
+    yield whole["status"], {"response": whole}
 
 
 def error_event(refusal: Refusal) -> dict[str, Any]:
