@@ -8,17 +8,16 @@ from hypothesis import strategies as st
 
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.data.dataset import split_of_text
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.tasks.calculator import (
     CalculatorDataset,
     CalculatorTask,
     ExpressionError,
-    answer,
     evaluate,
     make_examples,
     number_text,
-    split_of,
 )
 
 
@@ -125,11 +124,11 @@ def test_expressions_keep_their_bounds_and_their_split(seed, operands, split):
     for expression in expressions:
         words = expression.split(" ")
         assert 2 <= len(words[::2]) <= operands and all(0 <= int(word) <= 40 for word in words[::2])
-        assert set(words[1::2]) <= set("+-*") and split_of(expression) == split
+        assert set(words[1::2]) <= set("+-*") and split_of_text(expression) == split
 
 
 def test_answers_follow_the_rules_of_precedence():
-    assert [answer("47 * 86 - 9"), answer("9 - 47 * 86"), answer("9 - 4 - 3")] == [4033, -4033, 2]
+    assert [evaluate("47 * 86 - 9"), evaluate("9 - 47 * 86"), evaluate("9 - 4 - 3")] == [4033, -4033, 2]
 
 
 def test_splits_share_no_expression():
@@ -241,4 +240,4 @@ def test_one_turn_is_too_few():
 
 
 def test_the_largest_expressions_stay_within_the_calculators_bounds():
-    assert answer(" * ".join(["999"] * 20)) == 999**20
+    assert evaluate(" * ".join(["999"] * 20)) == 999**20

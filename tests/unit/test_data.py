@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from torchtitan.config import Configurable
 
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.bounds import check_fields
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor, sampler_seed
@@ -172,10 +174,15 @@ def test_resume_with_another_set_of_tasks():
     assert set(picks(changed, 2)) == {"b", "c"}
 
 
-@pytest.mark.parametrize("weights", [{}, {"a": 0}, {"a": -1}, {"a": float("nan")}, {"a": float("inf")}])
-def test_weights_that_cannot_be_are_refused(weights):
-    with pytest.raises(ConfigError, match="tasks"):
-        WeightedRoundRobin.Config().build(weights=weights)
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_weights_that_cannot_be_are_refused(weight):
+    config = rl_grpo_qwen3_debug()
+    config.tasks["sum_digits"].weight = weight
+    with pytest.raises(ConfigError, match="tasks.sum_digits.weight"):
+        check_fields(config)
+    config.tasks = {}
+    with pytest.raises(ConfigError, match="tasks.*name at least one task"):
+        check_fields(config)
 
 
 def test_mix_of_ones_own_needs_next_alone():

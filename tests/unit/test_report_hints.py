@@ -67,7 +67,7 @@ def test_a_run_without_faults_has_no_hints():
         ),
         ({"time/wait_s": steps(0.8)}, ["note: The trainer waits 80% of a step for rollouts"]),
         ({"perf/event_loop_lag_max_s": steps(2.5)}, ["warning: Something blocks the event loop for 2.5 s a step"]),
-        ({"restarts/generator_0": steps(lambda s: s // 20)}, ["warning: generator_0 died and was made again 2 times"]),
+        ({"restarts/generator_0": steps(lambda s: s // 20)}, ["warning: generator_0 died and was restarted 2 times"]),
     ],
 )
 def test_each_fault_gives_its_hint(series, wanted):

@@ -42,7 +42,7 @@ def main(arguments: list[str] | None) -> int:
     if not results:
         return code
     result = summarized(command.config_name, models, results)
-    (Path(models[0].run_dir) / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    (models[0].run_dir / RESULT_FILE).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(result) if options.json else "\n".join(map(printable_line, result_lines(result))))
     for candidate, measured in zip(models, results, strict=False):
         for task, examples in measured.examples.items():
@@ -111,12 +111,11 @@ def _prepare(options: argparse.Namespace, command: Command) -> list[Any]:
         model = config.model if is_url else replace(config.model, hf_assets_path=model_folder(options.against))
         configs.append(replace(config, model=model))
     plans = [measure.checked_plan(config, endpoint) for config, endpoint in zip(configs, endpoints, strict=True)]
-    folder = make_run_folder(command.run_dir, config.output_dir, f"evaluate-{command.config_name}", keep=True)
-    folders = [folder, str(Path(folder) / "against")]
-    models = list(map(measure.Candidate, configs, plans, endpoints, folders))
+    folder = Path(make_run_folder(command.run_dir, config.output_dir, f"evaluate-{command.config_name}", keep=True))
+    models = list(map(measure.Candidate, configs, plans, endpoints, [folder, folder / "against"]))
     for measured in models:
-        Path(measured.run_dir).mkdir(exist_ok=True)
-        save_config(Path(measured.run_dir), measured.config)
+        measured.run_dir.mkdir(exist_ok=True)
+        save_config(measured.run_dir, measured.config)
     return models
 
 
@@ -131,7 +130,7 @@ def summarized(config_name: str | None, models: list[Any], results: list[Any]) -
             result.examples[task].sort(key=lambda example: (len(example.example), example.example))
             figures = task_figures(result.examples[task], attempts=plan.attempts, pass_reward=plan.pass_reward)
             tasks[task] = {"attempts": plan.attempts, "temperature": plan.temperature} | figures
-        shown.append({"model": model.label, "folder": model.run_dir, "metrics": result.metrics, "tasks": tasks})
+        shown.append({"model": model.label, "folder": str(model.run_dir), "metrics": result.metrics, "tasks": tasks})
     comparison = None
     if len(results) == 2:
         first, second = (result.examples for result in results)

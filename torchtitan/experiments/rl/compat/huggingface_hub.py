@@ -15,14 +15,14 @@ from typing import Any
 LIMIT_S = 5.0
 
 
-def hub_fault(limit_s: float = LIMIT_S) -> str | None:
+def hub_fault() -> str | None:
     """Why the hub can't be asked, in one line; None: it answers."""
     from huggingface_hub import constants
 
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
     try:
-        urllib.request.urlopen(constants.ENDPOINT, timeout=limit_s).close()
+        urllib.request.urlopen(constants.ENDPOINT, timeout=LIMIT_S).close()
     except urllib.error.HTTPError:  # an answer
         return None
     except (OSError, ValueError) as error:

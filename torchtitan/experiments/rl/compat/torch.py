@@ -99,7 +99,7 @@ def _check_object(file: Path, offset: int, length: int, name: str) -> None:
 def take_cuda_error() -> int:
     """The CUDA runtime's last error, which it forgets by being asked; 0 where there is none. torch has no call for it.
 
-    The runtime is the library that this process has loaded: another copy of it would have errors of its own.
+    The runtime is the library that this process has loaded: another copy of it has other errors.
     """
     loaded = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libcudart" in line}
     return max((ctypes.CDLL(path).cudaGetLastError() for path in loaded), default=0)

@@ -6,7 +6,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
 
@@ -15,14 +15,6 @@ from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.rollouts.types import DataSample
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, cause_of, doing
-
-
-class Examples(Protocol):
-    """What a sampler needs of a dataset; a list of DataSample has it too."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> DataSample: ...
 
 
 class Dataset(UserConfigurable, abc.ABC):
@@ -61,6 +53,10 @@ class Dataset(UserConfigurable, abc.ABC):
 
     def __iter__(self) -> Iterator[DataSample]:
         return (self[index] for index in range(len(self)))
+
+
+Examples = Dataset | Sequence[DataSample]
+"""What a sampler draws from."""
 
 
 def count_examples(dataset: Examples) -> int:

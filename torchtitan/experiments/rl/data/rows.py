@@ -323,7 +323,7 @@ def _load_from_hub(config: RowDataset.Config, *, field: str) -> Any:
     try:
         with without_hub() if fault else contextlib.nullcontext():
             return datasets.load_dataset(config.path, config.name, split=config.sliced)
-    except Exception as error:  # the hub, the network, the parsers and the library itself each raise types of their own
+    except Exception as error:  # the hub, the network, the parsers and the library itself raise different types
         cause = f"can't be loaded: {cause_of(error.__cause__ or error)}"
         if fault is not None:
             cause = f"is no file, and was never downloaded from the hub ({fault}): name a .jsonl, .json, .csv or .parquet file"

@@ -4,7 +4,7 @@ import abc
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -120,16 +120,9 @@ _ODD = 0x9E3779B97F4A7C15
 """To multiply by an odd number is a permutation of the numbers of so many bits."""
 
 
-class Order(Protocol):
-    """Each number from 0 to len - 1, once."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, place: int, /) -> int: ...
-
-
-def random_order(size: int, seed: int | Sequence[int]) -> Order:
-    """An order of ``size`` examples that follows from the seed alone. Above ``LARGEST_TABLE`` it takes no memory."""
+def random_order(size: int, seed: int | Sequence[int]) -> "np.ndarray | ComputedOrder":
+    """Each number from 0 to ``size`` - 1 once, in an order that follows from the seed alone. Above ``LARGEST_TABLE`` it takes
+    no memory."""
     random = np.random.default_rng(seed)
     if size > LARGEST_TABLE:
         return ComputedOrder(size, [int(key) for key in random.integers(0, 2**63, _ROUNDS)])

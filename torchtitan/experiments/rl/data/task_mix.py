@@ -7,9 +7,7 @@ from typing import Any
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
-from torchtitan.experiments.rl.user_code.calls import is_finite_number
 
 
 class TaskMix(UserConfigurable, abc.ABC):
@@ -20,11 +18,7 @@ class TaskMix(UserConfigurable, abc.ABC):
         pass
 
     def __init__(self, config: Config, *, weights: dict[str, float]):
-        if not weights:
-            raise ConfigError("tasks", weights, "a run needs at least one task")
-        for name, weight in weights.items():
-            if not is_finite_number(weight) or weight <= 0:
-                raise ConfigError(f"tasks.{name}.weight", weight, "must be above 0; to leave a task out, remove it")
+        """``weights``: of the tasks, by name; each is above 0."""
         self.config = config
         self.weights = dict(weights)
 

@@ -64,7 +64,7 @@ class Prompt:
 
 DESCRIBED: dict[str, Any] = {"token_ids": np.int32, "role_ids": np.int8, "is_content": np.bool_, "message_indices": np.int16}
 """Arrays of a prompt; a turn has each as ``prompt_<name>``."""
-NOTHING = Prompt(ids=[], **{name: np.empty(0, dtype) for name, dtype in DESCRIBED.items()})  # type: ignore[arg-type]
+NOTHING = Prompt(ids=[], extends=False, **{name: np.empty(0, dtype) for name, dtype in DESCRIBED.items()})
 """What was prompted before a conversation's first prompt."""
 
 

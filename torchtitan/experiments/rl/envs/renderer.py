@@ -54,11 +54,6 @@ class RendererConfig:
     always does."""
 
 
-def renderer_names() -> list[str]:
-    """Names RendererConfig.name may have, beside "auto"."""
-    return sorted(_config_classes())
-
-
 def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Renderer:
     """Make the renderer from a local tokenizer folder, without asking the hub.
 
@@ -93,7 +88,7 @@ def build_renderer(config: RendererConfig, tokenizer_path: str | Path) -> Render
 
 
 def renderer_name(renderer: Renderer) -> str:
-    """What RendererConfig calls it; of a class of one's own, the class's name."""
+    """What RendererConfig calls it; of a user's class, the class's name."""
     return getattr(getattr(renderer, "config", None), "name", type(renderer).__name__)
 
 

@@ -117,7 +117,7 @@ class RendererEnv:
         await self._until_settled(lambda: self._step(completion))
 
     def finish(self, status: RolloutStatus, error: str | None = None) -> None:
-        """End the rollout from outside, as a turn loop of one's own may; the first terminal status stays."""
+        """End the rollout from outside, as an overridden turn loop may; the first terminal status stays."""
         if not self.status.is_terminal():
             self.status, self.error = status, error
         if self.status.is_terminal():

@@ -88,7 +88,7 @@ class Rubric(UserConfigurable):
         error_reward: float | None = None
         """Reward of rollouts that failed; None excludes them. Never given for a failed reward function."""
         timeout_s: Changeable[PositiveFloat] = 30.0
-        """For each call of a reward function that names no limit of its own."""
+        """For each call of a reward function without a limit."""
         isolated_workers: Changeable[PositiveInt] = 2
         """Child processes for functions with isolate=True."""
 

@@ -107,16 +107,6 @@ def prompt_text(expression: str) -> str:
     return f"What is {expression}? Use the calculator, then give the final answer as a number."
 
 
-def answer(expression: str) -> int | float:
-    """The only right answer."""
-    return evaluate(expression)
-
-
-def split_of(expression: str) -> Split:
-    """The split of this expression. It does not depend on the seed."""
-    return split_of_text(expression)
-
-
 def make_examples(
     count: int, *, split: Split, seed: int = 0, min_operands: int = 2, max_operands: int = 4, max_operand: int = 999
 ) -> list[str]:
@@ -132,13 +122,13 @@ def make_examples(
             expression = str(stream.randint(0, max_operand))
             for _ in range(operands - 1):
                 expression += f" {stream.choice(OPERATORS)} {stream.randint(0, max_operand)}"
-            if split_of(expression) == split:
+            if split_of_text(expression) == split:
                 return expression
 
     return [draw() for _ in range(count)]
 
 
-NAME = "calculator"
+NAME, ERROR = "calculator", "Error"
 CALCULATOR = {
     "type": "function",  # with its wrapping, because that is what models saw in training
     "function": {
@@ -163,21 +153,24 @@ class CalculatorEnv(MessageEnv):
         return ResetOutput(messages=[{"role": "user", "content": prompt_text(self.expression)}], tools=[CALCULATOR])
 
     async def step_message(self, message: Message) -> StepOutput:
-        answers, calculated = [], 0
-        for call in message.get("tool_calls", []):
-            try:
-                content = calculate(call)
-                calculated += 1
-            except ExpressionError as error:
-                content = f"Error: {error}"
-            answers.append({"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": content})
+        answers: list[Any] = [tool_message(call) for call in message.get("tool_calls", [])]
+        calculated = sum(not answer["content"].startswith(ERROR) for answer in answers)
         # These have no id to answer to: the renderer could not even tell where their parts begin.
         answers += [{"role": "tool", "content": "Error: invalid tool call"} for _ in message.get("malformed_tool_calls", [])]
         return StepOutput(env_messages=answers, done=not answers, reward_components={"calculated": calculated})
 
 
+def tool_message(call: ToolCall) -> dict[str, str]:
+    """The calculator's answer to a well-formed tool call: a number, or what is wrong."""
+    try:
+        content = calculate(call)
+    except ExpressionError as error:
+        content = f"{ERROR}: {error}"
+    return {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": content}
+
+
 def calculate(call: ToolCall) -> str:
-    """The calculator's answer to a well-formed tool call.
+    """What a well-formed tool call asks for.
 
     Raises:
         ExpressionError: another tool, other arguments, or no expression it can evaluate.
@@ -204,7 +197,7 @@ async def solved(rollout: Rollout, expression: str) -> float:
 
 async def right(rollout: Rollout, expression: str) -> float:
     """Whether the final message gives the answer. A rollout that was cut off has no final message."""
-    return float(rollout.status is RolloutStatus.COMPLETED and number_of(rollout) == answer(expression))
+    return float(rollout.status is RolloutStatus.COMPLETED and number_of(rollout) == evaluate(expression))
 
 
 async def called(rollout: Rollout, expression: str) -> float:

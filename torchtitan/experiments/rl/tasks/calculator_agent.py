@@ -1,4 +1,4 @@
-"""Arithmetic with a calculator, by agents: a program of its own that loops over HTTP, and an agent that forks.
+"""Arithmetic with a calculator, by agents: a program that loops over HTTP, and an agent that forks.
 
 Copy this file for an agent of your own; `tasks/calculator.py` is the same task as an env.
 """
@@ -6,18 +6,16 @@ Copy this file for an agent of your own; `tasks/calculator.py` is the same task 
 import asyncio
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 
+from torchtitan.experiments.rl.gateway.server import Endpoint
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.agent import AgentTask
 from torchtitan.experiments.rl.tasks.answers import final_number
-from torchtitan.experiments.rl.tasks.calculator import CALCULATOR, ExpressionError, answer, calculate, prompt_text, right
-
-if TYPE_CHECKING:
-    from torchtitan.experiments.rl.gateway.server import Endpoint
+from torchtitan.experiments.rl.tasks.calculator import CALCULATOR, ERROR, evaluate, prompt_text, right, tool_message
 
 PROGRAM = ["python", "-I", "-S", str(Path(__file__).with_name("calculator_program.py"))]
 
@@ -35,7 +33,7 @@ async def called(rollout: Rollout, expression: str) -> float:
     """Whether some call gave a number: its answer is in the conversation of the last turn."""
     shown = [message for turn in rollout.turns[-1:] for message in turn.prompt_messages]
     answers = [message["content"] for message in shown if message["role"] == "tool"]
-    return float(any(not str(content).startswith("Error") for content in answers))
+    return float(any(not str(content).startswith(ERROR) for content in answers))
 
 
 class ForkingCalculatorTask(AgentTask):
@@ -43,7 +41,7 @@ class ForkingCalculatorTask(AgentTask):
 
     branches = 3
 
-    async def run_agent(self, sample: DataSample, endpoint: "Endpoint") -> str:
+    async def run_agent(self, sample: DataSample, endpoint: Endpoint) -> str:
         """See AgentTask."""
         messages: list[Any] = [{"role": "user", "content": prompt_text(sample.env_input)}]
         headers = {"Authorization": f"Bearer {endpoint.key}"}
@@ -59,12 +57,7 @@ class ForkingCalculatorTask(AgentTask):
             if not said.get("tool_calls"):
                 return said["content"]
             messages.append(said)
-            for call in said["tool_calls"]:
-                try:
-                    content = calculate(call)
-                except ExpressionError as error:
-                    content = f"Error: {error}"
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+            messages += map(tool_message, said["tool_calls"])
             answers = await asyncio.gather(*(ask() for _ in range(self.branches)))
         ((most, _),) = Counter(said["content"] or "" for said in answers).most_common(1)
         return most
@@ -77,4 +70,4 @@ class VotedRubric(Rubric):
 
 async def voted(rollout: Rollout, expression: str) -> float:
     """Whether the answer with most votes is right, after a call that gave a number."""
-    return float(final_number(rollout.answer) == answer(expression)) * await called(rollout, expression)
+    return float(final_number(rollout.answer) == evaluate(expression)) * await called(rollout, expression)

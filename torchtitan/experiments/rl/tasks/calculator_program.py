@@ -1,4 +1,4 @@
-"""An agent as a program of its own: arithmetic with a calculator tool, over HTTP, with nothing but the standard library.
+"""An agent as a separate program: arithmetic with a calculator tool, over HTTP, with nothing but the standard library.
 
 `tasks/calculator_agent.py` runs it. It imports no library, so that it starts in 50 ms.
 """

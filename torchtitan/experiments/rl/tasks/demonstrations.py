@@ -25,11 +25,8 @@ from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 from torchtitan.experiments.rl.types import ROLE_IDS, TrainingSample
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
-
-@dataclass(kw_only=True, slots=True)
-class Conversation:
-    messages: list[Message]
-    tools: list[ToolSpec] | None
+Conversation = tuple[list[Message], list[ToolSpec] | None]
+"""Its messages, and the tools that the model was told of."""
 
 
 def conversation_of(row: Any, *, messages: str, tools: str) -> Conversation:
@@ -55,7 +52,7 @@ def conversation_of(row: Any, *, messages: str, tools: str) -> Conversation:
     if not checked:
         raise ValueError(f"{messages} is empty")
     found = _without_none(row.get(tools))
-    return Conversation(messages=checked, tools=None if found is None else checked_tools(found, tools))
+    return checked, None if found is None else checked_tools(found, tools)
 
 
 def sample_of(
@@ -71,7 +68,7 @@ def sample_of(
     Raises:
         ValueError: the template has no place for a message, or nothing is trained on.
     """
-    messages, tools = conversation.messages, conversation.tools
+    messages, tools = conversation
     rendered = renderer.render(messages, tools=tools)
     check_all_rendered(rendered, messages)
     whole = described(rendered)
@@ -195,12 +192,12 @@ class DemonstrationTask(Task):
 
     async def _answered(self, example: DataSample, policy: PolicyClient, *, seed: int) -> DataSample:
         """The example with the teacher's answer."""
-        conversation = self._conversation(example)
+        messages, _ = self._conversation(example)
         teacher = cast(ChatClient, policy.frozen(cast(FrozenModel, self.config.teacher)))
-        reply = await teacher.chat(conversation.messages, seed=seed, sampling=self.config.sampling)
+        reply = await teacher.chat(messages, seed=seed, sampling=self.config.sampling)
         if not reply.whole:
             raise ValueError(f"the teacher's answer was cut off: sampling.max_tokens is {self.config.sampling.max_tokens}")
-        answered = {self.config.messages_column: [*conversation.messages, reply.message]}
+        answered = {self.config.messages_column: [*messages, reply.message]}
         return replace(example, env_input={**example.env_input, **answered})
 
     def _sample(self, example: DataSample, *, rollout_id: str) -> TrainingSample:

@@ -92,7 +92,8 @@ class GuessNumberEnv(MessageEnv):
         if found or not self._left:
             answer = f"{'Correct! The' if found else 'Wrong: the'} number was {secret}. Game over."
         else:
-            hint = "reply with one number" if guess is None else f"the number is {_direction(guess, secret)} than {guess}"
+            direction = "" if guess is None else "higher" if guess < secret else "lower"
+            hint = f"the number is {direction} than {guess}" if direction else "reply with one number"
             answer = f"Wrong: {hint}. You have {guesses_text(self._left)} left."
         done = found or not self._left
         return StepOutput(
@@ -112,10 +113,6 @@ def guess_in(text: str, *, exact: bool = False) -> int | None:
         return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) < 10 else None
     number = final_number(text)
     return int(number) if number is not None and abs(number) < 10**9 and number % 1 == 0 else None
-
-
-def _direction(guess: int, secret: int) -> str:
-    return "higher" if guess < secret else "lower"
 
 
 class GuessNumberRubric(Rubric):

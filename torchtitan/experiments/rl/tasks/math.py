@@ -161,6 +161,6 @@ class MathTask(Task):
     config: Config
 
     def make_env(self, sample: DataSample) -> QuestionEnv:
-        # Not str.format: a template with \boxed{} in it has braces of its own.
+        # Not str.format: a template with \boxed{} in it has other braces.
         question = self.config.template.replace("{question}", sample.env_input.question)
         return QuestionEnv(question, system_prompt=self.config.system_prompt)

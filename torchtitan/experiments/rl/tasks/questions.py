@@ -107,7 +107,7 @@ class QuestionTask(Task):
     def asked(self, row: dict[str, Any]) -> str | list[Message]:
         """What an example asks the model."""
         column = self.config.messages_column
-        return fill(self.config.template, row) if column is None else conversation_of(row, messages=column, tools="").messages
+        return fill(self.config.template, row) if column is None else conversation_of(row, messages=column, tools="")[0]
 
     def _odd_rows(self, rows: Rows, *, field: str) -> str:
         """How many rows are odd, and the first of each kind."""

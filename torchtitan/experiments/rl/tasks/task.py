@@ -90,10 +90,9 @@ class CheckedSession:
         """
         Args:
             vocab_size: ids that the model has; None: not known.
-            branch: opens another session of the same rollout.
+            branch: opens another session of the rollout, for another chain. Its seed follows from the rollout's and the key.
         """
-        self._session, self._vocab_size, self._open_branch = session, vocab_size, branch
-        self._branches: list[CheckedSession] = []
+        self._session, self._vocab_size, self.branch = session, vocab_size, branch
         self._closed = False
         self.waits = 0
         """Completions that the generator has not answered."""
@@ -132,18 +131,11 @@ class CheckedSession:
         if highest >= self._vocab_size:
             raise UserCodeError(f"{what} the token id {highest}, and the model has {self._vocab_size:,} ids")
 
-    def branch(self, key: str) -> "CheckedSession":
-        """Another session of this rollout, for a chain of its own. Its seed follows from the rollout's and the key."""
-        self._branches.append(self._open_branch(key))
-        return self._branches[-1]
-
     def close(self) -> None:
-        """See PolicySession.close. Closes its branches too, and each once."""
+        """See PolicySession.close. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._session.close()
-            for branch in self._branches:
-                branch.close()
 
 
 USED = "_used_by_rollout"
@@ -222,12 +214,12 @@ class Task(UserConfigurable):
         env: RendererEnvConfig = field(default_factory=RendererEnvConfig)
         sampling: SamplingConfig = field(default_factory=SamplingConfig)
         group_size: PositiveInt = 8
-        """Rollouts per data sample. Where nothing compares them, each is a group of its own."""
+        """Rollouts per data sample. Where nothing compares them, each is a group by itself."""
         max_retries: NonNegativeInt = 1
         """Times a rollout that failed is run again."""
         min_group_size: PositiveInt = 2
         """A group with fewer scored rollouts is dropped."""
-        weight: PositiveFloat = 1.0
+        weight: Annotated[PositiveFloat, Cure("to leave a task out, remove it")] = 1.0
         """Share of the groups, relative to the other tasks."""
         adapter: AdapterName = ""
         """Name of the adapter that the task samples with and trains, where tasks of a run have several: with ``trainer.lora``,
@@ -372,8 +364,8 @@ class Task(UserConfigurable):
 
     @property
     def needs_group(self) -> bool:
-        """Whether the rollouts of an example wait for each other: their algorithm or a reward compares them, or the task has a
-        ``run_group`` or ``score_group`` of its own. If not, each is a group of its own, scored and trained on when it ends."""
+        """Whether the rollouts of an example wait for each other: their algorithm or a reward compares them, or the task
+        overrides ``run_group`` or ``score_group``. If not, each is a group by itself, scored and trained on when it ends."""
         algorithm = type(self.algorithm)
         own = type(self).run_group is not Task.run_group or type(self).score_group is not Task.score_group
         compares = algorithm.needs_group or algorithm.score_group is not Algorithm.score_group
@@ -451,7 +443,7 @@ class Task(UserConfigurable):
             checked = _checked(rewards, group.rollouts)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # what a rubric returned may be of its own classes
+        except BaseException as error:  # what a rubric returned may be of any class
             _fail(group, f"{name}: {cause_of(error)}")
             return
         for rollout, seen, (reward, components) in zip(group.rollouts, given, checked, strict=True):
@@ -569,7 +561,7 @@ class GroupRun:
             envs = await self._make_envs(len(rollouts))
             await asyncio.gather(*map(self._run_to_status, rollouts, envs, sessions))
         finally:
-            # Rollouts close their own; what is left belongs to rollouts that never began.
+            # Rollouts close their own; what is left belongs to rollouts that never began, and to branches.
             for session in self._sessions:
                 session.close()
             for env in self._envs:
@@ -603,26 +595,23 @@ class GroupRun:
         try:
             await call_bounded(lambda: self.task.run_rollout(cast(Any, env), session), timeout_s=limit_s)
             await env.close()  # its metadata may fail
-            rollout.status, rollout.error = env.status, env.error
-            if not rollout.status.is_terminal():
-                rollout.status = RolloutStatus.ERROR
-                rollout.error = f"{name} returned while the rollout was ongoing; to stop early call env.finish(status)"
+            status, cause = env.status, env.error
+            if not status.is_terminal():
+                status = RolloutStatus.ERROR
+                cause = f"{name} returned while the rollout was ongoing; to stop early call env.finish(status)"
         except UserCodeError as error:
             if env.status in RETRIED:  # it had failed before the loop raised, or was late
-                rollout.status, rollout.error = env.status, env.error
+                status, cause = env.status, env.error
             elif isinstance(error, UserCodeTimeout):
                 waits_in = f"; it waits in {error.where}" if error.where else ""
                 waits = ", waiting for the generator" if session.waits else waits_in
-                rollout.status, rollout.error = (
-                    RolloutStatus.TIMEOUT,
-                    f"{name}: the rollout took longer than {limit_s:g} s{waits}",
-                )
+                status, cause = RolloutStatus.TIMEOUT, f"{name}: the rollout took longer than {limit_s:g} s{waits}"
             else:
-                rollout.status, rollout.error = RolloutStatus.ERROR, f"{name}: {error}"
+                status, cause = RolloutStatus.ERROR, f"{name}: {error}"
         finally:
             await env.close()
             session.close()
-        rollout.turns = env.turns
+        rollout.turns, rollout.status, rollout.error = env.turns, status, cause
         if isinstance(env, AgentRollout):
             rollout.answer, rollout.calls = env.answer, dict(+env.counts)
         else:

@@ -42,7 +42,7 @@ END_S = 5.0
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class MCPServer:
-    """A server of the Model Context Protocol. Each rollout has a connection of its own, and with ``command`` a process."""
+    """A server of the Model Context Protocol. Each rollout has its connection, and with ``command`` a process."""
 
     command: tuple[str, ...] = ()
     """Starts one that speaks on stdin and stdout."""
@@ -112,7 +112,7 @@ class RemoteTool:
 
 
 class _Connection:
-    """To an MCP server, in a task of its own: what opened one of anyio's scopes has to close it."""
+    """To an MCP server, held by one asyncio task: what opened one of anyio's scopes has to close it."""
 
     def __init__(self, server: MCPServer):
         self._server = server

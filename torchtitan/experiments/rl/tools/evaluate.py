@@ -52,7 +52,7 @@ class Candidate:
     plan: RunPlan
     endpoint: FrozenModel | None
     """The policy is this server's model. None: generators on the config's model."""
-    run_dir: str
+    run_dir: Path
 
     @property
     def label(self) -> str:
@@ -66,7 +66,7 @@ class Candidate:
 
 
 def evaluated_config(config: RunConfig, *, tasks: Sequence[str], attempts: int | None) -> RunConfig:
-    """The config with the tasks to measure, each with a schedule of its own, on this host.
+    """The config with the tasks to measure, each with its schedule, on this host.
 
     Args:
         tasks: by name; empty: every task that has a validation set.
@@ -144,39 +144,30 @@ class Evaluation:
     """``run`` evaluates every task once, as a run does of version 0, and stops everything it has started."""
 
     def __init__(self, model: Candidate):
-        self._config, self._run_dir, self._endpoint = model.config, Path(model.run_dir), model.endpoint
-        self._context = RunContext(model.plan, self._run_dir, console=Console(sys.stderr))
-        self._actors = RunActors(self._context, on_failure=self._fail)
-        self._failure: Exception | None = None
+        self._model = model
+        self._context = RunContext(model.plan, model.run_dir, console=Console(sys.stderr))
+        self._failures: list[Exception] = []
+        self.actors = RunActors(self._context, on_failure=self._failures.append)
         self._result = Result(examples={name: [] for name in model.config.tasks})
         self._measuring: asyncio.Task[None] | None = None
-        self._stopped = False
 
     async def run(self) -> "Result":
         self._measuring = asyncio.create_task(self._measure())
-        try:
-            await self._measuring
-        except asyncio.CancelledError:
-            if not self._stopped:
-                raise
+        (error,) = await asyncio.gather(self._measuring, return_exceptions=True)
+        if error is not None and not isinstance(error, asyncio.CancelledError):
+            raise error
         return self._result
 
     def stop(self) -> None:
         """End ``run`` early. Groups that have ended are recorded."""
-        self._stopped = True
         if self._measuring is not None:
             self._measuring.cancel()
 
-    def died(self, death: Any) -> None:
-        """A process died; Monarch reports it."""
-        self._actors.supervisor.died(death)
-
     async def _measure(self) -> None:
-        config, actors = self._config, self._actors
-        gate = self._context.gate
+        config, endpoint, actors, gate = self._model.config, self._model.endpoint, self.actors, self._context.gate
         tasks = TaskSet(config.tasks, gate=gate, limits=config.user_code, seed=config.seed)
-        recorder = config.recorder.build(run_dir=self._run_dir)
-        policy = None if self._endpoint is None else EndpointPolicy(self._endpoint, actors.policy)
+        recorder = config.recorder.build(run_dir=self._model.run_dir)
+        policy = None if endpoint is None else EndpointPolicy(endpoint, actors.policy)
         validator: Validator | None = None
         failures = FirstFailures(_note, log="logs/evaluator.jsonl")
 
@@ -199,12 +190,13 @@ class Evaluation:
             else:
                 await tasks.setup(policy)
                 runner = LocalRunner(policy, seed=config.seed)
-            validator = Validator(tasks.tasks, runner, config.validation, on_failure=self._fail, gate=gate, on_group=measured)
+            on_failure = self._failures.append
+            validator = Validator(tasks.tasks, runner, config.validation, on_failure=on_failure, gate=gate, on_group=measured)
             validator.start(0)
             await actors.supervisor.unless_failed(validator.wait())
             reports = validator.take()
-            if self._failure is not None or not reports:
-                raise self._failure or RunError("nothing was measured")
+            if self._failures or not reports:
+                raise next(iter(self._failures), RunError("nothing was measured"))
             self._result.metrics = reports[0].metrics
         finally:
             if validator is not None:
@@ -214,9 +206,6 @@ class Evaluation:
             if policy is not None:
                 await policy.close()
             await asyncio.to_thread(recorder.close)
-
-    def _fail(self, error: Exception) -> None:
-        self._failure = self._failure or error
 
 
 class Evaluator(Actor):
@@ -242,7 +231,7 @@ class Evaluator(Actor):
 
     def __supervise__(self, failure: Any) -> bool:
         """See Controller.__supervise__."""
-        self._loop.call_soon_threadsafe(self._evaluation.died, process_death(failure))
+        self._loop.call_soon_threadsafe(self._evaluation.actors.supervisor.died, process_death(failure))
         return True
 
 
@@ -258,7 +247,7 @@ def measure_all(models: list[Candidate], temporary: TemporaryFolder) -> tuple[in
         for number, model in enumerate(models):
             sizes = [f"{name} (at most {plan.examples} x {plan.attempts})" for name, plan in model.schedules.items()]
             _note(f"measuring   {model.label} on {', '.join(sizes)}")
-            with printed_to(Path(model.run_dir) / MONARCH_OUTPUT):
+            with printed_to(model.run_dir / MONARCH_OUTPUT):
                 here = this_proc()
             evaluator = here.spawn(f"evaluator_{number}", Evaluator, model)
             running, asked = evaluator.measure.call_one(), None
@@ -298,7 +287,7 @@ Z = 1.959964
 T = (12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.30600, 2.26216, 2.22814)
 """The same of Student's distribution with 1 to 10 degrees of freedom."""
 MOST_SLICES = 12
-"""Of one field of an example's info. A field with more values is a label of its own for almost every example."""
+"""Of one field of an example's info. A field with more values labels almost every example differently."""
 EXACT_SIGNS = 14
 """Examples that differ, up to which all ways to flip their signs are tried: 16,384."""
 DRAWS = 20_000

@@ -57,7 +57,7 @@ class Left(RunError):
 
 
 class LocalModel:
-    """Samples with the config's engine, one request at a time, on a thread of its own. The first starts it."""
+    """Samples with the config's engine, one request at a time, on a thread that the first starts."""
 
     lockstep = False
     """See GeneratorClient."""

@@ -178,7 +178,7 @@ def _figures(series: Series) -> Iterable[Hint]:
     for name, points in series.items():
         if name.startswith("restarts/") and points and (count := points[-1][1]) > 0:
             part = name.partition("/")[2]
-            text = f"{part} died and was made again {'once' if count == 1 else f'{count:.0f} times'}"
+            text = f"{part} died and was restarted {'once' if count == 1 else f'{count:.0f} times'}"
             yield Hint("warning", text, f"logs/ of {part}; supervision.max_restarts", name)
     for name, (most, text, field) in TOO_HIGH.items():
         if now[name] > most:
@@ -191,9 +191,20 @@ def _figures(series: Series) -> Iterable[Hint]:
     if not (now[REWARD] >= SOLVED > series[REWARD][0][1]):
         yield from _teaches_nothing(now, early)
     generators = [name for name in series if name.startswith("perf/generator_") and name.endswith("/busy")]
-    if generators and now["time/step_s"] > 0:
-        idle = 1 - fmean(now[name] for name in generators)
-        yield from _idle(idle, now["time/wait_s"] / now["time/step_s"], equal=now[EQUAL], generator=generators[0])
+    if not generators or not now["time/step_s"] > 0:
+        return
+    idle, waiting = 1 - fmean(now[name] for name in generators), now["time/wait_s"] / now["time/step_s"]
+    if idle > 1 - IDLE and waiting > WAITING:
+        text = f"Generators idle {idle:.0%} of the time, and the trainer waits {waiting:.0%} of a step: slow envs"
+        field = f"rollout_workers, if perf/event_loop_lag_max_s is above {LAG_S:g}; else the envs wait for something"
+        yield Hint("warning", text, field, generators[0])
+    elif idle > 1 - IDLE:
+        text = f"Generators idle {idle:.0%} of the time: the trainer is the slower side"
+        field = "trainer.ranks (more), generator.replicas (fewer), max_offpolicy_steps (1 or 2)"
+        yield Hint("note", text, field, generators[0])
+    elif waiting > 0.7 and not now[EQUAL] >= 0.5:  # else there is little to train on
+        text = f"The trainer waits {waiting:.0%} of a step for rollouts, and the generators are busy"
+        yield Hint("note", text, "generator.replicas (more), sampling.max_tokens (fewer)", "time/wait_s")
 
 
 def _teaches_nothing(now: Mapping[str, float], early: Mapping[str, float]) -> Iterable[Hint]:
@@ -204,27 +215,6 @@ def _teaches_nothing(now: Mapping[str, float], early: Mapping[str, float]) -> It
     if now[name] < 0.02 and now[name] < early[name] / 10:
         text = f"The entropy has collapsed: {early[name]:.2g} nats at first, {now[name]:.2g} now"
         yield Hint("warning", text, "trainer.optimizer.lr (lower it), or more rollouts a step", name)
-
-
-def _idle(idle: float, waiting: float, *, equal: float, generator: str) -> Iterable[Hint]:
-    """
-    Args:
-        idle: share of the time that generators do nothing.
-        waiting: share of a step that the trainer waits.
-        equal: share of the groups with equal rewards.
-        generator: metric of the first one's use.
-    """
-    if idle > 1 - IDLE and waiting > WAITING:
-        text = f"Generators idle {idle:.0%} of the time, and the trainer waits {waiting:.0%} of a step: slow envs"
-        field = f"rollout_workers, if perf/event_loop_lag_max_s is above {LAG_S:g}; else the envs wait for something"
-        yield Hint("warning", text, field, generator)
-    elif idle > 1 - IDLE:
-        text = f"Generators idle {idle:.0%} of the time: the trainer is the slower side"
-        field = "trainer.ranks (more), generator.replicas (fewer), max_offpolicy_steps (1 or 2)"
-        yield Hint("note", text, field, generator)
-    elif waiting > 0.7 and not equal >= 0.5:  # else there is little to train on
-        text = f"The trainer waits {waiting:.0%} of a step for rollouts, and the generators are busy"
-        yield Hint("note", text, "generator.replicas (more), sampling.max_tokens (fewer)", "time/wait_s")
 
 
 MOST_POINTS = 1000
@@ -330,13 +320,13 @@ def ledger(run: ReportedRun) -> Json:
     over_time = "SELECT column_, ended, COUNT(*) FROM ledger WHERE task = ? GROUP BY column_, ended ORDER BY ended"
     tasks = []
     for task, columns in ledger_counts(run).items():
-        names = [f"ledger/{task}/dispatched", f"ledger/{task}/open"]
-        dispatched, not_ended = (points[-1][1] if (points := series(run, [name]).get(name)) else None for name in names)
+        found = series(run, [f"ledger/{task}/dispatched", f"ledger/{task}/open"])
+        counts = {name.rpartition("/")[2]: points[-1][1] for name, points in found.items()}
         tasks.append(
             {
                 "task": task,
-                "dispatched": int(dispatched or sum(columns.values())),
-                "open": int(not_ended or 0),
+                "dispatched": int(counts.get("dispatched") or sum(columns.values())),
+                "open": int(counts.get("open") or 0),
                 "columns": columns,
                 "recorded": recorded.get(task, {}),
                 "lines": {name: thinned(list(own.items())) for name, own in table(run, over_time, [task]).items()},

@@ -64,7 +64,7 @@ class Wanted(BaseModel):
     max_reward: float | None = None
     text: Text = None
     """In any message, whatever its case."""
-    sort: Literal[tuple(SORTS)] = "newest"  # type: ignore[valid-type]
+    sort: Literal[tuple(SORTS)] = "newest"  # type: ignore[valid-type]  # mypy takes written words only
     limit: Annotated[int, Field(ge=1, le=MOST_ROWS)] = 50
     offset: Count = 0
     """Of the rows that the other filters leave."""

@@ -60,7 +60,7 @@ async function overviewPage(run, query) {
     if (!page.metrics.includes(name)) { metric.setCustomValidity("No such metric: choose one of the list."); metric.reportValidity(); return; }
     changed("metric", [...new Set([name, ...query.getAll("metric")])]);
   } },
-    html("label", {}, "A chart of one's own", metric), html("datalist", { id: "metrics" }, ...page.metrics.map((name) => html("option", { value: name }))),
+    html("label", {}, "Another chart", metric), html("datalist", { id: "metrics" }, ...page.metrics.map((name) => html("option", { value: name }))),
     html("button", {}, "Add"),
     own.length ? html("button", { type: "button", onclick: () => changed("metric", []) }, "Remove own charts") : null,
     html("label", {}, "Smoothing", html("input", { type: "range", name: "smooth", min: 0, max: 0.99, step: 0.01, value: smooth,
@@ -116,12 +116,12 @@ async function timelinePage(run) {
   const page = await api(`api/runs/${run}/page/timeline`);
   const traces = page.traces.map((name) => html("li", {}, link(`api/runs/${run}/traces/${encodeURIComponent(name)}`, name),
     " opens in ui.perfetto.dev or chrome://tracing"));
-  const charts = [["Processes made again", "restarts so far", page.restarts], ["Use of processes", "share of the time", page.busy]]
+  const charts = [["Restarted processes", "restarts so far", page.restarts], ["Use of processes", "share of the time", page.busy]]
     .filter(([, , lines]) => Object.keys(lines).length).map(([title, unit, lines]) => lineChart({ title, unit, lines }));
   return [
     html("h1", {}, "Timeline"),
     html("div", { class: "charts" }, ...charts),
-    Object.keys(page.restarts).length ? null : html("p", { class: "good" }, "No process was made again."),
+    Object.keys(page.restarts).length ? null : html("p", { class: "good" }, "No process was restarted."),
     html("h2", {}, "Profiled steps"),
     traces.length ? html("ul", {}, ...traces) : html("p", {}, "None: --profile-steps 3:5 records steps 3 to 5."),
     html("h2", {}, "Processes"),
