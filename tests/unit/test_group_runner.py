@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.waiting import iterations, until
 from torchtitan.experiments.rl.config.checks import checked_plan
-from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupResult, Measurement, WorkerRunner
+from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupResult, WorkerRunner
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
@@ -103,9 +103,9 @@ async def test_measured_group_carries_its_sampling_and_size():
     mesh.released.set()
     runner = runner_of(mesh, SimpleNamespace(version=0, generated_tokens=0))
     sampling = SamplingConfig(temperature=0.0)
-    group = await runner.run(task(4), request("v", measured=Measurement(sampling=sampling, group_size=2)))
+    group = await runner.run(task(4), request("v", sampling=sampling, group_size=2, credit=False))
     (asked,) = mesh.asked[0]
-    assert group.group_id == "v" and asked.measured == Measurement(sampling=sampling, group_size=2)
+    assert (group.group_id, asked.sampling, asked.group_size, asked.credit) == ("v", sampling, 2, False)
 
 
 async def test_groups_of_a_worker_that_dies_are_run_again_under_their_ids_elsewhere_or_when_it_is_back():

@@ -100,23 +100,17 @@ class TaskSet:
 
 
 @dataclass(kw_only=True, slots=True)
-class Measurement:
-    """How the rollouts of a group that is only measured are sampled: by the policy itself, and without credit."""
-
-    sampling: SamplingConfig
-    group_size: int
-
-
-@dataclass(kw_only=True, slots=True)
 class GroupRequest:
     """A group to run and score, or to credit."""
 
     data_sample: DataSample
     group_id: str
+    group_size: int | None = None
+    """None: the task's, as for a task with its own ``run_group``."""
+    sampling: SamplingConfig | None = None
+    """None: the task's."""
     credit: bool = True
     """False: rewards alone."""
-    measured: Measurement | None = None
-    """For validation. None: a training group, sampled with the task's own config."""
     uncredited: RolloutGroup | None = None
     """A group that was run without credit, and gets it now."""
     policy_version: int = 0
@@ -150,12 +144,9 @@ class LocalRunner(GroupRunner):
         self._policy, self._seed = policy, seed
 
     async def run(self, task: Task, request: GroupRequest) -> RolloutGroup:
-        own: dict[str, Any] = {}  # a task's own run_group may not take them, and needs its group
-        measured = request.measured
-        if measured is not None:
-            own = {"sampling": measured.sampling, "group_size": measured.group_size, "credit": False}
-        elif not task.needs_group:
-            own = {"group_size": 1, "credit": request.credit}
+        own: dict[str, Any] = {}  # a task's own run_group may not take them
+        if request.group_size is not None:
+            own = {"group_size": request.group_size, "sampling": request.sampling, "credit": request.credit}
         with trace.lane("group", group=request.group_id):
             if request.uncredited is not None:
                 with trace.span("score"):
@@ -166,7 +157,7 @@ class LocalRunner(GroupRunner):
             for sample in itertools.chain.from_iterable(rollout.samples for rollout in group.rollouts):
                 sample.adapter = task.config.adapter
             with trace.span("score"):
-                await (task.score_group(group) if request.credit and measured is None else task.score_rewards(group))
+                await (task.score_group(group) if request.credit else task.score_rewards(group))
         return group
 
     def lap(self) -> tuple[float, int]:
@@ -210,9 +201,7 @@ class WorkerRunner(GroupRunner):
         self._workers.pop(index, None)
 
     async def run(self, task: Task, request: GroupRequest) -> RolloutGroup:
-        measured = request.measured
-        group_size = task.config.group_size if measured is None else measured.group_size
-        rollouts = group_size if task.needs_group or measured is not None else 1
+        rollouts = request.group_size or task.config.group_size
         while True:
             worker = await self._least_busy()
             request.policy_version = self._policy.version
@@ -270,9 +259,7 @@ class RolloutWorker(WatchedActor):
         self.part = f"rollout_worker {index}"
         set_up_logging(run_dir, f"rollout_worker-{index}")
         # The controller makes a replica again whose engine has stopped; its requests wait here meanwhile.
-        self._frozen = FrozenClients(
-            hosted_models(tasks), lockstep=False, client_id=client_id, on_stopped=lambda path, replica, cause: None
-        )
+        self._frozen = FrozenClients(hosted_models(tasks), client_id=client_id)
         self._policy = GeneratorClient(client_id=client_id, frozen=self._frozen.find, on_stopped=lambda replica, cause: None)
         self._clients = {"": self._policy} | self._frozen.generators
         self._runner = LocalRunner(self._policy, seed=seed)

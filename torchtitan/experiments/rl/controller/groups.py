@@ -34,8 +34,19 @@ def groups_in_slot(task: Task) -> int:
 
 
 @dataclass(kw_only=True, slots=True)
+class Slot:
+    """What became of the groups of a slot."""
+
+    kept: bool = False
+    """Whether one of them was kept."""
+    dropped: int = 0
+    """How many were dropped and are not replaced."""
+
+
+@dataclass(kw_only=True, slots=True)
 class OpenGroup:
     task: Task
+    slot: Slot = field(default_factory=Slot)
     rollout_ids: set[str]
     """Rollouts of the group that are in no ledger column yet."""
     example: DataSample | None = None
@@ -107,11 +118,11 @@ class OpenGroups:
     def __iter__(self) -> Iterator[str]:
         return iter(self._groups)
 
-    def dispatch(self, task: Task, group_id: str) -> None:
+    def dispatch(self, task: Task, group_id: str, slot: Slot) -> None:
         """Open a group, and a ledger record for each of its rollouts."""
-        size = task.config.group_size if task.needs_group else 1
-        entry = self._groups[group_id] = OpenGroup(task=task, rollout_ids={f"{group_id}/{index}" for index in range(size)})
-        self.ledger.dispatch(task.name, entry.rollout_ids, version=self._version())
+        rollout_ids = {f"{group_id}/{index}" for index in range(task.config.group_size if task.needs_group else 1)}
+        self._groups[group_id] = OpenGroup(task=task, slot=slot, rollout_ids=rollout_ids)
+        self.ledger.dispatch(task.name, rollout_ids, version=self._version())
 
     def end(self, entry: OpenGroup, rollout_id: str, column: str, why: str | None = None) -> None:
         """A rollout ends in ``column``; ``why`` is logged."""
@@ -177,8 +188,10 @@ class OpenGroups:
                 group.data_sample = example
                 for rollout in group.rollouts:
                     rollout.data_sample = example
+            task = tasks[state.task]
             self._groups[state.group_id] = OpenGroup(
-                task=tasks[state.task],
+                task=task,
+                slot=Slot(kept=not task.needs_group),  # the others of its slot are not known
                 rollout_ids=set(state.rollout_ids),
                 example=example,
                 group=group,

@@ -19,8 +19,8 @@ bookkeeping: it has no clock.
 
 import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from fractions import Fraction
 
@@ -38,7 +38,7 @@ class Pacer:
         """The version that a group's training leads to, and its share of a slot."""
         # Sums over the slots: a step may have thousands of groups with a part of a slot each.
         self._ready, self._in_training = Fraction(0), Fraction(0)
-        self._unfinished: Counter[float] = Counter()
+        self._unfinished = defaultdict[float, Fraction](Fraction)
         """Shares of the slots that are not finished, by deadline."""
         self.untrained = Fraction(0)
         """Slots of groups admitted and neither dropped nor taken by a step."""
@@ -120,12 +120,12 @@ class Pacer:
 
     def _fit(self, group_ids: Iterable[str], version: int) -> bool:
         """Whether each of these groups, and all due before it, fit the steps from the next one to its deadline."""
-        waiting = Counter[float]()
+        waiting = defaultdict[float, Fraction](Fraction)
         for slot in (self._untaken[group_id] for group_id in group_ids):
-            waiting[self._deadline(slot)] += _share(slot)  # type: ignore[assignment]  # Counter's values are declared as int
+            waiting[self._deadline(slot)] += _share(slot)
         return self._in_time(waiting, version)
 
-    def _in_time(self, waiting: Counter[float], version: int) -> bool:
+    def _in_time(self, waiting: Mapping[float, Fraction], version: int) -> bool:
         """Whether slots, by deadline, fit the steps from the next one on."""
         deadlines = sorted(waiting)
         held = itertools.accumulate(waiting[deadline] for deadline in deadlines)
@@ -140,7 +140,7 @@ class Pacer:
             self._ready += share
             return
         deadline = self._deadline(slot)
-        self._unfinished[deadline] += share  # type: ignore[assignment]
+        self._unfinished[deadline] += share
         if not self._unfinished[deadline]:
             del self._unfinished[deadline]
 

@@ -28,13 +28,13 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.controller.events import NothingLeftToLearn, RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupRunner
-from torchtitan.experiments.rl.controller.groups import OpenGroup, OpenGroups, StepGroups, groups_in_slot, has_signal
+from torchtitan.experiments.rl.controller.groups import OpenGroup, OpenGroups, Slot, StepGroups, groups_in_slot, has_signal
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.saved_state import RolloutLoopState
@@ -106,15 +106,6 @@ class Stillness:
         await self._moved.wait()
 
 
-@dataclass(kw_only=True, slots=True)
-class _SharedSlot:
-    task: Task
-    dropped: int = 0
-    """Groups of it that were dropped and not replaced."""
-    kept: bool = False
-    """Whether one of it was kept."""
-
-
 class RolloutLoop:
     def __init__(
         self,
@@ -145,10 +136,8 @@ class RolloutLoop:
         self._running: set[asyncio.Task[None]] = set()
         self._picking = False
         """The task mix has not answered yet; ``fill`` goes on when it has."""
-        self._shared: dict[str, _SharedSlot] = {}
-        """By group, of those that share a slot, until it is kept or dropped."""
-        self._incomplete: list[_SharedSlot] = []
-        """Slots of which groups were dropped and others kept."""
+        self._to_replace: list[OpenGroup] = []
+        """Groups that were dropped from a slot of which others were kept."""
         self._next_step = StepGroups()
         """What there is to tell of the next step: groups dropped, rollouts matched."""
         self._changed = asyncio.Event()
@@ -164,8 +153,14 @@ class RolloutLoop:
     # What the training loop calls.
 
     def fill(self) -> None:
-        self._replace()
-        while self._may_start and self._pacer.has_slot:
+        """Start groups in the place of dropped ones, and in free slots."""
+        while self._wants_groups and not (self._picking or self._stillness.wanted):
+            if self._to_replace:
+                dropped = self._to_replace.pop(0)
+                self._start(dropped.task, dropped.slot, 1)
+                continue
+            if not self._pacer.has_slot:
+                return
             pick = self._selection.pick_task()
             if not pick.answered:
                 self._picking = True
@@ -272,23 +267,18 @@ class RolloutLoop:
     # The way of a group.
 
     def _start_slot(self, name: str) -> None:
-        task = self._tasks[name]
-        groups, slot = groups_in_slot(task), _SharedSlot(task=task)
-        if task.repeats_example:
-            return self._start(slot, groups)
-        for _ in range(groups):
-            self._start(slot, 1)
+        task, slot = self._tasks[name], Slot()
+        groups = groups_in_slot(task)
+        for of_one_example in [groups] if task.repeats_example else [1] * groups:
+            self._start(task, slot, of_one_example)
 
-    def _start(self, slot: _SharedSlot, groups: int) -> None:
+    def _start(self, task: Task, slot: Slot, groups: int) -> None:
         """Start this many groups of one example in a slot."""
-        task = slot.task
         group_ids = [f"{task.name}-{self._started + number}" for number in range(groups)]
         self._started += groups
         for group_id in group_ids:
             self._pacer.admit(group_id, self._policy.version, frozen=not task.goes_stale, parts=groups_in_slot(task))
-            self._open.dispatch(task, group_id)
-        if not task.needs_group:
-            self._shared |= dict.fromkeys(group_ids, slot)
+            self._open.dispatch(task, group_id, slot)
         self._run_beside(self._run_group(*group_ids), group_ids[0])
 
     async def _run_group(self, group_id: str, *others: str) -> None:
@@ -304,7 +294,8 @@ class RolloutLoop:
             for other in others:
                 self._run_beside(self._run_group(other), other)
             late = self._selection.credit_is_late(task)
-            request = GroupRequest(data_sample=entry.example, group_id=group_id, credit=not late)
+            size = None if task.needs_group else 1
+            request = GroupRequest(data_sample=entry.example, group_id=group_id, group_size=size, credit=not late)
             group = await self._runner.run(task, request)
             check_whole(group, entry.rollout_ids, task)
             refuse_future_versions(group, self._policy.version)
@@ -354,23 +345,19 @@ class RolloutLoop:
             for rollout in entry.kept().rollouts:
                 if self._is_oversized(rollout):
                     self._open.end(entry, rollout.rollout_id, "oversized", "longer than batcher.row_length")
-        slot = self._shared.pop(group.group_id, None)
+        slot = entry.slot
         if entry.rollout_ids:
             self._pacer.finish(group.group_id)
             for watcher in self._watchers:
                 watcher.group_kept()
-            if slot is not None:
-                slot.kept = True
-                self._note(slot)
-                self._replace()
-            return
-        self._pacer.drop(group.group_id)
-        if not entry.task.needs_group:
-            # Of one that a resumed run goes on with, the others are not known.
-            slot = slot or _SharedSlot(task=entry.task, kept=True)
+            slot.kept = True
+        else:
+            self._pacer.drop(group.group_id)
             slot.dropped += 1
-            self._note(slot)
-        self._drop(group.group_id)
+            self._drop(group.group_id)
+        if slot.kept:
+            self._to_replace += [entry] * slot.dropped
+            slot.dropped = 0
         self.fill()
 
     def _is_oversized(self, rollout: Rollout) -> bool:
@@ -390,26 +377,9 @@ class RolloutLoop:
             for watcher in self._watchers:
                 watcher.group_dropped(list(entry.outcomes.values()), entry.group, signal=entry.signal, taken=taken)
 
-    def _note(self, slot: _SharedSlot) -> None:
-        if slot.kept and slot.dropped and not any(slot is known for known in self._incomplete):
-            self._incomplete.append(slot)
-
-    def _replace(self) -> None:
-        """Start groups in slots of which some were dropped."""
-        while self._incomplete and self._may_start:
-            slot = self._incomplete[0]
-            slot.dropped -= 1
-            if not slot.dropped:
-                self._incomplete.pop(0)
-            self._start(slot, 1)
-
     @property
     def _wants_groups(self) -> bool:
         return self._pacer.untrained < self._groups_left and not self._stopping and self._failure is None
-
-    @property
-    def _may_start(self) -> bool:
-        return self._wants_groups and not (self._picking or self._stillness.wanted)
 
     async def _fill_later(self, pick: Call) -> None:
         try:

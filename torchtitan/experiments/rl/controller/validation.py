@@ -7,13 +7,13 @@ final policy) sample from one version alone.
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
-from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupRunner, Measurement
+from torchtitan.experiments.rl.controller.group_runner import GroupRequest, GroupRunner
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport, ValidatorState
 from torchtitan.experiments.rl.controller.step_metrics import mean
 from torchtitan.experiments.rl.data.dataset import count_examples, read_example
@@ -50,10 +50,11 @@ class Validator:
         self._configs = {
             name: task.config.validation_schedule or default for name, task in tasks.items() if task.validation is not None
         }
-        self._running: dict[str, asyncio.Task] = {}
+        self._running: list[str] = []
+        """Tasks that are being evaluated."""
         self._rounds: set[asyncio.Task[None]] = set()
         self._reports: list[ValidationReport] = []
-        self._left_out: dict[str, int] = {}
+        self._left_out: Counter[str] = Counter()
         self._begun = 0
 
     def due(self, step: int) -> list[str]:
@@ -67,19 +68,12 @@ class Validator:
         self._start(names, step, alone=final or step == 0, label=f"{step}.final" if final else str(step))
 
     def _start(self, names: Sequence[str], step: int, *, alone: bool, label: str) -> None:
-        begun = []
-        for name in names:
-            if name in self._running:
-                self._left_out[name] = self._left_out.get(name, 0) + 1
-                continue
-            evaluation = contained(self._measure(name, alone=alone, label=label))
-            work = self._running[name] = asyncio.create_task(evaluation, name=f"validation-{name}-{step}")
-            work.add_done_callback(partial(self._running.pop, name))
-            begun.append(work)
-        if begun:
-            report = asyncio.create_task(self._report(step, begun))
-            self._rounds.add(report)
-            report.add_done_callback(self._rounds.discard)
+        self._left_out.update(name for name in names if name in self._running)
+        if begun := [name for name in names if name not in self._running]:
+            self._running += begun
+            of_all = asyncio.create_task(self._evaluate(begun, step, alone=alone, label=label), name=f"validation-{step}")
+            self._rounds.add(of_all)
+            of_all.add_done_callback(self._rounds.discard)
 
     async def wait(self) -> None:
         """Until nothing is running."""
@@ -92,10 +86,10 @@ class Validator:
         return reports
 
     async def close(self) -> None:
-        work = [*self._running.values(), *self._rounds]
-        for task in work:
-            task.cancel()
-        await asyncio.gather(*work, return_exceptions=True)
+        rounds = list(self._rounds)
+        for of_all in rounds:
+            of_all.cancel()
+        await asyncio.gather(*rounds, return_exceptions=True)
 
     def state(self) -> ValidatorState:
         """What a resumed run continues from."""
@@ -111,20 +105,28 @@ class Validator:
 
         The latter measures version ``step`` now, and says so.
         """
-        self._begun, self._left_out = step, dict(state.left_out)
+        self._begun, self._left_out = step, Counter(state.left_out)
         self._reports = list(state.reports)
         due = self.due(step) if state.begun < step else []
         names = [name for name in self._configs if name in due or name in state.running]
         self._start(names, step, alone=False, label=str(step))
 
-    async def _report(self, step: int, evaluations: Sequence[asyncio.Task]) -> None:
-        """One report of all tasks that were begun together."""
+    async def _evaluate(self, names: Sequence[str], step: int, *, alone: bool, label: str) -> None:
+        """Evaluate these tasks side by side, and make one report of it."""
+        metrics: dict[str, float] = {}
+
+        async def measure(name: str) -> None:
+            try:
+                metrics.update(await contained(self._measure(name, alone=alone, label=label)))
+            finally:
+                self._running.remove(name)
+
         try:
-            metrics = {name: value for part in await asyncio.gather(*evaluations) for name, value in part.items()}
-        except Exception as error:
-            for evaluation in evaluations:
-                evaluation.cancel()
-            return self._on_failure(error)
+            async with asyncio.TaskGroup() as evaluations:
+                for name in names:
+                    evaluations.create_task(measure(name), name=f"validation-{name}-{step}")
+        except ExceptionGroup as failed:
+            return self._on_failure(failed.exceptions[0])
         rewards = [value for name, value in metrics.items() if name.endswith("/reward")]
         metrics["validation/step"] = step
         metrics |= {f"validation/{name}/left_out": count for name, count in self._left_out.items()}
@@ -135,7 +137,6 @@ class Validator:
     async def _measure(self, name: str, *, alone: bool, label: str) -> dict[str, float]:
         task, config = self._tasks[name], self._configs[name]
         sampling = replace(task.config.sampling, temperature=config.temperature)
-        measured = Measurement(sampling=sampling, group_size=config.attempts)
         assert task.validation is not None
         dataset = task.validation
         owner = f"validation of task {name!r}"
@@ -145,7 +146,13 @@ class Validator:
         async def one(index: int) -> RolloutGroup:
             async with places:
                 example = await self._gate.call(read_example, dataset, index, owner=owner)
-                request = GroupRequest(data_sample=example, group_id=f"validation-{name}-{index}", measured=measured)
+                request = GroupRequest(
+                    data_sample=example,
+                    group_id=f"validation-{name}-{index}",
+                    group_size=config.attempts,
+                    sampling=sampling,
+                    credit=False,
+                )
                 group = await self._runner.run(task, request)
                 self._on_group(group)
                 return group

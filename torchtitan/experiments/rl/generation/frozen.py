@@ -22,25 +22,17 @@ class FrozenClients:
         self,
         hosted: Mapping[str, HostedModel],
         *,
-        lockstep: bool,
-        client_id: int = 0,
-        on_failure: Callable[[RunError], None] = lambda failure: None,
-        on_stopped: Callable[[str, int, str], None] | None = None,
+        on_stopped: Callable[[str, int, str], None] = lambda path, replica, cause: None,
+        **options: Any,
     ):
         """
         Args:
             hosted: by path, what the run hosts.
-            lockstep, client_id, on_failure: as GeneratorClient's.
             on_stopped: as GeneratorClient's; called with the path first.
+            options: others of GeneratorClient's.
         """
         self.generators: dict[str, GeneratorClient] = {
-            path: HostedClient(
-                model,
-                client_id=client_id,
-                lockstep=lockstep,
-                on_failure=on_failure,
-                on_stopped=functools.partial(on_stopped, path) if on_stopped else None,
-            )
+            path: HostedClient(model, on_stopped=functools.partial(on_stopped, path), **options)
             for path, model in hosted.items()
         }
         """Clients of what the run hosts, by path."""
