@@ -209,7 +209,7 @@ async def compare(args: argparse.Namespace, config: RunConfig, run_dir: str) -> 
         )
         await generator.setup.call()
         await bare.answer()
-        await client.connect([generator])
+        await client.admit(0, generator)
         print(
             f"{args.rollouts} rollouts a step, {args.steps} steps a turn, medians of {args.repeats} turns; "
             f"{len(placement.generators[0].devices)} thread(s) for each engine"

@@ -148,7 +148,7 @@ async def trainer_and_generator(
         meshes = [(trainers, trainer), (generators, generator)]
         await start_trainer(trainers, trainer)
         await generator.setup.call()
-        await client.connect([generator])
+        await client.admit(0, generator)
         bound = CanaryBound(generator_config.engine.dtype)
         yield trainer, generator, WeightSync(trainer, client, text=text, bound=bound), client
     finally:

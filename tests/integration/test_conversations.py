@@ -71,7 +71,7 @@ async def conversations(generator, folder: Path, *, temperature: float, **render
         group_size=GROUP_SIZE,
     ).build(name="rounds", renderer=build_renderer(RendererConfig(**renderer), MODEL))
     client = GeneratorClient()
-    await client.connect([generator])
+    await client.admit(0, generator)
     recorder = RolloutRecorder.Config().build(run_dir=folder)
 
     async def one_group(index: int) -> RolloutGroup:

@@ -132,7 +132,8 @@ async def build(folder: Path) -> World:
     await start_store(procs.slice(procs=0))
     await asyncio.gather(trainer.begin.call(f"file://{folder}/rendezvous", 1), generators.setup.call())
     client, readers = GeneratorClient(), WeightReaders(["host a", "host c"])
-    await client.connect([generators.slice(procs=i) for i in range(2)])
+    for index in range(2):
+        await client.admit(index, generators.slice(procs=index))
     sync = WeightSync(trainer, client, text=np.arange(8) % VOCABULARY, bound=CanaryBound("float32"), copies=readers)
     world = World(trainer, generators, client, readers, sync, procs, str(folder))
     await world.start_reader("host a", 0)

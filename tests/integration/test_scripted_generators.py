@@ -85,7 +85,8 @@ def meshes(tmp_path_factory) -> Iterator[dict[str, Any]]:
 async def connected(mesh: Any) -> AsyncIterator[GeneratorClient]:
     client = GeneratorClient()
     try:
-        await client.connect([mesh.slice(procs=i) for i in range(REPLICAS)])
+        for index in range(REPLICAS):
+            await client.admit(index, mesh.slice(procs=index))
         yield client
     finally:
         client.close()

@@ -188,7 +188,8 @@ async def test_aborting_what_an_engine_drains_lets_the_update_come(fleet):
 async def test_replicas_change_their_weights_each_on_its_own_and_answer_together(fleet, how, lockstep):
     await fleet.begin(how)
     old, client = fleet.version, GeneratorClient(lockstep=lockstep)
-    await client.connect([fleet.mesh.slice(procs=index) for index in range(2)])
+    for index in range(2):
+        await client.admit(index, fleet.mesh.slice(procs=index))
     sampling, begun = SamplingConfig(max_tokens=400), asyncio.Event()
 
     async def talk(seed: int) -> list[tuple[np.ndarray, Completion]]:

@@ -87,7 +87,8 @@ def connect(monkeypatch):
 
     async def connect(replicas: int = 1, **options) -> tuple[GeneratorClient, list[Replica]]:
         client, mesh = GeneratorClient(**options), [Replica() for _ in range(replicas)]
-        await client.connect(mesh)
+        for index, replica in enumerate(mesh):
+            await client.admit(index, replica)
         clients.append(client)
         return client, mesh
 

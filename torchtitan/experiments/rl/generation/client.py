@@ -247,11 +247,6 @@ class GeneratorClient:
         self.generated_tokens = 0
         """Sampled since the start."""
 
-    async def connect(self, replicas: Sequence[Any]) -> None:
-        """Attach to all replicas, in order, once they are set up."""
-        for index, actor in enumerate(replicas):
-            await self.admit(index, actor)
-
     async def admit(self, index: int, actor: Any, life: Lifetime | None = None) -> None:
         """Attach to replica ``index``, which is set up, and send it requests from now on. Once, until it is lost.
 

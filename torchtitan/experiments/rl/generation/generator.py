@@ -62,8 +62,8 @@ class EngineUsage:
     def __init__(self) -> None:
         self._steps: deque[Occupancy] = deque(maxlen=MOST_STEPS)
         """Since someone asked last."""
-        self._prompts = (0, 0, 0)
-        """Tokens of prompts, how many of them were cached, and ``routes_kept``, from the engine's start until then."""
+        self._last = Occupancy(running=0, waiting=0, cache=0.0)
+        """After the last step before that."""
 
     def add(self, now: Occupancy) -> None:
         self._steps.append(now)
@@ -72,20 +72,18 @@ class EngineUsage:
         """Since the last call: number of ``steps``, the mean of requests ``running`` and ``waiting`` after a step, the largest
         share of the cache in use, and, where requests have finished, the share of their prompts' tokens that were cached."""
         steps = [self._steps.popleft() for _ in range(len(self._steps))]
-        count = max(1, len(steps))
+        count, before = max(1, len(steps)), self._last
+        last = self._last = steps[-1] if steps else before
         found = {
             "steps": len(steps),
             "running": sum(step.running for step in steps) / count,
             "waiting": sum(step.waiting for step in steps) / count,
             "cache_max": max((step.cache for step in steps), default=0.0),
         }
-        if steps:
-            last = steps[-1]
-            before, self._prompts = self._prompts, (last.prompt_tokens, last.prompt_tokens_cached, last.routes_kept)
-            if tokens := self._prompts[0] - before[0]:
-                found["prompts_cached"] = (self._prompts[1] - before[1]) / tokens
-            if kept := last.routes_kept - before[2]:
-                found["routes_kept"] = kept
+        if tokens := last.prompt_tokens - before.prompt_tokens:
+            found["prompts_cached"] = (last.prompt_tokens_cached - before.prompt_tokens_cached) / tokens
+        if kept := last.routes_kept - before.routes_kept:
+            found["routes_kept"] = kept
         return found
 
 
@@ -192,7 +190,20 @@ class EngineThread:
         """
 
         def load() -> tuple[LoadReport, list[Future[np.ndarray]]]:
-            return self._load(manifest, path, canary_token_ids, recompute=how == "recompute", verify=verify)
+            if self._postponed is None:
+                self._postpone()
+            logger.info("loading version %d", manifest.version)
+            self._heartbeat.beat(f"loading version {manifest.version}", slow=True)
+            try:
+                with trace.span("load weights", version=manifest.version):
+                    report = self.engine.load(manifest, path, recompute=how == "recompute", verify=verify)
+                if verify:
+                    check_held(report, manifest.version, manifest.digests)
+                logger.info("holds version %d", manifest.version)
+                return report, self._score_canary(canary_token_ids)
+            finally:
+                postponed, self._postponed = self._postponed, None
+                self._add((postponed or {}).values())
 
         async with self._update_lock:
             report, canaries = await self.call(load, drain=how == "drain")
@@ -301,30 +312,6 @@ class EngineThread:
 
     def _postpone(self) -> None:
         self._postponed = {request.request_id: request for request in self.engine.withdraw()}
-
-    def _load(
-        self,
-        manifest: Manifest,
-        path: str,
-        canary_token_ids: np.ndarray,
-        *,
-        recompute: bool,
-        verify: bool,
-    ) -> tuple[LoadReport, list[Future[np.ndarray]]]:
-        if self._postponed is None:
-            self._postpone()
-        logger.info("loading version %d", manifest.version)
-        self._heartbeat.beat(f"loading version {manifest.version}", slow=True)
-        try:
-            with trace.span("load weights", version=manifest.version):
-                report = self.engine.load(manifest, path, recompute=recompute, verify=verify)
-            if verify:
-                check_held(report, manifest.version, manifest.digests)
-            logger.info("holds version %d", manifest.version)
-            return report, self._score_canary(canary_token_ids)
-        finally:
-            postponed, self._postponed = self._postponed, None
-            self._add((postponed or {}).values())
 
     def _score_canary(self, token_ids: np.ndarray) -> list[Future[np.ndarray]]:
         canaries = self._canaries = [self._future() for _ in self._adapters]
