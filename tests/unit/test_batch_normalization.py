@@ -24,7 +24,7 @@ from torchtitan.experiments.rl.losses import (
     step_denominators,
     with_normalized_advantages,
 )
-from torchtitan.experiments.rl.losses.members import rl_members
+from torchtitan.experiments.rl.losses.loss import rl_members
 from torchtitan.experiments.rl.rollouts.filters import Truncated, ZeroAdvantage
 
 torch.set_num_threads(1)

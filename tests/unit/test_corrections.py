@@ -20,7 +20,7 @@ from torchtitan.experiments.rl.losses import (
     check_corrections,
     compute_loss,
 )
-from torchtitan.experiments.rl.losses.members import rl_members, sequence_ids
+from torchtitan.experiments.rl.losses.loss import rl_members, sequence_ids
 from torchtitan.experiments.rl.types import LossDenominators
 
 torch.set_num_threads(1)
@@ -148,6 +148,6 @@ def test_masks_combine_and_two_factors_with_the_ratio_are_refused():
     with pytest.raises(ConfigError, match="c = 'TruncatedImportance, IcePop': each has the importance ratio.*name one"):
         check_corrections([TruncatedImportance.Config(), IcePop.Config()], field="c")
     with pytest.raises(ConfigError, match=r"c\[0\].low = 3: must be at most high = 2.0"):
-        check_corrections([SequenceMask.Config(low=3)], field="c")
+        check_fields([SequenceMask.Config(low=3)], field="c")
     with pytest.raises(ConfigError, match="corrections.*cap = 0: must be above 0"):
         check_fields(LossConfig(corrections=[TruncatedImportance.Config(cap=0)]))

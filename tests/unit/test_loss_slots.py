@@ -8,7 +8,7 @@ import torch
 from tests.unit.loss_batches import ONE, random_batch
 from tests.unit.loss_variants import reinforce
 from torchtitan.experiments.rl.losses import CrossEntropy, CustomRLLoss, LossConfig, MetricSums, RefKL, RLLoss, compute_loss
-from torchtitan.experiments.rl.losses.members import ce_members, ref_kl_members, rl_members
+from torchtitan.experiments.rl.losses.loss import ce_members, ref_kl_members, rl_members
 
 
 class Focal(CrossEntropy):

@@ -9,7 +9,7 @@ import torch
 from tests.unit.loss_batches import ONE, batch_of, random_batch
 from tests.unit.loss_variants import reinforce
 from torchtitan.experiments.rl.losses import CISPO, DPPO, GSPO, CustomRLLoss, LossConfig, PPOClip, RefKL, compute_loss
-from torchtitan.experiments.rl.losses.members import sequence_ids
+from torchtitan.experiments.rl.losses.loss import sequence_ids
 from torchtitan.experiments.rl.types import LossDenominators
 
 torch.set_num_threads(1)

@@ -466,8 +466,7 @@ def check_loss(config: RunConfig) -> None:
         ConfigError: by field, value and cure.
     """
     loss = config.trainer.loss
-    with user_code("trainer.loss.corrections", len(loss.corrections), "a validate failed"):
-        check_corrections(loss.corrections, field="trainer.loss.corrections")
+    check_corrections(loss.corrections, field="trainer.loss.corrections")
     for name, task in config.tasks.items():
         if getattr(task.algorithm, "reference", None) == "trainer" and config.trainer.reference is None:
             cure = "the trainer has no reference: set trainer.reference = ReferenceConfig()"

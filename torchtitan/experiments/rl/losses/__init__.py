@@ -1,13 +1,18 @@
 """What the trainer minimises: three per-token components, rl, ce and ref_kl, summed. Start with ``loss.py``."""
 
-from torchtitan.experiments.rl.losses.loss import CrossEntropy, LossConfig, RefKL, compute_loss, reference_kl
-from torchtitan.experiments.rl.losses.members import (
+from torchtitan.experiments.rl.losses.loss import (
+    CrossEntropy,
+    LossConfig,
+    RefKL,
     advantage_sums,
+    compute_loss,
     count_denominators,
+    mismatch_metrics,
+    reference_kl,
     step_denominators,
     with_normalized_advantages,
 )
-from torchtitan.experiments.rl.losses.metrics import MetricSums, mismatch_metrics
+from torchtitan.experiments.rl.losses.metrics import MetricSums
 from torchtitan.experiments.rl.losses.variants import (
     CISPO,
     DPPO,

@@ -1,29 +1,106 @@
 """The loss of one microbatch: Σ over components (Σ over member tokens w·ℓ) / N_component.
 
-The rl component's losses are in `variants.py`; ce, ref_kl and the distance to a reference, a term beside rl, are here.
+The rl component's losses are in `variants.py`. Here are: which tokens are members and what each component is divided by; ce,
+ref_kl and the distance to a reference, a term beside rl; the sum; and how far the trainer's log-probabilities are from the
+generator's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
 from torchtitan.config import Configurable
-from torchtitan.experiments.rl.bounds import NonNegativeFloat
+from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveFloat
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.losses.members import Denominator, ce_members, ref_kl_members, rl_members, sequence_ids
-from torchtitan.experiments.rl.losses.metrics import MetricSums, OwnMetrics, add_own_metrics, mismatch_kl
+from torchtitan.experiments.rl.losses.metrics import MetricSums, OwnMetrics, add_own_metrics
 from torchtitan.experiments.rl.losses.variants import DPPO, Correction, PerToken, RLLoss, RLTokens, correct
 from torchtitan.experiments.rl.types import ROLES, LossDenominators, TrainingBatch
 
 
+def rl_members(batch: TrainingBatch) -> torch.Tensor:
+    """bool [B, L]. Sampled tokens with an rl weight."""
+    return batch.loss_mask & (batch.rl_weights != 0)
+
+
+def ce_members(batch: TrainingBatch) -> torch.Tensor:
+    """bool [B, L]. Tokens with a ce weight, sampled or not."""
+    return batch.ce_weights != 0
+
+
+def ref_kl_members(batch: TrainingBatch) -> torch.Tensor:
+    """bool [B, L]. Tokens with a ref_kl weight."""
+    return batch.ref_kl_weights != 0
+
+
+Denominator = Literal["members", "weights"] | PositiveFloat
+"""What a component's sum over the step is divided by: its member tokens, the sum of their absolute weights, or a number."""
+
+
+def count_denominators(batch: TrainingBatch, denominators: Sequence[Denominator]) -> torch.Tensor:
+    """This batch's part of the denominators of rl, ce and ref_kl: float64 [3], on the batch's device.
+
+    Summed over microbatches and all-reduced once a step; ``step_denominators`` makes the step's of the sums.
+    """
+    counts = []
+    for wanted, members, weights in zip(
+        denominators,
+        (rl_members, ce_members, ref_kl_members),
+        (batch.rl_weights, batch.ce_weights, batch.ref_kl_weights),
+        strict=True,
+    ):
+        member = members(batch)
+        counts.append(torch.where(member, weights.double().abs(), 0).sum() if wanted == "weights" else member.sum().double())
+    return torch.stack(counts)
+
+
+def step_denominators(sums: torch.Tensor, denominators: Sequence[Denominator]) -> LossDenominators:
+    """The step's denominators. An empty component divides 0 by 1."""
+    rl, ce, ref_kl = (
+        wanted if not isinstance(wanted, str) else float(value) or 1.0
+        for wanted, value in zip(denominators, sums.tolist(), strict=True)
+    )
+    return LossDenominators(rl=rl, ce=ce, ref_kl=ref_kl)
+
+
+def sequence_ids(positions: torch.Tensor) -> torch.Tensor:
+    """Number the packed samples of a batch, padding included: int64 [B, L], each id in [0, B * L).
+
+    Args:
+        positions: int [B, L], 0 at the first token of each sample.
+    """
+    starts = positions == 0
+    starts[:, 0] = True
+    return (starts.flatten().cumsum(0) - 1).view_as(positions)
+
+
+def advantage_sums(batch: TrainingBatch) -> torch.Tensor:
+    """Over the batch's rl member tokens, their number, Σ A and Σ A²: float64 [3], on the batch's device.
+
+    Summed over microbatches and all-reduced once a step, they give the step's mean and standard deviation.
+    """
+    member = rl_members(batch)
+    advantages = torch.where(member, batch.advantages.double(), 0)
+    return torch.stack([member.sum().double(), advantages.sum(), (advantages**2).sum()])
+
+
+def with_normalized_advantages(batch: TrainingBatch, sums: torch.Tensor) -> TrainingBatch:
+    """A' = (A - mean) / (std + 1e-6) on rl member tokens, over all of them in the step (REINFORCE++, Hu et al.,
+    arXiv:2501.03262). A token counts once, so long answers weigh more in both; std is the population's.
+
+    Args:
+        sums: of ``advantage_sums``, over the whole step.
+    """
+    count, total, squares = (float(value) for value in sums)
+    mean = total / max(count, 1.0)
+    std = max(squares / max(count, 1.0) - mean**2, 0.0) ** 0.5
+    advantages = (batch.advantages.double() - mean) / (std + 1e-6)
+    return replace(batch, advantages=torch.where(rl_members(batch), advantages, 0).to(batch.advantages.dtype))
+
+
 class CrossEntropy(UserConfigurable):
     """ℓ = -logp, per token, in nats. A loss of your own is a subclass with a ``per_token``."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        pass
 
     def per_token(self, logprobs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, OwnMetrics]:
         """Losses [B, L], before the token's weight, of log-probabilities [B, L]; with metrics of its own, if it has any."""
@@ -48,6 +125,8 @@ class RefKL(UserConfigurable):
         """A token whose probability fell by more than this since it was sampled has no gain."""
         kl_tau: NonNegativeFloat = 1e-3
         """Weight of the squared log ratio, which holds the policy near the generator's."""
+
+    config: Config
 
     def per_token(self, logprobs: torch.Tensor, generator_logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> PerToken:
         """Losses [B, L], before the token's weight, and bool [B, L]: the dropped tokens. The inputs are [B, L]. A subclass may
@@ -222,3 +301,59 @@ def _add_ratio_metrics(
     metrics.add_max(f"{prefix}/logprob_diff_max", lr.abs(), member)
     metrics.add_mean(f"{prefix}/mismatch_kl", mismatch_kl(lr), member)
     metrics.add_mean(f"{prefix}/masked_fraction", masked, member)
+
+
+def mismatch_kl(lr: torch.Tensor) -> torch.Tensor:
+    """Per-token estimate of KL(generator ‖ trainer), in nats, from lr = logp - generator_logp: k3 = exp(lr) - 1 - lr.
+
+    On tokens sampled by the generator its mean is unbiased and every value is at least 0 (Schulman, "Approximating KL
+    Divergence", 2020).
+    """
+    return torch.expm1(lr) - lr
+
+
+def mismatch_of(policy_logprobs: torch.Tensor, batch: TrainingBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[B, L] each: logp - generator_logp, its ``mismatch_kl``, and which tokens the policy sampled; both are 0 elsewhere."""
+    sampled = batch.loss_mask & (batch.policy_versions >= 0)
+    lr = torch.where(sampled, policy_logprobs.double() - batch.generator_logprobs.double(), 0)
+    return lr, mismatch_kl(lr), sampled
+
+
+@torch.no_grad()
+def mismatch_metrics(policy_logprobs: torch.Tensor, batch: TrainingBatch, policy_version: int) -> MetricSums:
+    """Mismatch KL of a microbatch: ``mismatch_kl/all``, ``mismatch_kl/task/<name>`` and ``mismatch_kl/age/<n>``; and where the
+    replicas are known, the mean distance by replica and age.
+
+    Also ``ref_kl/kl/task/<name>``, the distance to each task's reference model, E[logp - ref_logp] over its ref_kl tokens.
+
+    Counts every token the policy sampled, whatever component it feeds. Which ages and replicas occur is read from the batch: on
+    a GPU each would wait for it, so a step calls this on the CPU, at its end.
+
+    Args:
+        policy_logprobs: [B, L], where the batch is.
+        policy_version: the trainer's, before this step's update. A token's age is this less the version it was sampled with.
+    """
+    metrics = MetricSums()
+    lr, kl, sampled = mismatch_of(policy_logprobs, batch)
+    metrics.add_mean("mismatch_kl/all", kl, sampled)
+    for task_id, name in enumerate(batch.task_names):
+        own = batch.task_ids == task_id
+        metrics.add_mean(f"mismatch_kl/task/{name}", kl, sampled & own)
+        compared = ref_kl_members(batch) & own
+        metrics.add_mean(f"ref_kl/kl/task/{name}", policy_logprobs.double() - batch.ref_logprobs.double(), compared)
+    for version in batch.policy_versions[sampled].unique().tolist():
+        metrics.add_mean(f"mismatch_kl/age/{policy_version - version}", kl, sampled & (batch.policy_versions == version))
+    if bool((batch.replicas[sampled] >= 0).any()):
+        metrics.merge(_by_replica(lr.abs(), sampled, batch, policy_version))
+    return metrics
+
+
+def _by_replica(distances: torch.Tensor, sampled: torch.Tensor, batch: TrainingBatch, policy_version: int) -> MetricSums:
+    """``mismatch/replica/<r>/age/<n>``: mean distance of the two log-probabilities, in nats."""
+    metrics = MetricSums()
+    known = sampled & (batch.replicas >= 0)
+    pairs = torch.stack([batch.replicas[known].int(), batch.policy_versions[known]], dim=1).unique(dim=0)
+    for replica, version in pairs.tolist():
+        own = known & (batch.replicas == replica) & (batch.policy_versions == version)
+        metrics.add_mean(f"mismatch/replica/{replica}/age/{policy_version - version}", distances, own)
+    return metrics

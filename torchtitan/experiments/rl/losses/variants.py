@@ -24,8 +24,7 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import Ge, Lt
 
-from torchtitan.config import Configurable
-from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveFloat
+from torchtitan.experiments.rl.bounds import AtMost, NonNegativeFloat, PositiveFloat
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError, RunError
@@ -65,10 +64,6 @@ def sequence_log_ratios(tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
 
 class RLLoss(UserConfigurable, abc.ABC):
     """Base of the rl variants."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        pass
 
     @abc.abstractmethod
     def per_token(self, tokens: RLTokens) -> PerToken:
@@ -251,15 +246,6 @@ class Correction(UserConfigurable, abc.ABC):
     gradient of logp: a batch is trained on in one update, so the policy before the update is the trainer's as it is. What a
     variant does about large ratios (a clip, DPPO's mask, kl_tau) then has no effect."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Configurable.Config):
-        def validate(self, *, field: str) -> None:
-            """Refuse fields that don't fit together.
-
-            Raises:
-                ConfigError: by field, value and cure.
-            """
-
     @property
     def name(self) -> str:
         """The class's name in snake case, as metrics have it."""
@@ -293,12 +279,12 @@ class TruncatedImportance(Correction):
 class BoundedConfig(Correction.Config):
     """Of a correction that keeps what lies between two bounds."""
 
-    low: NonNegativeFloat = 0.5
+    low: Annotated[NonNegativeFloat, AtMost("high")] = 0.5
     high: PositiveFloat = 2.0
 
-    def validate(self, *, field: str) -> None:
-        if self.low > self.high:
-            raise ConfigError(f"{field}.low", self.low, f"must be at most high = {self.high}: nothing would be left")
+    def holds(self, values: torch.Tensor) -> torch.Tensor:
+        """bool: which values lie between the bounds."""
+        return (values >= self.low) & (values <= self.high)
 
 
 class IcePop(Correction):
@@ -311,13 +297,13 @@ class IcePop(Correction):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BoundedConfig):
-        high: PositiveFloat = 5.0
+        high: float = 5.0
 
     config: Config
 
     def weights(self, tokens: RLTokens) -> torch.Tensor:
         ratio = _ratio(tokens)
-        return torch.where((ratio >= self.config.low) & (ratio <= self.config.high), ratio, 0)
+        return torch.where(self.config.holds(ratio), ratio, 0)
 
 
 class SequenceMask(Correction):
@@ -334,8 +320,7 @@ class SequenceMask(Correction):
     config: Config
 
     def weights(self, tokens: RLTokens) -> torch.Tensor:
-        ratio = sequence_log_ratios(tokens)[0].exp()
-        return ((ratio >= self.config.low) & (ratio <= self.config.high)).to(tokens.logprobs.dtype)
+        return self.config.holds(sequence_log_ratios(tokens)[0].exp()).to(tokens.logprobs.dtype)
 
 
 class GeometricMask(Correction):
@@ -347,15 +332,14 @@ class GeometricMask(Correction):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BoundedConfig):
-        low: NonNegativeFloat = 0.99
-        high: PositiveFloat = 1.01
+        low: float = 0.99
+        high: float = 1.01
 
     config: Config
 
     def weights(self, tokens: RLTokens) -> torch.Tensor:
         lr_sum, count = sequence_log_ratios(tokens)
-        mean = (lr_sum / count.clamp(min=1)).exp()
-        return ((mean >= self.config.low) & (mean <= self.config.high)).to(tokens.logprobs.dtype)
+        return self.config.holds((lr_sum / count.clamp(min=1)).exp()).to(tokens.logprobs.dtype)
 
 
 class ProbabilityMask(Correction):
@@ -381,12 +365,8 @@ def check_corrections(corrections: Sequence[Correction.Config], *, field: str) -
     Raises:
         ConfigError: by field, value and cure.
     """
-    with_ratio = []
-    for index, entry in enumerate(corrections):
-        entry.validate(field=f"{field}[{index}]")
-        correction: type[Correction] = built_class(entry)
-        if correction.has_ratio:
-            with_ratio.append(correction.__name__)
+    classes: list[type[Correction]] = [built_class(entry) for entry in corrections]
+    with_ratio = [correction.__name__ for correction in classes if correction.has_ratio]
     if len(with_ratio) > 1:
         raise ConfigError(
             field, ", ".join(with_ratio), "each has the importance ratio in it, which would count twice: name one"

@@ -37,7 +37,7 @@ from torchtitan.experiments.rl.losses import (
     step_denominators,
     with_normalized_advantages,
 )
-from torchtitan.experiments.rl.losses.metrics import mismatch_of
+from torchtitan.experiments.rl.losses.loss import mismatch_of
 from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.context_parallel import Context, ContextGroups
 from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs, needed_places
