@@ -161,7 +161,7 @@ def test_the_command_prints_the_rows_and_exits_with_2(tmp_path, capsys, monkeypa
     ("change", "field"),
     [
         ({"algorithm": GRPO.Config()}, "tasks.demonstrations.algorithm"),
-        ({"algorithm": StaticSFT.Config(roles=("assistant", "bot"))}, "tasks.demonstrations.algorithm.roles"),
+        ({"algorithm": StaticSFT.Config(roles=("assistant", "bot"))}, "tasks.demonstrations.algorithm.roles[1]"),
         ({"algorithm": StaticSFT.Config(roles=())}, "tasks.demonstrations.algorithm.roles"),
         ({"validation": RowDataset.Config(path="x.jsonl")}, "tasks.demonstrations.validation"),
     ],

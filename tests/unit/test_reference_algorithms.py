@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
-from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage, apply_filters
+from torchtitan.experiments.rl.rollouts.filters import ZeroAdvantage
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric, env_component
@@ -484,7 +484,7 @@ async def test_echos_credit_is_grpos(run, tokenizer):
 async def test_a_group_that_only_echo_learns_from_is_not_filtered_as_worthless(run, tokenizer):
     group = await echo(run, tokenizer, {"user": 0.1})
     assert not any(rollout.samples[0].advantages.any() for rollout in group.rollouts)
-    assert apply_filters([ZeroAdvantage.Config().build()], group).dropped == []
+    assert not any(ZeroAdvantage.Config().build().matches(group))
 
 
 # ------------------------------------------------------------------ a rubric's judge
@@ -531,7 +531,7 @@ REFUSED = {
         "a.teacher.engine.max_model_len = 2048: must be above the task's env.max_rollout_tokens = 2048",
     ),
     "Echo with no role": (Echo.Config(alpha={}), r"a.alpha = \{\}: no role has a weight"),
-    "Echo with an unknown role": (Echo.Config(alpha={"human": 1.0}), "a.alpha = 'human': .*use one of system"),
+    "Echo with an unknown role": (Echo.Config(alpha={"human": 1.0}), "a.alpha = 'human': must be one of 'system', "),
     "Echo with a weight of 0": (
         Echo.Config(alpha={"tool": 0.0}),
         "a.alpha.tool = 0.0: must be above 0; to leave a role out, don't name it",

@@ -70,7 +70,7 @@ def test_each_sampled_token_knows_its_replica_and_no_other_token_has_one():
 def test_turn_that_sampled_nothing_trains_nothing():
     turns = [turn_of([1, 2], [3]), turn_of([1, 2, 3, 9], [])]
     assert [sample.token_ids.tolist() for sample in samples_of(turns)] == [[1, 2, 3]]
-    assert turn_spans(turns)[1] is None
+    assert [turn is turns[0] for turn, _ in turn_spans(turns)] == [True]
     assert samples_of([turn_of([1, 2], [])]) == [] and samples_of([]) == []
 
 
@@ -126,12 +126,13 @@ def test_every_sampled_token_is_trained_once_with_its_own_streams(conversation):
 @given(conversations())
 def test_spans_point_at_each_turn_in_its_sample(conversation):
     turns, _ = conversation
-    samples, spans = samples_of(turns), turn_spans(turns)
-    for turn, span in zip(turns, spans, strict=True):
+    samples, placed = samples_of(turns), list(turn_spans(turns))
+    for turn, (of, span) in zip(turns, placed, strict=True):
+        assert of is turn
         ids = samples[span.sample].token_ids
         assert ids[: span.completion].tolist() == turn.prompt_token_ids.tolist()
         assert ids[span.completion : span.end].tolist() == turn.completion.token_ids.tolist()
-    for before, after in itertools.pairwise(spans):
+    for (_, before), (_, after) in itertools.pairwise(placed):
         assert after.new == (before.end if after.sample == before.sample else 0)
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.test_filters import apply_filters
 from tests.unit.test_samples import turn_of
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.config.checks import checked_plan
@@ -17,7 +18,6 @@ from torchtitan.experiments.rl.rollouts.filters import (
     Gibberish,
     Repetition,
     Truncated,
-    apply_filters,
     longest_run,
     ngram_hashes,
 )

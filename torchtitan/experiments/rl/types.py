@@ -10,14 +10,15 @@ Shape suffixes: B rows of a batch, L tokens of a row or sample, T tokens of a ro
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, get_args, get_type_hints
 
 import numpy as np
 
 if TYPE_CHECKING:  # the report and the viewers read records, and start at once without torch
     import torch
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+ROLES = get_args(Role)
 """Whose message a token belongs to; role_ids index into it."""
 
 ROLE_IDS = {role: index for index, role in enumerate(ROLES)}

@@ -217,8 +217,7 @@ def shorten(rewards: np.ndarray, costs: np.ndarray) -> np.ndarray:
 def tool_response_tokens(rollout: Rollout) -> int:
     """Body tokens of tool messages the rollout was given. A prompt that starts a sample of its own counts its tools again."""
     count = 0
-    for turn, span in zip(rollout.turns, turn_spans(rollout.turns), strict=True):
-        if span is not None:
-            added = slice(span.new, span.completion)
-            count += int(np.sum((turn.prompt_role_ids[added] == ROLE_IDS["tool"]) & turn.prompt_is_content[added]))
+    for turn, span in turn_spans(rollout.turns):
+        added = slice(span.new, span.completion)
+        count += int(np.sum((turn.prompt_role_ids[added] == ROLE_IDS["tool"]) & turn.prompt_is_content[added]))
     return count

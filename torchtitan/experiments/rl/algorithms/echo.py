@@ -13,7 +13,7 @@ from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.samples import turn_spans
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutTurn
-from torchtitan.experiments.rl.types import ROLES
+from torchtitan.experiments.rl.types import ROLES, Role
 
 RoleWeight = Annotated[float, Gt(0), Cure("to leave a role out, don't name it")]
 
@@ -32,7 +32,7 @@ class Echo(GRPO):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GRPO.Config):
-        alpha: dict[str, RoleWeight] = field(default_factory=lambda: {"tool": 0.1})
+        alpha: dict[Role, RoleWeight] = field(default_factory=lambda: {"tool": 0.1})
         """Weight by message role. Setting any role replaces the whole table. An assistant's is one that the env gave."""
         tool_names: dict[str, RoleWeight] = field(default_factory=dict)
         """Weight of what a tool answers by the tool's name, in the place of ``alpha["tool"]``. Other tools have that one, and
@@ -50,18 +50,14 @@ class Echo(GRPO):
                 raise ConfigError(
                     f"{field}.alpha", self.alpha, 'no role has a weight: name one, such as {"tool": 0.1}, or use GRPO'
                 )
-            for role in self.alpha:
-                if role not in ROLES:
-                    cure = f"is no role of a message: use one of {', '.join(ROLES)}"
-                    raise ConfigError(f"{field}.alpha", role, cure)
 
     config: Config
 
     async def score_rollout(self, rollout: Rollout) -> None:
         ce_weights = [np.zeros(len(sample), np.float32) for sample in rollout.samples]
         alpha = np.array([*(self.config.alpha.get(role, 0.0) for role in ROLES), 0.0], np.float32)  # -1, no role, is the last
-        for turn, span in zip(rollout.turns, turn_spans(rollout.turns), strict=True):
-            if span is None or span.new == 0:  # a sample's first prompt: nothing was sampled before it
+        for turn, span in turn_spans(rollout.turns):
+            if span.new == 0:  # a sample's first prompt: nothing was sampled before it
                 continue
             weights = alpha[turn.prompt_role_ids]
             if self.config.tool_names and turn.prompt_message_indices is not None:

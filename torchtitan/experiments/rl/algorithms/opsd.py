@@ -73,9 +73,8 @@ class OPSD(Algorithm):
     async def score_rollout(self, rollout: Rollout) -> None:
         # The turn each sample begins with: its prompt is what the demonstration goes into.
         first: dict[int, RolloutTurn] = {}
-        for turn, span in zip(rollout.turns, turn_spans(rollout.turns), strict=True):
-            if span is not None:
-                first.setdefault(span.sample, turn)
+        for turn, span in turn_spans(rollout.turns):
+            first.setdefault(span.sample, turn)
         demonstration = self.demonstration(rollout) if first else ""
         if self.config.reference == "trainer":
             for index, sample in enumerate(rollout.samples):

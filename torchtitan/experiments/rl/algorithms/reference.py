@@ -4,11 +4,11 @@ from typing import Annotated
 
 import numpy as np
 
+from torchtitan.experiments.rl.batching.sample_checks import checked_stream
 from torchtitan.experiments.rl.bounds import Cure
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient
-from torchtitan.experiments.rl.rollouts.streams import checked_stream
 from torchtitan.experiments.rl.types import TrainingSample
 
 Teacher = Annotated[ModelReference, Cure("name a FrozenModel (a server) or a HostedModel (a checkpoint)")]

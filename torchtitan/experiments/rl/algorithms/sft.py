@@ -8,11 +8,10 @@ from annotated_types import MinLen
 
 from torchtitan.experiments.rl.algorithms.base import Algorithm
 from torchtitan.experiments.rl.algorithms.reference import Teacher, check_frozen, connect
-from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout
-from torchtitan.experiments.rl.types import ROLES
+from torchtitan.experiments.rl.types import Role
 
 
 class SFT(Algorithm):
@@ -74,17 +73,11 @@ class StaticSFT(Algorithm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Algorithm.Config):
-        roles: Annotated[tuple[str, ...], MinLen(1)] = ("assistant",)
+        roles: Annotated[tuple[Role, ...], MinLen(1)] = ("assistant",)
         """Whose messages are trained on."""
 
         def needs_roles(self) -> str | None:
             return "roles"
-
-        def validate(self, *, field: str, **context) -> None:
-            super(StaticSFT.Config, self).validate(field=field, **context)
-            for role in self.roles:
-                if role not in ROLES:
-                    raise ConfigError(f"{field}.roles", role, f"is no role: name some of {', '.join(ROLES)}")
 
     config: Config
 

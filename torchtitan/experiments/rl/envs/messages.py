@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from renderers import Message, ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus, ToolSpec
 
+from torchtitan.experiments.rl.batching.sample_checks import finite_float
 from torchtitan.experiments.rl.printable import printable_line, shown
-from torchtitan.experiments.rl.rollouts.streams import finite_float
 from torchtitan.experiments.rl.types import ROLES
 
 

@@ -14,11 +14,9 @@ from annotated_types import Ge, Gt, Lt
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveInt, Share, check_config
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.sealed import is_own, sealed_group
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 from torchtitan.experiments.rl.types import TrainingSample
-from torchtitan.experiments.rl.user_code.calls import cause_of
 
 
 class Filter(UserConfigurable, abc.ABC):
@@ -153,21 +151,6 @@ def combine(filters: Sequence[tuple[Filter, str]], group: RolloutGroup, matches:
         else:
             result.kept.append(rollout)
     return result
-
-
-def apply_filters(filters: Sequence[Filter], group: RolloutGroup) -> FilterResult:
-    """Run every filter on every scored rollout, so that no filter hides another's matches.
-
-    Raises:
-        RunError: a filter raised or returned a wrong type or number of entries. That is a fault of the run, not of a rollout.
-    """
-    matches = []
-    for entry in filters:
-        try:
-            matches.append(matches_of(entry, group))
-        except (Exception, SystemExit) as error:
-            raise RunError(f"filter {entry.name} failed on group {group.group_id}: {cause_of(error)}") from error
-    return combine([(entry, entry.name) for entry in filters], group, matches)
 
 
 class Gibberish(Filter):

@@ -1,11 +1,11 @@
 """From turns to training samples: the ids that were sampled are the ids that are trained; nothing is rendered again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan.experiments.rl.rollouts.streams import first_non_finite
+from torchtitan.experiments.rl.batching.sample_checks import first_non_finite
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutTurn
 from torchtitan.experiments.rl.types import ROLE_IDS, STREAMS, TrainingSample
 
@@ -64,26 +64,23 @@ def check_completion(completion: Completion) -> None:
         raise ValueError("bad completion: a log-probability above 0")
 
 
-def turn_spans(turns: Sequence[RolloutTurn]) -> list[TurnSpan | None]:
+def turn_spans(turns: Sequence[RolloutTurn]) -> Iterator[tuple[RolloutTurn, TurnSpan]]:
     """Lay turns out in samples by the extension property: a turn joins the sample before it while its prompt starts with that
     sample's tokens exactly; where it doesn't (the prompt was rendered anew, history was cut), a new sample starts.
 
-    None for a turn that sampled nothing (aborted before its first token), or that is not to be trained: it is in no sample.
+    Left out: a turn that sampled nothing (aborted before its first token), or that is not to be trained. It is in no sample.
     """
-    spans: list[TurnSpan | None] = []
     sample, before = -1, None
     for turn in turns:
         sampled = len(turn.completion.token_ids)
         if not sampled or turn.untrained is not None:
-            spans.append(None)
             continue
         prompt, new = turn.prompt_token_ids, 0
         if before is not None:
             tokens = np.concatenate([before.prompt_token_ids, before.completion.token_ids])
             new = len(tokens) if np.array_equal(prompt[: len(tokens)], tokens) else 0
         sample, before = sample if new else sample + 1, turn
-        spans.append(TurnSpan(sample=sample, new=new, completion=len(prompt), end=len(prompt) + sampled))
-    return spans
+        yield turn, TurnSpan(sample=sample, new=new, completion=len(prompt), end=len(prompt) + sampled)
 
 
 def samples_from_turns(
@@ -105,9 +102,8 @@ def samples_from_turns(
             raise ValueError(f"rollout {rollout_id}, turn {index}: completion streams of lengths {[len(s) for s in streams]}")
 
     runs: dict[int, list[tuple[RolloutTurn, TurnSpan]]] = {}
-    for turn, span in zip(turns, turn_spans(turns), strict=True):
-        if span is not None:
-            runs.setdefault(span.sample, []).append((turn, span))
+    for turn, span in turn_spans(turns):
+        runs.setdefault(span.sample, []).append((turn, span))
 
     samples = []
     for run in runs.values():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchtitan.experiments.rl.rollouts.streams import checked_stream, first_non_finite
+from torchtitan.experiments.rl.batching.sample_checks import checked_stream, first_non_finite
 from torchtitan.experiments.rl.types import TrainingSample
 
 if TYPE_CHECKING:  # what reads records needs no renderer

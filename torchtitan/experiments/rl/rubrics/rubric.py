@@ -23,13 +23,13 @@ import numpy as np
 from annotated_types import Ge
 
 from torchtitan.config import Configurable
+from torchtitan.experiments.rl.batching.sample_checks import finite_float
 from torchtitan.experiments.rl.bounds import Changeable, Cure, PositiveFloat, PositiveInt, check_fields
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.printable import text_of
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.sealed import copied_example, is_own, sealed_rollout
-from torchtitan.experiments.rl.rollouts.streams import finite_float
 from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutStatus
 from torchtitan.experiments.rl.user_code.calls import Threads, UserCodeError, call_bounded, call_user, cause_of, doing
 from torchtitan.experiments.rl.user_code.isolated import IsolatedCalls

@@ -27,7 +27,13 @@ from renderers import Renderer
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.batching.sample_checks import check_weights, missing_credit
+from torchtitan.experiments.rl.batching.sample_checks import (
+    check_streams,
+    check_trainable,
+    check_weights,
+    finite_float,
+    missing_credit,
+)
 from torchtitan.experiments.rl.bounds import (
     Changeable,
     Cure,
@@ -54,7 +60,6 @@ from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, PolicyClient, PolicySession, SamplingConfig, Temperature
 from torchtitan.experiments.rl.rollouts.samples import check_completion, samples_from_turns
 from torchtitan.experiments.rl.rollouts.sealed import copied_example, is_own, sealed_group, sealed_rollout, take_samples
-from torchtitan.experiments.rl.rollouts.streams import check_streams, check_trainable, finite_float
 from torchtitan.experiments.rl.rollouts.types import (
     Completion,
     DataSample,
