@@ -110,14 +110,12 @@ def test_samples_of_a_step_get_the_log_probabilities_of_each_alone(one_rank, tmp
         one.token_ids[:4], one.temperature = samples[0].token_ids[:4], 0.7
     plan = Batcher.Config(row_length=200, rows_per_microbatch=1).build().plan(samples, 1)
     assert plan.shared_fraction > 0 and len(plan.microbatches[0]) > 1
-    learner.forward_backward(plan.microbatches[0], 0, keep_logprobs=True)
-    placed = list(plan.of_samples([learner.logprobs]))
+    learner.forward_backward(plan.microbatches[0], 0)
+    placed = list(plan.of_samples([learner.logprobs()]))
     assert len(placed) == 12
     for one, logprobs in placed:
         expected = reference(tied_model, one.token_ids, one.temperature)
         np.testing.assert_allclose(logprobs, np.where(one.loss_mask, expected, 0), rtol=1e-5, atol=2e-5)
-    learner.forward_backward(plan.microbatches[0], 0)
-    assert learner.logprobs == []
 
 
 def test_published_tensors_are_the_hub_folders_in_the_generators_dtype(one_rank, tmp_path, untied_model, monkeypatch):

@@ -1,5 +1,7 @@
 """The learner's own step on a GPU config's rank, traced without memory (tests/fake_step.py), against the plan."""
 
+import functools
+
 import pytest
 import torch
 
@@ -67,7 +69,7 @@ def test_a_microbatch_does_not_wait_for_its_gpu(two_layers, monkeypatch):
     """From the second microbatch's beginning to the last one's end. A copy to or from the GPU would be a wait too: on a GPU all
     of a step's batches are there before the first."""
     config, seen, microbatches = rl_grpo_qwen3_8b(), [], []
-    config.trainer.compile, known, forward_backward = False, fake_step.known_value, learner.Learner.forward_backward
+    config.trainer.compile, known = False, fake_step.known_value
 
     def noted(func, args):
         name = func.overloadpacket.__name__
@@ -83,10 +85,7 @@ def test_a_microbatch_does_not_wait_for_its_gpu(two_layers, monkeypatch):
 
     monkeypatch.setattr(fake_step, "known_value", noted)
     monkeypatch.setattr(learner, "mismatch_metrics", mismatch)
-    monkeypatch.setattr(
-        learner.Learner,
-        "forward_backward",
-        lambda self, batches, version: forward_backward(self, batches, version, on_microbatch=lambda: microbatches.append(1)),
-    )
+    noting = functools.partial(learner.Learner, on_microbatch=lambda: microbatches.append(1))
+    monkeypatch.setattr(learner, "Learner", noting)
     traced(config, 4096)
     assert seen == []

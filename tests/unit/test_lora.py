@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.models.lora import (
     write_merged,
 )
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
-from torchtitan.experiments.rl.training.checkpoints import base_digest
+from torchtitan.experiments.rl.training.checkpoints import BaseDigest
 
 PATH = str(MODEL)
 FOLDER = ModelConfig(hf_assets_path=PATH)
@@ -224,12 +224,12 @@ def test_a_merged_folder_has_the_base_with_what_was_added_in_float32(tmp_path, d
 
 def test_one_bit_of_the_base_changes_its_digest_and_a_step_of_the_adapters_does_not():
     model, _, _ = built(LoRA.Config(rank=4))
-    first = base_digest(model)
+    first = BaseDigest(model).state_dict()["digest"]
     with torch.no_grad():
         for parameter in trained_state(model).values():
             parameter.add_(1)
-    assert torch.equal(base_digest(model), first)
+    assert torch.equal(BaseDigest(model).state_dict()["digest"], first)
     with torch.no_grad():
         weight = model.tok_embeddings.weight
         weight.view(torch.int32)[3, 5] ^= 1
-    assert not torch.equal(base_digest(model), first)
+    assert not torch.equal(BaseDigest(model).state_dict()["digest"], first)

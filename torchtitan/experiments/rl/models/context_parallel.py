@@ -24,6 +24,21 @@ class Context:
     """This rank's place among those that divide a row."""
 
     group: dist.ProcessGroup
+    same_rows: dist.ProcessGroup
+    """Ranks that compute the same rows: tensor-parallel ones too."""
+    other_rows: dist.ProcessGroup
+    """One rank of each such group."""
+
+    @classmethod
+    def of(cls, context: int, tensor: int) -> "Context":
+        """Tensor-parallel ranks are next to each other, then those of a context. Collective."""
+        world, block = dist.get_world_size(), context * tensor
+        blocks = [range(first, first + block) for first in range(0, world, block)]
+        return cls(
+            group=_own([list(ranks[place::tensor]) for ranks in blocks for place in range(tensor)]),
+            same_rows=_own([list(ranks) for ranks in blocks]),
+            other_rows=_own([list(range(place, world, block)) for place in range(block)]),
+        )
 
     @property
     def size(self) -> int:
@@ -43,26 +58,6 @@ class Context:
         for block in model.layers.values():
             inner = block.attention.inner_attention
             inner.forward = partial(_by_heads, inner.forward, self.group)
-
-
-@dataclass(frozen=True, slots=True)
-class ContextGroups:
-    context: dist.ProcessGroup
-    same_rows: dist.ProcessGroup
-    """Ranks that compute the same rows: tensor-parallel ones too."""
-    other_rows: dist.ProcessGroup
-    """One rank of each such group."""
-
-    @classmethod
-    def of(cls, context: int, tensor: int) -> "ContextGroups":
-        """Tensor-parallel ranks are next to each other, then those of a context. Collective."""
-        world, block = dist.get_world_size(), context * tensor
-        blocks = [range(first, first + block) for first in range(0, world, block)]
-        return cls(
-            context=_own([list(ranks[place::tensor]) for ranks in blocks for place in range(tensor)]),
-            same_rows=_own([list(ranks) for ranks in blocks]),
-            other_rows=_own([list(range(place, world, block)) for place in range(block)]),
-        )
 
 
 def _own(groups: list[list[int]]) -> dist.ProcessGroup:

@@ -125,10 +125,10 @@ def batch_logprobs(
     """
     places = needed_places(batch) if places is None else places
     trees, real, routes = batch.trees, batch.task_ids >= 0, routes_of(batch) if replay else None
-    if trees is None:
-        return policy(batch.token_ids, batch.positions, batch.temperatures, places, routes, real)
-    values = policy(trees.token_ids, trees.positions, trees.temperatures, places, routes, trees.any_of(real))
-    return tuple(trees.of_each(of_trees) for of_trees in values)
+    rows = trees or batch
+    real = real if trees is None else trees.any_of(real)
+    values = policy(rows.token_ids, rows.positions, rows.temperatures, places, routes, real)
+    return values if trees is None else tuple(map(trees.of_each, values))
 
 
 def conditioned_logprobs(policy: Policy, batch: TrainingBatch) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Mixtures of experts: torchtitan's layer, made to compute what transformers and the engine compute, to take the experts that
 the engine took, and to tell its load."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.models.family import recast
 from torchtitan.experiments.rl.types import TrainingBatch
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 
@@ -117,11 +118,9 @@ def policy_experts(moe: MoE.Config) -> MoE.Config:
     torchtitan adds a bias to the router's scores, which balances the load and is no part of a hub folder: the engine would
     choose other experts. It has none here.
     """
-    routed, inner = moe.routed_experts, moe.routed_experts.inner_experts
-    router = Router.Config(**{field.name: getattr(moe.router, field.name) for field in fields(moe.router)})
-    own = Experts.Config(**{field.name: getattr(inner, field.name) for field in fields(inner)})
-    counted = {field.name: getattr(routed, field.name) for field in fields(routed)} | {"inner_experts": own}
-    return replace(moe, load_balance_coeff=None, router=router, routed_experts=CountedExperts.Config(**counted))
+    own = recast(moe.routed_experts.inner_experts, Experts.Config)
+    counted = recast(moe.routed_experts, CountedExperts.Config, inner_experts=own)
+    return replace(moe, load_balance_coeff=None, router=recast(moe.router, Router.Config), routed_experts=counted)
 
 
 def mixtures_of(model: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Each family is a module beside this one, of which ``policy.py`` has the list.
 """
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -121,6 +121,11 @@ def dense_decoder(
         lm_head=Linear.Config(in_features=dim, out_features=vocab_size, param_init=init),
         layers=[layer() for _ in range(layers)],
     )
+
+
+def recast(config: Any, kind: Callable[..., Any], **changes: Any) -> Any:
+    """A config of ``kind``, which extends that of ``config``, with the values of its fields."""
+    return kind(**{field.name: getattr(config, field.name) for field in fields(config)} | changes)
 
 
 def head_dim(hub: HubConfig, *, default: int | None = None) -> int:

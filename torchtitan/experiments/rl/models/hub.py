@@ -56,12 +56,9 @@ class HubConfig:
             raise (ConfigError if os.path.exists(path) else MissingError)(field, path, cure)
         try:
             values = json.loads((Path(path) / "config.json").read_bytes())
-        except FileNotFoundError as error:
-            cure = f"no readable config.json in it ({type(error).__name__})"
-            raise MissingError(field, path, cure) from None
         except (OSError, ValueError, RecursionError) as error:
-            cure = f"no readable config.json in it ({type(error).__name__})"
-            raise ConfigError(field, path, cure) from None
+            kind = MissingError if isinstance(error, FileNotFoundError) else ConfigError
+            raise kind(field, path, f"no readable config.json in it ({type(error).__name__})") from None
         if not isinstance(values, dict):
             raise ConfigError(field, path, f"its config.json holds a {type(values).__name__}, not an object")
         return cls(path, values, field=field)
@@ -165,7 +162,7 @@ def check_weights(folder: str, expected: dict[str, Shape] | None, *, field: str)
 def read_shapes(folder: str, *, field: str) -> dict[str, Shape]:
     """Shape of each tensor in the folder's safetensors files. Raises as ``check_weights`` does."""
     index = Path(folder) / INDEX_FILE
-    files = sorted(path for path in Path(folder).glob("*.safetensors"))
+    files = sorted(Path(folder).glob("*.safetensors"))
     if index.is_file():
         files = [Path(folder) / name for name in _files_of(index, folder, field=field)]
     if not files:

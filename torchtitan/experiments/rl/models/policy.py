@@ -14,7 +14,7 @@ from torchtitan.experiments.rl.bounds import NonEmptyStr
 from torchtitan.experiments.rl.errors import ConfigError, MissingError
 from torchtitan.experiments.rl.models.attention import CPUVarlenAttention
 from torchtitan.experiments.rl.models.experts import policy_experts
-from torchtitan.experiments.rl.models.family import ModelFamily
+from torchtitan.experiments.rl.models.family import ModelFamily, recast
 from torchtitan.experiments.rl.models.hub import HubConfig, Shape
 from torchtitan.experiments.rl.models.llama3 import LLAMA3
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead
@@ -59,9 +59,8 @@ def policy_spec(
     """
     family, spec = _base_spec(model)
     decoder = decoder_config(spec)
-    config = family.policy_config(**{f.name: getattr(decoder, f.name) for f in dataclasses.fields(decoder)})
-    head = {f.name: getattr(config.lm_head, f.name) for f in dataclasses.fields(config.lm_head)}
-    config.lm_head = LogprobHead.Config(**head, chunk_tokens=chunk_tokens)
+    config = recast(decoder, family.policy_config)
+    config.lm_head = recast(config.lm_head, LogprobHead.Config, chunk_tokens=chunk_tokens)
     for layer in config.layers:
         # Non-Trainer configs skip torchtitan's own resize of the rotary cache.
         rotary = min(max_seq_len, decoder.max_seq_len)  # positions begin anew with each sample of a row
@@ -189,14 +188,14 @@ def check_flavor(flavor: str, family: ModelFamily, decoder: Decoder.Config, path
         raise ConfigError("model.flavor", flavor, f"{path} holds a {hub.architecture}; {cure}")
     for name, size in _sizes(decoder).items():
         value = hub.rope.get(name) if name == "rope_theta" else hub.get(name)
-        if value is not None and value != size:
+        if None not in (value, size) and value != size:
             raise ConfigError("model.flavor", flavor, f"it has {name} = {size}, and config.json of {path} has {value}; {cure}")
 
 
 def _sizes(decoder: Decoder.Config) -> dict[str, Any]:
     """Sizes of a model by their names in config.json; left out: those that this kind of model does not have."""
     layer: Any = decoder.layers[0]  # torchtitan declares less than every decoder has
-    attention, feed_forward, moe = layer.attention, getattr(layer, "feed_forward", None), layer.moe
+    attention, moe = layer.attention, layer.moe
     sizes = {
         "hidden_size": decoder.dim,
         "vocab_size": decoder.vocab_size,
@@ -204,11 +203,10 @@ def _sizes(decoder: Decoder.Config) -> dict[str, Any]:
         "num_attention_heads": attention.n_heads,
         "num_key_value_heads": attention.n_kv_heads,
         "head_dim": attention.rope.dim,
-        "intermediate_size": None if feed_forward is None else feed_forward.w1.out_features,
-        "num_experts": None if moe is None else moe.num_experts,
-        "num_experts_per_tok": None if moe is None else moe.router.top_k,
-        "moe_intermediate_size": None if moe is None else moe.routed_experts.inner_experts.hidden_dim,
         "rope_theta": attention.rope.theta,
         "tie_word_embeddings": getattr(decoder, "enable_weight_tying", False),
     }
-    return {name: size for name, size in sizes.items() if size is not None}
+    if moe is None:
+        return sizes | {"intermediate_size": layer.feed_forward.w1.out_features}
+    experts = moe.routed_experts.inner_experts.hidden_dim
+    return sizes | {"num_experts": moe.num_experts, "num_experts_per_tok": moe.router.top_k, "moe_intermediate_size": experts}

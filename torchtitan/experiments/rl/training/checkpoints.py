@@ -242,28 +242,25 @@ def load_weights(weights: Stateful, trainer_folder: Path, others: Mapping[str, S
     weights.load_state_dict(state)
 
 
-@torch.no_grad()
-def base_digest(model: nn.Module) -> torch.Tensor:
-    """int64 [tensors]: the digest of each frozen parameter, as of one that is published. Collective."""
-    sums = []
-    held: list[tuple[str, Any]] = sorted(model.named_parameters())
-    for _, parameter in held:
-        if parameter.requires_grad:
-            continue
-        shared = isinstance(parameter, DTensor)
-        total = digest(parameter.to_local() if shared else parameter, shard_of(parameter), tuple(parameter.shape))
-        for dim, placement in enumerate(parameter.placements if shared else ()):
-            if placement.is_shard():
-                dist.all_reduce(total, group=parameter.device_mesh.get_group(dim))
-        sums.append(total.cpu())
-    return torch.stack(sums)
-
-
 class BaseDigest(Stateful):
-    """Of the frozen weights. A checkpoint of adapters has it, and is not loaded beside another base."""
+    """int64 [tensors]: the digest of each frozen weight, as of one that is published. A checkpoint of adapters has it, and is
+    not loaded beside another base."""
 
+    @torch.no_grad()
     def __init__(self, model: nn.Module):
-        self._digest = base_digest(model)
+        """Collective."""
+        sums = []
+        held: list[tuple[str, Any]] = sorted(model.named_parameters())
+        for _, parameter in held:
+            if parameter.requires_grad:
+                continue
+            shared = isinstance(parameter, DTensor)
+            total = digest(parameter.to_local() if shared else parameter, shard_of(parameter), tuple(parameter.shape))
+            for dim, placement in enumerate(parameter.placements if shared else ()):
+                if placement.is_shard():
+                    dist.all_reduce(total, group=parameter.device_mesh.get_group(dim))
+            sums.append(total.cpu())
+        self._digest = torch.stack(sums)
 
     def state_dict(self) -> dict[str, Any]:
         return {"digest": self._digest.clone()}

@@ -69,12 +69,11 @@ class TrainerClient:
         if len(packed.microbatches) != self.data_parallel_size:
             planned, size = len(packed.microbatches), self.data_parallel_size
             raise ValueError(f"rows planned for {planned} data-parallel ranks, and the trainer has {size}")
-        keep = (True,) if self._keep_logprobs else ()
         unsent = [await asyncio.to_thread(pickled, own) for own in packed.microbatches]
         calls = []
         for rank, coordinate in zip(self._ranks, self._coordinates, strict=True):
             rows, unsent[coordinate.rank] = unsent[coordinate.rank], b""
-            calls.append(ask(rank.train_step, rows, step - 1, *keep))
+            calls.append(ask(rank.train_step, rows, step - 1))
         try:
             metrics = (await self._life.call(asyncio.gather(*calls)))[0]
             if self._keep_logprobs:

@@ -39,7 +39,7 @@ from torchtitan.experiments.rl.losses import (
 )
 from torchtitan.experiments.rl.losses.loss import mismatch_of
 from torchtitan.experiments.rl.losses.variants import loss_name
-from torchtitan.experiments.rl.models.context_parallel import Context, ContextGroups
+from torchtitan.experiments.rl.models.context_parallel import Context
 from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs, needed_places
 from torchtitan.experiments.rl.models.experts import check_routes, count_load, load_metrics, recorded
 from torchtitan.experiments.rl.models.lora import Adapters, of_adapter
@@ -165,6 +165,7 @@ class Learner:
         dtype: torch.dtype | None = None,
         serve_adapters: bool = True,
         adapters: Sequence[str] = ("",),
+        on_microbatch: Callable[[], None] = lambda: None,
     ):
         """Needs a process set up by ``process.setup``, and a process group; every rank builds one.
 
@@ -176,8 +177,9 @@ class Learner:
             serve_adapters: with config.lora: the generators hold the base, and a version is its adapters. Otherwise it is the
                 whole model, the adapters added to the base in float32.
             adapters: names of those that tasks train, each with its own optimizer, schedule and reference.
+            on_microbatch: called when a microbatch begins.
         """
-        self.config = config
+        self.config, self._on_microbatch = config, on_microbatch
         self.rank = dist.get_rank()
         parallelism = config.parallelism.for_torchtitan()
         dims = ParallelDims.from_config(parallelism, dist.get_world_size())
@@ -194,9 +196,8 @@ class Learner:
         """Ranks that compute the same rows."""
         context = None
         if divided > 1:
-            groups = ContextGroups.of(divided, dims.tp)
-            context, self._same_rows = Context(groups.context), groups.same_rows
-            self._data_parallel_group = groups.other_rows
+            context = Context.of(divided, dims.tp)
+            self._same_rows, self._data_parallel_group = context.same_rows, context.other_rows
             block = divided * dims.tp
             self.data_parallel = DataParallel(rank=self.rank // block, size=dist.get_world_size() // block)
         self._device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
@@ -276,8 +277,7 @@ class Learner:
         """Optimizer steps behind the weights; None while one is taken, and for good if it failed in its middle."""
         if self._device.type == "cuda" or config.compile:
             self._compile_shapes()
-        self.logprobs: list[np.ndarray] = []
-        """float32 [B, L] of each microbatch of the last step, 0 where nothing was sampled; empty where they were not kept."""
+        self._logprobs: list[torch.Tensor] = []
 
     def _compile_shapes(self) -> None:
         """Compute rows of each shape once, forward and backward, and the canary's without gradients. Collective."""
@@ -305,22 +305,17 @@ class Learner:
         dist.broadcast(held, group=group, group_src=0)
         return held.cpu().numpy().tobytes()
 
-    def forward_backward(
-        self,
-        microbatches: list[TrainingBatch],
-        policy_version: int,
-        *,
-        keep_logprobs: bool = False,
-        on_microbatch: Callable[[], None] = lambda: None,
-    ) -> MetricSums:
+    def logprobs(self) -> list[np.ndarray]:
+        """float32 [B, L] of each microbatch of the last step: log-probabilities of sampled tokens, 0 elsewhere."""
+        return [values.numpy() for values in self._logprobs]
+
+    def forward_backward(self, microbatches: list[TrainingBatch], policy_version: int) -> MetricSums:
         """Accumulate the gradient of one optimizer step. Collective.
 
         Args:
             microbatches: the step's rows of this rank's data-parallel coordinate; every rank has the same number. Those of an
                 adapter lie side by side: it is a step of its own, whose denominators count them alone.
             policy_version: version of the weights being trained, for metrics by policy age.
-            keep_logprobs: leave the log-probabilities in ``logprobs``.
-            on_microbatch: called when each begins.
 
         Returns:
             Metrics of the whole step, the same on every rank.
@@ -329,12 +324,12 @@ class Learner:
         for name, own in groupby(microbatches, key=lambda microbatch: microbatch.adapter):
             self._activate(name)
             self._moving.append(name)
-            found, kept = self._accumulate([*own], self.trained[name].reference, policy_version, on_microbatch)
+            found, kept = self._accumulate([*own], self.trained[name].reference, policy_version)
             sums.merge(found)
             logprobs += kept
-        self.logprobs = [
-            values.float().masked_fill(~microbatch.loss_mask, 0).numpy()
-            for values, microbatch in zip(logprobs, microbatches if keep_logprobs else (), strict=False)
+        self._logprobs = [
+            values.float().masked_fill(~microbatch.loss_mask, 0)
+            for values, microbatch in zip(logprobs, microbatches, strict=True)
         ]
         return sums
 
@@ -343,11 +338,7 @@ class Learner:
             self.adapters.activate(name)
 
     def _accumulate(
-        self,
-        microbatches: list[TrainingBatch],
-        reference: Reference | None,
-        policy_version: int,
-        on_microbatch: Callable[[], None],
+        self, microbatches: list[TrainingBatch], reference: Reference | None, policy_version: int
     ) -> tuple[MetricSums, list[torch.Tensor]]:
         """The gradient of what the model computes with now. Returns metrics of all ranks, and log-probabilities [B, L] of each
         microbatch."""
@@ -359,14 +350,14 @@ class Learner:
         # All of it before the first: a copy to a GPU, or a question to it, waits for what it computes. 62 bytes a token.
         batches = [microbatch.to(self._device) for microbatch in microbatches]
         places = [needed_places(microbatch).to(self._device) for microbatch in microbatches]
-        references, conditioned = self._reference_logprobs(reference, batches, places, on_microbatch)
+        references, conditioned = self._reference_logprobs(reference, batches, places)
         sums, kept, own_logprobs = MetricSums(), list[torch.Tensor](), None
         count_load(self.model, self._device)
         if replay:
             with self._traced("forward without replay"), torch.no_grad():
                 own_logprobs = batch_logprobs(self._policy, batches[0], places[0])[0]
         for index, batch in enumerate(batches):
-            on_microbatch()
+            self._on_microbatch()
             synchronise_gradients(self.model, shards=self._shards, last=index == len(microbatches) - 1)
             if conditioned:
                 batch = replace(batch, ref_logprobs=conditioned[index])
@@ -405,11 +396,7 @@ class Learner:
         return sums, kept
 
     def _reference_logprobs(
-        self,
-        reference: Reference | None,
-        batches: list[TrainingBatch],
-        places: list[torch.Tensor],
-        on_microbatch: Callable[[], None],
+        self, reference: Reference | None, batches: list[TrainingBatch], places: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """[B, L] of each microbatch, under the reference: log-probabilities of its tokens, and its ref_logprobs where samples
         have reference_ids. None where there is no reference, or are no such samples. Collective.
@@ -425,7 +412,7 @@ class Learner:
             return found, conditioned
         with self._traced("reference"), reference.in_place():
             for batch, needed in zip(batches, places, strict=True):
-                on_microbatch()
+                self._on_microbatch()
                 found.append(batch_logprobs(self._policy, batch, needed, replay=self.config.router_replay != "off")[0])
                 if batch.conditioned is not None:
                     conditioned.append(conditioned_logprobs(self._policy, batch))

@@ -80,8 +80,14 @@ class PolicyTrainer(WatchedActor):
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._generator_dtype = generator_dtype
         self._yields_memory = yields_memory and device == "cuda"
-
-        self._build = partial(Learner, config, device=device, run_dir=run_dir, **learner)
+        self._build = partial(
+            Learner,
+            config,
+            device=device,
+            run_dir=run_dir,
+            on_microbatch=lambda: self.heartbeat.beat(slow=self._steps_taken < FIRST_STEPS),
+            **learner,
+        )
 
     @reported_endpoint
     async def meeting_points(self) -> tuple[str, str, str]:
@@ -114,31 +120,20 @@ class PolicyTrainer(WatchedActor):
         return self._learner.data_parallel
 
     @reported_endpoint
-    async def train_step(self, microbatches: bytes, policy_version: int, keep_logprobs: bool = False) -> dict[str, float]:
+    async def train_step(self, microbatches: bytes, policy_version: int) -> dict[str, float]:
         """Take an optimizer step on this coordinate's microbatches. Collective. Returns metrics of the whole step.
 
         Args:
             microbatches: ``client.pickled``, for the first rank of the coordinate. It gives them to the others.
-            keep_logprobs: ``logprobs`` is asked next.
 
         Raises:
             RunError: the loss or the gradient is not finite; the step is not taken. A loss with an infinite constant has a
                 finite gradient.
         """
 
-        first = self._steps_taken < FIRST_STEPS
-
-        def begin_microbatch() -> None:
-            self.heartbeat.beat(slow=first)
-
         def accumulate() -> dict[str, float]:
-            sums = self._learner.forward_backward(
-                pickle.loads(self._learner.of_first_rank(microbatches)),
-                policy_version,
-                keep_logprobs=keep_logprobs,
-                on_microbatch=begin_microbatch,
-            )
-            metrics = sums.compute()
+            own = pickle.loads(self._learner.of_first_rank(microbatches))
+            metrics = self._learner.forward_backward(own, policy_version).compute()
             check_finite("loss", metrics["loss/total"], self._learner.config.loss)
             return metrics
 
@@ -150,7 +145,7 @@ class PolicyTrainer(WatchedActor):
     @reported_endpoint
     async def logprobs(self) -> list[np.ndarray]:
         """float32 [B, L] of each microbatch of the last step: log-probabilities of sampled tokens, 0 elsewhere."""
-        return self._learner.logprobs
+        return self._learner.logprobs()
 
     @reported_endpoint
     async def begin_checkpoint(self, folder: Path, step: int) -> None:
