@@ -5,13 +5,15 @@
 1. Each scenario is the command itself with the 1M-parameter model: ``rl_grpo_qwen3_debug`` with another number of replicas,
    other prompts, group size and bound, or with a generator that is killed in its middle. A run takes 35 s on two quiet cores,
    the whole set ten minutes; one whose folder is there already is not run again. While it runs, the CPU time of each of its
-   processes is read, and how much of the cores other jobs take (``cpu.json``).
-2. Those marked FIT give the constants. The shape of an engine's and of a trainer's step comes by least squares from the steps'
-   records, and its level from their processes' CPU time. A turn is the CPU time of the controller's event loop. Copying,
-   loading and the way of a version are medians of synchronous runs. A restart is what a FIT run with a kill took longer.
+   threads is read, and how much of the cores other jobs take (``cpu.json``).
+2. Those marked FIT give the constants. What an engine's step, a sequence in it and a token of a prompt take, and a trainer's
+   step and a token in it, come by least squares from the CPU time of their processes, run by run. The engine's three are then
+   multiplied so that simulated engines compute as long as the real ones did: vLLM takes a step more than the tokens need. A
+   turn is the CPU time of the controller's event loop. Copying, loading, packing and the way of a version are medians of
+   synchronous runs. A restart is what a FIT run with a kill took longer.
 3. The others are predicted: by their config, and the rollouts that a FIT run with the same prompts has recorded. All
    processes share the cores, less what other jobs took of them.
-4. A step's time, and each side's idle share of the time, are of all steps but the first.
+4. A step's time, and each side's idle share of the time, are of all steps after the first five.
 
 Printed: the constants, each scenario's predicted and measured values, and the median of the errors over those not fitted.
 """
@@ -21,7 +23,7 @@ import json
 import subprocess
 import sys
 import time
-from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,15 +36,13 @@ sys.path.insert(0, str(ROOT))
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # noqa: E402
-from torchtitan.experiments.rl.simulation import run as simulated_run  # noqa: E402
 from torchtitan.experiments.rl.simulation.clock import run_virtually  # noqa: E402
 from torchtitan.experiments.rl.simulation.rates import EngineRates, Rates, TrainerRates  # noqa: E402
-from torchtitan.experiments.rl.simulation.run import Failures, SimulatedRun, _Attempt  # noqa: E402
+from torchtitan.experiments.rl.simulation.run import Failures, Outcome, SimulatedRun  # noqa: E402
 from torchtitan.experiments.rl.simulation.tasks import Recorded  # noqa: E402
 
 WARM_UP = 5
 CPU_FILE = "cpu.json"
-simulated_run.DEATH_SEEN_S = 0.0  # a process of this host
 CORES = 2
 SHORT, LONG = (2, 5), (20, 24)
 """Digits of a prompt."""
@@ -86,6 +86,7 @@ FIT = (
     Scenario(digits=LONG, group_size=16, bound=0),
     Scenario(),
     Scenario(digits=LONG),
+    Scenario(replicas=2, bound=0),
     Scenario(bound=2, kill=True),
 )
 HELD_OUT = (
@@ -94,7 +95,6 @@ HELD_OUT = (
     Scenario(digits=LONG, group_size=16),
     Scenario(bound=2),
     Scenario(replicas=2),
-    Scenario(replicas=2, bound=0),
     Scenario(replicas=2, digits=LONG),
     Scenario(replicas=2, digits=LONG, group_size=16, bound=0),
     Scenario(replicas=4),
@@ -107,25 +107,18 @@ def run(scenario: Scenario, folder: Path, steps: int) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *scenario.words(steps, folder)]
     process = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-    killed, read = not scenario.kill, Counter[str]()
-    first: tuple[int, float, Counter[str]] | None = None
+    killed, first = not scenario.kill, None
     while process.poll() is None:
-        time.sleep(0.05)
+        time.sleep(0.2)
         file = folder / "metrics.jsonl"
         taken = len(read_metrics(file)) if file.exists() else 0
         if not killed and taken >= steps // 2:
             killed = kill_generator(process)
         # Not in the last steps: the processes end.
-        if WARM_UP <= taken < steps - 1 and (first is None or taken > first[0]):
-            read = cpu_seconds(process)
-            if first is None:
-                first = taken, time.monotonic(), read
-            seconds, count = time.monotonic() - first[1], taken - first[0]
-            used = {name: read[name] - first[2][name] for name in read}
-            others = used.pop("machine") - sum(used.values())
-            if count:
-                each = {name: value / count for name, value in used.items()}
-                (folder / CPU_FILE).write_text(json.dumps(each | {"others": max(0.0, others / seconds)}))
+        if first is None and taken >= WARM_UP:
+            first = taken, cpu_seconds(process)
+        elif first is not None and first[0] < taken < steps - 1:
+            (folder / CPU_FILE).write_text(json.dumps(used_between(*first, taken, cpu_seconds(process))))
     if process.returncode or not killed:
         raise SystemExit(f"{scenario.name}: exit code {process.returncode}, generator killed: {killed}")
 
@@ -136,19 +129,29 @@ def role(process: psutil.Process) -> str:
     return logs[0].stem if logs else ""
 
 
-def cpu_seconds(command: psutil.Process) -> "Counter[str]":
-    """Of each kind of process of the run so far, and of the whole machine."""
-    machine, found = psutil.cpu_times(), Counter[str]()
-    found["machine"] = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice
+def cpu_seconds(command: psutil.Process) -> dict[tuple[str, int], float]:
+    """Of each thread of the run so far, by the kind of its process; and of the whole machine, and its clock."""
+    machine, found = psutil.cpu_times(), {}
     for process in [command, *command.children(recursive=True)]:
-        try:
+        with suppress(psutil.NoSuchProcess):
             kind = "controller" if process == command else role(process).partition("-")[0]
-            threads = sorted(thread.user_time + thread.system_time for thread in process.threads())
-            found[kind] += threads.pop()  # its event loop's, its engine's or its computing thread's
-            found["controller beside" if kind == "controller" else kind] += sum(threads)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+            found |= {(kind, thread.id): thread.user_time + thread.system_time for thread in process.threads()}
+    own = psutil.Process().cpu_times()
+    busy = sum(machine) - machine.idle - machine.iowait - machine.guest - machine.guest_nice - own.user - own.system
+    return found | {("machine", 0): busy, ("clock", 0): time.monotonic()}
+
+
+def used_between(taken: int, before: dict[tuple[str, int], float], now_taken: int, now: dict[tuple[str, int], float]) -> Any:
+    """Seconds of CPU a step: ``controller`` and so on of the thread that computes most, ``controller beside`` of all others of
+    such processes, and ``others``, the cores that other jobs took. The command's own reading is left out."""
+    used: dict[str, list[float]] = {}
+    for (kind, thread), seconds in now.items():
+        used.setdefault(kind, []).append(seconds - before.get((kind, thread), 0.0))
+    (machine,), (elapsed,) = used.pop("machine"), used.pop("clock")
+    others = max(0.0, machine - sum(map(sum, used.values()))) / elapsed
+    count = now_taken - taken
+    each = {kind: max(seconds) / count for kind, seconds in used.items() if kind}
+    return each | {f"{kind} beside": sum(used[kind]) / count - each[kind] for kind in each} | {"others": others}
 
 
 def kill_generator(command: psutil.Process) -> bool:
@@ -187,76 +190,111 @@ def nonnegative(rows: np.ndarray) -> np.ndarray:
 
 
 def fitted(folders: dict[Scenario, Path]) -> Rates:
-    """Of runs with one replica."""
-    engine, trainer, syncs, cpu, rollouts = [], [], [], Counter[str](), 0.0
+    """Least squares over runs, of what their processes computed, and not of how long that took where they shared a core."""
+    engine, trainer, syncs, each = [], [], [], []
     for scenario, folder in folders.items():
         prompt = np.mean([len(r.rollout.turns[0].prompt_token_ids) for r in read_rollouts(folder)])
         records = read_metrics(folder / "metrics.jsonl")[WARM_UP:]
+        cpu = json.loads((folder / CPU_FILE).read_text())
+        rows = []
         for record in records:
-            seconds, steps = record["time/step_s"], record["perf/generator_0/steps"]
-            # Of the requests that run after a step; those that it ended ran in it too.
-            sampled = record["perf/generated_tokens_per_s"] * seconds
-            prompts = record["rollout/count"] * prompt * (1 - record.get("perf/generator_0/prompts_cached", 0.0))
-            engine.append((steps, sampled, prompts, record["perf/generator_0/busy"] * seconds))
+            replicas = range(scenario.replicas)
+            cached = np.mean([record.get(f"perf/generator_{i}/prompts_cached", 0.0) for i in replicas])
             slots = record["batch/tokens"] * (1 - record["batch/shared_fraction"]) / record["batch/packing_efficiency"]
-            trainer.append((1.0, slots, record["time/train_s"]))
-            if scenario.bound == 0:
-                copy, load, verify, reload = (
-                    record[f"time/sync_{part}_s"] for part in ("copy_out", "load", "verify", "reload")
-                )
-                syncs.append((copy, verify + reload, load - verify - reload))
-        cpu.update({name: value * len(records) for name, value in json.loads((folder / CPU_FILE).read_text()).items()})
-        rollouts += sum(record["rollout/count"] for record in records)
-    publish, load, way = np.median(np.array(syncs), axis=0)
-    engine_fit, trainer_fit = nonnegative(np.array(engine)), nonnegative(np.array(trainer))
-    # What the processes have computed, and not how long that took where they shared a core.
-    steps = len(engine)
-    engine_fit *= (cpu["generator"] - load * steps) / (np.array(engine)[:, :3] @ engine_fit).sum()
-    trainer_fit *= (cpu["trainer"] - publish * steps) / (np.array(trainer)[:, :2] @ trainer_fit).sum()
+            copy, load, verify, reload = (
+                record.get(f"time/sync_{part}_s", 0.0) for part in ("copy_out", "load", "verify", "reload")
+            )
+            computing = record["perf/trainer_rank_0/busy"] * record["time/step_s"] - copy
+            rows.append(
+                {
+                    "steps": sum(record.get(f"perf/generator_{i}/steps", 0.0) for i in replicas),
+                    "sampled": record["perf/generated_tokens_per_s"] * record["time/step_s"],
+                    "prompts": record["rollout/count"] * prompt * (1 - cached),
+                    "slots": slots,
+                    "rollouts": record["rollout/count"],
+                    "tokens": record["batch/tokens"],
+                    "pack": max(0.0, record["time/train_s"] - computing),
+                    "copy": copy,
+                    "load": verify + reload,
+                    "way": load - verify - reload,
+                }
+            )
+        run = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]} | cpu
+        each.append(run)
+        loading = np.median([row["load"] for row in rows])
+        engine.append(
+            (
+                run["steps"],
+                run["sampled"],
+                run["prompts"],
+                cpu["generator"] + cpu["generator beside"] - scenario.replicas * loading,
+            )
+        )
+        trainer.append((1.0, run["slots"], cpu["trainer"] - run["copy"]))
+        if scenario.bound == 0:
+            syncs.append([np.median([row[name] for row in rows]) for name in ("copy", "load", "way", "pack")])
+    publish, load, way, pack = np.median(np.array(syncs), axis=0)
+    step_s, sequence_s, prefill_token_s = nonnegative(np.array(engine))
+    trainer_step_s, token_s = nonnegative(np.array(trainer))
+    digest, beside, turns = (
+        np.mean([run[name] for run in each]) for name in ("trainer beside", "controller beside", "controller")
+    )
     return Rates(
         engine=EngineRates(
-            step_s=engine_fit[0],
-            sequence_s=engine_fit[1],
+            step_s=step_s,
+            sequence_s=sequence_s,
             context_s=0.0,
             prompt_s=0.0,
-            prefill_token_s=engine_fit[2],
+            prefill_token_s=prefill_token_s,
             cache_tokens=131_072,
             load_s=load,
         ),
         trainer=TrainerRates(
-            step_s=trainer_fit[0],
+            step_s=trainer_step_s,
             microbatch_s=0.0,
-            token_s=trainer_fit[1],
+            token_s=token_s,
             pair_s=0.0,
             publish_s=publish,
+            digest_s=digest,
             checkpoint_s=0.0,
+            pack_token_s=pack / np.mean([run["tokens"] for run in each]),
         ),
-        fetch_s=way,
+        fetch_s=max(0.0, way - digest - step_s),  # less the canary's step
         start_s=0.0,
-        turn_s=cpu["controller"] / rollouts,
-        report_s=cpu["controller beside"] / steps,
+        turn_s=turns / np.mean([run["rollouts"] for run in each]),
+        report_s=max(0.0, beside - pack),
         cores=CORES,
     )
 
 
-def predicted(scenario: Scenario, folder: Path, rates: Rates, lengths: Recorded, steps: int) -> dict[str, float]:
+def levelled(rates: Rates, folders: dict[Scenario, Path], lengths: dict[Any, Recorded], steps: int) -> Rates:
+    """With the engine's constants such that the simulated engines of ``folders`` compute as long as the real ones did."""
+    for _ in range(2):
+        real = simulated = 0.0
+        for scenario, folder in folders.items():
+            cpu = json.loads((folder / CPU_FILE).read_text())
+            real += cpu["generator"] + cpu["generator beside"] - rates.engine.load_s * scenario.replicas
+            simulated += simulate(scenario, folder, rates, lengths[scenario.digits], steps).engines["computed_s"] / steps
+        engine, factor = rates.engine, real / simulated
+        names = ("step_s", "sequence_s", "prefill_token_s")
+        rates = replace(rates, engine=replace(engine, **{name: getattr(engine, name) * factor for name in names}))
+    return rates
+
+
+def simulate(scenario: Scenario, folder: Path, rates: Rates, lengths: Recorded, steps: int) -> Outcome:
     config = rl_grpo_qwen3_debug()
     config.steps, config.max_offpolicy_steps = steps, scenario.bound
     config.generator.replicas, config.tasks["sum_digits"].group_size = scenario.replicas, scenario.group_size
     config.post_batch_filters = []
     config.checkpoint.interval, config.tasks["sum_digits"].validation = 0, None
-
-    class Killed(_Attempt):
-        def step_taken(self, record):
-            super().step_taken(record)
-            if record.step == steps // 2:
-                self._beside_run(self._make_again(0, self._replicas.pop(0)))
-
-    simulated_run._Attempt = Killed if scenario.kill else _Attempt
     others = json.loads((folder / CPU_FILE).read_text())["others"]
     rates = replace(rates, cores=max(0.5, CORES - others))
-    run = SimulatedRun(config, rates, lengths, failures=Failures(repair_s=0.0))
-    records = [metrics for step, metrics in sorted(run_virtually(run.run).steps.items()) if step > WARM_UP]
+    killed = Failures(repair_s=0.0, seen_s=0.0, replica_after_step=steps // 2 if scenario.kill else 0)
+    return run_virtually(SimulatedRun(config, rates, lengths, failures=killed).run)
+
+
+def predicted(outcome: Outcome) -> dict[str, float]:
+    records = [metrics for step, metrics in sorted(outcome.steps.items()) if step > WARM_UP]
     names = ("time/step_s", "perf/generators/busy", "perf/trainer/busy")
     return shares(*([record[name] for record in records] for name in names))
 
@@ -281,7 +319,9 @@ def main() -> None:
 
     def said_of(scenario: Scenario) -> dict[str, float]:
         steps = len(read_metrics(known[scenario] / "metrics.jsonl"))
-        return predicted(scenario, known[scenario], rates, lengths[scenario.digits], steps)
+        return predicted(simulate(scenario, known[scenario], rates, lengths[scenario.digits], steps))
+
+    rates = levelled(rates, undisturbed, lengths, options.steps)
 
     for scenario in (each for each in FIT if each.kill and each in known):
         lost = seen[scenario]["step"] - said_of(scenario)["step"]

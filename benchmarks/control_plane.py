@@ -19,7 +19,6 @@ it grew. Lag and turns a second depend on what else the machine does; CPU a turn
 
 import argparse
 import asyncio
-import functools
 import os
 import pickle
 import resource
@@ -27,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -39,16 +39,15 @@ from monarch.actor import Actor, concurrent_endpoint, shutdown_context, this_hos
 
 from torchtitan.experiments.rl.compat.monarch import ask, drop_late_faults, ranks_of  # noqa: E402
 from torchtitan.experiments.rl.config_registry.qwen3 import rl_grpo_qwen3_8b  # noqa: E402
-from torchtitan.experiments.rl.controller.group_runner import GroupResult, LocalRunner, WorkerRunner  # noqa: E402
-from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop  # noqa: E402
+from torchtitan.experiments.rl.controller.group_runner import GroupResult, GroupRunner, LocalRunner, WorkerRunner  # noqa: E402
 from torchtitan.experiments.rl.generation.messages import GenerateResult  # noqa: E402
 from torchtitan.experiments.rl.process.lifetime import Lifetime  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
-from torchtitan.experiments.rl.simulation import run as simulated_run  # noqa: E402
 from torchtitan.experiments.rl.simulation.engine import Endpoint  # noqa: E402
 from torchtitan.experiments.rl.simulation.rates import EngineRates, Rates, TrainerRates  # noqa: E402
+from torchtitan.experiments.rl.simulation.run import SimulatedRun  # noqa: E402
 from torchtitan.experiments.rl.simulation.tasks import Lengths, Turn  # noqa: E402
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt  # noqa: E402
 
@@ -69,8 +68,8 @@ class TwoTurns(Lengths):
 class StubReplica:
     """Answers each message as a whole, ANSWER_S later."""
 
-    def __init__(self, rates: EngineRates, **settings: Any):
-        self.totals, self._version, self._port = Counter(), settings["version"], None
+    def __init__(self, version: int):
+        self.totals, self._version, self._port = Counter(), version, None
         self.attach, self.submit, self.abort = Endpoint(self._attach), Endpoint(self._submit), Endpoint(lambda ids: None)
         self.update_weights, self.canary = Endpoint(self._update), Endpoint(self._canary)
 
@@ -164,10 +163,9 @@ class StubWorker:
 class MixedRunner(WorkerRunner):
     """The first group runs here, and gives the workers what they answer; then they take over."""
 
-    def __init__(self, policy: Any, *, seed: int, workers: int, actors: Any):
+    def __init__(self, policy: Any, *, seed: int, workers: Sequence[Any]):
         super().__init__(policy)
-        self._actors = actors
-        self._local, self._policy, self._count = LocalRunner(policy, seed=seed), policy, workers
+        self._local, self._policy, self._actors = LocalRunner(policy, seed=seed), policy, workers
         self._first = asyncio.Lock()
 
     async def run(self, task: Any, request: Any) -> Any:
@@ -175,12 +173,32 @@ class MixedRunner(WorkerRunner):
             if not self._workers:
                 group = await self._local.run(task, request)
                 pickled = pickle.dumps(group, protocol=5)
-                for index, actor in enumerate(self._actors or [None] * self._count):
+                for index, actor in enumerate(self._actors):
                     if actor is not None:
                         await ask(actor.hold, pickled)
                     self.admit(index, StubWorker(pickled, self._policy, actor), Lifetime(f"rollout worker {index}"))
                 return group
         return await super().run(task, request)
+
+
+class StubbedRun(SimulatedRun):
+    """With ``StubReplica``s, which ``replica_actors`` load weights for; and ``workers`` behind which groups run, with actors of
+    their own or none."""
+
+    def __init__(self, *args: Any, workers: Sequence[Any] = (), replica_actors: Iterator[Any] | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._workers, self._replica_actors = workers, replica_actors
+
+    def replica(self, version: int, cores: Any) -> Any:
+        stub = StubReplica(version)
+        if self._replica_actors is not None:
+            stub.update_weights = next(self._replica_actors).update_weights
+        return stub
+
+    def runner(self, policy: Any) -> GroupRunner:
+        if not self._workers:
+            return super().runner(policy)
+        return MixedRunner(policy, seed=self._config.seed, workers=self._workers)
 
 
 async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int) -> dict[str, float]:
@@ -191,31 +209,25 @@ async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int)
     config.rollouts_per_step = max(GROUP, open_rollouts // 2 // GROUP * GROUP)
     config.trainer.ranks = 1
     STUB.update(s=0.0, turns=0)
-    workers = 8 if mode == "actors" else max(1, replicas // 8)
-    actors: list[Any] = []
+    workers: Sequence[Any] = [None] * (0 if mode == "rollouts" else max(1, replicas // 8))
+    replica_actors = None
     if mode == "actors":
-        procs = this_host().spawn_procs(per_host={"procs": PROCESSES}, name="stubs")
-        for number in range((workers + replicas) // PROCESSES):
+        procs, actors = this_host().spawn_procs(per_host={"procs": PROCESSES}, name="stubs"), list[Any]()
+        for number in range((8 + replicas) // PROCESSES):
             actors += ranks_of(procs.spawn(f"stub_{number}", StubActor))
-    await asyncio.gather(*(ask(actor.hold, b"") for actor in actors))  # their processes are there
-    behind = iter(actors[workers:])
-
-    def replica(rates: EngineRates, **settings: Any) -> StubReplica:
-        stub = StubReplica(rates, **settings)
-        if actors:
-            stub.update_weights = next(behind).update_weights
-        return stub
-
-    simulated_run.SimulatedReplica = replica  # type: ignore[misc, assignment]
-    simulated_run.LocalRunner = (  # type: ignore[misc, assignment]
-        LocalRunner
-        if mode == "rollouts"
-        else lambda policy, seed: MixedRunner(policy, seed=seed, workers=workers, actors=actors[:workers])
-    )
+        await asyncio.gather(*(ask(actor.hold, b"") for actor in actors))  # their processes are there
+        workers, replica_actors = actors[:8], iter(actors[8:])
     with tempfile.TemporaryDirectory() as folder:
         recorder = RolloutRecorder.Config().build(run_dir=Path(folder))
-        simulated_run.RolloutLoop = functools.partial(RolloutLoop, recorder=recorder)  # type: ignore[misc, assignment]
-        run = simulated_run.SimulatedRun(config, RATES, TwoTurns(), run_dir=Path(folder))
+        run = StubbedRun(
+            config,
+            RATES,
+            TwoTurns(),
+            run_dir=Path(folder),
+            recorder=recorder,
+            workers=workers,
+            replica_actors=replica_actors,
+        )
         running = asyncio.create_task(run.run())
         warm = 2 * ANSWER_S * TURNS
         await asyncio.wait({running}, timeout=warm)
@@ -231,7 +243,7 @@ async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         recorder.close()
-        if actors:  # they still answer, and a mesh that does can't be stopped: the command's end does that
+        if mode == "actors":  # they still answer, and a mesh that does can't be stopped: the command's end does that
             drop_late_faults()
     return {
         "turns/s": count / took,

@@ -5,6 +5,7 @@ import copy
 import json
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -233,6 +234,28 @@ def test_the_same_seed_gives_the_same_files_byte_for_byte_with_failures_too(end_
     assert steps == list(range(1, 31)), "what was repeated is there once"
     ended = [json.loads(line)["rollout_id"] for line in files[0]["ledger.jsonl"].decode().splitlines()]
     assert len(ended) == len(set(ended)), "a rollout ends once, across restarts"
+
+
+def test_a_replica_that_dies_alone_comes_back_and_its_requests_run_elsewhere():
+    outcome = simulated(
+        failures=Failures(seen_s=2, repair_s=0, replica_after_step=3), generator=replicas(2), max_offpolicy_steps=1
+    )
+    assert sorted(outcome.steps) == list(range(1, 13)) and outcome.deaths == 0
+    assert outcome.engine_down_s == pytest.approx(2 + RATES.start_s, abs=2 * TRAINER.step_s), "until it has the weights"
+    assert outcome.lost_tokens > 0
+
+
+@given(report=st.sampled_from([0.0, 0.013]), turn=st.sampled_from([0.0, 0.002]))
+@settings(deadline=None, max_examples=4)
+def test_on_shared_cores_a_step_takes_no_less_than_its_processes_compute(report, turn):
+    """Neither turns nor the threads beside them run faster than one core, and all together than the cores."""
+    rates = replace(RATES, cores=2, turn_s=turn, report_s=report)
+    lengths = LogNormal(mean=20, sigma=1, prompt=30)
+    outcome = run_virtually(SimulatedRun(config_of(max_offpolicy_steps=1), rates, lengths).run)
+    turns = sum(count for name, count in outcome.ledger.items() if name.endswith("/trained"))
+    computed = outcome.engines["computed_s"] + 12 * (TRAINER.step_s + TRAINER.publish_s + report) + turns * turn
+    assert outcome.seconds * 2 >= computed
+    assert outcome.engines["computed_s"] <= outcome.engines["busy_s"] * (1 + 1e-9)
 
 
 def every(steps):

@@ -79,8 +79,9 @@ class SimulatedReplica:
         self._rates, self._max_num_seqs = rates, max_num_seqs
         self._weight_update, self._prefix_caching = weight_update, prefix_caching
         self.totals: Any = Counter()
-        """Since it began: seconds ``busy_s`` and ``loading_s``; ``sampled`` tokens; ``prompt`` tokens, and how many of them
-        were ``cached``; tokens ``recomputed`` after ``preemptions`` or, where ``weight_update`` says so, under new weights."""
+        """Since it began: seconds ``busy_s``, of which it had a core for ``computed_s``, and ``loading_s``; ``sampled`` tokens;
+        ``prompt`` tokens, and how many of them were ``cached``; tokens ``recomputed`` after ``preemptions`` or, where
+        ``weight_update`` says so, under new weights."""
         self._port: Any = None
         self._loop, self._cores = asyncio.get_running_loop(), cores or Cores(0)
         self._waiting: deque[_Sequence] = deque()
@@ -102,8 +103,8 @@ class SimulatedReplica:
         self._timer: Any = None
         self._planned = 0
         """Decode steps until ``_timer``."""
-        self._decode_began = self._plan_began = 0.0
-        """When they began: after the prompts, by the cores' time; with the prompts, by the loop's."""
+        self._decode_began = self._plan_began = self._compute_began = 0.0
+        """When they began: after the prompts, by the cores' time; with the prompts, by the loop's and by the cores'."""
         self._update: tuple[int, asyncio.Future[None]] | None = None
         self._loading = self._dead = False
         self.attach, self.submit, self.abort = Endpoint(self._attach), Endpoint(self._submit), Endpoint(len)
@@ -145,6 +146,11 @@ class SimulatedReplica:
         assert not self._running and not self._waiting, "a request is open"
 
     async def _canary(self, canary_token_ids: np.ndarray) -> np.ndarray:
+        """A step of its own, unless the engine takes steps anyway."""
+        if not self._running:
+            await self._cores.use(self._rates.step_s)
+            for name in ("busy_s", "computed_s"):
+                self.totals[name] += self._rates.step_s
         return np.zeros(len(canary_token_ids), np.float32)
 
     # The engine.
@@ -171,6 +177,7 @@ class SimulatedReplica:
         self._timer = None
         sampled = len(self._running) * self._planned
         self.totals["busy_s"] += self._loop.time() - self._plan_began
+        self.totals["computed_s"] += self._cores.time() - self._compute_began
         self.totals["sampled"] += sampled
         self._steps += self._planned
         self._context += sampled
@@ -193,8 +200,8 @@ class SimulatedReplica:
             self._preempt()
         if not self._running:
             return
-        self._plan_began = self._loop.time()
-        self._decode_began = self._cores.time() + self._debt_s
+        self._plan_began, self._compute_began = self._loop.time(), self._cores.time()
+        self._decode_began = self._compute_began + self._debt_s
         self._debt_s = 0.0
         self._plan(min(self._ends[0][0] - self._steps, self._room // len(self._running)))
 

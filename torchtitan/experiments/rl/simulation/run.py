@@ -15,7 +15,7 @@ import asyncio
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.config.checks import groups_per_step
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.events import RunEvents
-from torchtitan.experiments.rl.controller.group_runner import LocalRunner
+from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner
 from torchtitan.experiments.rl.controller.ledger import Ledger
 from torchtitan.experiments.rl.controller.pacing import Pacer
 from torchtitan.experiments.rl.controller.rollout_loop import RolloutLoop
@@ -41,10 +41,11 @@ from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.operations.supervision import Restarts
 from torchtitan.experiments.rl.process.lifetime import Lifetime
 from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_FILE
+from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.simulation.clock import Cores, InPlaceGate
 from torchtitan.experiments.rl.simulation.engine import Endpoint, SimulatedReplica, open_channel
-from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, GPUS_PER_HOST, Rates
+from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, GPUS_PER_HOST, SLICE_S, Rates
 from torchtitan.experiments.rl.simulation.tasks import Lengths, simulated_tasks
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, WeightSync
 
@@ -61,6 +62,10 @@ class Failures:
     """False: a host of generators that dies costs its replicas, and nothing else."""
     repair_s: float = 600.0
     """Until there is a host again."""
+    seen_s: float = DEATH_SEEN_S
+    """Until a death is known."""
+    replica_after_step: int = 0
+    """Step after which replica 0 dies, and its host does not; 0: never."""
 
 
 class SimulatedTrainer:
@@ -68,8 +73,9 @@ class SimulatedTrainer:
 
     lost = 0
 
-    def __init__(self, rates: Rates, cores: Cores, data_parallel_size: int):
-        self._rates, self._cores, self.data_parallel_size = rates, cores, data_parallel_size
+    def __init__(self, rates: Rates, cores: Cores, data_parallel_size: int, *, heard: Callable[[], Awaitable[None]]):
+        """``heard`` returns when the controller takes an answer up."""
+        self._rates, self._cores, self.data_parallel_size, self._heard = rates, cores, data_parallel_size, heard
         self.busy_s = 0.0
         self._published = 0
         self.copy_weights, self.publish_weights = Endpoint(self._copy), Endpoint(self._publish)
@@ -98,6 +104,7 @@ class SimulatedTrainer:
         began = asyncio.get_running_loop().time()
         await self._cores.use(seconds)
         self.busy_s += asyncio.get_running_loop().time() - began
+        await self._heard()
 
     def size(self, dimension: str) -> int:
         return 1  # one stands for all ranks, which publish side by side
@@ -109,6 +116,7 @@ class SimulatedTrainer:
         await self._work(self._rates.trainer.publish_s)
 
     async def _publish(self, version: int, remote_readers: bool) -> None:
+        await self._cores.use(self._rates.trainer.digest_s)
         self._published = version
 
     async def _proof(self) -> tuple[str, np.ndarray]:
@@ -197,10 +205,11 @@ class SimulatedRun:
         *,
         failures: Failures | None = None,
         run_dir: Path | None = None,
+        recorder: RolloutRecorder | None = None,
     ):
         """``run_dir`` gets metrics, ledger and events; None: nothing is written."""
         self._config, self._rates, self._lengths = config, rates, lengths
-        self._failures, self._run_dir = failures or Failures(), run_dir
+        self._failures, self._run_dir, self._recorder = failures or Failures(), run_dir, recorder
         engine, ranks = config.generator.engine, config.trainer.ranks
         self._gpus_of_engine = engine.tensor_parallel_degree
         self._trainer_hosts = -(-ranks // GPUS_PER_HOST)
@@ -228,7 +237,7 @@ class SimulatedRun:
                 break
             outcome = self.outcome
             outcome.repeated_s += died_at - (0.0 if self._saved is None else self._saved.time)
-            await asyncio.sleep(DEATH_SEEN_S + self._failures.repair_s + self._rates.start_s)
+            await asyncio.sleep(self._failures.seen_s + self._failures.repair_s + self._rates.start_s)
             outcome.down_s += loop.time() - died_at
             for file in self._files:
                 if file.exists():
@@ -239,6 +248,22 @@ class SimulatedRun:
         if self._events is not None:
             self._events.close()
         return self.outcome
+
+    # Parts that a benchmark replaces.
+
+    def replica(self, version: int, cores: Cores) -> SimulatedReplica:
+        generator = self._config.generator
+        return SimulatedReplica(
+            self._rates.engine,
+            max_num_seqs=getattr(generator.engine, "max_num_seqs", 1 << 30),
+            weight_update=generator.weight_update,
+            prefix_caching=getattr(generator.engine, "enable_prefix_caching", True),
+            version=version,
+            cores=cores,
+        )
+
+    def runner(self, policy: GeneratorClient) -> GroupRunner:
+        return LocalRunner(policy, seed=self._config.seed)
 
     def _tell(self, event: str, **values: Any) -> None:
         if self._events is not None:
@@ -262,7 +287,7 @@ class _Attempt(RunEvents):
         self._cores = Cores(self._rates.cores)
         self._threads = asyncio.Semaphore(max(1, config.rollout_workers))
         """Of the processes that run rollouts."""
-        self._trainer = SimulatedTrainer(self._rates, self._cores, size)
+        self._trainer = SimulatedTrainer(self._rates, self._cores, size, heard=self._heard)
         text = np.arange(CANARY_TOKENS, dtype=np.int32)
         self._weights = WeightSync(self._trainer, self._client, text=text, bound=CanaryBound("float32"), copies=self._trainer)
         self._replicas: dict[int, SimulatedReplica] = {}
@@ -285,7 +310,7 @@ class _Attempt(RunEvents):
         )
         for entry, _ in [*selection.filters["pre"], *selection.filters["post"]]:
             entry.vocab_size = 1 << 31  # simulated ids are of no vocabulary, and none is rare
-        runner = LocalRunner(self._client, seed=config.seed)
+        runner = whole.runner(self._client)
         step, run_dir = (0 if saved is None else saved.step), whole._run_dir
         self._metrics = None
         if run_dir is not None:
@@ -301,6 +326,7 @@ class _Attempt(RunEvents):
             batcher=batcher,
             total_groups=groups * (config.steps - step),
             ledger=Ledger(None if run_dir is None else run_dir / LEDGER_FILE),
+            recorder=whole._recorder,
             watchers=[self],
         )
         self._training = TrainingLoop(
@@ -353,10 +379,24 @@ class _Attempt(RunEvents):
 
     # Its parts.
 
-    async def _turn(self) -> None:
+    async def _turn(self, share: float) -> None:
+        """A share of what is to be done for a turn."""
         if self._rates.turn_s:
             async with self._threads:
-                await self._cores.use(self._rates.turn_s)
+                await self._cores.use(self._rates.turn_s * share)
+
+    async def _heard(self) -> None:
+        """Where the controller's event loop runs the rollouts too, an answer waits behind what is ready there."""
+        if self._config.rollout_workers == 0:
+            async with self._threads:
+                pass
+
+    async def _report(self) -> None:
+        left = self._rates.report_s
+        while left > 0:
+            async with self._threads:
+                await self._cores.use(min(left, SLICE_S))
+            left -= SLICE_S
 
     def _fail(self, error: Exception) -> None:
         self._rollouts.fail(error)
@@ -372,15 +412,7 @@ class _Attempt(RunEvents):
             self._fail(error if isinstance(error, Exception) else RunError(str(error)))
 
     async def _start_replica(self, index: int) -> None:
-        engine = self._config.generator.engine
-        replica = SimulatedReplica(
-            self._rates.engine,
-            max_num_seqs=getattr(engine, "max_num_seqs", 1 << 30),
-            weight_update=self._config.generator.weight_update,
-            prefix_caching=getattr(engine, "enable_prefix_caching", True),
-            version=self._client.version,
-            cores=self._cores,
-        )
+        replica = self._whole.replica(self._client.version, self._cores)
 
         async def take_requests() -> None:
             self._replicas[index] = replica
@@ -403,19 +435,23 @@ class _Attempt(RunEvents):
                 return
             for index in sorted(self._replicas):
                 if self._host_of(index) in hosts:
-                    self._beside_run(self._make_again(index, self._replicas.pop(index)))
+                    self._lose(index)
 
     def _host_of(self, replica: int) -> int:
         return self._whole._trainer_hosts + replica * self._whole._gpus_of_engine // GPUS_PER_HOST
 
-    async def _make_again(self, index: int, dead: SimulatedReplica) -> None:
+    def _lose(self, index: int) -> None:
+        self._beside_run(self._replace(index, self._replicas.pop(index)))
+
+    async def _replace(self, index: int, dead: SimulatedReplica) -> None:
         outcome, began = self._whole.outcome, asyncio.get_running_loop().time()
         outcome.lost_tokens += dead.kill()
         self._gone += dead.totals
-        await asyncio.sleep(DEATH_SEEN_S)
+        await asyncio.sleep(self._whole._failures.seen_s)
         self._whole._restarts.count(f"generator_{index}", f"generator {index}", "its host died")
         self._client.lose(index)
-        await asyncio.sleep(self._whole._failures.repair_s + self._rates.start_s)
+        await asyncio.sleep(self._whole._failures.repair_s)
+        await self._cores.use(self._rates.start_s)
         await self._start_replica(index)
         outcome.engine_down_s += asyncio.get_running_loop().time() - began
         self._whole._tell("replica is back", replica=index)
@@ -428,7 +464,8 @@ class _Attempt(RunEvents):
 
     async def step_published(self, step: int, metrics: dict[str, float]) -> None:
         now, replicas = asyncio.get_running_loop().time(), self._config.generator.replicas
-        busy, elapsed = (self._totals()["busy_s"] / replicas, self._trainer.busy_s), max(1e-9, now - self._lap_at)
+        engines, elapsed = self._totals(), max(1e-9, now - self._lap_at)
+        busy = (engines["busy_s"] + engines["loading_s"]) / replicas, self._trainer.busy_s
         for name, until, before in zip(("generators", "trainer"), busy, self._lap_busy, strict=True):
             metrics[f"perf/{name}/busy"] = (until - before) / elapsed
         metrics["time/virtual_s"] = now
@@ -446,12 +483,13 @@ class _Attempt(RunEvents):
             for group_id, version in task.open.items():
                 if version < record.step - bound:
                     raise RunError(f"group {group_id} of version {version} still runs after step {record.step}")
-        if self._rates.report_s:
-            self._beside_run(self._cores.use(self._rates.report_s))
+        self._beside_run(self._report())
         if self._metrics is not None:
             self._metrics.log(record.step, metrics)
         self._whole.outcome.steps[record.step] = metrics
         self._whole.outcome.ledger = self._rollouts.ledger.counts()
+        if record.step == self._whole._failures.replica_after_step:
+            self._lose(0)
         self._whole._tell("step", step=record.step, tokens=metrics["batch/tokens"], age=metrics["policy/age_mean"])
 
     async def step_ended(self, step: int) -> None:

@@ -22,6 +22,9 @@ from torchtitan.experiments.rl.rollouts.samples import samples_from_turns
 from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout, RolloutGroup, RolloutStatus, RolloutTurn
 from torchtitan.experiments.rl.tasks.task import Task, derive_seed
 
+BEFORE_REQUEST = 0.25
+"""Share of a turn's time that comes before its request. A group renders its first prompt once."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Turn:
@@ -148,10 +151,10 @@ class SimulatedDataset(Dataset):
 class SimulatedTask(Task):
     """``simulate`` before the first group."""
 
-    def simulate(self, lengths: Lengths, *, turn: Callable[[], Awaitable[None]], needs_group: bool) -> None:
+    def simulate(self, lengths: Lengths, *, turn: Callable[[float], Awaitable[None]], needs_group: bool) -> None:
         """
         Args:
-            turn: takes the time that the process which runs the rollouts has to do with a turn.
+            turn: takes a share of the time that the process which runs the rollouts needs for a turn.
             needs_group: of the task that this one stands for.
         """
         self._lengths, self._turn, self._needs_group = lengths, turn, needs_group
@@ -214,6 +217,7 @@ class SimulatedTask(Task):
                 if room < 1:
                     rollout.status = RolloutStatus.TRUNCATED_PROMPT_OVERFLOW
                     break
+                await self._turn(BEFORE_REQUEST)
                 length[0], began = turn.completion, asyncio.get_running_loop().time()
                 completion = await session.generate(prompt, max_tokens=room)
                 ids, sampled = prompt, completion
@@ -233,7 +237,7 @@ class SimulatedTask(Task):
                     )
                 )
                 prompt = np.concatenate([prompt, completion.token_ids])
-                await self._turn()
+                await self._turn(1 - BEFORE_REQUEST)
                 if turn.env_s:
                     await asyncio.sleep(turn.env_s)
                 if completion.finish_reason == "length":
@@ -260,7 +264,7 @@ def simulated_tasks(
     *,
     seed: int,
     lengths: Lengths,
-    turn: Callable[[], Awaitable[None]],
+    turn: Callable[[float], Awaitable[None]],
 ) -> dict[str, SimulatedTask]:
     """One for each task of a config.
 
