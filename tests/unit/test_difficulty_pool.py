@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_data import Letters, ids
+from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.config.checks import checked_plan
 from torchtitan.experiments.rl.config_registry import rl_difficulty_pool_qwen3_debug
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
@@ -266,7 +267,7 @@ def test_state_of_another_dataset_seed_or_strategy_is_refused(config):
 )
 def test_pool_that_cannot_be_is_refused(config, field):
     with pytest.raises(ConfigError) as error:
-        pool(**config)
+        check_config(DifficultyPool.Config(**config), field="sampler")
     assert error.value.field == field
 
 

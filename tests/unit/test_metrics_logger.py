@@ -8,7 +8,7 @@ import pytest
 import torch
 import wandb
 
-from torchtitan.experiments.rl.bounds import check_fields
+from torchtitan.experiments.rl.bounds import check_config, check_fields
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.metrics import (
     METRICS_FILE,
@@ -132,10 +132,10 @@ def test_a_resumed_run_cuts_its_online_wandb_run_back_where_the_server_can(tmp_p
     assert ("can't cut its run" in caplog.text) is not server_can
 
 
-def test_online_wandb_without_a_key_is_a_one_line_config_error(tmp_path, monkeypatch):
+def test_online_wandb_without_a_key_is_a_one_line_config_error(monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     with pytest.raises(ConfigError) as error:
-        MetricsLogger.Config(wandb=True, wandb_mode="online").build(run_dir=tmp_path)
+        check_config(MetricsLogger.Config(wandb=True, wandb_mode="online"), field="metrics")
     assert str(error.value) == "metrics.wandb_mode = 'online': WANDB_API_KEY is not set: set it, or use offline"
 
 

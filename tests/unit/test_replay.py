@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.test_data import Letters, ids
 from tests.unit.test_difficulty_pool import draw, group_of
+from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.replay import ExampleReplay
 from torchtitan.experiments.rl.errors import ConfigError
@@ -142,5 +143,5 @@ def test_a_stored_example_the_dataset_lost_is_named():
 )
 def test_replay_that_cannot_be_is_refused(config, field):
     with pytest.raises(ConfigError) as error:
-        replay(**config)
+        check_config(ExampleReplay.Config(**config), field="sampler")
     assert error.value.field == field

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.experiments.rl.bounds import NonNegativeFloat, check_config
+from torchtitan.experiments.rl.bounds import NonNegativeFloat
 from torchtitan.experiments.rl.data.dataset import Examples, count_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, random_order
 from torchtitan.experiments.rl.data.task_mix import pick_in_turn
@@ -63,7 +63,6 @@ class DifficultyPool(SampleStrategy):
 
     def __init__(self, config: Config, *, dataset: Examples, seed: int):
         super().__init__(config, dataset=dataset, seed=seed)
-        check_config(config, field="sampler")
         self._weights = config.weights()
         self._count = count_examples(dataset)
         self._first_order = random_order(self._count, seed)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from annotated_types import Gt, Le
 
-from torchtitan.experiments.rl.bounds import Cure, PositiveInt, check_config
+from torchtitan.experiments.rl.bounds import Cure, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Examples, find_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import ConfigError
@@ -51,7 +51,6 @@ class ExampleReplay(SampleStrategy):
 
     def __init__(self, config: Config, *, dataset: Examples, seed: int):
         super().__init__(config, dataset=dataset, seed=seed)
-        check_config(config, field="sampler")
         self.fresh: SampleStrategy = config.fresh.build(dataset=dataset, seed=seed)
         self._draws = 0
         self._stored: dict[str, tuple[DataSample, float]] = {}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.configurable import Configurable
-from torchtitan.experiments.rl.bounds import NonEmptyStr, NonNegativeInt, PositiveInt, check_config
+from torchtitan.experiments.rl.bounds import NonEmptyStr, NonNegativeInt, PositiveInt
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.observability.rollouts import shown_message, spoken
 from torchtitan.experiments.rl.observability.trackers import Table, TrackedRun, Tracker, TrackioTracker, WandbMode, WandbTracker
@@ -110,7 +110,6 @@ class MetricsLogger(Configurable):
             resume_step: Step of the checkpoint this run goes on from; its files were cut back to it. None starts a new record.
             run_config: Shown beside the metrics where the backend has a place for it.
         """
-        check_config(config, field="metrics")
         run_dir.mkdir(parents=True, exist_ok=True)
         self.config, self._last_step = config, resume_step
         self._file: RecordFile | None = None
