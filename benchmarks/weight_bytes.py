@@ -1,15 +1,17 @@
-"""Bytes and seconds of one weight update by its parts: as it was, and as it is.
+"""Bytes and seconds of one weight update by its parts: as it was, through the host, and from the ranks' devices.
 
-    python benchmarks/weight_bytes.py [--megabytes 500 3000] [--workers 1 2] [--repeats 3]
+    python benchmarks/weight_bytes.py [--megabytes 500 3000] [--workers 1 2] [--ranks 4] [--repeats 3]
 
 1. CPU tensors play the GPUs' memory, so that each byte is really moved; what a GPU's bus and memory would take follows from the
    bytes. Tensors are bfloat16, as of a decoder: half of them are divided by columns between tensor-parallel workers.
 2. "As it was" is what stood until the digests were taken where tensors lie: the trainer's host hashed the snapshot (XXH3); each
    worker packed its slices on the CPU, copied every parameter back into fresh memory and hashed it there; one of several
    workers also hashed the same region of the snapshot, and then all of the snapshot.
-3. "As it is" calls the library's own ``copy_to_host`` and ``digest``, as a trainer on a CPU does: it digests beside its next
-   step. On a GPU it digests each tensor before the copy, and waits for that.
-4. A copy reads each byte once and writes it once; both count. Half a megabyte at a time, a digest works in a core's cache.
+3. "Through the host" calls the library's own ``copy_out`` and ``digest``, as a trainer on a CPU does: it digests beside its
+   next step. On a GPU it digests each tensor before the copy, and waits for that.
+4. "From the devices": each rank has rows of every tensor, and keeps them in a buffer of its own device. A worker puts each
+   tensor together from these (``PartedTensors``), and the engine takes its share of it.
+5. A copy reads each byte once and writes it once; both count. Half a megabyte at a time, a digest works in a core's cache.
 
 The sides take turns; each figure is a median. One worker after the other: with several they would share the cores.
 """
@@ -19,15 +21,16 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 import xxhash  # noqa: E402
 
-from torchtitan.experiments.rl.weights.publisher import copy_to_host  # noqa: E402
+from torchtitan.experiments.rl.weights.publisher import copy_out  # noqa: E402
 from torchtitan.experiments.rl.weights.snapshot import (  # noqa: E402
+    PartedTensors,
     Shard,
     SharedBuffer,
     SnapshotLayout,
@@ -43,7 +46,7 @@ Tensors = dict[str, torch.Tensor]
 class Update:
     """A model on the trainer, its snapshot, and the workers' shares of it."""
 
-    def __init__(self, megabytes: int, workers: int):
+    def __init__(self, megabytes: int, workers: int, ranks: int):
         layer = {"up": (4 * DIM, DIM), "down": (DIM, 4 * DIM), "norm": (DIM,)}
         layers = max(1, round(megabytes * 1e6 / (2 * 8 * DIM * DIM)))
         shapes = {f"{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
@@ -53,6 +56,13 @@ class Update:
         self.snapshot = dict(self.buffer.views(self.layout))
         self.places = [{name: place(name, shape, rank, workers) for name, shape in shapes.items()} for rank in range(workers)]
         self.held = [{name: self.snapshot[name][index_of(p)].clone() for name, p in own.items()} for own in self.places]
+        self.parts = []
+        """Of each rank: its buffer, its shards, and where it writes them."""
+        for rank in range(ranks):
+            own = {name: place("rows.up", shape, rank, ranks) for name, shape in shapes.items()}
+            own_layout = SnapshotLayout.of_shards(own, torch.bfloat16)
+            buffer = SharedBuffer.create(own_layout.nbytes)
+            self.parts.append((buffer, own, dict(buffer.views(own_layout))))
         self.nbytes = sum(tensor.nbytes for tensor in self.trainer.values())
         self.moved: Counter[str] = Counter()
 
@@ -92,16 +102,15 @@ class Update:
                 assert found == published[name]
         yield "engine stands"
 
-    def as_it_is(self) -> Iterator[str]:
+    def through_the_host(self) -> Iterator[str]:
         for name, tensor in self.trainer.items():
-            copy_to_host(self.snapshot[name], tensor)
+            copy_out(self.snapshot[name], tensor)
             self.moved["out of the trainer"] += 2 * tensor.nbytes
         yield "trainer waits"
         published = {name: int(digest(view)) for name, view in self.snapshot.items()}
         self.moved["digested where it lies"] += self.nbytes
         yield "beside"
-        sums: Counter[str] = Counter()
-        for rank, (places, held) in enumerate(zip(self.places, self.held, strict=True)):
+        for places, held in zip(self.places, self.held, strict=True):
             for name, own in held.items():
                 whole = self.snapshot[name]
                 if own.shape != whole.shape:
@@ -110,12 +119,37 @@ class Update:
                     self.copy("sliced in the engine", own, arrived[index_of(places[name])])
                 else:
                     self.copy("into the engine", own, whole)
+        self.verify(published)
+        yield "engine stands"
+
+    def from_the_devices(self) -> Iterator[str]:
+        for _, shards, targets in self.parts:
+            for name, target in targets.items():
+                self.copy("out of the trainer", target, self.trainer[name][index_of(shards[name])])
+        yield "trainer waits"
+        published: Counter[str] = Counter()
+        for _, shards, targets in self.parts:
+            for name, part in targets.items():
+                published[name] += int(digest(part, shards[name], tuple(self.trainer[name].shape)))
+                self.moved["digested where it lies"] += part.nbytes
+        yield "beside"
+        tensors = PartedTensors(self.layout, [(buffer.bytes, shards) for buffer, shards, _ in self.parts])
+        for places, held in zip(self.places, self.held, strict=True):
+            for name, whole in tensors.items():
+                self.moved["into the engine"] += 2 * whole.nbytes
+                self.copy("within the engine", held[name], whole[index_of(places[name])])
+        self.verify(published)
+        yield "engine stands"
+
+    def verify(self, published: Mapping[str, int]) -> None:
+        """The shares that the workers hold are those of what was published."""
+        sums: Counter[str] = Counter()
+        for rank, (places, held) in enumerate(zip(self.places, self.held, strict=True)):
             for name, own in held.items():
                 if rank == 0 or own.shape != self.snapshot[name].shape:
                     sums[name] += int(digest(own, places[name], tuple(self.snapshot[name].shape)))
                     self.moved["digested where it lies"] += own.nbytes
         assert named(sums.items()) == named(published.items())
-        yield "engine stands"
 
     def measure(self, way: Callable[[], Iterator[str]]) -> tuple[dict[str, float], Counter[str]]:
         self.moved.clear()
@@ -136,12 +170,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--megabytes", type=int, nargs="+", default=[500, 3000])
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     for megabytes in arguments.megabytes:
         for workers in arguments.workers:
-            update = Update(megabytes, workers)
-            ways = {"as it was": update.as_it_was, "as it is": update.as_it_is}
+            update = Update(megabytes, workers, arguments.ranks)
+            ways: dict[str, Callable[[], Iterator[str]]] = {"as it was": update.as_it_was}
+            ways |= {"through the host": update.through_the_host, "from the devices": update.from_the_devices}
             found: dict[str, list[tuple[dict[str, float], Counter[str]]]] = {name: [] for name in ways}
             for repeat in range(arguments.repeats + 1):  # the first touches fresh memory
                 for name, way in ways.items():

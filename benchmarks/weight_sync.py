@@ -127,7 +127,7 @@ async def trainer_and_generator(
     Args:
         text: the canary's.
     """
-    client, meshes = GeneratorClient(), []
+    client, meshes, on_device = GeneratorClient(), [], generator_config.weights == "device"
     try:
         trainers, _ = spawn_on(None, "trainer", placement.trainer, device)
         generators, _ = spawn_on(None, "g", placement.generators, device)
@@ -141,6 +141,7 @@ async def trainer_and_generator(
             total_steps=1000,
             run_dir=run_dir,
             generator_dtype=generator_config.engine.torch_dtype,
+            weights_on_device=on_device,
         )
         generator = generators.spawn(
             "generator", generator_class, generator_config, model_path=model, device=device, run_dir=run_dir
@@ -150,7 +151,7 @@ async def trainer_and_generator(
         await generator.setup.call()
         await client.admit(0, generator)
         bound = CanaryBound(generator_config.engine.dtype)
-        yield trainer, generator, WeightSync(trainer, client, text=text, bound=bound), client
+        yield trainer, generator, WeightSync(trainer, client, text=text, bound=bound, one_buffer=on_device), client
     finally:
         client.close()
         await shut_down([actor for _, actor in meshes], [procs for procs, _ in meshes])

@@ -41,7 +41,7 @@ import torch.nn.functional as F  # noqa: E402
 from benchmarks.trainer_step import made_samples  # noqa: E402
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
 from torchtitan.experiments.rl.config.plan import ModelSizes, trainer_memory  # noqa: E402
-from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
+from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.models.attention import tree_mask  # noqa: E402
 from torchtitan.experiments.rl.models.decoder import RowShapes  # noqa: E402
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead  # noqa: E402
@@ -57,7 +57,7 @@ from torchtitan.experiments.rl.training.learner import Learner  # noqa: E402
 from torchtitan.experiments.rl.training.reference import ReferenceConfig  # noqa: E402
 from torchtitan.experiments.rl.training.trainer import init_process_group  # noqa: E402
 from torchtitan.experiments.rl.types import TrainingBatch  # noqa: E402
-from torchtitan.experiments.rl.weights.publisher import copy_to_host, wait_for_copies  # noqa: E402
+from torchtitan.experiments.rl.weights.publisher import copy_out, wait_for_copies  # noqa: E402
 from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digest, page_lock  # noqa: E402
 
 GIB = 2**30
@@ -334,7 +334,7 @@ def copies(setting: Setting) -> Figures:
     target = SharedBuffer.create(nbytes).bytes.view(source.shape)
 
     def copy() -> None:
-        copy_to_host(target, source)
+        copy_out(target, source)
         wait_for_copies(source.device)
 
     figures: Figures = {"gib": nbytes / GIB, "copy": timed(setting, copy)}
@@ -386,35 +386,27 @@ def learner(setting: Setting, **options: Any) -> Figures:
 
 def planned_gib(config: TrainerConfig, model: ModelConfig, row_length: int) -> float:
     """As ``--dry-run`` says, without what it adds for CUDA."""
-    spec = policy_spec(model, device="cuda", max_seq_len=row_length)
-    memory = trainer_memory(
-        ModelSizes.of(decoder_config(spec), parameter_count(spec)),
-        device="cuda",
-        shards=1,
-        tensor_parallel=1,
-        dtype=config.dtype,
-        compute_dtype=config.mixed_precision_param,
-        rows=1,
-        row_length=row_length,
-        chunk_tokens=config.logprob_chunk_tokens,
-        activation_checkpoint=config.activation_checkpoint,
-        offload=config.enable_cpu_offload,
-        reference=config.reference is not None,
-    )
+    spec, planned = policy_spec(model, device="cuda", max_seq_len=row_length), rl_grpo_qwen3_debug()
+    planned.trainer, planned.batcher.row_length, planned.batcher.rows_per_microbatch = config, row_length, 1
+    memory = trainer_memory(ModelSizes.of(decoder_config(spec), parameter_count(spec)), planned, device="cuda")
     return (memory.total - memory.fixed) / GIB
 
 
-def updates(setting: Setting) -> Figures:
-    """A trainer and an engine on the same device: train, publish, load, compare digests and canary; then sample and compare."""
+def updates(setting: Setting, weights: Literal["host", "device"] = "host") -> Figures:
+    """A trainer and an engine on the same device: train, publish, load, compare digests and canary; then sample and compare.
+
+    Args:
+        weights: where a version waits for the engine.
+    """
     figures: Figures = {}
     try:
-        asyncio.run(_updates(setting, figures))
+        asyncio.run(_updates(setting, figures, weights))
     except Exception as error:
         raise Failed(traceback.format_exc(), figures) from error
     return bounded(figures, figures["logprobs"]["mean_apart"], setting.apart)
 
 
-async def _updates(setting: Setting, figures: Figures) -> None:
+async def _updates(setting: Setting, figures: Figures, weights: Literal["host", "device"]) -> None:
     # Here: other steps need neither Monarch nor vLLM.
     from transformers import AutoTokenizer
 
@@ -426,19 +418,20 @@ async def _updates(setting: Setting, figures: Figures) -> None:
     sizes, batches = setting.sizes, microbatches(setting)
     tokenizer = AutoTokenizer.from_pretrained(setting.model)
     text = np.asarray(tokenizer.encode("Sum of the digits: 4 8 2 7. The sum is 21, for 4 + 8 + 2 + 7 = 21."), np.int32)
-    places = (Place(0, (0,)),)
+    # By CUDA IPC from one GPU to another, where there is another.
+    gpu = max(0, torch.cuda.device_count() - 1) if weights == "device" else 0
     engine = VLLMEngineConfig(
         dtype=setting.dtype, max_model_len=sizes.row_length, gpu_memory_utilization=0.3, cpu_kv_cache_gib=0.25
     )
     async with trainer_and_generator(
         setting.model,
         run_dir=setting.folder,
-        placement=Placement(trainer=places, generators=places),
+        placement=Placement(trainer=(Place(0, (0,)),), generators=(Place(0, (gpu,)),)),
         device=setting.device,
         trainer_config=TrainerConfig(
             optimizer=OptimizerConfig(lr=1e-5), mixed_precision_param=setting.dtype, activation_checkpoint="full"
         ),
-        generator_config=GeneratorConfig(engine=engine),
+        generator_config=GeneratorConfig(engine=engine, weights=weights),
         text=text,
         row_length=sizes.row_length,
     ) as (trainer, generator, sync, client):
@@ -510,9 +503,10 @@ STEPS: dict[str, Callable[[Setting], Figures]] = {
     "learner-reference": functools.partial(learner, activation_checkpoint="full", reference=ReferenceConfig(kl_coef=0.1)),
     "learner-offload": functools.partial(learner, activation_checkpoint="full", enable_cpu_offload=True),
     "updates": updates,
+    "updates-device": functools.partial(updates, weights="device"),
     "run": run,
 }
-ONLY_ON_GPUS = ("learner-offload",)
+ONLY_ON_GPUS = ("learner-offload", "updates-device")
 
 
 # ---- running them

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -73,6 +73,7 @@ def digests_of(table: torch.Tensor) -> dict[str, str]:
 
 @dataclass(kw_only=True, slots=True)
 class ScriptedEngineConfig(EngineConfig):
+    reads_devices: ClassVar[bool] = True
     max_num_seqs: int = 4
     """Requests that get a token in one step: the oldest."""
     step_s: float = 0.0
@@ -148,7 +149,7 @@ class ScriptedEngine:
         self.asleep = True
 
     def load(self, manifest: Manifest, path: str, *, recompute: bool, verify: bool = True) -> LoadReport:
-        tensors = dict(self._reader.map(path).views(manifest.layout))
+        tensors = self._reader.tensors(manifest, path)
         assert all(each.token_ids for each in self._open.values()), "a request without a token was not withdrawn"
         self._table = tensors[TABLE].double().numpy()
         digests = digests_of(torch.from_numpy(self._table)) if verify else {}

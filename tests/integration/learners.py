@@ -18,7 +18,14 @@ from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.types import TrainingSample
 from torchtitan.experiments.rl.weights.host_shards import copy_held, volume
 from torchtitan.experiments.rl.weights.publisher import OwnPart, SnapshotPublisher
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, index_of, tensor_digests, views
+from torchtitan.experiments.rl.weights.snapshot import (
+    Manifest,
+    SharedBuffer,
+    SnapshotReader,
+    index_of,
+    tensor_digests,
+    views,
+)
 
 LAYOUTS = {
     "short rows": dict(row_length=64, rows_per_microbatch=1),
@@ -201,10 +208,26 @@ def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
     """What this rank wrote into shared memory; on the first rank, what the ranks wrote together."""
     publisher = SnapshotPublisher(rank=learner.rank, host="here", dtype=torch.float32)
     publisher.write(1, learner.hub_tensors)
-    dist.barrier()
+    compare_paths(publisher, learner)
     if learner.rank:
         return {name: view.clone() for name, view in publisher._targets[1].items()}
     return {name: view.clone() for name, view in publisher._buffers[1].views(publisher._layout)}
+
+
+def compare_paths(host: SnapshotPublisher, learner: Learner) -> None:
+    """Ranks that keep their parts on their own devices publish the digests and the bytes of ``host``. Collective."""
+    kept = SnapshotPublisher(rank=learner.rank, host="here", dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", None)  # a rank that gathers a tensor fails
+        kept.write(1, learner.hub_tensors)
+        assert kept._digests(1) == host._digests(1)  # returns when every rank has written
+    own = list(kept._targets[1].values())
+    assert sum(buffer.bytes.numel() for buffer in kept._buffers) < sum(part.nbytes + 64 for part in own) + 1, "its own parts"
+    manifest = Manifest(version=1, layout=kept._layout, paths={}, publication="", digests={}, parts=kept._parts)
+    found = SnapshotReader().tensors(manifest, "")
+    for name, view in host._buffers[1].views(host._layout):
+        assert torch.equal(found[name], view), name
+    dist.barrier()  # the buffers are gone with the publisher that made them
 
 
 def snapshot_of_two_hosts(learner: Learner) -> dict:

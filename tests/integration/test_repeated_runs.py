@@ -41,8 +41,10 @@ def sync_runs(start) -> list[Run]:
 
 @pytest.fixture(scope="module")
 def wide_runs(start) -> list[Run]:
+    """Engines of the second read each version from the buffers of the two ranks."""
     words = "--max-offpolicy-steps 0 --seed 7 --steps 3 --trainer.ranks 2 --generator.replicas 2 --trainer.no-save-final-model"
-    return [run.ended_well() for run in [start(*words.split()), start(*words.split(), "--profile-steps", "2:2", RECORDED)]]
+    other = ("--profile-steps", "2:2", RECORDED, "--generator.weights", "device")
+    return [run.ended_well() for run in [start(*words.split()), start(*words.split(), *other)]]
 
 
 def test_synchronous_runs_of_one_seed_have_the_same_metrics(sync_runs):
@@ -170,9 +172,9 @@ def test_adapters_that_are_served_and_adapters_that_are_merged_make_the_same_run
 
 
 def test_tasks_train_and_sample_with_adapters_of_their_own(start):
-    """Two of the three tasks share one, and two ranks each. What the engine said of a token is what the trainer says with the
-    adapter of its task."""
-    words = "--max-offpolicy-steps 0 --seed 7 --steps 4 --checkpoint.interval 2 --trainer.ranks 2"
+    """Two of the three tasks share one, and two ranks each, in whose buffers the engine reads them. What the engine said of a
+    token is what the trainer says with the adapter of its task."""
+    words = "--max-offpolicy-steps 0 --seed 7 --steps 4 --checkpoint.interval 2 --trainer.ranks 2 --generator.weights device"
     words += " --trainer.lora.rank 4 --trainer.optimizer.lr 1e-2"
     names = {"sum_digits": "digits", "sum_digits_distilled": "distilled", "sum_digits_rounds": "digits"}
     for task, adapter in names.items():

@@ -74,7 +74,7 @@ def _reloading(change: Callable[[Tensors], Tensors | None]) -> Iterator[None]:
     def changed(worker: Any, tensors: Any) -> None:
         given = change(dict(tensors))
         if given is not None:
-            compat.reload_weights(worker, given.items())
+            compat.reload_weights(worker, given)
 
     with reloading_by(changed):
         yield None

@@ -2,8 +2,10 @@
 fails here, by its name."""
 
 import ctypes
+import inspect
 import os
 import pickle
+import re
 import subprocess
 import warnings
 from pathlib import Path
@@ -14,15 +16,36 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.multiprocessing import reductions
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.experiments.rl.compat.torch import (
     check_pickles,
     compile_each_shape,
     local_shard,
+    offered_memory,
+    opened_memory,
     persistent_buffers,
     take_cuda_error,
 )
+from torchtitan.experiments.rl.errors import PeerGone
+
+
+def test_memory_of_a_gpu_is_shared_as_torchs_own_multiprocessing_shares_it():
+    """No GPU runs here. What ``_share_cuda_`` gives behind the device is what ``_new_shared_cuda`` takes there, and the last is
+    whether to wait for an event."""
+    offers, opens = (inspect.getsource(of) for of in (reductions.reduce_tensor, reductions.rebuild_cuda_tensor))
+    given = re.search(r"\(\s*device,([^()]*)\) = storage._share_cuda_\(\)", offers)[1]
+    taken = re.search(r"_new_shared_cuda\(\s*storage_device,([^()]*)\)", opens)[1]
+    assert given.split() == [word.replace("storage_handle", "handle") for word in taken.split()]
+    assert taken.split()[-1] == "event_sync_required,"
+    memory, gpu = torch.zeros(8, dtype=torch.uint8), torch.device("cuda", 0)
+    for share in (lambda: offered_memory(memory), lambda: opened_memory((b"", 8, 0, b"", 0, b"", True), gpu)):
+        with pytest.raises(PeerGone) as caught:
+            share()
+        said, _, cure = str(caught.value).partition("); ")
+        assert re.fullmatch(r"the weights on a trainer's GPU can't be shared \(.*CUDA.*", said)
+        assert cure == 'if no trainer process has ended, CUDA IPC is refused here: set generator.weights to "host"'
 
 
 @pytest.fixture

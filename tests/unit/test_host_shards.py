@@ -24,6 +24,7 @@ from torchtitan.experiments.rl.weights.host_shards import (
     written_by_rank,
 )
 from torchtitan.experiments.rl.weights.snapshot import (
+    PartedTensors,
     Shard,
     SnapshotLayout,
     digest,
@@ -132,6 +133,28 @@ def test_what_hosts_write_and_others_fetch_is_every_tensor_once(mesh, read_bytes
         for name, shard in own.items():
             sums[name] += int(digest(tensors[name][index_of(shard)], shard, shapes[name]))
     assert named(sums.items()) == tensor_digests(fetched, layout)
+
+
+@settings(max_examples=100, deadline=None)
+@given(meshes())
+def test_what_ranks_keep_on_their_devices_is_every_tensor_once(mesh):
+    tensors, held, hosts, dtype = mesh
+    _, layout = laid_out(*mesh)
+    parts = []
+    for own in written_by_rank(held):
+        own_layout = SnapshotLayout.of_shards(own, dtype)
+        buffer = torch.full((own_layout.nbytes,), 255, dtype=torch.uint8)
+        for name, part in views(buffer, own_layout):
+            part.copy_(tensors[name][index_of(own[name])])
+        parts.append((buffer, own))
+    assert sum(volume(shard) for _, own in parts for shard in own.values()) == sum(map(torch.numel, tensors.values()))
+    found = PartedTensors(layout, parts)
+    assert list(found) == list(tensors) and len(found) == len(tensors)
+    memory = {buffer.untyped_storage().data_ptr() for buffer, _ in parts}
+    for name, tensor in found.items():
+        assert tensor.dtype == dtype and torch.equal(tensor, tensors[name])
+        whole = any(name in own and volume(own[name]) == tensor.numel() for _, own in parts)
+        assert (tensor.untyped_storage().data_ptr() in memory) is (whole and tensor.numel() > 0), "a whole one is not copied"
 
 
 @settings(max_examples=50, deadline=None)

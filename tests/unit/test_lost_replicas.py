@@ -249,6 +249,34 @@ async def test_no_update_begins_while_a_replica_loads():
     assert generators.updated == [1, 2]
 
 
+async def test_a_trainer_with_one_buffer_writes_over_no_version_that_a_replica_loads():
+    trainer, generators = Trainer(), Generators()
+    bound = CanaryBound("float32")
+    sync = WeightSync(trainer, generators, text=np.arange(2), bound=bound, one_buffer=True)
+    await sync.update(await sync.copy_out(1))
+    loading, loaded, order = asyncio.Event(), asyncio.Event(), []
+
+    async def load(version, canary_token_ids):
+        loading.set()
+        await loaded.wait()
+        order.append((version, trainer.published))
+        return receipt(version, version / 10)
+
+    again = SimpleNamespace(update_weights=SimpleNamespace(call_one=load))
+    admitting = asyncio.create_task(sync.admit(0, again, nothing))
+    await loading.wait()
+    copying = asyncio.create_task(sync.copy_out(2))
+    await settle()
+    assert trainer.published == 1
+    loaded.set()
+    copied = await copying
+    late = asyncio.create_task(sync.admit(1, again, nothing))  # version 1 is nowhere any more
+    await settle()
+    await sync.update(copied)
+    await asyncio.gather(admitting, late)
+    assert order == [(1, 1), (2, 2)]
+
+
 async def test_a_replica_that_is_back_while_the_others_sleep_takes_no_memory_before_they_wake():
     generators = Generators()
     sync, loaded = sync_of(generators), []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_gpu import fake_gpus
+from tests.scripted_engine import ScriptedEngineConfig
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD
 from torchtitan.experiments.rl.config import machine
@@ -173,6 +174,55 @@ def test_the_plan_counts_the_weights_in_each_hosts_memory():
     both = 2 * 2 * 32_762_123_264
     assert plan.shared_weights == {0: both / 2, 1: both / 2, 2: both, 3: both}
     assert "shared memory  two versions of the weights: 61.02 GiB on hosts 0-1, 122.05 GiB on hosts 2-3" in plan.lines()
+
+
+def test_versions_that_stay_on_the_trainers_gpus_take_a_ranks_share_of_one_there_and_no_memory_of_the_host():
+    before = plan_of("rl_grpo_qwen3_8b")
+    assert not before.weights_on_devices and sum(before.shared_weights.values()) == 2 * 2 * 8_190_735_360
+    for weights in ("device", "auto"):
+        config = config_registry.rl_grpo_qwen3_8b()
+        config.generator.weights = weights
+        plan = plan_run(config, device="cuda", available=list(range(8)))
+        own = 2 * 8_190_735_360 / 4  # bfloat16, on four ranks
+        assert plan.weights_on_devices and plan.trainer_memory.published == own and not any(plan.shared_weights.values())
+        assert plan.trainer_gib == pytest.approx(before.trainer_gib + own / GIB)
+        (line,) = [line for line in plan.lines() if line.startswith("weights")]
+        assert line == "weights        one version on the trainer's own devices: 3.81 GiB a rank"
+        assert not any(line.startswith("shared memory") for line in plan.lines())
+    # An engine that sleeps on the trainer's GPU leaves it there.
+    asleep = shared(kv_cache_gib=4.0, sleep=True)
+    asleep.generator.weights = "device"
+    memory = plan_run(asleep, device="cuda", available=[0]).trainer_memory
+    assert memory.published == 2 * 596_049_920 and memory.idle == memory.state + memory.fixed + memory.published
+
+
+@pytest.mark.parametrize(
+    "name, visible, cause",
+    [
+        ("rl_grpo_qwen3_32b_32", "", "trainer and generators are on hosts 0-3"),
+        ("rl_grpo_qwen3_8b", "MIG-a,MIG-b", "CUDA_VISIBLE_DEVICES names slices of GPUs"),
+    ],
+)
+def test_versions_stay_on_devices_only_where_every_engine_can_read_them(monkeypatch, name, visible, cause):
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = getattr(config_registry, name)()
+    config.generator.weights = "auto"
+    here = None if not visible else list(range(needed_gpus(config)))
+    assert not plan_run(config, device="cuda", available=here).weights_on_devices
+    config.generator.weights = "device"
+    with pytest.raises(ConfigError, match=f"^generator.weights = 'device': {cause}.*: set it to \"host\"$"):
+        plan_run(config, device="cuda", available=here)
+
+
+def test_an_engine_that_reads_the_hosts_memory_only_is_refused_the_trainers_devices():
+    class Own(ScriptedEngineConfig):
+        reads_devices = False
+
+    config = config_registry.rl_grpo_qwen3_debug()
+    config.generator.weights, config.generator.engine = "device", Own()
+    with pytest.raises(ConfigError, match="generator.weights = 'device': Own reads the host's memory only"):
+        plan_run(config, device="cpu", available=[0, 1])
 
 
 def shared(**fields) -> RunConfig:

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from torchtitan.experiments.rl.errors import PeerGone
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights import snapshot as snapshot_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digest, named, tensor_digests
+from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotReader, digest, named, tensor_digests
 
 
 def tensors_of(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
@@ -67,6 +68,35 @@ async def test_what_is_published_are_the_digests_of_the_trainers_tensors(publish
         assert found.digests == tensor_digests(SharedBuffer.attach(found.paths["here"]).bytes, found.layout)
 
 
+async def test_versions_that_stay_on_the_device_are_the_same_bytes_in_one_buffer_of_the_ranks_own(published):
+    store, host = published
+    device = SnapshotPublisher(rank=0, host="here", dtype=torch.float32, device=torch.device("cpu"))
+    reader, handles = SnapshotReader(), set()
+    for version in (1, 2, 3):
+        manifests = []
+        for publisher in (host, device):
+            publisher.write(version, tensors_of(version))
+            manifests.append(await publisher.publish(version, remote_readers=False))
+        in_host, on_device = manifests
+        assert on_device.digests == in_host.digests and on_device.layout == in_host.layout
+        assert on_device.paths == {} and in_host.parts == ()
+        ((handle, shards),) = on_device.parts
+        assert "nothing" not in shards
+        handles.add(handle)
+        found, wanted = reader.tensors(on_device, ""), SnapshotReader().tensors(in_host, in_host.paths["here"])
+        assert list(found) == list(wanted)
+        assert all(torch.equal(tensor, wanted[name]) and tensor.dtype == torch.float32 for name, tensor in found.items())
+    assert len(handles) == 1 and list(reader._buffers) == list(handles)
+    # Another trainer's handles are other ones, and the reader lets go of the first one's.
+    again = SnapshotPublisher(rank=0, host="here", dtype=torch.float32, device=torch.device("cpu"))
+    again.write(3, tensors_of(3))
+    (part,) = (manifest := await again.publish(3, remote_readers=False)).parts
+    assert part.handle not in handles and list(reader.tensors(manifest, "")) and list(reader._buffers) == [part.handle]
+    del publisher, device
+    with pytest.raises(PeerGone, match="the process that published them has ended"):
+        SnapshotReader().tensors(on_device, "")
+
+
 async def test_a_trainer_that_is_made_again_publishes_under_another_name(published):
     store, first = published
     names = set()
@@ -104,7 +134,7 @@ class Target:
     """CPU memory that records how it is written."""
 
     def __init__(self, memory: torch.Tensor):
-        self.memory, self.dtype, self.calls = memory, memory.dtype, []
+        self.memory, self.dtype, self.calls, self.is_cpu = memory, memory.dtype, [], True
 
     def is_contiguous(self) -> bool:
         return self.memory.is_contiguous()
@@ -119,10 +149,28 @@ def test_a_gpu_converts_before_it_copies_and_waits_only_for_targets_with_gaps(wh
     memory = torch.zeros(4, 6, dtype=torch.bfloat16)
     target = Target(memory if whole else memory[:, :3])
     values = torch.randn(target.memory.shape)
-    sent = publisher_module.copy_to_host(target, OnGpu(values))
+    sent = publisher_module.copy_out(target, OnGpu(values))
     assert torch.equal(sent.values, target.memory), "what is digested is what was sent, where it lies"
     assert target.calls == [(torch.bfloat16, whole)]
     torch.testing.assert_close(target.memory, values.bfloat16())
+
+
+def test_memory_of_a_gpu_is_offered_once_and_opened_for_each_load(monkeypatch):
+    """CUDA's part is played by a list of the memory that was offered."""
+    offered, events, real = [], [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **options: real(*size, **options))
+    monkeypatch.setattr(publisher_module, "offered_memory", lambda memory: offered.append(memory) or (len(offered) - 1,))
+    monkeypatch.setattr(snapshot_module, "opened_memory", lambda handle, device: events.append(device) or offered[handle[0]])
+    monkeypatch.setattr(publisher_module, "wait_for_copies", lambda device: events.append(f"wait for {device.type}"))
+    publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    reader, tensors = SnapshotReader(), {"a": torch.randn(3, 5), "b": torch.randn(7)}
+    for version in (1, 2):
+        publisher.write(version, tensors)
+        layout, parts = publisher._layout, publisher._parts
+        manifest = Manifest(version=version, layout=layout, paths={}, publication="p", digests={}, parts=parts)
+        found = dict(reader.tensors(manifest, "", torch.device("cuda", 1)))
+        assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors.items())
+    assert len(offered) == 1 and events == ["wait for cuda", torch.device("cuda", 1)] * 2 and not reader._buffers
 
 
 @pytest.mark.parametrize("code, locked", [(0, True), (1, False)])
@@ -162,8 +210,8 @@ def test_a_publisher_locks_what_it_writes_once_and_returns_when_the_gpu_has_writ
     module = "torchtitan.experiments.rl.weights.publisher"
     monkeypatch.setattr(f"{module}.page_lock", lambda targets: events.append(f"lock {len([*targets])}"))
     monkeypatch.setattr(f"{module}.wait_for_copies", lambda device: events.append(f"wait for {device.type}"))
-    real = publisher_module.copy_to_host
-    monkeypatch.setattr(f"{module}.copy_to_host", lambda target, source: events.append("copy") or real(target, source))
+    real = publisher_module.copy_out
+    monkeypatch.setattr(f"{module}.copy_out", lambda target, source: events.append("copy") or real(target, source))
     publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.bfloat16)
     reach = publisher._reach
     monkeypatch.setattr(publisher, "_reach", lambda device: reach(torch.device("cuda")))

@@ -1,8 +1,11 @@
-"""torch 2.13.0: shards, saved buffers, checkpoints whose pickles may be anybody's, and what the compiler takes for granted."""
+"""torch 2.13.0: shards, a GPU's memory for other processes, saved buffers, checkpoints whose pickles may be anybody's, and what
+the compiler takes for granted."""
 
 import ctypes
 import io
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from torchtitan.experiments.rl.errors import PeerGone
 
 
 def local_shard(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -21,6 +26,44 @@ def local_shard(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offset), tuple(shape)
+
+
+@contextmanager
+def _cuda_ipc() -> Iterator[None]:
+    """CUDA says the same of memory that it does not share and of memory whose process has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = str(error).partition("\n")[0]  # the other lines are the same for every error
+        cure = 'if no trainer process has ended, CUDA IPC is refused here: set generator.weights to "host"'
+        raise PeerGone(f"the weights on a trainer's GPU can't be shared ({cause}); {cure}") from error
+
+
+@_cuda_ipc()
+def offered_memory(memory: torch.Tensor) -> tuple[Any, ...]:
+    """By what other processes of this host open the memory of a CUDA tensor that is all of its storage. Call it once, for a
+    tensor that lives as long as this process: torch counts one reader, and would free it when the first of several closes it.
+
+    Raises:
+        PeerGone: CUDA refuses.
+    """
+    return memory.untyped_storage()._share_cuda_()[1:]
+
+
+@_cuda_ipc()
+def opened_memory(offered: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    """uint8 [N]: the memory that another process offers. It is closed with the last tensor that uses it: wait for the device
+    before. What was written there before is seen; of what is written later, the writer has to say when it is done.
+
+    ``torch.multiprocessing`` would take the device's number from the other process. Here it is this process's own, from which
+    the memory is reached wherever it lies: CUDA opens memory of GPUs that this process does not see.
+
+    Raises:
+        PeerGone: CUDA refuses, or the other process has ended.
+    """
+    # Without torch's event of the moment of the offer, which each call would open and none would close.
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *offered[:-1], False)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

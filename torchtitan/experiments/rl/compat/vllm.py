@@ -160,23 +160,25 @@ def leave_to_the_exit(engine: Any) -> None:
     engine.engine_core._finalizer.atexit = False
 
 
-def reload_weights(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """In a worker process: copy tensors, by their hub names, into the running model.
+def reload_weights(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    """In a worker process: copy tensors, by their hub names, into the running model. Each is asked for once.
 
     vLLM 0.32 warns at each version that modules which own no weight, such as a tied head, "failed to load": the digests of what
     is held say what failed.
     """
-    model, given = worker.get_model(), dict(tensors)
-    weights = list(held_weights(model, set(given)))
-    if copying_suffices(model, weights, set(given)):
-        _copy_and_pack(weights, given)
+    model, names = worker.get_model(), set(tensors)
+    weights = list(held_weights(model, names))
+    if copying_suffices(model, weights, names):
+        _copy_and_pack(weights, tensors)
     else:
         logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
         # On a GPU each tensor arrives whole, and its slices are taken there: torch packs a slice of CPU memory first.
         device = next(model.parameters()).device
-        staged = ((name, tensor.to(device, non_blocking=True)) for name, tensor in given.items())
+        staged = ((name, tensor.to(device, non_blocking=True)) for name, tensor in tensors.items())
         worker.reload_weights(weights_iterator=staged)
-        if device.type == "cpu":
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the memory that the tensors lie in may be written again then, or closed
+        else:
             for module in {id(held.module): held.module for held in weights if held.parameter.ndim == 3}.values():
                 pack_experts(module)
     repack_tied_head(model)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from torchtitan.experiments.rl.algorithms import Algorithm
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.compat.torchtitan import built_class
-from torchtitan.experiments.rl.config.placement import hosted_processes, place_on_fewest
+from torchtitan.experiments.rl.config.placement import hosted_processes, place_on_fewest, weights_stay_on_devices
 from torchtitan.experiments.rl.config.plan import (
     GIB,
     ModelSizes,
@@ -338,6 +338,9 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
             )
         engine.check_routes()
     memory = trainer_memory(sizes, config, device=device, trained=trained)
+    nbytes, copies = published * engine.torch_dtype.itemsize, parallelism.data_parallel_replicate_degree
+    if on_devices := weights_stay_on_devices(config, device, placement):
+        memory, nbytes = dataclasses.replace(memory, published=nbytes * copies / trainer.ranks), 0
     shares_gpus = config.provision.share_gpus and device == "cuda"
     return RunPlan(
         config=config,
@@ -353,10 +356,11 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
         shared_gpu=_shared_gpu(config, parameters, memory) if shares_gpus else None,
         balance=balance(config, sizes, rollouts, adapter) if device == "cuda" and not shares_gpus else None,
         generator_gib=engine.process_memory(parameters=parameters, device=device),
+        weights_on_devices=on_devices,
         shared_weights=shared_weights(
-            nbytes=published * engine.torch_dtype.itemsize,
+            nbytes=nbytes,
             trainer_hosts=[place.host for place in placement.trainer],
-            copies=parallelism.data_parallel_replicate_degree,
+            copies=copies,
             generator_hosts=[place.host for place in placement.generators],
         ),
     )

@@ -123,6 +123,26 @@ def place(
     return Placement(trainer=trainer, generators=generators, hosted=models, rollout_workers=workers)
 
 
+def weights_stay_on_devices(config: RunConfig, device: Device, placement: Placement) -> bool:
+    """Whether engines read versions of the policy from the trainer's devices (``GeneratorConfig.weights``).
+
+    Raises:
+        ConfigError: they can't, and are to.
+    """
+    asked, engine = config.generator.weights, config.generator.engine
+    hosts = sorted({place.host for place in (*placement.trainer, *placement.generators)})
+    cause = ""
+    if len(hosts) > 1:
+        cause = f"trainer and generators are on hosts {ranges(hosts)}, and a device's memory is shared within one"
+    elif device == "cuda" and sliced():
+        cause = "CUDA_VISIBLE_DEVICES names slices of GPUs (MIG), and these share no memory"
+    elif not engine.reads_devices:
+        cause = f"{type(engine).__name__} reads the host's memory only"
+    if asked == "device" and cause:
+        raise ConfigError("generator.weights", asked, f'{cause}: set it to "host"')
+    return asked == "device" or (asked == "auto" and device == "cuda" and not cause)
+
+
 def engine_processes(config: RunConfig) -> int:
     """Of the policy's generators."""
     return config.generator.replicas * config.generator.engine.tensor_parallel_degree

@@ -113,11 +113,18 @@ class TrainerMemory:
     first the head's), what checkpointing computes again, and two gradients of the feed-forward part's width. A tied head's copy
     and gradient stay until the embedding's."""
     fixed: float
+    published: float = 0
+    """What it keeps for the engines, as their dtype, where versions stay on devices: its share of one version."""
 
     @property
     def total(self) -> float:
         """The head and the layers compute one after the other."""
-        return self.state + self.activations + max(self.head, self.layer) + self.fixed
+        return self.idle + self.activations + max(self.head, self.layer)
+
+    @property
+    def idle(self) -> float:
+        """Between two steps, when what a step used is given back."""
+        return self.state + self.fixed + self.published
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -130,14 +137,9 @@ class SharedGpu:
     """What is left of the engine while it sleeps. None: it does not sleep."""
 
     @property
-    def idle(self) -> float:
-        """Of the trainer while an engine that sleeps is awake: it has given back what its step used."""
-        return self.trainer.state + self.trainer.fixed
-
-    @property
     def peak(self) -> float:
         """While the trainer steps, or while the engine is awake."""
-        return max(self.trainer.total + (self.engine if self.asleep is None else self.asleep), self.idle + self.engine)
+        return max(self.trainer.total + (self.engine if self.asleep is None else self.asleep), self.trainer.idle + self.engine)
 
     def line(self) -> str:
         trainer, engine, peak = (f"{size / GIB:.1f}" for size in (self.trainer.total, self.engine, self.peak))
@@ -145,7 +147,7 @@ class SharedGpu:
             return f"trainer {trainer} + engine {engine} = {peak} GiB a GPU, both all the time"
         return (
             f"{peak} GiB a GPU: trainer {trainer} + engine asleep {self.asleep / GIB:.1f} in a step, "
-            f"trainer {self.idle / GIB:.1f} + engine {engine} while it generates"
+            f"trainer {self.trainer.idle / GIB:.1f} + engine {engine} while it generates"
         )
 
 
@@ -294,6 +296,8 @@ class RunPlan:
     """None where the cost model has no numbers for the device."""
     generator_gib: float
     """Per process: weights and KV cache (CPU), or the share of the GPU it will claim (CUDA, as a part of one)."""
+    weights_on_devices: bool
+    """Whether engines read versions from the trainer's devices."""
     shared_weights: dict[int, float]
     """Bytes of published weights in each host's shared memory, by the host's number."""
 
@@ -356,6 +360,7 @@ class RunPlan:
             "activations": memory.activations,
             at_work: max(memory.head, memory.layer),
             "CUDA": memory.fixed,
+            "published": memory.published,
         }
         held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts_of_memory.items() if size)
         share = f"{self.generator_gib:.0%} of a GPU" if on_gpus else f"{self.generator_gib:.2f} GiB"
@@ -367,7 +372,9 @@ class RunPlan:
             f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",
             f"processes      {self.processes} on {'GPUs' if on_gpus else 'CPU cores'}: {degrees}, {generators}",
             f"memory         about {self.trainer_gib:.2f} GiB a trainer rank ({held}), {share} a generator process",
-            f"shared memory  two versions of the weights: {self._shared_weights()}",
+            f"weights        one version on the trainer's own devices: {memory.published / GIB:.2f} GiB a rank"
+            if self.weights_on_devices
+            else f"shared memory  two versions of the weights: {self._shared_weights()}",
             f"disk           about {self.disk_gib:.2f} GiB: {config.checkpoint.keep} checkpoints of {self.checkpoint_gib:.2f} "
             "GiB are kept, another while it is written, and the policy",
         ]

@@ -23,6 +23,13 @@ class GeneratorConfig:
     verify_every: Changeable[PositiveInt] = 1
     """Versions from one whose every byte in the engine is compared with what was published to the next: their numbers are
     multiples of it. The canary is scored with each version."""
+    weights: Changeable[Literal["host", "device", "auto"]] = "host"
+    """Where a version waits for the engines.
+
+    host: in the host's shared memory, which engines of this and of other hosts read.
+    device: each trainer rank keeps its part on its own device, and engines of the same host copy from there: on GPUs by CUDA
+    IPC. It takes a GPU's memory, and no GPU has run it.
+    auto: device where the run is on GPUs of one host that share memory, else host."""
     weight_update: WeightUpdate = "keep"
     """What a new version does to running requests, those that have tokens. In every mode a request without a token starts
     under the new version, each token carries the version that sampled it, and no prompt reads another version's cache.

@@ -118,7 +118,8 @@ class Engine(Protocol):
         random numbers. Its next token is the new version's. No request added from now on reads what an older version cached.
 
         Args:
-            path: of a SharedBuffer in this host's memory (``weights.snapshot.SnapshotReader`` maps it).
+            path: of a SharedBuffer in this host's memory; "" where the manifest has ``parts``
+                (``weights.snapshot.SnapshotReader`` reads both).
             recompute: compute the keys and values of open requests again, prompt and tokens so far, with the new weights.
                 Otherwise they go on with those they have.
             verify: report the digests of what it holds.
@@ -156,6 +157,8 @@ class EngineConfig(ABC):
     stops_at_texts: ClassVar[bool] = False
     """Whether the engine ends a completion at the texts of ``SamplingConfig.stop``. Tokens of ``stop_token_ids`` every engine
     does."""
+    reads_devices: ClassVar[bool] = False
+    """Whether the engine loads versions that the trainer's ranks hold on their devices (``Manifest.parts``)."""
     sleep: Changeable[bool] = False
     """Free the GPU's memory while the trainer steps, for a synchronous run on the trainer's own GPUs
     (``provision.share_gpus``). On CPU an engine keeps its memory, and answers no request while it sleeps."""

@@ -145,6 +145,7 @@ class RunActors:
             generator_dtype=config.generator.engine.torch_dtype,
             start=trainer_start,
             yields_memory=config.generator.engine.sleep,
+            weights_on_device=plan.weights_on_devices,
             serve_adapters=bool(config.served),
             adapters=config.adapters,
         )
@@ -171,6 +172,7 @@ class RunActors:
             text=text,
             bound=CanaryBound(config.generator.engine.dtype),
             copies=readers,
+            one_buffer=plan.weights_on_devices,
         )
         with self._context.console.waits.wait("the first weights to reach the generators"):
             version = 0 if trainer_start is None else trainer_start.step

@@ -64,11 +64,13 @@ class PolicyTrainer(WatchedActor):
         run_dir: str,
         generator_dtype: torch.dtype,
         yields_memory: bool = False,
+        weights_on_device: bool = False,
         **learner: Any,
     ):
         """
         Args:
             yields_memory: an engine on its GPU takes what a step has used, as soon as the weights are copied out.
+            weights_on_device: published versions stay where the rank computes.
             learner: more of a Learner's arguments.
         """
         super().__init__()
@@ -79,6 +81,7 @@ class PolicyTrainer(WatchedActor):
         set_up_logging(run_dir, f"trainer-{self._rank}")
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer")
         self._generator_dtype = generator_dtype
+        self._published_on = torch.device(device) if weights_on_device else None
         self._yields_memory = yields_memory and device == "cuda"
         self._build = partial(
             Learner,
@@ -106,7 +109,9 @@ class PolicyTrainer(WatchedActor):
         def build() -> None:
             init_process_group(device=self._device, rank=self._rank, world_size=self._world_size, url=rendezvous)
             self._learner = self._build()
-            self._publisher = SnapshotPublisher(rank=self._rank, host=host_identity(), dtype=self._generator_dtype)
+            self._publisher = SnapshotPublisher(
+                rank=self._rank, host=host_identity(), dtype=self._generator_dtype, device=self._published_on
+            )
 
         logger.info("building the model")
         keep_imported()

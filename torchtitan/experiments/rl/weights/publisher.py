@@ -1,6 +1,7 @@
-"""The trainer's side of weight synchronisation: sharded parameters to one shared snapshot per version.
+"""The trainer's side of weight synchronisation: sharded parameters to one shared snapshot per version, or to a buffer that each
+rank has on its own device.
 
-From a GPU tensors are copied without the CPU's help, into memory that is page-locked.
+From a GPU tensors are copied to the host without the CPU's help, into memory that is page-locked.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ import torch.distributed as dist
 import torchstore
 from torch.distributed.tensor import DTensor
 
-from torchtitan.experiments.rl.compat.torch import local_shard
+from torchtitan.experiments.rl.compat.torch import local_shard, offered_memory
 from torchtitan.experiments.rl.weights.host_shards import (
     HostShards,
     check_all_written,
@@ -24,13 +25,16 @@ from torchtitan.experiments.rl.weights.host_shards import (
     written_by_rank,
 )
 from torchtitan.experiments.rl.weights.snapshot import (
+    Handle,
     Manifest,
+    RankParts,
     Shard,
     SharedBuffer,
     SnapshotLayout,
     digest,
     named,
     page_lock,
+    views,
 )
 from torchtitan.experiments.rl.weights.store import manifest_key, shards_key
 
@@ -58,13 +62,21 @@ class SnapshotPublisher:
     Every rank copies its own shards straight into the buffers of its host: gathering is that copy. Of several ranks that hold
     the same shard, the lowest writes it, and a host of which no rank writes anything has no buffers. The lowest rank of each
     host owns its buffers. Each rank digests what it writes where that lies: shares of a tensor's digest add up.
+
+    With a ``device`` each rank that writes has one buffer there, of its own shards alone. A second would take memory that GPUs
+    lack, so a version is written when nobody reads the one before (``weights/sync.py``).
     """
 
-    def __init__(self, *, rank: int, host: str, dtype: torch.dtype):
-        """``host``: its identity. Ranks of one host share memory."""
+    def __init__(self, *, rank: int, host: str, dtype: torch.dtype, device: torch.device | None = None):
+        """
+        Args:
+            host: its identity. Ranks of one host share memory.
+            device: where versions stay. None: in the host's memory.
+        """
         self._rank = rank
         self._host = host
         self._dtype = dtype
+        self._device = device
         self._layout: SnapshotLayout | None = None
         self._shards: dict[str, HostShards] = {}
         """By host."""
@@ -73,7 +85,9 @@ class SnapshotPublisher:
         """Of this host."""
         self._paths: list[dict[str, str]] = [{}, {}]
         """Of the buffers, by host."""
-        self._page_locked = False
+        self._parts: tuple[RankParts, ...] = ()
+        """Of each rank that writes, where versions stay on devices."""
+        self._page_locked = device is not None  # there is nothing to lock
         self._targets: list[dict[str, torch.Tensor]] = [{}, {}]
         """By buffer and name: where this rank copies its part of a tensor. Found once: it takes a tenth of the copying."""
         self._life = ""
@@ -104,10 +118,10 @@ class SnapshotPublisher:
                 tensor.local if isinstance(tensor, OwnPart) else tensor.to_local() if isinstance(tensor, DTensor) else tensor
             )
             device = self._reach(local.device)
-            copied = copy_to_host(targets[name], local)
-            if not copied.is_cpu:  # its memory is free then
+            copied = copy_out(targets[name], local)
+            if not copied.is_cpu:  # on its way to the host its memory is free then
                 self._shares[name] = digest(copied, self._mine[name], tuple(tensor.shape))
-        wait_for_copies(device)
+        wait_for_copies(self._device or device)
 
     async def publish(self, version: int, *, remote_readers: bool) -> Manifest:
         """Put what was written last into torchstore: every rank calls it, and generators may read when all have returned.
@@ -130,7 +144,9 @@ class SnapshotPublisher:
             self._offered = True
         paths, publication = self._paths[version % 2], f"{self._life}-{self._written}"
         digests = await asyncio.to_thread(self._digests, version)
-        manifest = Manifest(version=version, layout=self._layout, paths=paths, publication=publication, digests=digests)
+        manifest = Manifest(
+            version=version, layout=self._layout, paths=paths, publication=publication, digests=digests, parts=self._parts
+        )
         if self._rank == 0:
             await torchstore.put(manifest_key(version), manifest)
         return manifest
@@ -157,7 +173,7 @@ class SnapshotPublisher:
         return device
 
     def _lay_out(self, tensors: Tensors) -> None:
-        """Decide who writes what, and make or map this host's buffers."""
+        """Decide who writes what, and make or map this host's buffers, or make this rank's own."""
         if _many_ranks():
             self._gloo = dist.new_group(backend="gloo")
         described = {name: (tuple(tensor.shape), shard_of(tensor)) for name, tensor in tensors.items()}
@@ -170,6 +186,12 @@ class SnapshotPublisher:
         self._shards = written_by_host(written, hosts)
         check_all_written(self._shards, shapes)
         layout = self._layout = SnapshotLayout.of(shapes, self._dtype)
+        self._mine = written[self._rank]
+        if self._device is not None:
+            handle = self._keep(self._device) if self._mine else ""
+            handles = _of_every_rank(handle)
+            self._parts = tuple(RankParts(*own) for own in zip(handles, written, strict=True) if own[0])
+            return
         own = self._shards.get(self._host)
         self._owns_buffers = own is not None and hosts.index(self._host) == self._rank
         if own is not None and self._owns_buffers:
@@ -181,11 +203,23 @@ class SnapshotPublisher:
             return
         if not self._owns_buffers:
             self._buffers = [SharedBuffer.attach(paths[self._host]) for paths in self._paths]
-        self._mine = written[self._rank]
         mine = {name: [shard] for name, shard in self._mine.items()}
         self._targets = [
             {name: target for (name, _), target in held_tensors(buffer.bytes, layout, mine)} for buffer in self._buffers
         ]
+
+    def _keep(self, device: torch.device) -> Handle:
+        """Make this rank's own buffer."""
+        layout = SnapshotLayout.of_shards(self._mine, self._dtype)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what is cut out of a cached block keeps all of that block, and readers map all of it
+            memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+            handle: Handle = offered_memory(memory)
+        else:
+            self._buffers = [buffer := SharedBuffer.create(layout.nbytes)]
+            memory, handle = buffer.bytes, buffer.path
+        self._targets = [dict(views(memory, layout))] * 2
+        return handle
 
 
 def shard_of(tensor: torch.Tensor | OwnPart) -> Shard:
@@ -209,13 +243,13 @@ def _of_every_rank(value: T) -> list[T]:
     return values
 
 
-def copy_to_host(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """Copy into CPU memory, as the target's dtype. From a GPU it may return before the copy is done: ``wait_for_copies``.
+def copy_out(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Copy as the target's dtype. From or to a GPU it may return before the copy is done: ``wait_for_copies``.
 
     Returns:
-        What was copied, in that dtype, where ``source`` lies.
+        What was copied, in that dtype, on a GPU where one of the two lies there.
     """
-    if source.device.type == "cpu":
+    if source.device.type == "cpu" or not target.is_cpu:
         return target.copy_(source)
     # torch would move the whole float32 and convert on the CPU.
     converted = source.to(target.dtype)

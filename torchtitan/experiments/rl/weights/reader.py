@@ -134,11 +134,14 @@ class WeightReader(WatchedActor):
 
 
 async def local_snapshot(manifest: Manifest) -> str:
-    """Path of the snapshot in this host's memory: the trainer's own buffer, or the copy that this host's reader has made.
+    """Path of the snapshot in this host's memory: the trainer's own buffer, or the copy that this host's reader has made. "" of
+    one that the trainer's ranks hold on their devices.
 
     Raises:
         RunError: there is none.
     """
+    if manifest.parts:
+        return ""
     host = host_identity()
     if (path := manifest.whole_on(host)) is not None:
         return path

@@ -9,16 +9,17 @@ import logging
 import mmap
 import os
 import weakref
+from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchtitan.experiments.rl.compat.torch import take_cuda_error
+from torchtitan.experiments.rl.compat.torch import opened_memory, take_cuda_error
 from torchtitan.experiments.rl.errors import PeerGone
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,11 @@ _WORDS_ON_CPU, _WORDS_OF_A_THREAD = 2**16, 2**19
 _WORDS = 2**24
 """Words that a GPU digests at once: it has room for 128 MB."""
 
+CPU = torch.device("cpu")
 Shard = tuple[tuple[int, int], ...]
 """A part of a tensor: start and stop in each dimension."""
+Handle = str | tuple[Any, ...]
+"""By which processes of a host open memory of another one: the path of a SharedBuffer, or of a GPU's what CUDA gives."""
 
 
 class TensorEntry(NamedTuple):
@@ -63,6 +67,19 @@ class SnapshotLayout:
             offset += aligned(entry.nbytes)
         return cls(entries=tuple(entries), nbytes=offset)
 
+    @classmethod
+    def of_shards(cls, shards: Mapping[str, Shard], dtype: torch.dtype) -> "SnapshotLayout":
+        """The same for parts of tensors."""
+        return cls.of({name: tuple(stop - start for start, stop in shard) for name, shard in shards.items()}, dtype)
+
+
+class RankParts(NamedTuple):
+    """What one trainer rank holds of a version on its own device, in a flat buffer."""
+
+    handle: Handle
+    shards: dict[str, Shard]
+    """As ``SnapshotLayout.of_shards`` lays them out."""
+
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class Manifest:
@@ -76,6 +93,8 @@ class Manifest:
     """Names what was written, and no other: a trainer that is made again may publish a version again, with other weights."""
     digests: dict[str, str]
     """Of each tensor, by name in the layout's order, as the trainer took them where its own tensors lie."""
+    parts: tuple[RankParts, ...] = ()
+    """Of the ranks, where versions stay on their devices (``generator.weights``). There are no ``paths`` then."""
 
     def whole_on(self, host: str) -> str | None:
         """Path of the trainer's own buffer where that is the whole snapshot, on ``host``."""
@@ -137,28 +156,62 @@ class SharedBuffer:
         return views(self.bytes, layout)
 
 
+class PartedTensors(UserDict[str, torch.Tensor]):
+    """Tensors of a version that ranks hold in parts, by hub name. One is put together whenever it is asked for, and nothing
+    keeps it; one that a rank holds whole is in that rank's own memory."""
+
+    def __init__(self, layout: SnapshotLayout, ranks: Iterable[tuple[torch.Tensor, Mapping[str, Shard]]]):
+        """``ranks``: of each its flat uint8 buffer, and the shards in it."""
+        self.data: dict[str, Any] = {entry.name: (entry, []) for entry in layout.entries}
+        for buffer, shards in ranks:
+            for name, part in views(buffer, SnapshotLayout.of_shards(shards, layout.entries[0].dtype)):
+                self.data[name][1].append((index_of(shards[name]), part))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        entry, parts = self.data[name]
+        if len(parts) == 1:
+            return parts[0][1]
+        whole = torch.empty(entry.shape, dtype=entry.dtype, device=parts[0][1].device if parts else CPU)
+        for place, part in parts:
+            whole[place] = part
+        return whole
+
+
 class SnapshotReader:
-    """A generator's side of the shared memory: maps each buffer once."""
+    """A generator's side of the shared memory: maps each of the host's buffers once. It keeps no memory of a GPU open: that of
+    a trainer which has ended would not be free for the next one."""
 
     def __init__(self):
         self._buffers: dict[str, SharedBuffer] = {}
-        """The two that were read last, by path: those of a process that has been made again are other ones."""
+        """Those that were read last, by path: those of a process that has been made again are other ones."""
 
-    def map(self, path: str, *, lock: bool = False) -> SharedBuffer:
-        """The shared memory at ``path``. With ``lock`` its pages are locked when it is mapped: a GPU reads them by itself.
+    def tensors(self, manifest: Manifest, path: str, device: torch.device = CPU) -> Mapping[str, torch.Tensor]:
+        """Of a version, by hub name in the layout's order, for a model on ``device``. They lie in the memory of those who wrote
+        them: keep none after the load.
+
+        Args:
+            path: of the snapshot in this host's memory. It is not read where ranks hold the version on their devices.
 
         Raises:
             PeerGone: there is none any more.
         """
-        buffer = self._buffers.pop(path, None)
+        if not (parts := manifest.parts):
+            return dict(views(self._open(path, device, 2), manifest.layout))
+        return PartedTensors(manifest.layout, [(self._open(own.handle, device, len(parts)), own.shards) for own in parts])
+
+    def _open(self, handle: Handle, device: torch.device, kept: int) -> torch.Tensor:
+        """``kept``: how many buffers of the host a trainer has."""
+        if not isinstance(handle, str):
+            return opened_memory(handle, device)
+        buffer = self._buffers.pop(handle, None)
         if buffer is None:
-            buffer = SharedBuffer.attach(path)
-            if lock:
+            buffer = SharedBuffer.attach(handle)
+            if device.type == "cuda":  # it then reads by itself, and at the full speed of its bus
                 page_lock([buffer.bytes])
-        self._buffers[path] = buffer
-        while len(self._buffers) > 2:
+        self._buffers[handle] = buffer
+        while len(self._buffers) > kept:
             del self._buffers[next(iter(self._buffers))]
-        return buffer
+        return buffer.bytes
 
 
 def aligned(nbytes: int) -> int:

@@ -103,17 +103,25 @@ class WeightSync:
     """
 
     def __init__(
-        self, trainer: Any, generators: Generators, *, text: np.ndarray, bound: CanaryBound, copies: HostCopies | None = None
+        self,
+        trainer: Any,
+        generators: Generators,
+        *,
+        text: np.ndarray,
+        bound: CanaryBound,
+        copies: HostCopies | None = None,
+        one_buffer: bool = False,
     ):
         """
         Args:
             text: int32 [at least 2], a text in the model's own chat format. Tokens that no text has next to each other have
                 log-probabilities that rounding moves furthest.
             copies: None where every generator shares the trainer's memory.
+            one_buffer: the trainer writes a version where the one before is, so it waits for the replicas that load that.
         """
         self._trainer, self._generators, self._bound = trainer, generators, bound
         self._ranks = ranks_of(trainer)
-        self._copies = copies
+        self._copies, self._one_buffer = copies, one_buffer
         self.canary_token_ids = text[:CANARY_TOKENS]
         self._version = 0
         """The last that the generators were told to load."""
@@ -126,11 +134,11 @@ class WeightSync:
         self._scoring = asyncio.Lock()
         """Held while the trainer scores its first canary."""
         self._updating = asyncio.Lock()
-        """Held while replicas load: by an update, or for all replicas that are admitted side by side. The trainer writes over a
-        buffer two versions later, and so after the update between."""
+        """Held while replicas load: by an update, or for all replicas that are admitted side by side. Of two buffers the
+        trainer writes over one two versions later, and so after the update between."""
         self._admissions, self._joining = 0, asyncio.Lock()
-        self._asleep = False
-        """The generators are, and ``_updating`` is held until they load: a replica that is made again waits for that."""
+        self._held = False
+        """``_updating`` is, until the next update: a replica that is made again waits for it."""
 
     async def admit(self, replica: int, actor: Any, take_requests: Callable[[], Awaitable[None]]) -> None:
         """Have a new replica load the current version and prove it, and then call ``take_requests``. No update comes between.
@@ -164,20 +172,21 @@ class WeightSync:
         Call it before ``admit``.
         """
         await self.copy_out(version)
-        async with self._updating:
+        async with self._the_update():
             await self._put_into_store(version)
             self._fingerprint, self._canary = await self._trainers_proof()
             self._version, self._published = version, True
 
     async def sleep(self) -> None:
         """Have the generators free their memory until ``update``."""
-        await self._updating.acquire()
-        self._asleep = True
+        await self._hold()
         await self._generators.sleep()
 
     async def copy_out(self, version: int) -> CopiedOut:
         """Copy the trainer's weights out as ``version``; training may go on when this returns."""
         started = time.perf_counter()
+        if self._one_buffer:
+            await self._hold()
         await ask_each(self._ranks, "copy_weights", version, self.canary_token_ids)
         return CopiedOut(version=version, seconds=time.perf_counter() - started)
 
@@ -231,12 +240,17 @@ class WeightSync:
             if not self._admissions:
                 self._updating.release()
 
+    async def _hold(self) -> None:
+        """Nobody is admitted from now on until an update has ended."""
+        if not self._held:
+            await self._updating.acquire()
+            self._held = True
+
     @asynccontextmanager
     async def _the_update(self) -> AsyncIterator[None]:
-        """Nobody is admitted meanwhile, nor was since the generators fell asleep."""
-        if not self._asleep:
-            await self._updating.acquire()
-        self._asleep = False
+        """Nobody is admitted meanwhile, nor was since ``_hold``."""
+        await self._hold()
+        self._held = False
         try:
             yield
         finally:

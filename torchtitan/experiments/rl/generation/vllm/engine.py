@@ -70,6 +70,7 @@ class VLLMEngineConfig(EngineConfig):
     """vLLM's settings; what vLLM calls them is said where the names differ."""
 
     stops_at_texts: ClassVar[bool] = True
+    reads_devices: ClassVar[bool] = True
     max_num_seqs: Changeable[PositiveInt] = 256
     """Sequences in one engine step."""
     gpu_memory_utilization: Changeable[Annotated[float, Gt(0), Le(1)]] = 0.9
@@ -311,10 +312,10 @@ class VLLMEngine:
             self._engine.wake_up(["scheduling"] if self._on_cpu else None)
             self._asleep = False
         self._early += self._results(compat.finish_steps(self._engine))
-        if cause := next(filter(None, self._engine.collective_rpc("map_snapshot", args=(path,))), ""):
+        if cause := next(filter(None, self._engine.collective_rpc("map_snapshot", args=(manifest, path))), ""):
             raise PeerGone(cause)
         try:
-            reports = self._engine.collective_rpc("load_snapshot", args=(manifest, path, verify))
+            reports = self._engine.collective_rpc("load_snapshot", args=(verify,))
         except Exception as error:  # whatever vLLM raises, and its workers may have raised
             raise WrongWeights(f"weights of version {manifest.version} are not loaded: {cause_in(error)}") from error
         self._version, self._served = manifest.version, compat.lora_requests(manifest.digests)

@@ -136,16 +136,16 @@ class SnapshotLoader:
     def _snapshots(self) -> SnapshotReader:
         return SnapshotReader()
 
-    def map_snapshot(self, path: str) -> str:
-        """Why there is no snapshot at ``path`` any more; "" where it is mapped.
+    def map_snapshot(self, manifest: Manifest, path: str) -> str:
+        """Why the version can't be read any more; "" where it is mapped.
 
         It is returned, because an engine of several workers can't be called again after one of them has raised: vLLM 0.32 reads
         the answer of the first, and takes those of the others for the answers to the next call.
         """
         worker: Any = self
         try:
-            # A GPU then reads by itself, and at the full speed of its bus.
-            self._snapshots.map(path, lock=next(worker.get_model().parameters()).is_cuda)
+            device = next(worker.get_model().parameters()).device
+            self._mapped = manifest, self._snapshots.tensors(manifest, path, device)
         except PeerGone as error:
             return str(error)
         return ""
@@ -162,22 +162,21 @@ class SnapshotLoader:
             own: (self._routes.of(own, end)[start:].numpy(), len(kept.get(own, ()))) for own, (start, end) in tokens.items()
         }
 
-    def load_snapshot(self, manifest: Manifest, path: str, verify: bool) -> LoadedParts:
-        """Copy the snapshot at ``path`` into the running model, and digest what that holds, where it lies.
+    def load_snapshot(self, verify: bool) -> LoadedParts:
+        """Copy the version of ``map_snapshot`` into the running model, and digest what that holds, where it lies.
 
         The snapshot itself is neither read again nor verified: every digest is of a copy that the model computes with.
         """
         worker: Any = self
         started = time.perf_counter()
-        tensors = dict(self._snapshots.map(path).views(manifest.layout))
-        model = worker.get_model()
-        if compat.adapters_in(tensors):
-            return self._load_adapter(tensors, started, verify)
+        (manifest, tensors), model = vars(self).pop("_mapped"), worker.get_model()
+        if compat.adapters_in(tensors):  # vLLM takes them on the CPU
+            return self._load_adapter({name: tensor.cpu() for name, tensor in tensors.items()}, started, verify)
         held = HeldWeights(model, manifest.layout)
         mapped = time.perf_counter()
         note = held.note if verify else lambda module: None
         with trace.span("reload"), compat.packing_noted(note, unpacked=compat.packed_for_nothing(model)):
-            reload_weights(worker, tensors.items())
+            reload_weights(worker, tensors)
         packed_s = held.seconds
         reloaded = time.perf_counter()
         with trace.span("digests of what is held"):
