@@ -186,8 +186,8 @@ def test_versions_that_stay_on_the_trainers_gpus_take_a_ranks_share_of_one_there
         own = 2 * 8_190_735_360 / 4  # bfloat16, on four ranks
         assert plan.weights_on_devices and plan.trainer_memory.published == own and not any(plan.shared_weights.values())
         assert plan.trainer_gib == pytest.approx(before.trainer_gib + own / GIB)
-        (line,) = [line for line in plan.lines() if line.startswith("weights")]
-        assert line == "weights        one version on the trainer's own devices: 3.81 GiB a rank"
+        (line,) = [line for line in plan.lines() if line.startswith("versions")]
+        assert line == "versions       one of the weights, on the trainer's own devices: 3.81 GiB a rank"
         assert not any(line.startswith("shared memory") for line in plan.lines())
     # An engine that sleeps on the trainer's GPU leaves it there.
     asleep = shared(kv_cache_gib=4.0, sleep=True)

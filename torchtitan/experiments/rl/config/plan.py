@@ -372,7 +372,7 @@ class RunPlan:
             f"batch          at most {self.tokens_per_step:,} tokens a step, {self.microbatches_per_rank} microbatches a rank",
             f"processes      {self.processes} on {'GPUs' if on_gpus else 'CPU cores'}: {degrees}, {generators}",
             f"memory         about {self.trainer_gib:.2f} GiB a trainer rank ({held}), {share} a generator process",
-            f"weights        one version on the trainer's own devices: {memory.published / GIB:.2f} GiB a rank"
+            f"versions       one of the weights, on the trainer's own devices: {memory.published / GIB:.2f} GiB a rank"
             if self.weights_on_devices
             else f"shared memory  two versions of the weights: {self._shared_weights()}",
             f"disk           about {self.disk_gib:.2f} GiB: {config.checkpoint.keep} checkpoints of {self.checkpoint_gib:.2f} "
