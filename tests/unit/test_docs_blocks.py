@@ -152,7 +152,7 @@ def test_the_smoke_of_gpus_is_called_with_options_and_steps_that_it_has():
     for words in re.findall(r"`scripts/gpu_smoke\.sh ([^`]*)`|`(--only [^`]*)`|`(--minutes [^`]*)`", page):
         gpu_smoke.parser().parse_args(shlex.split(" ".join(words)))
     table = page.partition("| step |")[2].partition("\n\n")[0]
-    named = set(re.findall(r"`([a-z]+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:])))
+    named = set(re.findall(r"`([a-z-]+)`", "\n".join(line.split("|")[1] for line in table.splitlines()[2:])))
     assert named == {name for name in gpu_smoke.STEPS if not name.startswith("learner-")}
 
 
