@@ -13,8 +13,8 @@
 The recorder is on in each: all rollouts are encoded and written.
 A rollout has two turns of 64 tokens. The load is the same for each number of replicas: so many turns a second, or what this
 machine does. With --open-per-replica the load grows with the replicas. Printed: turns a second, this process's CPU a turn
-without the stubs' own, the 99th percentile and the longest of the event loop's lag, resident memory at the end and by how much
-it grew. Lag and turns a second depend on what else the machine does; CPU a turn hardly does.
+without the stubs' own, the 99th percentile and the longest of the event loop's lag, resident memory as the time goes on. Lag
+and turns a second depend on what else the machine does; CPU a turn hardly does.
 """
 
 import argparse
@@ -232,14 +232,16 @@ async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int)
         warm = 2 * ANSWER_S * TURNS
         await asyncio.wait({running}, timeout=warm)
         cpu, stub, turns, began, lags = time.process_time(), STUB["s"], STUB["turns"], time.perf_counter(), []
-        memory, steps = resident(), len(run.outcome.steps)
+        memory, steps = [resident()], len(run.outcome.steps)
         while time.perf_counter() - began < seconds and not running.done():
+            if time.perf_counter() - began > seconds * len(memory) / 5:
+                memory.append(resident())
             before = time.perf_counter()
             await asyncio.sleep(0.005)
             lags.append(time.perf_counter() - before - 0.005)
         took, count = time.perf_counter() - began, STUB["turns"] - turns
         own = time.process_time() - cpu - (STUB["s"] - stub)
-        end = resident()
+        memory.append(resident())
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         recorder.close()
@@ -253,9 +255,7 @@ async def measured(mode: str, replicas: int, seconds: float, open_rollouts: int)
         "not recorded": recorder.not_recorded,
         "lag p99 ms": float(np.quantile(lags, 0.99)) * 1e3,
         "lag max ms": max(lags) * 1e3,
-        "MiB": end,
-        "MiB grown": end - memory,
-    }
+    } | {f"MiB after {part}/5": value for part, value in enumerate(memory)}
 
 
 def resident() -> float:
