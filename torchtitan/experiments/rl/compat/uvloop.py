@@ -44,8 +44,7 @@ class EventLoop(uvloop.Loop):
         self, protocol: Any, args: Any, shell: bool, stdin: Any, stdout: Any, stderr: Any, bufsize: int, **kwargs: Any
     ) -> Any:
         waiter = self.create_future()
-        # typeshed leaves private classes out
-        transport = asyncio.unix_events._UnixSubprocessTransport(  # type: ignore[attr-defined]
+        transport = asyncio.unix_events._UnixSubprocessTransport(  # type: ignore[attr-defined]  # typeshed leaves it out
             self, protocol, args, shell, stdin, stdout, stderr, bufsize, waiter=waiter, **kwargs
         )
         ended = os.pidfd_open(transport.get_pid())

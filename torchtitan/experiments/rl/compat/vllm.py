@@ -413,7 +413,8 @@ class RecordedRoutes:
         if has_kv_transfer_group():
             connector: Any = get_kv_transfer_group()  # LastBlocks
             connector.keep_too(blocks[:-1])
-        vllm_routes.bind_routed_experts_capturer(runner.get_model(), self)  # type: ignore[arg-type]
+        capturer: Any = self  # vLLM's routers call its ``capture``, and nothing else of it
+        vllm_routes.bind_routed_experts_capturer(runner.get_model(), capturer)
         self._execute, runner.execute_model = runner.execute_model, self._execute_model
 
     def capture(self, layer: int, ids: torch.Tensor) -> None:

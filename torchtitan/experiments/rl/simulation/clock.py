@@ -35,7 +35,8 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self.now
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
+    # typeshed ties the arguments of both to the function's by type variables.
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]  # untied
         done = self.create_future()
         try:
             done.set_result(func(*args))
@@ -43,7 +44,7 @@ class VirtualClockLoop(asyncio.SelectorEventLoop):
             done.set_exception(error)
         return done
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> Any:  # type: ignore[override]  # as above
         if threading.get_ident() != self._owner:
             raise Escape("a thread called into the virtual event loop")
         return self.call_soon(callback, *args, context=context)

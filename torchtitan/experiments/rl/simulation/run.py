@@ -287,7 +287,8 @@ class _Attempt(RunEvents):
         self._cores = Cores(self._rates.cores)
         self._threads = asyncio.Semaphore(max(1, config.rollout_workers))
         """Of the processes that run rollouts."""
-        self._trainer = SimulatedTrainer(self._rates, self._cores, size, heard=self._heard)
+        trainer: Any = SimulatedTrainer(self._rates, self._cores, size, heard=self._heard)
+        self._trainer = trainer  # the loop's TrainerClient, the weights' mesh and the copies of hosts
         text = np.arange(CANARY_TOKENS, dtype=np.int32)
         self._weights = WeightSync(self._trainer, self._client, text=text, bound=CanaryBound("float32"), copies=self._trainer)
         self._replicas: dict[int, SimulatedReplica] = {}
@@ -334,7 +335,7 @@ class _Attempt(RunEvents):
             synchronous=synchronous,
             rollouts=self._rollouts,
             batcher=batcher,
-            trainer=self._trainer,  # type: ignore[arg-type]
+            trainer=self._trainer,
             weights=self._weights,
             validator=Validator(dict(self._tasks), runner, config.validation, on_failure=self._fail, gate=gate),
             runner=runner,
@@ -483,7 +484,8 @@ class _Attempt(RunEvents):
             for group_id, version in task.open.items():
                 if version < record.step - bound:
                     raise RunError(f"group {group_id} of version {version} still runs after step {record.step}")
-        self._beside_run(self._report())
+        if self._rates.report_s:
+            self._beside_run(self._report())
         if self._metrics is not None:
             self._metrics.log(record.step, metrics)
         self._whole.outcome.steps[record.step] = metrics
