@@ -54,10 +54,12 @@ def make_samples(lengths: list[int], rng: np.random.Generator) -> list[TrainingS
 
 
 def plain_copy(samples: list[TrainingSample]) -> list[np.ndarray]:
-    """Every stream a batch carries (absent ones too, and the three it derives), with no packing."""
+    """Every stream a batch of a model without experts carries (absent ones too, and the three it derives), with no packing."""
     total = sum(map(len, samples))
     copies = []
     for name, stream in STREAMS.items():
+        if stream.dims:  # routes, which these samples do not have
+            continue
         copy = np.empty(total, stream.dtype)
         at = 0
         for sample in samples:

@@ -195,19 +195,18 @@ def described(
         # -1, of no message, is the last.
         roles = np.array([ROLE_IDS.get(role, -1) for role in rendered.message_roles] + [-1])[of_message]
         message_indices = np.where(of_message < 0, -1, of_message + first)
-    extends = kept == len(last.ids) + len(sampled_ids)
-    sampled_ids = sampled_ids[: max(0, kept - len(last.ids))]
+    before = min(kept, len(last.ids))
     parts: dict[str, tuple[Any, Any]] = {
-        "token_ids": (sampled_ids, new_ids),
+        "token_ids": (sampled_ids[: kept - before], new_ids),
         "role_ids": (ROLE_IDS["assistant"], roles),
-        "is_content": (True, contents or np.zeros(new)),
+        "is_content": (True, contents or False),
         "message_indices": (answer, message_indices),
     }
     arrays = {}
     for name, (sampled, added) in parts.items():
-        joined = [getattr(last, name)[:kept], np.broadcast_to(sampled, len(sampled_ids)), added]
-        arrays[name] = np.concatenate(joined, dtype=DESCRIBED[name], casting="unsafe")
-    return Prompt(ids=ids, extends=extends, **arrays)
+        array = arrays[name] = np.empty(len(ids), DESCRIBED[name])
+        array[:before], array[before:kept], array[kept:] = getattr(last, name)[:before], sampled, added
+    return Prompt(ids=ids, extends=kept == len(last.ids) + len(sampled_ids), **arrays)
 
 
 def _characters(messages: Sequence[Message]) -> int:
