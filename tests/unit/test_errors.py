@@ -3,13 +3,14 @@
 import ast
 import importlib
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import torchtitan.experiments.rl as package
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointError
-from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, user_code
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.user_code.calls import UserCodeTimeout
 
@@ -75,3 +76,25 @@ def test_config_error_of_a_value_that_can_not_be_pickled_or_shown_keeps_its_mess
     for value, text in ((Hostile(), "<Hostile>"), (lambda: 3, "<function"), (["a", Hostile], "['a', <class")):
         again = pickle.loads(pickle.dumps(ConfigError("field", value, "no cure")))
         assert str(again) == str(ConfigError("field", value, "no cure")) and str(again).startswith(f"field = {text}")
+
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise SystemExit(4)
+
+
+def test_an_error_whose_text_exits_is_refused_by_its_type():
+    shown = r"^dataset = 'Bad': its __len__ failed: Unreadable \(.*test_errors\.py:\d+\)$"
+    with pytest.raises(ConfigError, match=shown), user_code("dataset", "Bad", "its __len__ failed"):
+        raise Unreadable
+
+
+def test_only_the_main_thread_is_interrupted_by_a_person():
+    def interrupted():
+        with user_code("dataset", "Bad", "its __len__ failed"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    with ThreadPoolExecutor(1) as thread, pytest.raises(ConfigError, match="its __len__ failed: KeyboardInterrupt"):
+        thread.submit(interrupted).result()

@@ -1,6 +1,7 @@
 """Errors a person reads as one line."""
 
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,16 +64,18 @@ _OTHERS = ("<frozen ", *{sysconfig.get_paths()[name] for name in ("stdlib", "pla
 
 @contextmanager
 def user_code(field: str, value: Any, what: str) -> Iterator[None]:
-    """Refuse ``field`` if the code in the block raises or exits. A ConfigError and Ctrl-C pass as they are.
+    """Refuse ``field`` if the code in the block raises or exits. A ConfigError passes as it is, and so does Ctrl-C, which only
+    the main thread gets.
 
     Args:
         what: names the code in the error, such as "its constructor failed".
     """
     try:
         yield
-    except (ConfigError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # SystemExit, and whatever else a user's code derives from it
+    except BaseException as error:  # SystemExit too, and whatever else a user's code derives from it
+        pressed = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
+        if pressed or isinstance(error, ConfigError):
+            raise
         raise ConfigError(field, value, f"{what}: {fault_of(error)}") from error
 
 
@@ -96,7 +99,7 @@ def fault_of(error: BaseException) -> str:
         return f"{error} ({_place(error.__cause__ or error)})"
     try:
         text = " ".join(str(error).split())
-    except Exception:  # a __str__ that fails
+    except BaseException:  # a __str__ that fails, or exits
         text = ""
     name = type(error).__name__
     return f"{name}{f': {text}' if text else ''} ({_place(error)})"

@@ -191,7 +191,7 @@ def part_at_fault(part: str, name: str, what: str) -> Iterator[None]:
             yield
         except ConfigError as error:
             first, dot, rest = error.field.partition(".")
-            field = error.field if first in PARTS else f"{part}: {error.field}"
+            field = error.field if first in PARTS else f"{part} {name}: {what}: {error.field}"
             if part == "validation" and first == "dataset":
                 field = part + dot + rest
             raise ConfigError(field, error.value, error.cure) from error
