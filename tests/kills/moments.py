@@ -28,7 +28,7 @@ LATEST_S: dict[Moment, float] = {
     "training": 0.5,
     "weight update": 0.03,
     "checkpoint": 0.15,
-    "shutdown": 2.0,
+    "shutdown": 1.0,
     "rebuild": BUILD_S,
 }
 """How long after its first sign each moment lasts, at the most."""
