@@ -95,12 +95,6 @@ class AgentTask(Task):
                 except re.error as error:
                     raise ConfigError(f"{field}.noise.{name}", pattern, f"no regular expression: {error}") from None
 
-        def check_present(self, *, field: str) -> None:
-            super(AgentTask.Config, self).check_present(field=field)
-            for name, model in self.models.items():
-                if isinstance(model, ModelReference):
-                    model.check_present(field=f"{field}.models.{name}")
-
     config: Config
 
     def __init__(self, config: Config, *, name: str, renderer: Renderer, seed: int = 0):
