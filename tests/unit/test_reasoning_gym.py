@@ -141,26 +141,6 @@ async def test_an_answer_that_is_evaluated_can_hang_or_exit_and_only_its_rollout
 
 
 MISTAKES = {
-    "unknown generator": (
-        {"dataset": dataset({"chain_sums": PuzzleGenerator()})},
-        "tasks.t.dataset.generators = 'chain_sums': reasoning_gym has no such generator; did you mean chain_sum or ",
-    ),
-    "nothing like it": (
-        {"dataset": dataset({"zzzz": PuzzleGenerator()})},
-        f"tasks.t.dataset.generators = 'zzzz': reasoning_gym has no such generator; there are {len(DATASETS)}, ab, acre, ",
-    ),
-    "unknown field of a generator": (
-        {"dataset": dataset({"chain_sum": PuzzleGenerator(config={"terms": 3})})},
-        "tasks.t.dataset.generators.chain_sum.config = {'terms': 3}: refused by the generator: TypeError: ",
-    ),
-    "a value the generator refuses": (
-        {"dataset": dataset({"chain_sum": PuzzleGenerator(config={"min_terms": 0})})},
-        "tasks.t.dataset.generators.chain_sum.config = {'min_terms': 0}: refused by the generator: AssertionError: ",
-    ),
-    "a seed of its own": (
-        {"dataset": dataset({"chain_sum": PuzzleGenerator(config={"seed": 3})})},
-        "tasks.t.dataset.generators.chain_sum.config = {'seed': 3}: leave 'seed' out: it is the dataset's seed",
-    ),
     "no generators": (
         {"dataset": ReasoningGymDataset.Config(generators={})},
         "tasks.t.dataset.generators = {}: must not be empty; name",
@@ -173,7 +153,7 @@ MISTAKES = {
     "no question": ({"template": "Solve it."}, "tasks.t.template = 'Solve it.': must be a text that contains {question}"),
     "validation among the training's seeds": (
         {"validation": dataset({"chain_sum": PuzzleGenerator(config=SMALL_SUMS, weight=2.0)}, seed=1)},
-        "tasks.t.validation.seed = 1: puzzle i is made from seed + i, and chain_sum trains on seeds 0 to 19: take 20 or more",
+        "tasks.t.validation.seed = 1: puzzle i is made from seed + i, and training has seeds 0 to 19: take 20 or more",
     ),
 }
 
@@ -183,6 +163,26 @@ def test_a_config_that_cannot_work_is_refused_in_one_line_before_a_plan(changes,
     with pytest.raises(ConfigError) as error:
         config(**changes).validate(field="tasks.t")
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("part", ["dataset", "validation"])
+@pytest.mark.parametrize(
+    ("name", "own", "cause"),
+    [
+        ("chain_sums", {}, "ValueError: Dataset 'chain_sums' not registered"),
+        ("chain_sum", {"terms": 3}, "TypeError: "),
+        ("chain_sum", {"min_terms": 0}, "AssertionError: min_terms must be positive"),
+        ("chain_sum", {"seed": 3}, "TypeError: dict() got multiple values for keyword argument 'seed'"),
+        ("chain_sum", {"size": 3}, "TypeError: dict() got multiple values for keyword argument 'size'"),
+    ],
+)
+def test_what_the_package_refuses_is_refused_in_one_line_when_the_task_is_built(renderer, name, own, cause, part):
+    task_config = config(**{part: dataset({name: PuzzleGenerator(config=own)}, seed=100)})
+    with pytest.raises(ConfigError) as error:
+        task_config.build(name="gym", renderer=renderer)
+    cure = "want a name of reasoning_gym.factory.DATASETS, and fields of its config but seed and size, which are the dataset's"
+    assert str(error.value).startswith(f"{part}.generators.{name} = {own}: {cure}: {cause}")
+    assert "\n" not in str(error.value)
 
 
 def test_seeds_next_to_each_other_share_puzzles_and_seeds_apart_do_not():
