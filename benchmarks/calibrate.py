@@ -19,10 +19,13 @@ Printed: the constants, each scenario's predicted and measured values, and the m
 """
 
 import argparse
+import asyncio
+import functools
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,17 +36,21 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from torchtitan.experiments.rl.batching.batcher import BatchPlan  # noqa: E402
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug  # noqa: E402
+from torchtitan.experiments.rl.controller.step_metrics import StepRecord  # noqa: E402
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # noqa: E402
-from torchtitan.experiments.rl.simulation.clock import run_virtually  # noqa: E402
+from torchtitan.experiments.rl.simulation.clock import Cores, run_virtually  # noqa: E402
 from torchtitan.experiments.rl.simulation.rates import EngineRates, Rates, TrainerRates  # noqa: E402
-from torchtitan.experiments.rl.simulation.run import Failures, Outcome, SimulatedRun  # noqa: E402
+from torchtitan.experiments.rl.simulation.run import Attempt, Failures, Outcome, Saved, SimulatedRun, SimulatedTrainer  # noqa: E402
 from torchtitan.experiments.rl.simulation.tasks import Recorded  # noqa: E402
 
 WARM_UP = 5
 CPU_FILE = "cpu.json"
 CORES = 2
+SLICE_S = 0.005
+"""sys.getswitchinterval()."""
 SHORT, LONG = (2, 5), (20, 24)
 """Digits of a prompt."""
 
@@ -101,6 +108,122 @@ HELD_OUT = (
     Scenario(replicas=4, digits=LONG, bound=0),
     Scenario(replicas=4, kill=True),
 )
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    when: float
+    callback: Callable[[], None]
+    cancel: Callable[[], None] = lambda: None
+
+
+class SharedCores(Cores):
+    """Of one host, which all that runs there shares evenly. It tells the seconds that each has had a core for; with more cores
+    than jobs they are the loop's."""
+
+    def __init__(self, count: float):
+        self._loop, self._count = asyncio.get_running_loop(), count
+        self._jobs: list[Job] = []
+        self._had, self._told = 0.0, self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def time(self) -> float:
+        now = self._loop.time()
+        self._had += (now - self._told) * self._share
+        self._told = now
+        return self._had
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Any:
+        self.time()
+        job = Job(when, callback)
+        job.cancel = functools.partial(self._end, job)
+        self._jobs.append(job)
+        self._plan()
+        return job
+
+    async def use(self, seconds: float) -> None:
+        done = asyncio.Event()
+        job = self.call_at(self.time() + seconds, done.set)
+        try:
+            await done.wait()
+        finally:
+            job.cancel()
+
+    @property
+    def _share(self) -> float:
+        return min(1.0, self._count / max(1, len(self._jobs)))
+
+    def _plan(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._jobs:
+            first = min(self._jobs, key=lambda job: job.when)
+            self._timer = self._loop.call_later(max(0.0, first.when - self._had) / self._share, self._run, first)
+
+    def _run(self, job: Job) -> None:
+        self._end(job)
+        job.callback()
+
+    def _end(self, job: Job) -> None:
+        if job in self._jobs:
+            self.time()
+            self._jobs.remove(job)
+            self._plan()
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HostRates(Rates):
+    """Of one host without GPUs."""
+
+    cores: float
+    """That trainer, engines and rollouts share."""
+    pack_token_s: float = 0.0
+    """Of the controller, before the step: packing and pickling a token's streams, in a thread beside the rollouts."""
+    digest_s: float = 0.0
+    """Of the trainer, after ``publish_s``, beside the next step, until generators may load."""
+    report_s: float = 0.0
+    """Of the other threads of the process that runs the rollouts, for each step: recording rollouts, messages. A thread holds
+    the interpreter for at most ``SLICE_S`` where another waits for it."""
+
+
+class HostTrainer(SimulatedTrainer):
+    async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
+        await self._cores.use(self._rates.pack_token_s * packed.tokens)
+        return await super().step(packed, step)
+
+    async def _publish(self, version: int, remote_readers: bool) -> None:
+        await self._cores.use(self._rates.digest_s)
+        await super()._publish(version, remote_readers)
+
+
+class HostAttempt(Attempt):
+    trainer = HostTrainer
+
+    def step_taken(self, record: StepRecord) -> None:
+        super().step_taken(record)
+        if self._rates.report_s:
+            self._beside_run(self._report())
+        if record.step == self._whole.replica_dies_after:
+            self._lose(0)
+
+    async def _report(self) -> None:
+        left = self._rates.report_s
+        while left > 0:
+            async with self._threads:
+                await self._cores.use(min(left, SLICE_S))
+            left -= SLICE_S
+
+
+class HostRun(SimulatedRun):
+    """On a host whose cores all parts share. ``replica_dies_after``: the step after which replica 0 dies, and its host does
+    not; 0: never."""
+
+    def __init__(self, *args: Any, replica_dies_after: int = 0, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.replica_dies_after = replica_dies_after
+
+    def attempt(self, saved: Saved | None) -> Attempt:
+        return HostAttempt(self, saved, SharedCores(self._rates.cores))
 
 
 def run(scenario: Scenario, folder: Path, steps: int) -> None:
@@ -189,7 +312,7 @@ def nonnegative(rows: np.ndarray) -> np.ndarray:
         used.pop(int(factors.argmin()))
 
 
-def fitted(folders: dict[Scenario, Path]) -> Rates:
+def fitted(folders: dict[Scenario, Path]) -> HostRates:
     """Least squares over runs, of what their processes computed, and not of how long that took where they shared a core."""
     engine, trainer, syncs, each = [], [], [], []
     for scenario, folder in folders.items():
@@ -239,7 +362,7 @@ def fitted(folders: dict[Scenario, Path]) -> Rates:
     digest, beside, turns = (
         np.mean([run[name] for run in each]) for name in ("trainer beside", "controller beside", "controller")
     )
-    return Rates(
+    return HostRates(
         engine=EngineRates(
             step_s=step_s,
             sequence_s=sequence_s,
@@ -255,10 +378,10 @@ def fitted(folders: dict[Scenario, Path]) -> Rates:
             token_s=token_s,
             pair_s=0.0,
             publish_s=publish,
-            digest_s=digest,
             checkpoint_s=0.0,
-            pack_token_s=pack / np.mean([run["tokens"] for run in each]),
         ),
+        pack_token_s=pack / np.mean([run["tokens"] for run in each]),
+        digest_s=digest,
         fetch_s=max(0.0, way - digest - step_s),  # less the canary's step
         start_s=0.0,
         turn_s=turns / np.mean([run["rollouts"] for run in each]),
@@ -267,7 +390,7 @@ def fitted(folders: dict[Scenario, Path]) -> Rates:
     )
 
 
-def levelled(rates: Rates, folders: dict[Scenario, Path], lengths: dict[Any, Recorded], steps: int) -> Rates:
+def levelled(rates: HostRates, folders: dict[Scenario, Path], lengths: dict[Any, Recorded], steps: int) -> HostRates:
     """With the engine's constants such that the simulated engines of ``folders`` compute as long as the real ones did."""
     for _ in range(2):
         real = simulated = 0.0
@@ -281,7 +404,7 @@ def levelled(rates: Rates, folders: dict[Scenario, Path], lengths: dict[Any, Rec
     return rates
 
 
-def simulate(scenario: Scenario, folder: Path, rates: Rates, lengths: Recorded, steps: int) -> Outcome:
+def simulate(scenario: Scenario, folder: Path, rates: HostRates, lengths: Recorded, steps: int) -> Outcome:
     config = rl_grpo_qwen3_debug()
     config.steps, config.max_offpolicy_steps = steps, scenario.bound
     config.generator.replicas, config.tasks["sum_digits"].group_size = scenario.replicas, scenario.group_size
@@ -289,8 +412,8 @@ def simulate(scenario: Scenario, folder: Path, rates: Rates, lengths: Recorded, 
     config.checkpoint.interval, config.tasks["sum_digits"].validation = 0, None
     others = json.loads((folder / CPU_FILE).read_text())["others"]
     rates = replace(rates, cores=max(0.5, CORES - others))
-    killed = Failures(repair_s=0.0, seen_s=0.0, replica_after_step=steps // 2 if scenario.kill else 0)
-    return run_virtually(SimulatedRun(config, rates, lengths, failures=killed).run)
+    failures, after = Failures(repair_s=0.0, seen_s=0.0), steps // 2 if scenario.kill else 0
+    return run_virtually(HostRun(config, rates, lengths, failures=failures, replica_dies_after=after).run)
 
 
 def predicted(outcome: Outcome) -> dict[str, float]:
@@ -328,7 +451,11 @@ def main() -> None:
         rates = replace(rates, start_s=max(0.0, lost * (options.steps - WARM_UP)))
     print(f"constants, seconds: {json.dumps({name: getattr(rates.engine, name) for name in EngineRates.__slots__})}")
     print(json.dumps({name: getattr(rates.trainer, name) for name in TrainerRates.__slots__}))
-    print(json.dumps({name: getattr(rates, name) for name in ("turn_s", "report_s", "fetch_s", "start_s")}))
+    print(
+        json.dumps(
+            {name: getattr(rates, name) for name in ("turn_s", "report_s", "fetch_s", "start_s", "pack_token_s", "digest_s")}
+        )
+    )
     errors: dict[str, list[float]] = {}
     for scenario in known:
         values = []

@@ -5,20 +5,20 @@ import copy
 import json
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.calibrate import HostRates, HostRun, SharedCores
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
 from torchtitan.experiments.rl.config_registry.qwen3 import rl_grpo_qwen3_8b
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.simulate import main
-from torchtitan.experiments.rl.simulation.clock import Cores, Escape, run_virtually
+from torchtitan.experiments.rl.simulation.clock import Escape, run_virtually
 from torchtitan.experiments.rl.simulation.engine import SimulatedReplica, open_channel
 from torchtitan.experiments.rl.simulation.rates import EngineRates, Rates, TrainerRates
 from torchtitan.experiments.rl.simulation.run import Failures, Outcome, SimulatedRun
@@ -30,6 +30,7 @@ ENGINE = EngineRates(
 )
 TRAINER = TrainerRates(step_s=10.0, microbatch_s=0.0, token_s=1e-3, pair_s=0.0, publish_s=1.0, checkpoint_s=2.0)
 RATES = Rates(engine=ENGINE, trainer=TRAINER, fetch_s=3.0, start_s=20.0)
+LENGTHS = LogNormal(mean=20, sigma=1, prompt=30, turns=1.5, env_s=2)
 
 
 # The clock.
@@ -77,7 +78,7 @@ def test_what_is_given_to_a_thread_is_done_at_once():
 
 def test_what_runs_on_one_core_has_half_of_it_each_and_the_last_all_of_it():
     async def work():
-        cores, ended = Cores(1), []
+        cores, ended = SharedCores(1), []
 
         async def use(seconds):
             await cores.use(seconds)
@@ -202,8 +203,11 @@ def config_of(**fields):
 
 
 def simulated(folder=None, failures: Failures | None = None, **fields) -> Outcome:
-    lengths = LogNormal(mean=20, sigma=1, prompt=30, turns=1.5, env_s=2)
-    return run_virtually(SimulatedRun(config_of(**fields), RATES, lengths, failures=failures, run_dir=folder).run)
+    return run_virtually(SimulatedRun(config_of(**fields), RATES, LENGTHS, failures=failures, run_dir=folder).run)
+
+
+def host_rates(**fields) -> HostRates:
+    return HostRates(**{name: getattr(RATES, name) for name in Rates.__slots__} | fields)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -237,9 +241,9 @@ def test_the_same_seed_gives_the_same_files_byte_for_byte_with_failures_too(end_
 
 
 def test_a_replica_that_dies_alone_comes_back_and_its_requests_run_elsewhere():
-    outcome = simulated(
-        failures=Failures(seen_s=2, repair_s=0, replica_after_step=3), generator=replicas(2), max_offpolicy_steps=1
-    )
+    config, rates = config_of(generator=replicas(2), max_offpolicy_steps=1), host_rates(cores=100)
+    run = HostRun(config, rates, LENGTHS, failures=Failures(seen_s=2, repair_s=0), replica_dies_after=3)
+    outcome = run_virtually(run.run)
     assert sorted(outcome.steps) == list(range(1, 13)) and outcome.deaths == 0
     assert outcome.engine_down_s == pytest.approx(2 + RATES.start_s, abs=2 * TRAINER.step_s), "until it has the weights"
     assert outcome.lost_tokens > 0
@@ -249,9 +253,8 @@ def test_a_replica_that_dies_alone_comes_back_and_its_requests_run_elsewhere():
 @settings(deadline=None, max_examples=4)
 def test_on_shared_cores_a_step_takes_no_less_than_its_processes_compute(report, turn):
     """Neither turns nor the threads beside them run faster than one core, and all together than the cores."""
-    rates = replace(RATES, cores=2, turn_s=turn, report_s=report)
-    lengths = LogNormal(mean=20, sigma=1, prompt=30)
-    outcome = run_virtually(SimulatedRun(config_of(max_offpolicy_steps=1), rates, lengths).run)
+    rates, lengths = host_rates(cores=2, turn_s=turn, report_s=report), LogNormal(mean=20, sigma=1, prompt=30)
+    outcome = run_virtually(HostRun(config_of(max_offpolicy_steps=1), rates, lengths).run)
     turns = sum(count for name, count in outcome.ledger.items() if name.endswith("/trained"))
     computed = outcome.engines["computed_s"] + 12 * (TRAINER.step_s + TRAINER.publish_s + report) + turns * turn
     assert outcome.seconds * 2 >= computed

@@ -1,13 +1,11 @@
-"""An event loop whose clock jumps to its next timer, all that tells the time or waits made to go by it, and shared cores."""
+"""An event loop whose clock jumps to its next timer, all that tells the time or waits made to go by it."""
 
 import asyncio
-import functools
 import selectors
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from torchtitan.experiments.rl.errors import RunError
@@ -62,71 +60,19 @@ class _Jump(selectors.DefaultSelector):
         return []
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    when: float
-    callback: Callable[[], None]
-    cancel: Callable[[], None] = lambda: None
-
-
 class Cores:
-    """Of one host, which all that runs there shares evenly. It tells the seconds that each has had a core for; with more cores
-    than jobs they are the loop's. ``count`` 0: everyone has a device of its own."""
-
-    def __init__(self, count: float):
-        self._loop, self._count = asyncio.get_running_loop(), count
-        self._jobs: list[_Job] = []
-        self._had, self._told = 0.0, self._loop.time()
-        self._timer: asyncio.TimerHandle | None = None
+    """What computes. Everyone has a device, so what it had a device for is the loop's time; a subclass may share cores."""
 
     def time(self) -> float:
-        if not self._count:
-            return self._loop.time()
-        now = self._loop.time()
-        self._had += (now - self._told) * self._share
-        self._told = now
-        return self._had
+        return asyncio.get_running_loop().time()
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Any:
-        """Use a core until ``time`` tells ``when``, then call back. Returns what has a ``cancel``."""
-        if not self._count:
-            return self._loop.call_at(when, callback)
-        self.time()
-        job = _Job(when, callback)
-        job.cancel = functools.partial(self._end, job)
-        self._jobs.append(job)
-        self._plan()
-        return job
+        """Compute until ``time`` tells ``when``, then call back. Returns what has a ``cancel``."""
+        return asyncio.get_running_loop().call_at(when, callback)
 
     async def use(self, seconds: float) -> None:
-        """Use a core for so long."""
-        done = asyncio.Event()
-        job = self.call_at(self.time() + seconds, done.set)
-        try:
-            await done.wait()
-        finally:
-            job.cancel()
-
-    @property
-    def _share(self) -> float:
-        return min(1.0, self._count / max(1, len(self._jobs)))
-
-    def _plan(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._jobs:
-            first = min(self._jobs, key=lambda job: job.when)
-            self._timer = self._loop.call_later(max(0.0, first.when - self._had) / self._share, self._run, first)
-
-    def _run(self, job: _Job) -> None:
-        self._end(job)
-        job.callback()
-
-    def _end(self, job: _Job) -> None:
-        if job in self._jobs:
-            self.time()
-            self._jobs.remove(job)
-            self._plan()
+        """Compute for so long."""
+        await asyncio.sleep(seconds)
 
 
 class InPlaceGate(Gate):

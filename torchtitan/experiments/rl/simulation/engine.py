@@ -83,7 +83,7 @@ class SimulatedReplica:
         ``prompt`` tokens, and how many of them were ``cached``; tokens ``recomputed`` after ``preemptions`` or, where
         ``weight_update`` says so, under new weights."""
         self._port: Any = None
-        self._loop, self._cores = asyncio.get_running_loop(), cores or Cores(0)
+        self._loop, self._cores = asyncio.get_running_loop(), cores or Cores()
         self._waiting: deque[_Sequence] = deque()
         self._running: dict[int, _Sequence] = {}
         """By request id, in the order of their admission."""

@@ -45,8 +45,6 @@ COPY_BYTES_S = 20e9
 """Between a host's memory and a GPU, or within a host's memory: PCIe 5 at a third of its peak."""
 TURN_S = 0.77e-3
 """Renderer and all else of a turn, measured (docs/measured.md)."""
-SLICE_S = 0.005
-"""sys.getswitchinterval()."""
 START_S, DEATH_SEEN_S = 180.0, 10.0
 """Until a process of a real model takes work, compiled; until Monarch reports the death of a process elsewhere."""
 
@@ -88,11 +86,7 @@ class TrainerRates:
     pair_s: float
     publish_s: float
     """Until training may go on."""
-    digest_s: float = 0.0
-    """Then, beside the next step, until generators may load."""
     checkpoint_s: float
-    pack_token_s: float = 0.0
-    """Of the controller, before the step: packing and pickling a token's streams, in a thread beside the rollouts."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -104,11 +98,6 @@ class Rates:
     start_s: float = START_S
     turn_s: float = 0.0
     """Of the process that runs the rollouts, for each turn: rendering, parsing, messages. One Python thread does that."""
-    report_s: float = 0.0
-    """Of that process's other threads, for each step: recording rollouts, messages. A thread holds the interpreter for at most
-    ``SLICE_S`` where another waits for it."""
-    cores: float = 0
-    """That trainer, engines and rollouts share, on one host without GPUs; 0: each has a device of its own."""
 
 
 def device_rates(config: RunConfig, sizes: ModelSizes, device: Device) -> Rates:

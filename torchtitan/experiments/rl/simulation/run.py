@@ -45,7 +45,7 @@ from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.simulation.clock import Cores, InPlaceGate
 from torchtitan.experiments.rl.simulation.engine import Endpoint, SimulatedReplica, open_channel
-from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, GPUS_PER_HOST, SLICE_S, Rates
+from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, GPUS_PER_HOST, Rates
 from torchtitan.experiments.rl.simulation.tasks import Lengths, simulated_tasks
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, WeightSync
 
@@ -64,8 +64,6 @@ class Failures:
     """Until there is a host again."""
     seen_s: float = DEATH_SEEN_S
     """Until a death is known."""
-    replica_after_step: int = 0
-    """Step after which replica 0 dies, and its host does not; 0: never."""
 
 
 class SimulatedTrainer:
@@ -83,7 +81,6 @@ class SimulatedTrainer:
 
     async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
         rates = self._rates.trainer
-        await self._cores.use(rates.pack_token_s * packed.tokens)
         await self._work(
             rates.step_s
             + max(
@@ -116,7 +113,6 @@ class SimulatedTrainer:
         await self._work(self._rates.trainer.publish_s)
 
     async def _publish(self, version: int, remote_readers: bool) -> None:
-        await self._cores.use(self._rates.trainer.digest_s)
         self._published = version
 
     async def _proof(self) -> tuple[str, np.ndarray]:
@@ -184,7 +180,7 @@ class Outcome:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Saved:
+class Saved:
     """A checkpoint."""
 
     step: int
@@ -219,7 +215,7 @@ class SimulatedRun:
         )
         self._random = np.random.default_rng([config.seed, 33])
         self._restarts = Restarts(config.supervision)
-        self._saved: _Saved | None = None
+        self._saved: Saved | None = None
         self._events = None if run_dir is None else (run_dir / EVENTS_FILE).open("w", encoding="utf-8")
         self._files = [] if run_dir is None else [run_dir / METRICS_FILE, run_dir / LEDGER_FILE]
 
@@ -230,8 +226,7 @@ class SimulatedRun:
         """
         loop = asyncio.get_running_loop()
         while True:
-            attempt = _Attempt(self, self._saved)
-            died_at = await attempt.run()
+            died_at = await self.attempt(self._saved).run()
             self.outcome.seconds = loop.time()
             if died_at is None:
                 break
@@ -250,6 +245,9 @@ class SimulatedRun:
         return self.outcome
 
     # Parts that a benchmark replaces.
+
+    def attempt(self, saved: Saved | None) -> "Attempt":
+        return Attempt(self, saved, Cores())
 
     def replica(self, version: int, cores: Cores) -> SimulatedReplica:
         generator = self._config.generator
@@ -271,11 +269,13 @@ class SimulatedRun:
             self._events.write(json.dumps(line) + "\n")
 
 
-class _Attempt(RunEvents):
+class Attempt(RunEvents):
     """From the start, or a checkpoint, to the end or a death that ends the run."""
 
-    def __init__(self, whole: SimulatedRun, saved: _Saved | None):
-        self._whole, self._saved = whole, saved
+    trainer = SimulatedTrainer
+
+    def __init__(self, whole: SimulatedRun, saved: Saved | None, cores: Cores):
+        self._whole, self._saved, self._cores = whole, saved, cores
         self._config, self._rates = whole._config, whole._rates
         config = self._config
         self._lap_at = asyncio.get_running_loop().time()
@@ -284,10 +284,9 @@ class _Attempt(RunEvents):
         synchronous = config.max_offpolicy_steps == 0
         self._client = GeneratorClient(lockstep=synchronous, on_failure=self._fail, open_channel=open_channel)
         size = config.trainer.parallelism.data_parallel_size(config.trainer.ranks)
-        self._cores = Cores(self._rates.cores)
         self._threads = asyncio.Semaphore(max(1, config.rollout_workers))
         """Of the processes that run rollouts."""
-        trainer: Any = SimulatedTrainer(self._rates, self._cores, size, heard=self._heard)
+        trainer: Any = self.trainer(self._rates, self._cores, size, heard=self._heard)
         self._trainer = trainer  # the loop's TrainerClient, the weights' mesh and the copies of hosts
         text = np.arange(CANARY_TOKENS, dtype=np.int32)
         self._weights = WeightSync(self._trainer, self._client, text=text, bound=CanaryBound("float32"), copies=self._trainer)
@@ -392,13 +391,6 @@ class _Attempt(RunEvents):
             async with self._threads:
                 pass
 
-    async def _report(self) -> None:
-        left = self._rates.report_s
-        while left > 0:
-            async with self._threads:
-                await self._cores.use(min(left, SLICE_S))
-            left -= SLICE_S
-
     def _fail(self, error: Exception) -> None:
         self._rollouts.fail(error)
 
@@ -484,14 +476,10 @@ class _Attempt(RunEvents):
             for group_id, version in task.open.items():
                 if version < record.step - bound:
                     raise RunError(f"group {group_id} of version {version} still runs after step {record.step}")
-        if self._rates.report_s:
-            self._beside_run(self._report())
         if self._metrics is not None:
             self._metrics.log(record.step, metrics)
         self._whole.outcome.steps[record.step] = metrics
         self._whole.outcome.ledger = self._rollouts.ledger.counts()
-        if record.step == self._whole._failures.replica_after_step:
-            self._lose(0)
         self._whole._tell("step", step=record.step, tokens=metrics["batch/tokens"], age=metrics["policy/age_mean"])
 
     async def step_ended(self, step: int) -> None:
@@ -503,7 +491,7 @@ class _Attempt(RunEvents):
         )
         await asyncio.sleep(self._rates.trainer.checkpoint_s)
         now = asyncio.get_running_loop().time()
-        self._whole._saved = _Saved(step=step, rollouts=state, groups=groups, offsets=offsets, time=now)
+        self._whole._saved = Saved(step=step, rollouts=state, groups=groups, offsets=offsets, time=now)
 
     def _totals(self) -> Any:
         return sum((replica.totals for replica in self._replicas.values()), self._gone)
