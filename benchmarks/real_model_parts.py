@@ -105,9 +105,16 @@ def main() -> None:
 
 
 def total(traced: list[dict], process: str, name: str) -> float:
-    """Seconds of all spans of a name in a process."""
+    """Seconds of all spans of a name in a process; each is of one thread."""
     (pid,) = {event["pid"] for event in traced if event["name"] == "process_name" and event["args"]["name"].startswith(process)}
-    return sum(event["dur"] for event in traced if event["pid"] == pid and event["name"] == name) / 1e6
+    seconds, began = 0.0, dict[int, float]()
+    for event in traced:
+        if event["pid"] == pid and event["name"] == name:
+            if event["ph"] == "B":
+                began[event["tid"]] = event["ts"]
+            elif event["ph"] == "E":
+                seconds += (event["ts"] - began[event["tid"]]) / 1e6
+    return seconds
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ import asyncio
 import json
 import threading
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
 from torchtitan.experiments.rl.config.checks import profiled_steps
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.operations.profile import trace_events, write_trace
+from torchtitan.experiments.rl.operations.profile import write_trace
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.trace import Event
 
@@ -20,18 +21,26 @@ def nothing_recorded():
     trace.stop()
 
 
-def assert_rows_nest(events: list[Event]) -> None:
-    """In a row, two events are apart or one holds the other: viewers draw anything else wrongly."""
-    rows = defaultdict(list)
+def spans(events: list[Event]) -> list[tuple[str, Any, int, int | None, dict[str, Any]]]:
+    """Name, row, begin, end and details of each span, in the order of their beginnings; the end is None where there is none. A
+    row is a kind and id, or a thread. In a row a span ends before the one around it: viewers draw anything else wrongly."""
+    found, rows = [], defaultdict(list)
     for event in events:
-        rows[event.row].append((event.start_ns, event.start_ns + event.duration_ns, event.name))
-    for row, spans in rows.items():
-        around: list[tuple[int, int, str]] = []
-        for span in sorted(spans, key=lambda span: (span[0], -span[1])):
-            while around and around[-1][1] <= span[0]:
-                around.pop()
-            assert not around or span[1] <= around[-1][1], (row, span, around[-1])
-            around.append(span)
+        if event["ph"] == "M":
+            continue
+        row = (event["cat"], event["id"]) if event["ph"] in "be" else event["tid"]
+        if event["ph"] in "bB":
+            rows[row].append(len(found))
+            found.append([event["name"], row, event["ts"], None, event["args"]])
+        else:
+            span = found[rows[row].pop()]
+            assert span[0] == event["name"] and event["ph"] in "eE" and event["ts"] >= span[2]
+            span[3] = event["ts"]
+    return [tuple(span) for span in found]
+
+
+def names_of_threads(events: list[Event]) -> dict[int, str]:
+    return {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
 
 
 def test_nothing_is_recorded_and_nothing_made_while_no_step_is_profiled():
@@ -41,23 +50,30 @@ def test_nothing_is_recorded_and_nothing_made_while_no_step_is_profiled():
     assert trace.stop() == []
 
 
-def test_a_thread_has_a_row_of_its_name():
+def test_a_thread_has_a_row_with_its_name():
     trace.start()
+    recorded, go_on = threading.Event(), threading.Event()
 
     def work():
         with trace.span("outer", version=3), trace.span("inner"):
             pass
+        recorded.set()
+        go_on.wait()
 
     thread = threading.Thread(target=work, name="engine")
     thread.start()
+    recorded.wait()
+    events = trace.stop()
+    go_on.set()
     thread.join()
-    inner, outer = trace.stop()
-    assert (outer.name, outer.row, outer.details) == ("outer", "engine", {"version": 3})
-    assert (inner.name, inner.row) == ("inner", "engine")
-    assert_rows_nest([inner, outer])
+    outer, inner = spans(events)
+    assert (outer[0], outer[1], outer[4]) == ("outer", thread.native_id, {"version": 3})
+    assert (inner[0], inner[1]) == ("inner", thread.native_id)
+    assert outer[2] <= inner[2] <= inner[3] <= outer[3]
+    assert names_of_threads(events) == {thread.native_id: "engine"}
 
 
-def test_rollouts_at_once_have_lanes_of_their_own_and_a_free_lane_is_used_again():
+def test_rollouts_at_once_have_lanes_of_their_own():
     async def rollout(name: str, enter: asyncio.Event, leave: asyncio.Event) -> None:
         with trace.lane("rollout", id=name), trace.span("env"):
             enter.set()
@@ -79,14 +95,15 @@ def test_rollouts_at_once_have_lanes_of_their_own_and_a_free_lane_is_used_again(
 
     trace.start()
     asyncio.run(main())
-    found = trace.stop()
-    rows = {event.details["id"]: event.row for event in found if event.name == "rollout"}
-    assert rows == {"r0": "rollout 1", "r1": "rollout 2", "r2": "rollout 1"}
-    assert sorted(event.row for event in found if event.name == "env") == ["rollout 1", "rollout 1", "rollout 2"]
-    assert_rows_nest(found)
+    found = spans(trace.stop())
+    rows = {details["id"]: row for name, row, _, _, details in found if name == "rollout"}
+    assert rows.keys() == {"r0", "r1", "r2"} and len(set(rows.values())) == 3
+    assert {kind for kind, _ in rows.values()} == {"rollout"}
+    assert [row for name, row, *_ in found if name == "env"] == list(rows.values()), "in the order in which they began"
+    assert all(ended is not None for _, _, _, ended, _ in found)
 
 
-def test_what_began_before_the_recording_is_not_in_it_and_what_goes_on_after_it_is_cut():
+def test_what_began_before_the_recording_is_not_in_it_and_what_goes_on_after_it_has_no_end():
     async def main() -> list[Event]:
         inside, go_on = asyncio.Event(), asyncio.Event()
 
@@ -107,29 +124,32 @@ def test_what_began_before_the_recording_is_not_in_it_and_what_goes_on_after_it_
         task.cancel()
         return found
 
-    found = asyncio.run(main())
-    assert [(event.name, event.row, event.details) for event in found] == [
-        ("step", "step 1", {"step": 7, "unfinished": True}),
-        ("wait", "step 1", {"unfinished": True}),
-    ]
-    assert_rows_nest(found)
+    step, wait = spans(asyncio.run(main()))
+    assert (step[0], step[3], step[4]) == ("step", None, {"step": 7})
+    assert (wait[0], wait[3]) == ("wait", None) and wait[1] == step[1]
     assert trace.stop() == []
 
 
-def test_the_file_has_a_row_for_each_lane_and_times_in_microseconds_from_the_first_event(tmp_path):
+def test_the_file_names_each_process_and_has_times_in_microseconds_from_the_first_event(tmp_path):
+    lane = {"name": "rollout", "cat": "rollout", "id": "a1", "tid": 70}
     processes = {
-        "controller": [Event("env", "rollout 10", 5_000, 1_000, {}), Event("rollout", "rollout 2", 4_500, 3_000, {"id": "r"})],
-        "generator 0": [Event("step", "engine", 2_000, 2_500, {})],
+        "controller": [{"ph": "b", "ts": 4_500, "args": {"id": "r"}, **lane}, {"ph": "e", "ts": 7_500, **lane}],
+        "generator 0": [
+            {"ph": "B", "name": "step", "tid": 80, "ts": 2_000, "args": {}},
+            {"ph": "E", "name": "step", "tid": 80, "ts": 4_500},
+            {"ph": "M", "name": "thread_name", "tid": 80, "ts": 9_000, "args": {"name": "engine"}},
+        ],
     }
     write_trace(tmp_path / "trace.json", processes)
-    written = json.loads((tmp_path / "trace.json").read_text())
-    assert written["traceEvents"] == trace_events(processes)
-    named = {(e["pid"], e["tid"]): e["args"]["name"] for e in written["traceEvents"] if e["name"] == "process_name"}
-    assert named == {(1, 0): "controller", (2, 0): "generator 0"}
-    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in written["traceEvents"] if e["name"] == "thread_name"}
-    assert rows == {(1, 1): "rollout 2", (1, 2): "rollout 10", (2, 1): "engine"}
-    spans = [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in written["traceEvents"] if e["ph"] == "X"]
-    assert spans == [(1, 1, "rollout", 2.5, 3.0), (1, 2, "env", 3.0, 1.0), (2, 1, "step", 0.0, 2.5)]
+    written = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert all({"name", "ph", "ts", "pid", "tid"} <= event.keys() for event in written), "what the format asks of each"
+    named = {event["pid"]: event["args"]["name"] for event in written if event["name"] == "process_name"}
+    assert named == {1: "controller", 2: "generator 0"}
+    assert names_of_threads(written) == {80: "engine"}
+    assert {pid: spans([event for event in written if event["pid"] == pid]) for pid in named} == {
+        1: [("rollout", ("rollout", "a1"), 2.5, 5.5, {"id": "r"})],
+        2: [("step", 80, 0.0, 2.5, {})],
+    }
 
 
 def test_steps_are_named_by_the_first_and_the_last():

@@ -93,39 +93,12 @@ async def _answer(life: Lifetime, endpoint: Any, limit_s: float, level: int = lo
 def write_trace(path: Path, processes: Mapping[str, Sequence[Event]]) -> None:
     """
     Args:
-        processes: events by the name of the process, in the order in which the processes are shown.
+        processes: events by the name of the process. Their process ids are their places here.
     """
-    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": trace_events(processes)}, default=str)
-    path.write_text(text + "\n", encoding="utf-8")
-
-
-def trace_events(processes: Mapping[str, Sequence[Event]]) -> list[dict[str, Any]]:
-    """The events of the file. Process ids and thread ids are places in the order shown."""
-    zero = min((event.start_ns for events in processes.values() for event in events), default=0)
-    written: list[dict[str, Any]] = []
+    zero = min((event["ts"] for events in processes.values() for event in events), default=0)
+    written: list[Event] = []
     for pid, (process, events) in enumerate(processes.items(), start=1):
-        rows = {row: tid for tid, row in enumerate(sorted({event.row for event in events}, key=_place), start=1)}
-        named = [("process", process, pid, 0), *(("thread", row, tid, tid) for row, tid in rows.items())]
-        for kind, name, place, tid in named:
-            for what, value in (("name", name), ("sort_index", place)):
-                written.append({"ph": "M", "name": f"{kind}_{what}", "pid": pid, "tid": tid, "args": {what: value}})
-        # Of two events that begin together, the longer one is outside.
-        for event in sorted(events, key=lambda event: (event.start_ns, -event.duration_ns)):
-            written.append(
-                {
-                    "ph": "X",
-                    "name": event.name,
-                    "pid": pid,
-                    "tid": rows[event.row],
-                    "ts": (event.start_ns - zero) / 1e3,
-                    "dur": event.duration_ns / 1e3,
-                    "args": event.details,
-                }
-            )
-    return written
-
-
-def _place(row: str) -> tuple[str, int]:
-    """Lanes of a kind by their number."""
-    kind, _, number = row.rpartition(" ")
-    return (kind, int(number)) if number.isdigit() else (row, 0)
+        name = {"ph": "M", "name": "process_name", "tid": 0, "ts": zero, "args": {"name": process}}
+        written += [event | {"pid": pid, "ts": (event["ts"] - zero) / 1e3} for event in (name, *events)]
+    text = json.dumps({"displayTimeUnit": "ms", "traceEvents": written}, default=str)
+    path.write_text(text + "\n", encoding="utf-8")
