@@ -22,6 +22,7 @@ from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_0_6b, rl_questions_qwen3
+from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
@@ -37,7 +38,7 @@ from torchtitan.experiments.rl.tasks.answers import (
 )
 from torchtitan.experiments.rl.tasks.calculator import CalculatorTask
 from torchtitan.experiments.rl.tasks.guess_number import Game, GuessNumberTask
-from torchtitan.experiments.rl.tasks.math import MathDataset, MathProblem, MathTask
+from torchtitan.experiments.rl.tasks.math import MathTask
 from torchtitan.experiments.rl.tasks.questions import QuestionTask, question_task
 from torchtitan.experiments.rl.tasks.reasoning_gym import Puzzle, PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
 from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsTask
@@ -50,7 +51,7 @@ ROW = [{"question": "?", "answer": "1"}]
 
 def math_config(folder):
     (folder / "rows.jsonl").write_text(json.dumps(ROW[0]) + "\n")
-    return MathTask.Config(algorithm=GRPO.Config(), dataset=MathDataset.Config(path=str(folder / "rows.jsonl")))
+    return MathTask.Config(algorithm=GRPO.Config(), dataset=RowDataset.Config(path=str(folder / "rows.jsonl")))
 
 
 TASKS = {
@@ -59,7 +60,7 @@ TASKS = {
     "calculator": (lambda folder: CalculatorTask.Config(algorithm=GRPO.Config()), str),
     "guess_number": (lambda folder: GuessNumberTask.Config(algorithm=GRPO.Config()), lambda sample: Game(**sample)),
     "questions": (lambda folder: question_task(ROW, rubric=rl_questions_qwen3().tasks["questions"].rubric), dict),
-    "math": (math_config, lambda sample: MathProblem(**sample)),
+    "math": (math_config, dict),
     "reasoning_gym": (
         lambda folder: ReasoningGymTask.Config(
             algorithm=GRPO.Config(), dataset=ReasoningGymDataset.Config(generators={"leg_counting": PuzzleGenerator()}, count=1)

@@ -226,10 +226,11 @@ def test_a_dataset_file_that_is_none_is_refused_before_a_run(refused, config_mod
     name, _ = config_module(
         "from torchtitan.experiments.rl.algorithms import GRPO\n"
         "from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug\n"
-        "from torchtitan.experiments.rl.tasks.math import MathDataset, MathTask\n"
+        "from torchtitan.experiments.rl.tasks import RowDataset\n"
+        "from torchtitan.experiments.rl.tasks.math import MathTask\n"
         "def made():\n"
         "    config = rl_grpo_qwen3_debug()\n"
-        f"    rows = MathDataset.Config(path={path.format(tmp=tmp_path / 'rows.jsonl')!r})\n"
+        f"    rows = RowDataset.Config(path={path.format(tmp=tmp_path / 'rows.jsonl')!r})\n"
         "    task = MathTask.Config(algorithm=GRPO.Config(), dataset=rows)\n"
         "    task.env.max_rollout_tokens = 128\n"
         "    config.tasks = {'math': task}\n"

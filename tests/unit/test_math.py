@@ -11,10 +11,12 @@ import pytest
 
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl.algorithms.grpo import GRPO
+from torchtitan.experiments.rl.config_registry import rl_math_qwen3
 from torchtitan.experiments.rl.data import rows
+from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
-from torchtitan.experiments.rl.tasks.math import MathDataset, MathProblem, MathRubric, MathTask, same_answer
+from torchtitan.experiments.rl.tasks.math import MathRubric, MathTask, answer_in, same_answer
 
 ROWS = [
     {"question": "What is 6 * 7?", "answer": "42"},
@@ -46,9 +48,10 @@ def file(tmp_path):
     return write
 
 
-def config(path, *, rubric=None, **dataset):
-    task = MathTask.Config(algorithm=GRPO.Config(), dataset=MathDataset.Config(path=path, **dataset), group_size=4)
-    task.rubric = rubric or MathRubric.Config(isolated_workers=1)
+def config(path, *, rubric=None, template=None, **dataset):
+    task = MathTask.Config(algorithm=GRPO.Config(), dataset=RowDataset.Config(path=path, **dataset), group_size=4)
+    task.rubric = MathRubric.Config(isolated_workers=1, **(rubric or {}))
+    task.template = template or task.template
     return task
 
 
@@ -57,34 +60,45 @@ def config(path, *, rubric=None, **dataset):
 
 @pytest.mark.parametrize("name", ["problems.jsonl", "problems.json", "problems.parquet"])
 def test_a_file_of_any_format_gives_its_rows_in_order(file, name):
-    dataset = MathDataset.Config(path=file(name=name)).build()
-    assert [dataset[i].env_input for i in range(len(dataset))] == [MathProblem(**row) for row in ROWS]
+    dataset = RowDataset.Config(path=file(name=name)).build()
+    assert [dataset[i].env_input for i in range(len(dataset))] == ROWS
     assert [dataset[i].sample_id for i in range(len(dataset))] == ["0", "1", "2", "3"]
 
 
 def test_one_file_can_be_cut_into_training_and_validation(file):
     path = file()
-    parts = [MathDataset.Config(path=path, split=split).build() for split in ("train[:75%]", "train[75%:]", "test[:1]")]
-    assert [[part[i].env_input.answer for i in range(len(part))] for part in parts] == [
+    parts = [RowDataset.Config(path=path, split=split).build() for split in ("train[:75%]", "train[75%:]", "test[:1]")]
+    assert [[part[i].env_input["answer"] for i in range(len(part))] for part in parts] == [
         ["42", "\\frac{3}{2}", "\\{-2, 2\\}"],
         ["4"],
         ["42"],
     ]
 
 
-def test_columns_can_have_any_name_and_answers_can_be_numbers(file):
+async def test_columns_can_have_any_name_and_answers_can_be_numbers(file, renderer, tokenizer):
     path = file([{"problem": "6 * 7?", "solution": 42}])
-    (sample,) = MathDataset.Config(path=path, question_column="problem", answer_column="solution").build()
-    assert sample.env_input == MathProblem(question="6 * 7?", answer="42")
+    task_config = config(path, rubric={"answer_column": "solution"}, template="{problem}")
+    task, policy, group, _ = await run(task_config, renderer, tokenizer, ["\\boxed{42}", "\\boxed{43}"])
+    task.check_examples(field="tasks.t")
+    assert [rollout.reward for rollout in group.rollouts] == [1.0, 0.0]
+    assert "user\n6 * 7?<|im_end|>" in tokenizer.decode(policy.sessions[0].prompts[0])
 
 
 def test_an_answer_at_the_end_of_its_solution_is_cut_out_by_its_marker(file):
-    (sample,) = MathDataset.Config(path=file([GSM8K_ROW]), answer_marker="####").build()
-    assert sample.env_input.answer == "1,200" and sample.info == {"demonstration": GSM8K_ROW["answer"]}
+    (sample,) = RowDataset.Config(path=file([GSM8K_ROW]), demonstration_column="answer").build()
+    assert answer_in(sample.env_input, column="answer", marker="####") == "1,200"
+    assert sample.info == {"demonstration": GSM8K_ROW["answer"]}
+    assert rl_math_qwen3().tasks["math"].rubric.answer_marker == "####"
+    assert rl_math_qwen3().tasks["math"].dataset.demonstration_column == "answer"
 
 
 MISTAKES = {
-    "no such column": ({}, {"question_column": "problem"}, "t.dataset.question_column = 'problem'", "columns question, answer"),
+    "no such column": (
+        {},
+        {"template": "{problem}"},
+        "t.template = '{problem}'",
+        "no column 'problem'; it has question, answer",
+    ),
     "no rows": ({"rows": [], "name": "problems.parquet"}, {}, "t.dataset.path", "is empty: want at least one row"),
     "a slice with no rows": ({}, {"split": "train[:0]"}, "t.dataset.split = 'train[:0]': is empty: there are 4 rows"),
     "no JSON": (
@@ -97,33 +111,64 @@ MISTAKES = {
     "a question that is null": (
         {"rows": [ROWS[0], {"question": None, "answer": "1"}]},
         {},
-        "t.dataset.question_column = 'question': line 2 holds None, want a text",
+        "problems.jsonl: line 2 has no 'question': fill it in, or remove the row",
     ),
     "an answer that is a list": (
         {"rows": [{"question": "1?", "answer": ["1"]}]},
         {},
-        "t.dataset.answer_column = 'answer': line 1 holds ['1'], want a text or a number",
+        "t.rubric.answer_column = 'answer': line 1 of ",
+        "ends ['1']: want a text or a number",
     ),
-    "an answer that is empty": ({"rows": [{"question": "1?", "answer": " "}]}, {}, "line 1 has an empty answer"),
-    "no marker": ({}, {"answer_marker": "####"}, "t.dataset.answer_marker = '####': line 1 has none: '42'"),
+    "no such answer column": (
+        {},
+        {"rubric": {"answer_column": "x"}},
+        "t.rubric.answer_column = 'x': line 1 of ",
+        "ends None: want",
+    ),
+    "an answer that is empty": (
+        {"rows": [*ROWS, {"question": "1?", "answer": " "}]},
+        {},
+        "line 5 of ",
+        "ends ' ': want a text",
+    ),
+    "an answer that is null": (
+        {"rows": [*ROWS, {"question": "1?", "answer": None}]},
+        {},
+        "line 5 of ",
+        "ends None: want a text",
+    ),
+    "no marker": (
+        {},
+        {"rubric": {"answer_marker": "####"}},
+        "line 1 of ",
+        "ends '42': want a text or a number behind \"####\"",
+    ),
     "nothing after the marker": (
         {"rows": [{"question": "1?", "answer": "1 ####"}]},
-        {"answer_marker": "####"},
-        "line 1 has an empty answer",
+        {"rubric": {"answer_marker": "####"}},
+        "t.rubric.answer_column = 'answer': line 1 of ",
+        "ends '1 ####': want a text",
     ),
 }
 
 
-@pytest.mark.parametrize(("written", "dataset", "parts"), [(w, d, p) for w, d, *p in MISTAKES.values()], ids=MISTAKES)
-def test_data_that_cannot_be_asked_is_refused_in_one_line_before_a_run(file, written, dataset, parts):
-    task = config(file(**written), **dataset)
-    task.validate(field="tasks.t")  # a plan needs no data
-    for check in (lambda: task.check_present(field="tasks.t"), task.dataset.build):
-        with pytest.raises(ConfigError) as error:
-            check()
-        assert "\n" not in str(error.value)
-        for part in parts:
-            assert part.removeprefix("t.") in str(error.value)
+@pytest.mark.parametrize(("written", "fields", "parts"), [(w, d, p) for w, d, *p in MISTAKES.values()], ids=MISTAKES)
+def test_data_that_cannot_be_asked_is_refused_in_one_line_before_a_run(file, renderer, written, fields, parts):
+    task_config = config(file(**written), **fields)
+    task_config.validate(field="tasks.t")  # a plan needs no data
+    with pytest.raises(ConfigError) as error:
+        task_config.check_present(field="tasks.t")
+        task_config.build(name="tasks.t", renderer=renderer).check_examples(field="tasks.t")
+    assert "\n" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_a_row_without_an_answer_is_refused_in_the_validation_too(file, renderer):
+    task_config = config(file())
+    task_config.validation = RowDataset.Config(path=file([{"question": "1?", "answer": ""}], name="held_out.jsonl"))
+    with pytest.raises(ConfigError, match=r"tasks.t.rubric.answer_column = 'answer': line 1 of .*held_out.jsonl ends ''"):
+        task_config.build(name="t", renderer=renderer).check_examples(field="tasks.t")
 
 
 def test_a_missing_file_is_named_and_so_is_that_of_the_validation(file):
@@ -131,7 +176,7 @@ def test_a_missing_file_is_named_and_so_is_that_of_the_validation(file):
     with pytest.raises(ConfigError, match=r"tasks.t.dataset.path = 'nowhere/problems.jsonl': no such file"):
         task.check_present(field="tasks.t")
     task = config(file())
-    task.validation = MathDataset.Config(path="nowhere/test.parquet")
+    task.validation = RowDataset.Config(path="nowhere/test.parquet")
     with pytest.raises(ConfigError, match=r"tasks.t.validation.path = 'nowhere/test.parquet': no such file"):
         task.check_present(field="tasks.t")
 
@@ -145,11 +190,11 @@ def test_a_hub_dataset_is_loaded_by_its_three_names_and_not_before_the_run(monke
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(rows, "hub_fault", lambda: None)
-    task = config("openai/gsm8k", name="main", split="test", answer_marker="####")
+    task = config("openai/gsm8k", name="main", split="test")
     task.validate(field="tasks.t")
     task.check_present(field="tasks.t")
     assert asked == []
-    assert task.dataset.build()[0].env_input.answer == "1,200" and asked == [("openai/gsm8k", "main", "test")]
+    assert task.dataset.build()[0].env_input == GSM8K_ROW and asked == [("openai/gsm8k", "main", "test")]
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
@@ -174,7 +219,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
     [
         (
             lambda task: setattr(task, "template", "Solve it."),
-            "tasks.t.template = 'Solve it.': must be a text",
+            "tasks.t.template = 'Solve it.': names no column of the data",
         ),
         (lambda task: setattr(task.dataset, "path", ""), "tasks.t.dataset.path = '': must not be empty"),
         (
@@ -265,9 +310,8 @@ async def test_right_wrong_and_unreadable_answers_get_1_and_0(file, renderer, to
 
 
 async def test_an_answer_nobody_can_compare_is_an_error_not_a_0_and_costs_the_others_nothing(file, renderer, tokenizer):
-    rubric = MathRubric.Config(timeout_s=10.0, isolated_workers=1)
     replies = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{1.5}", "\\boxed{2}"]
-    _, _, group, failure = await run(config(file(), rubric=rubric), renderer, tokenizer, replies, index=1)
+    _, _, group, failure = await run(config(file(), rubric={"timeout_s": 10.0}), renderer, tokenizer, replies, index=1)
     assert failure is None
     hung, *others = group.rollouts
     assert (hung.status, hung.reward) == (RolloutStatus.ERROR, None)

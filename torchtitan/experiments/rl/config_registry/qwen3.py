@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
+from torchtitan.experiments.rl.data.rows import RowDataset
 from torchtitan.experiments.rl.envs.renderer import RendererConfig
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.errors import ConfigError
@@ -17,7 +18,7 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rubrics.rubric import Rubric
 from torchtitan.experiments.rl.tasks.answers import right_answer
-from torchtitan.experiments.rl.tasks.math import MathDataset, MathTask
+from torchtitan.experiments.rl.tasks.math import MathRubric, MathTask
 from torchtitan.experiments.rl.tasks.questions import QuestionTask
 from torchtitan.experiments.rl.tasks.reasoning_gym import PuzzleGenerator, ReasoningGymDataset, ReasoningGymTask
 from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset, SumDigitsTask
@@ -109,9 +110,10 @@ def rl_questions_qwen3(size: str = "0.6b") -> RunConfig:
 
 def rl_math_qwen3(size: str = "1.7b") -> RunConfig:
     """Grade-school word problems (GSM8K, from the hub). Qwen3-1.7B on 4 GPUs; or --size."""
-    gsm8k: dict[str, Any] = {"path": "openai/gsm8k", "name": "main", "answer_marker": "####"}
-    train, test = MathDataset.Config(**gsm8k), MathDataset.Config(split="test", **gsm8k)
-    return _of_size(size, math=MathTask.Config(algorithm=GRPO.Config(), group_size=16, dataset=train, validation=test))
+    gsm8k: dict[str, Any] = {"path": "openai/gsm8k", "name": "main", "demonstration_column": "answer"}
+    train, test = RowDataset.Config(**gsm8k), RowDataset.Config(split="test", **gsm8k)
+    rubric = MathRubric.Config(answer_marker="####")
+    return _of_size(size, math=MathTask.Config(group_size=16, dataset=train, validation=test, rubric=rubric))
 
 
 def rl_reasoning_gym_qwen3_1_7b() -> RunConfig:

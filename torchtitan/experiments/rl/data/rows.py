@@ -3,7 +3,6 @@
 import codecs
 import contextlib
 import csv
-import functools
 import io
 import json
 import re
@@ -84,6 +83,8 @@ class RowDataset(Dataset):
         split: NonEmptyStr = "train"
         """A split, or a slice of one, such as "train[:95%]" and "train[95%:]"; a file is all one split, whatever its name.
         A share, such as "0.9": the first nine tenths of the split "train"; the command's tasks validate on the rest."""
+        demonstration_column: NonEmptyStr = "demonstration"
+        """Where a row has one: the text that OPSD shows the policy (``DataSample.info["demonstration"]``)."""
 
         @property
         def file(self) -> Path | None:
@@ -117,23 +118,21 @@ class RowDataset(Dataset):
                 )
                 raise MissingError(f"{field}.path", None, cure)
             if self.file is not None or self.rows is not None:
-                self.check_rows(field=field)
-
-        def check_rows(self, *, field: str) -> None:
-            """Refuse rows that can't be used. Reads all of them. Raises as ``load_rows`` does."""
-            load_rows(self, field=field)
+                load_rows(self, field=field)
 
     config: Config
 
-    @functools.cached_property
-    def rows(self) -> Rows:
-        return load_rows(self.config, field="dataset")
+    def __init__(self, config: Config):
+        super().__init__(config)
+        self.rows = load_rows(config, field="dataset")
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> DataSample:
-        return DataSample(sample_id=str(index), env_input=self.rows[index])
+        row = self.rows[index]
+        text = row.get(self.config.demonstration_column)
+        return DataSample(sample_id=str(index), env_input=row, info={} if text is None else {"demonstration": str(text)})
 
 
 def load_rows(config: RowDataset.Config, *, field: str) -> Rows:
