@@ -1,7 +1,6 @@
 """Hosts of a run: how their ends are noticed, and what they must share before anything is spawned."""
 
 import contextlib
-import json
 import os
 import secrets
 import socket
@@ -17,7 +16,7 @@ from tests.unit.waiting import wait_until
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.hosts import pool
-from torchtitan.experiments.rl.hosts.pool import TOKEN_BYTES, _begins_with
+from torchtitan.experiments.rl.hosts.pool import TOKEN_BYTES, text_of
 from torchtitan.experiments.rl.operations.provision import MARK_FILE, check_shared_files
 from torchtitan.experiments.rl.process.host import LOOPBACK, interface_towards, network_address, source_address
 from torchtitan.experiments.rl.process.lifetime import descendants
@@ -100,26 +99,27 @@ def _lives(pid: int) -> bool:
 
 
 class Pool:
-    """Hosts of which each reads its own files: by name, whether it reads a path."""
+    """Hosts of which each reads its own files: by name, what it reads."""
 
     def __init__(self, **reads):
-        self.reads = reads
+        self.reads, self.asked = reads, []
 
-    def check_files(self, files):
-        self.asked = files
-        return [(host, path) for host, does in self.reads.items() for path, text in files if not (does(path, text))]
+    def read(self, file):
+        self.asked.append(file.name)
+        return {host: does(file) for host, does in self.reads.items()}
 
 
 def test_hosts_that_see_the_same_files_pass_and_the_mark_goes(tmp_path):
-    pool = Pool(one=_begins_with, two=_begins_with)
+    pool = Pool(one=text_of, two=text_of)
     check_shared_files(pool, config_registry.rl_grpo_qwen3_debug(), tmp_path)
-    assert [Path(path).name for path, _ in pool.asked] == [MARK_FILE, "config.json"]
+    assert pool.asked == [MARK_FILE, "config.json"]
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("there", [None, "of another disk"])
 @pytest.mark.parametrize(("name", "field"), [(MARK_FILE, "--run-dir"), ("config.json", "model.hf_assets_path")])
-def test_a_host_that_does_not_see_a_folder_is_named_with_the_folder(tmp_path, name, field):
-    pool = Pool(one=_begins_with, two=lambda path, text: Path(path).name != name)
+def test_a_host_that_does_not_see_a_folder_is_named_with_the_folder(tmp_path, name, field, there):
+    pool = Pool(one=text_of, two=lambda file: there if file.name == name else text_of(file))
     config = config_registry.rl_grpo_qwen3_debug()
     folder = tmp_path if name == MARK_FILE else Path(config.model.hf_assets_path).resolve()
     with pytest.raises(RunError, match=f"^two does not see the folder {folder} as this host does: .*{field}"):
@@ -127,11 +127,13 @@ def test_a_host_that_does_not_see_a_folder_is_named_with_the_folder(tmp_path, na
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_the_same_name_on_another_disk_is_not_the_same(tmp_path):
+def test_a_file_that_is_not_there_has_no_text_and_an_empty_one_has(tmp_path):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"a": 1}))
-    assert _begins_with(str(file), '{"a"')
-    assert not _begins_with(str(file), '{"b"') and not _begins_with(str(tmp_path / "absent"), "")
+    assert text_of(file) is None and text_of(tmp_path) is None
+    file.write_bytes(b"")
+    assert text_of(file) == ""
+    file.write_bytes(b'{"a": "\xff"}')
+    assert text_of(file) == '{"a": "\ufffd"}'
 
 
 def test_the_network_address_is_one_that_leads_out_and_a_host_name_does_not_change_it(monkeypatch):

@@ -89,17 +89,15 @@ class HostKeeper(Actor):
         )
 
     @reported_endpoint
-    async def unread(self, files: Sequence[tuple[str, str]]) -> list[str]:
-        """Of paths and the text each is to begin with: the paths where this host reads something else, or nothing."""
-        return [path for path, text in files if not _begins_with(path, text)]
+    async def read(self, file: Path) -> str | None:
+        return text_of(file)
 
 
-def _begins_with(path: str, text: str) -> bool:
-    try:
-        with Path(path).open("rb") as file:
-            return file.read(len(text.encode())) == text.encode()
-    except OSError:
-        return False
+def text_of(file: Path) -> str | None:
+    """None where this host can't read the file."""
+    with contextlib.suppress(OSError):
+        return file.read_text(errors="replace")
+    return None
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -211,14 +209,10 @@ class HostPool:
         for line in died:
             report(line)
 
-    def check_files(self, files: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Host and path of each file that a host does not read as this process does.
-
-        Args:
-            files: path, and the text that the file begins with.
-        """
-        answers = [(host, keeper.unread.call_one(list(files))) for host, keeper in zip(self.hosts, self._keepers, strict=True)]
-        return [(host.name, path) for host, answer in answers for path in answer.get(timeout=60)]
+    def read(self, file: Path) -> dict[str, str | None]:
+        """The text of a file as each host reads it, by the host's name."""
+        asked = [keeper.read.call_one(file) for keeper in self._keepers]
+        return {host.name: answer.get(timeout=60) for host, answer in zip(self.hosts, asked, strict=True)}
 
     def close(self) -> None:
         """End the hosts' processes and give the hosts back. May be called again."""

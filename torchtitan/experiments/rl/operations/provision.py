@@ -21,7 +21,7 @@ from torchtitan.experiments.rl.config.resume import Start
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.references import hosted_models
-from torchtitan.experiments.rl.hosts.pool import HostPool
+from torchtitan.experiments.rl.hosts.pool import HostPool, text_of
 from torchtitan.experiments.rl.process.host import Device
 from torchtitan.experiments.rl.process.setup import launch_environment, quiet_libraries, set_up_spawned_process
 from torchtitan.experiments.rl.weights.store import start_store
@@ -32,8 +32,6 @@ SHUTDOWN_TIMEOUT_S = 20.0
 """For each part: a run that ends must end."""
 _INCARNATION = re.compile(r"_(\d+)_\d+$")
 MARK_FILE = ".shared"
-HEAD = 64
-"""Characters of a model's config.json that hosts compare."""
 
 
 async def start_trainer(procs: ProcMesh, trainer: Any) -> set[str]:
@@ -143,7 +141,7 @@ def take_hosts(config: RunConfig, start: Start, *, stopped: Callable[[], bool]) 
 def check_shared_files(pool: Any, config: RunConfig, run_dir: Path) -> None:
     """
     Args:
-        pool: answers ``check_files``.
+        pool: answers ``read``.
 
     Raises:
         RunError: names the first host and the folder that it does not see as this one does.
@@ -151,12 +149,13 @@ def check_shared_files(pool: Any, config: RunConfig, run_dir: Path) -> None:
     mark = run_dir.resolve() / MARK_FILE
     mark.write_text(secrets.token_hex(16))
     models = [config.model.hf_assets_path, *(model.path for model in hosted_models(config.tasks).values())]
-    files = [mark, *(file for model in models if (file := Path(model).resolve() / "config.json").is_file())]
+    files = {mark: "--run-dir"} | {Path(model).resolve() / "config.json": "model.hf_assets_path" for model in models}
     try:
-        for host, path in pool.check_files([(str(file), file.read_text(errors="replace")[:HEAD]) for file in files]):
-            field = "--run-dir" if path == str(mark) else "model.hf_assets_path"
-            raise RunError(
-                f"{host} does not see the folder {Path(path).parent} as this host does: name one that all hosts share ({field})"
-            )
+        for file, field in files.items():
+            here = text_of(file)
+            for host, there in pool.read(file).items():
+                if here not in (None, there):
+                    cure = f"name one that all hosts share ({field})"
+                    raise RunError(f"{host} does not see the folder {file.parent} as this host does: {cure}")
     finally:
         mark.unlink(missing_ok=True)
