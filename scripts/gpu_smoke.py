@@ -40,12 +40,13 @@ import torch.nn.functional as F  # noqa: E402
 
 from benchmarks.trainer_step import made_samples  # noqa: E402
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
-from torchtitan.experiments.rl.config.plan import ModelSizes, trainer_memory  # noqa: E402
+from torchtitan.experiments.rl.config.checks import model_sizes  # noqa: E402
+from torchtitan.experiments.rl.config.plan import trainer_memory  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.models.attention import tree_mask  # noqa: E402
 from torchtitan.experiments.rl.models.decoder import RowShapes  # noqa: E402
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead  # noqa: E402
-from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, parameter_count, policy_spec  # noqa: E402
+from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec  # noqa: E402
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
 from torchtitan.experiments.rl.process.host import gpu_host_lacks  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
@@ -386,9 +387,10 @@ def learner(setting: Setting, **options: Any) -> Figures:
 
 def planned_gib(config: TrainerConfig, model: ModelConfig, row_length: int) -> float:
     """As ``--dry-run`` says, without what it adds for CUDA."""
-    spec, planned = policy_spec(model, device="cuda", max_seq_len=row_length), rl_grpo_qwen3_debug()
-    planned.trainer, planned.batcher.row_length, planned.batcher.rows_per_microbatch = config, row_length, 1
-    memory = trainer_memory(ModelSizes.of(decoder_config(spec), parameter_count(spec)), planned, device="cuda")
+    planned = rl_grpo_qwen3_debug()
+    planned.model, planned.trainer = model, config
+    planned.batcher.row_length, planned.batcher.rows_per_microbatch = row_length, 1
+    memory = trainer_memory(model_sizes(planned, "cuda"), planned, device="cuda")
     return (memory.total - memory.fixed) / GIB
 
 

@@ -36,8 +36,9 @@ from torchtitan.models.common.attention import FlexAttention
 from tests.unit.loss_batches import batch_of
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.checks import plan_run
+from torchtitan.experiments.rl.config.costs import DEVICES, FLOPS_SHARE, GIB
 from torchtitan.experiments.rl.config.placement import needed_gpus
-from torchtitan.experiments.rl.config.plan import FLOPS, GIB, RunPlan
+from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.models import decoder
 from torchtitan.experiments.rl.models.policy import policy_spec
@@ -254,7 +255,8 @@ def main() -> None:
         assert plan.balance is not None
         tokens = config.batcher.rows_per_microbatch * config.batcher.row_length
         seconds = plan.balance.train_s * tokens / plan.tokens_per_step
-        planned = seconds * FLOPS * config.trainer.ranks / config.trainer.parallelism.tensor_parallel_degree
+        ranks = config.trainer.ranks / config.trainer.parallelism.tensor_parallel_degree
+        planned = seconds * ranks * DEVICES["H100"].flops * FLOPS_SHARE
         done = found.matrix_flops + found.attention_flops
         memory = plan.trainer_memory.total - plan.trainer_memory.fixed
         print(f"| `{name}` | {found.peak / GIB:.1f} | {memory / GIB:.1f} | {done:.3g} | {planned:.3g} |", flush=True)

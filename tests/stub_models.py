@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torchtitan.experiments.rl.config.plan import ModelSizes
+from torchtitan.experiments.rl.config.costs import ModelSizes
 from torchtitan.experiments.rl.config_registry import TINY_MODEL
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, hub_shapes, policy_spec
 
@@ -23,7 +23,7 @@ def stub_model(folder: Path, flavor: str) -> Path:
             shutil.copy(Path(TINY_MODEL, name), folder)
     spec = policy_spec(ModelConfig(hf_assets_path=str(folder), flavor=flavor), device="cpu", max_seq_len=2)
     decoder: Any = decoder_config(spec)
-    sizes, layer = ModelSizes.of(decoder, 0), decoder.layers[0]
+    sizes, layer = ModelSizes.of(decoder, 0, 0), decoder.layers[0]
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,

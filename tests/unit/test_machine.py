@@ -47,9 +47,9 @@ def test_a_checkpoint_is_three_values_a_parameter_and_the_disk_holds_one_more_th
 def of_billions(plan: RunPlan, parameters: int, *, kept: int = 3) -> RunPlan:
     """The plan for a model of so many times 2**30 parameters, with so many checkpoints kept."""
     checkpoint = dataclasses.replace(plan.config.checkpoint, keep=kept)
-    sizes = dataclasses.replace(plan.sizes, parameters=parameters * 2**30)
+    sizes = dataclasses.replace(plan.sizes, parameters=parameters * 2**30, trained=parameters * 2**30)
     config = dataclasses.replace(plan.config, checkpoint=checkpoint)
-    return dataclasses.replace(plan, config=config, sizes=sizes, trained=sizes.parameters)
+    return dataclasses.replace(plan, config=config, sizes=sizes)
 
 
 def test_too_little_room_on_the_disk_is_one_line_that_names_the_folder(plan, monkeypatch, tmp_path):

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from benchmarks.calibrate import HostRates, HostRun, SharedCores
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
-from torchtitan.experiments.rl.config_registry.qwen3 import rl_grpo_qwen3_8b
+from torchtitan.experiments.rl.config_registry.qwen3 import rl_grpo_qwen3_8b, rl_grpo_qwen3_30b_a3b
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
+from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.simulate import main
 from torchtitan.experiments.rl.simulation.clock import Escape, run_virtually
@@ -98,13 +99,15 @@ def test_what_runs_on_one_core_has_half_of_it_each_and_the_last_all_of_it():
     sequences=st.integers(1, 300),
     context=st.integers(0, 100_000),
     context_s=st.sampled_from([0.0, 1e-8, 1e-3]),
+    skipped=st.sampled_from([0.0, 0.9]),
 )
 @settings(deadline=None, max_examples=50)
-def test_decode_time_is_the_sum_of_its_steps(steps, sequences, context, context_s):
-    rates = EngineRates(
-        step_s=0.01, sequence_s=1e-5, context_s=context_s, prompt_s=0, prefill_token_s=0, cache_tokens=1, load_s=0
-    )
-    expected = sum(0.01 + 1e-5 * sequences + context_s * (context + sequences * step) for step in range(steps))
+def test_decode_time_is_the_sum_of_its_steps(steps, sequences, context, context_s, skipped):
+    """A step of one sequence reads a tenth of the experts, one of two 0.19, and so on, where 0.9 of them are skipped."""
+    engine = dict(step_s=0.01, sequence_s=1e-5, context_s=context_s, prompt_s=0, prefill_token_s=0, cache_tokens=1, load_s=0)
+    rates = EngineRates(**engine, experts_s=0.009, skipped=skipped)
+    read = 0.001 + 0.009 * (1 - skipped**sequences)
+    expected = sum(read + 1e-5 * sequences + context_s * (context + sequences * step) for step in range(steps))
     seconds = rates.decode_s(steps, sequences, context)
     assert seconds == pytest.approx(expected)
     assert rates.steps_in(seconds * (1 - 1e-9), sequences, context) == steps
@@ -313,7 +316,32 @@ def test_the_command_writes_a_run_folder_and_says_that_it_is_simulated(tmp_path,
     }
 
 
+def setting_of(config, device="H100") -> Setting:
+    return Setting(config=config, lengths=lengths_of("lognormal:"), device=device, failures=Failures())
+
+
+def test_rates_of_adapters_of_selective_checkpointing_and_of_a_mixture_by_hand():
+    setting, flops = setting_of(rl_grpo_qwen3_8b()), 989e12 * 0.4
+    whole, head = setting.rates(), 151_936 * 4096
+    layers = 8_190_735_360 - 2 * head
+    assert whole.trainer.token_s == pytest.approx((8 * layers + 8 * head) / flops, rel=1e-4)
+    # Computed again: attention's way out, and one product of the feed-forward part; attention itself is kept.
+    selective = setting.changed(**{"trainer.activation_checkpoint": "selective"}).rates().trainer
+    assert selective.token_s == pytest.approx((6 * layers + 8 * head + 2 * 36 * 4096 * (4096 + 12288)) / flops, rel=1e-4)
+    assert selective.pair_s == pytest.approx(7 / 9 * whole.trainer.pair_s)
+    # Rank 16 of the five matrices of each layer, whose sides are these; they alone are published, loaded and kept.
+    adapter = 36 * 16 * (4096 + 6144 + 4096 + 4096 + 3 * (4096 + 12288))
+    lora = setting.changed(**{"trainer.lora": LoRA.Config(rank=16)}).rates()
+    assert lora.trainer.token_s == pytest.approx((6 * layers + 6 * head + 8 * adapter) / flops, rel=1e-4)
+    assert (lora.engine.load_s, lora.trainer.checkpoint_s) == (2 * adapter / 20e9, 12 * adapter / 4 / 20e9)
+    assert lora.fetch_s == pytest.approx(2 * adapter / 1.5e9)
+    # 48 layers of 128 experts of 768 at a width of 2,048, of which a token takes 8; engines of two GPUs.
+    mixture = setting_of(rl_grpo_qwen3_30b_a3b(), "H200").rates().engine
+    assert mixture.skipped == 120 / 128
+    assert mixture.experts_s == pytest.approx(48 * 128 * 3 * 2048 * 768 * 2 / (2 * 4.8e12 * 0.6))
+
+
 def test_a_trainer_that_does_not_fit_is_refused():
-    setting = Setting(config=rl_grpo_qwen3_8b(), lengths=lengths_of("lognormal:"), device="H100", failures=Failures())
+    setting = setting_of(rl_grpo_qwen3_8b())
     with pytest.raises(ConfigError, match="trainer.ranks"):
         setting.changed(**{"trainer.ranks": 1}).rates()

@@ -13,17 +13,9 @@ from transformers import AutoTokenizer
 from torchtitan.experiments.rl.algorithms import Algorithm
 from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.compat.torchtitan import built_class
+from torchtitan.experiments.rl.config.costs import GIB, ModelSizes, balance, version_bytes
 from torchtitan.experiments.rl.config.placement import hosted_processes, place_on_fewest, weights_stay_on_devices
-from torchtitan.experiments.rl.config.plan import (
-    GIB,
-    ModelSizes,
-    RunPlan,
-    SharedGpu,
-    TrainerMemory,
-    balance,
-    shared_weights,
-    trainer_memory,
-)
+from torchtitan.experiments.rl.config.plan import RunPlan, SharedGpu, TrainerMemory, shared_weights, trainer_memory
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
 from torchtitan.experiments.rl.generation.endpoint import PROBE, check_served_tokenizer
@@ -288,6 +280,15 @@ def split_of(config: RunConfig, gpus: int, *, gpu_gib: float) -> list[str]:
     return ["--trainer.ranks", str(ranks), "--generator.replicas", str(replicas)]
 
 
+def model_sizes(config: RunConfig, device: Device) -> ModelSizes:
+    """Of the policy, with the adapters that are trained."""
+    spec = policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
+    parameters = trained = parameter_count(spec)
+    if (lora := config.trainer.lora) is not None:
+        trained = (parameter_count(with_lora(spec, lora)) - parameters) * len(config.adapters)
+    return ModelSizes.of(decoder_config(spec), parameters, trained)
+
+
 def plan_run(config: RunConfig, *, device: Device | None = None, available: list[int] | None = None) -> RunPlan:
     """Sizes that follow from a checked config.
 
@@ -299,8 +300,8 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
         ConfigError: the model can't be read, an engine can't serve its model, or the host has too few cores or GPUs.
     """
     device = device or config.provision.resolve()
-    spec = policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length)
-    trainer, engine, decoder = config.trainer, config.generator.engine, decoder_config(spec)
+    decoder = decoder_config(policy_spec(config.model, device=device, max_seq_len=config.batcher.row_length))
+    trainer, engine = config.trainer, config.generator.engine
     parallelism, positions = trainer.parallelism, model_positions(config.model)
     if config.batcher.row_length > positions and parallelism.context_parallel_degree == 1:
         cure = f"the model has {positions} positions; choose at most that, or divide rows by context_parallel_degree"
@@ -314,15 +315,11 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
         if isinstance(reference, HostedModel) and has_config(reference.path):
             theirs = HubConfig.read(reference.path, field=f"{field}.path")
             check_engine_fits(reference.engine, theirs, field=f"{field}.engine")
-    sizes = ModelSizes.of(decoder, parameter_count(spec))
-    parameters = adapter = published = sizes.parameters
-    if (lora := trainer.lora) is not None:
-        adapter = parameter_count(with_lora(policy_spec(config.model, device=device, max_seq_len=1), lora)) - parameters
-        published = adapter * len(config.adapters) if config.served else parameters
+    sizes = model_sizes(config, device)
+    parameters = sizes.parameters
     if config.served and device == "cpu" and sizes.experts > 1:
         cure = "set it to merged: with adapters vLLM computes experts by Triton's kernels, which need a GPU"
         raise ConfigError("generator.adapter", "served", cure)
-    trained = adapter * len(config.adapters)
     known, placement = place_on_fewest(config, device, parameters=parameters, available=available)
     if device == "cpu":
         cores = len(os.sched_getaffinity(0)) if known is None else min(map(len, known))
@@ -337,8 +334,8 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
                 "trainer.router_replay", trainer.router_replay, 'the model is no mixture of experts: set it to "off"'
             )
         engine.check_routes()
-    memory = trainer_memory(sizes, config, device=device, trained=trained)
-    nbytes, copies = published * engine.torch_dtype.itemsize, parallelism.data_parallel_replicate_degree
+    memory = trainer_memory(sizes, config, device=device)
+    nbytes, copies = version_bytes(config, sizes), parallelism.data_parallel_replicate_degree
     if on_devices := weights_stay_on_devices(config, device, placement):
         memory, nbytes = dataclasses.replace(memory, published=nbytes * copies / trainer.ranks), 0
     shares_gpus = config.provision.share_gpus and device == "cuda"
@@ -346,7 +343,6 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
         config=config,
         device=device,
         sizes=sizes,
-        trained=trained,
         groups_per_step=groups,
         rollouts_per_step=rollouts,
         tokens_per_step=groups * max(task.group_size * task.env.max_rollout_tokens for task in config.tasks.values()),
@@ -354,7 +350,7 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
         placement=placement,
         trainer_memory=memory,
         shared_gpu=_shared_gpu(config, parameters, memory) if shares_gpus else None,
-        balance=balance(config, sizes, rollouts, adapter) if device == "cuda" and not shares_gpus else None,
+        balance=balance(config, sizes, rollouts) if device == "cuda" and not shares_gpus else None,
         generator_gib=engine.process_memory(parameters=parameters, device=device),
         weights_on_devices=on_devices,
         shared_weights=shared_weights(

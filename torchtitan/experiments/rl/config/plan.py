@@ -4,95 +4,15 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from torchtitan.experiments.rl.config.costs import BYTES, GIB, Balance, ModelSizes
 from torchtitan.experiments.rl.config.placement import Placement, engine_processes, hosted_processes, ranges
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.models.decoder import RowShapes
 from torchtitan.experiments.rl.process.host import Device
-from torchtitan.models.common import Decoder
 
-GIB = 2**30
-
-
-BYTES = {"float32": 4, "bfloat16": 2}
 CUDA_BYTES = 2 * 2**30
 """CUDA's and NCCL's own, and what the allocator can't use."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class ModelSizes:
-    """Of a decoder: the numbers that memory follows from."""
-
-    parameters: int
-    layers: int
-    dim: int
-    vocabulary: int
-    tied: bool
-    query_width: int
-    """Heads times head size."""
-    key_width: int
-    """Key heads times head size; the same for values."""
-    head_width: int
-    feed_forward_width: int
-    """That a token is computed with: of all its experts."""
-    rotations: int
-    """Positions in a layer's table of rotations."""
-    experts: int = 1
-    chosen: int = 1
-    """Of the experts, by each token."""
-
-    @classmethod
-    def of(cls, decoder: Decoder.Config, parameters: int) -> "ModelSizes":
-        layer: Any = decoder.layers[0]  # torchtitan declares less than every decoder has
-        attention, moe = layer.attention, layer.moe
-        chosen = 1 if moe is None else moe.router.top_k
-        width = layer.feed_forward.w1.out_features if moe is None else moe.routed_experts.inner_experts.hidden_dim * chosen
-        return cls(
-            parameters=parameters,
-            layers=len(decoder.layers),
-            dim=decoder.dim,
-            vocabulary=decoder.vocab_size,
-            tied=decoder.enable_weight_tying,
-            query_width=attention.n_heads * attention.rope.dim,
-            key_width=(attention.n_kv_heads or attention.n_heads) * attention.rope.dim,
-            head_width=attention.rope.dim,
-            feed_forward_width=width,
-            rotations=attention.rope.max_seq_len,
-            experts=1 if moe is None else moe.num_experts,
-            chosen=chosen,
-        )
-
-    @property
-    def vocabulary_parameters(self) -> int:
-        """Of the embedding; the head has as many, or the same ones."""
-        return self.vocabulary * self.dim
-
-    @property
-    def layer_parameters(self) -> int:
-        return (self.parameters - (1 if self.tied else 2) * self.vocabulary_parameters) // self.layers
-
-    @property
-    def expert_parameters(self) -> int:
-        """Of the experts of a layer; 0 in a dense one."""
-        return 0 if self.experts == 1 else 3 * self.dim * self.feed_forward_width // self.chosen * self.experts
-
-    @property
-    def active_parameters(self) -> int:
-        """That a token is computed with."""
-        return self.parameters - self.layers * self.expert_parameters * (self.experts - self.chosen) // self.experts
-
-    def layer_values(self, tensor_parallel: int) -> float:
-        """Values that the backward pass of a layer needs, a token and rank.
-
-        Its input, two norms and the residual between them: ``4 dim``, a part of the tokens on each tensor-parallel rank.
-        Queries and keys before their norm and after rotation; values and the attention's output. Three products of the
-        feed-forward part and the activation: 4 of its width. Fused attention stores nothing quadratic. Experts have a copy of
-        their tokens, and what they make of it twice, once in float32.
-        """
-        attention = 3 * (self.query_width + self.key_width)
-        copied = 0 if self.experts == 1 else 4 * self.chosen * self.dim
-        return (4 * self.dim + attention + 4 * self.feed_forward_width + copied) / tensor_parallel
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -151,15 +71,13 @@ class SharedGpu:
         )
 
 
-def trainer_memory(sizes: ModelSizes, config: RunConfig, *, device: Device, trained: int | None = None) -> TrainerMemory:
-    """``trained``: parameters of the adapters, where the others are frozen and have no gradient."""
+def trainer_memory(sizes: ModelSizes, config: RunConfig, *, device: Device) -> TrainerMemory:
     trainer, row_length = config.trainer, config.batcher.row_length
     tensor_parallel = trainer.parallelism.tensor_parallel_degree
     divided = trainer.parallelism.context_parallel_degree
     shards = trainer.parallelism.shards(trainer.ranks) * tensor_parallel * divided
     frozen = trainer.lora is not None
-    own = sizes.parameters if trained is None else trained
-    held = 0 if trainer.enable_cpu_offload else sizes.parameters + (3 if trainer.reference is None else 4) * own
+    held = 0 if trainer.enable_cpu_offload else sizes.parameters + (3 if trainer.reference is None else 4) * sizes.trained
     compute, tokens = BYTES[trainer.mixed_precision_param], config.batcher.rows_per_microbatch * row_length
     # Expert-parallel ranks gather whole experts, but not all of them.
     experts = sizes.expert_parameters / max(tensor_parallel, trainer.parallelism.expert_parallel_degree)
@@ -215,63 +133,6 @@ def shared_weights(
     return {host: 2 * size for host, size in sorted(held.items())}
 
 
-FLOPS = 989e12 * 0.4
-"""bfloat16 operations a second and GPU: an H100's published dense peak, of which large matrices reach some 40 %."""
-BANDWIDTH = 3.35e12 * 0.6
-"""Bytes of memory read a second and GPU: an H100's published peak, of which decoding reaches some 60 %."""
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class Balance:
-    """Seconds of one optimizer step on each side, with every rollout as long as it may be."""
-
-    train_s: float
-    """For each token 6 operations an active parameter of a layer, 8 of the head, which always computes its logits again, and 7
-    products of attention with what the token sees, half of its rollout on average. Full checkpointing takes 2 more of each, the
-    head aside. A frozen matrix, with adapters, has no gradient, and takes 2 less. Shared by all trainer ranks."""
-    generate_s: float
-    """Each step of an engine reads the weights and the keys and values of its sequences once, shared by its GPUs. A sequence
-    takes a step a token. Prompts cost 2 operations a parameter and token."""
-
-    def line(self) -> str:
-        ratio = self.train_s / self.generate_s
-        side = "even" if 0.8 < ratio < 1.25 else "the trainer" if ratio > 1 else "the generators"
-        shares = f"{ratio:.1f} : 1" if ratio > 1 else f"1 : {1 / ratio:.1f}"
-        return f"bottleneck     {side}: modelled costs of a step, trainer : generators = {shares} (config/plan.py)"
-
-
-def balance(config: RunConfig, sizes: ModelSizes, rollouts: int, trained: int) -> Balance:
-    """With every rollout as long as the longest of any task.
-
-    Args:
-        rollouts: of one optimizer step.
-        trained: parameters of an adapter; without one, of the model.
-    """
-    engine, checkpointing = config.generator.engine, config.trainer.activation_checkpoint
-    longest = max(config.tasks.values(), key=lambda task: task.env.max_rollout_tokens)
-    tokens = longest.env.max_rollout_tokens
-    sampled = min(tokens, longest.env.max_turns * longest.sampling.max_tokens)
-    itemsize = engine.torch_dtype.itemsize
-    layers = sizes.layer_parameters * sizes.layers - (sizes.parameters - sizes.active_parameters)
-    # Selective checkpointing computes attention's way out and one product of the feed-forward part again.
-    selected = 2 * sizes.layers * sizes.dim * (sizes.query_width + sizes.feed_forward_width)
-    again = {"none": 0, "selective": selected, "full": 2 * layers}[checkpointing]
-    matrices = 6 * layers + again + 8 * sizes.vocabulary_parameters
-    if config.trainer.lora is not None:
-        matrices += (8 if checkpointing == "full" else 6) * trained - 2 * (layers + sizes.vocabulary_parameters)
-    attention = (9 if checkpointing == "full" else 7) * 2 * sizes.query_width * sizes.layers * tokens / 2
-    train = (matrices + attention) * rollouts * tokens / (config.trainer.ranks * FLOPS)
-    mine = math.ceil(rollouts / config.generator.replicas)
-    at_once = min(mine, getattr(engine, "max_num_seqs", rollouts))
-    cache = at_once * (tokens - sampled / 2) * 2 * sizes.key_width * sizes.layers
-    steps = sampled * math.ceil(mine / at_once)
-    # Each token reads other experts: of a few tokens, not all are read.
-    unread = (1 - sizes.chosen / sizes.experts) ** at_once * sizes.expert_parameters * sizes.layers
-    decode = steps * (sizes.parameters - unread + cache) * itemsize / BANDWIDTH
-    prefill = 2 * sizes.active_parameters * mine * (tokens - sampled) / FLOPS
-    return Balance(train_s=train, generate_s=(decode + prefill) / engine.tensor_parallel_degree)
-
-
 @dataclass(kw_only=True, slots=True, frozen=True)
 class RunPlan:
     """What follows from a config. ``lines`` is what ``--dry-run`` prints."""
@@ -279,8 +140,6 @@ class RunPlan:
     config: RunConfig
     device: Device
     sizes: ModelSizes
-    trained: int
-    """Parameters of the adapters that are trained, all together; of the model, where it trains none."""
     groups_per_step: int
     rollouts_per_step: int
     tokens_per_step: int
@@ -315,7 +174,7 @@ class RunPlan:
     @property
     def checkpoint_gib(self) -> float:
         """On disk: weights and two Adam moments, of what is trained."""
-        return 3 * self.trained * BYTES[self.config.trainer.dtype] / GIB
+        return 3 * self.sizes.trained * BYTES[self.config.trainer.dtype] / GIB
 
     @property
     def trainer_gib(self) -> float:
@@ -345,7 +204,7 @@ class RunPlan:
         if sizes.experts > 1:
             parameters += f", {sizes.active_parameters / 1e6:,.1f}M active"
         if trainer.lora is not None:
-            adapters = f"adapters of rank {trainer.lora.rank}: {self.trained / 1e6:,.2f}M"
+            adapters = f"adapters of rank {trainer.lora.rank}: {sizes.trained / 1e6:,.2f}M"
             parameters += f"; {adapters}, learning rate {trainer.optimizer.lr:g}"
         degrees = f"{ranks} trainer rank(s)"
         if sharing > 1:

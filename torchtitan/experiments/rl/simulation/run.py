@@ -24,6 +24,7 @@ import numpy as np
 
 from torchtitan.experiments.rl.batching.batcher import BatchPlan
 from torchtitan.experiments.rl.config.checks import groups_per_step
+from torchtitan.experiments.rl.config.costs import GPUS_PER_HOST
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.group_runner import GroupRunner, LocalRunner
@@ -45,7 +46,7 @@ from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.simulation.clock import Cores, InPlaceGate
 from torchtitan.experiments.rl.simulation.engine import Endpoint, SimulatedReplica, open_channel
-from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, GPUS_PER_HOST, Rates
+from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, Rates
 from torchtitan.experiments.rl.simulation.tasks import Lengths, simulated_tasks
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, WeightSync
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.experiments.rl.config import checks
-from torchtitan.experiments.rl.config.plan import ModelSizes, trainer_memory
+from torchtitan.experiments.rl.config.costs import DEVICES, GIB
+from torchtitan.experiments.rl.config.plan import trainer_memory
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
-from torchtitan.experiments.rl.models.policy import decoder_config, parameter_count, policy_spec
 from torchtitan.experiments.rl.simulation.clock import run_virtually
-from torchtitan.experiments.rl.simulation.rates import DEVICES, GIB, Rates, device_rates
+from torchtitan.experiments.rl.simulation.rates import Rates, run_rates
 from torchtitan.experiments.rl.simulation.run import Failures, Outcome, SimulatedRun
 from torchtitan.experiments.rl.simulation.tasks import Lengths
 
@@ -56,14 +56,13 @@ class Setting:
         config, device = self.config, DEVICES[self.device]
         checks.check(config)
         config.trainer.parallelism.validate(field="trainer.parallelism", ranks=config.trainer.ranks)
-        spec = policy_spec(config.model, device="cuda", max_seq_len=config.batcher.row_length)
-        sizes = ModelSizes.of(decoder_config(spec), parameter_count(spec))
+        sizes = checks.model_sizes(config, "cuda")
         if (needed := trainer_memory(sizes, config, device="cuda").total / GIB) > device.gib:
             cure = (
                 f"a rank needs {needed:.0f} GiB, and {self.device} has {device.gib:.0f}: more ranks, or fewer rows a microbatch"
             )
             raise ConfigError("trainer.ranks", config.trainer.ranks, cure)
-        rates = device_rates(config, sizes, device)
+        rates = run_rates(config, sizes, device)
         longest = max(task.env.max_rollout_tokens for task in config.tasks.values())
         if rates.engine.cache_tokens < longest:
             degree = config.generator.engine.tensor_parallel_degree

@@ -1,0 +1,264 @@
+"""What a model costs on a GPU: seconds of an engine's step and of a trainer's microbatch, by its sizes and the config.
+
+An engine's step costs ``step_s + sequence_s * sequences + context_s * tokens of their context``, less what is not read of the
+experts, and a prompt ``prompt_s + prefill_token_s * tokens that are not cached`` before it. A trainer's step costs ``step_s``
+and, for the rank that has most to do, ``max(microbatch_s, token_s * tokens + pair_s * pairs of tokens that see each other)``
+for each microbatch.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.experiments.rl.config.run_config import RunConfig
+from torchtitan.models.common import Decoder
+
+GIB = 2**30
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class ModelSizes:
+    """Of a decoder: the numbers that memory follows from."""
+
+    parameters: int
+    trained: int
+    """Of all adapters; without them, of the model."""
+    layers: int
+    dim: int
+    vocabulary: int
+    tied: bool
+    query_width: int
+    """Heads times head size."""
+    key_width: int
+    """Key heads times head size; the same for values."""
+    head_width: int
+    feed_forward_width: int
+    """That a token is computed with: of all its experts."""
+    rotations: int
+    """Positions in a layer's table of rotations."""
+    experts: int = 1
+    chosen: int = 1
+    """Of the experts, by each token."""
+
+    @classmethod
+    def of(cls, decoder: Decoder.Config, parameters: int, trained: int) -> "ModelSizes":
+        layer: Any = decoder.layers[0]  # torchtitan declares less than every decoder has
+        attention, moe = layer.attention, layer.moe
+        chosen = 1 if moe is None else moe.router.top_k
+        width = layer.feed_forward.w1.out_features if moe is None else moe.routed_experts.inner_experts.hidden_dim * chosen
+        return cls(
+            parameters=parameters,
+            trained=trained,
+            layers=len(decoder.layers),
+            dim=decoder.dim,
+            vocabulary=decoder.vocab_size,
+            tied=decoder.enable_weight_tying,
+            query_width=attention.n_heads * attention.rope.dim,
+            key_width=(attention.n_kv_heads or attention.n_heads) * attention.rope.dim,
+            head_width=attention.rope.dim,
+            feed_forward_width=width,
+            rotations=attention.rope.max_seq_len,
+            experts=1 if moe is None else moe.num_experts,
+            chosen=chosen,
+        )
+
+    @property
+    def vocabulary_parameters(self) -> int:
+        """Of the embedding; the head has as many, or the same ones."""
+        return self.vocabulary * self.dim
+
+    @property
+    def layer_parameters(self) -> int:
+        return (self.parameters - (1 if self.tied else 2) * self.vocabulary_parameters) // self.layers
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of the experts of a layer; 0 in a dense one."""
+        return 0 if self.experts == 1 else 3 * self.dim * self.feed_forward_width // self.chosen * self.experts
+
+    @property
+    def active_parameters(self) -> int:
+        """That a token is computed with."""
+        return self.parameters - self.layers * self.expert_parameters * (self.experts - self.chosen) // self.experts
+
+    def layer_values(self, tensor_parallel: int) -> float:
+        """Values that the backward pass of a layer needs, a token and rank.
+
+        Its input, two norms and the residual between them: ``4 dim``, a part of the tokens on each tensor-parallel rank.
+        Queries and keys before their norm and after rotation; values and the attention's output. Three products of the
+        feed-forward part and the activation: 4 of its width. Fused attention stores nothing quadratic. Experts have a copy of
+        their tokens, and what they make of it twice, once in float32.
+        """
+        attention = 3 * (self.query_width + self.key_width)
+        copied = 0 if self.experts == 1 else 4 * self.chosen * self.dim
+        return (4 * self.dim + attention + 4 * self.feed_forward_width + copied) / tensor_parallel
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Gpu:
+    """Published peaks of a GPU and of the host it is in; the shares that are reached are in this file's constants."""
+
+    flops: float
+    """Dense bfloat16 operations a second."""
+    bandwidth: float
+    """Bytes of memory a second."""
+    gib: float
+    nvlink: float
+    """Bytes a second from GPU to GPU of a host, one way."""
+    network: float
+    """Bytes a second out of a host, one way, for each GPU."""
+
+
+DEVICES = {
+    # NVIDIA's data sheets: A100 80GB SXM, H100 SXM, H200 SXM. Networks: of the DGX with each, HDR or NDR InfiniBand a GPU.
+    "A100": Gpu(flops=312e12, bandwidth=2.039e12, gib=80, nvlink=300e9, network=25e9),
+    "H100": Gpu(flops=989e12, bandwidth=3.35e12, gib=80, nvlink=450e9, network=50e9),
+    "H200": Gpu(flops=989e12, bandwidth=4.8e12, gib=141, nvlink=450e9, network=50e9),
+}
+GPUS_PER_HOST = 8
+FLOPS_SHARE, BANDWIDTH_SHARE, NETWORK_SHARE = 0.4, 0.6, 0.7
+"""Of the peaks, what large matrices, decoding and collectives reach. Assumed: no GPU was asked."""
+ENGINE_STEP_S, SEQUENCE_S = 1e-3, 1e-5
+"""Of an engine's step, on its host: scheduling, and sampling and output of a sequence. An estimate."""
+COPY_BYTES_S = 20e9
+"""Between a host's memory and a GPU, or within a host's memory: PCIe 5 at a third of its peak."""
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class EngineRates:
+    step_s: float
+    sequence_s: float
+    context_s: float
+    prompt_s: float
+    prefill_token_s: float
+    cache_tokens: int
+    """Keys and values that the engine has room for."""
+    load_s: float
+    """Of new weights, while nothing is sampled."""
+    experts_s: float = 0.0
+    """Of ``step_s``, what reading all experts takes."""
+    skipped: float = 0.0
+    """Share of the experts that the token of a sequence leaves out: a step reads those that any sequence takes."""
+
+    def decode_s(self, steps: int, sequences: int, context: int) -> float:
+        """Of so many steps with the same sequences, whose context grows by a token each."""
+        return steps * self._step(sequences, context) + self.context_s * sequences * steps * (steps - 1) / 2
+
+    def steps_in(self, seconds: float, sequences: int, context: int) -> int:
+        """The fewest whole steps that take at least ``seconds``; at least 1."""
+        first, growth = self._step(sequences, context), self.context_s * sequences
+        steps = int(seconds / first) if growth == 0 else int(((first**2 + 2 * growth * seconds) ** 0.5 - first) / growth)
+        steps = max(0, steps - 1)
+        while self.decode_s(steps, sequences, context) < seconds:
+            steps += 1
+        return max(1, steps)
+
+    def _step(self, sequences: int, context: int) -> float:
+        read = self.step_s - self.experts_s * self.skipped**sequences
+        return read + self.sequence_s * sequences + self.context_s * context
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class TrainerRates:
+    step_s: float
+    microbatch_s: float
+    token_s: float
+    pair_s: float
+    publish_s: float
+    """Until training may go on."""
+    checkpoint_s: float
+
+
+def version_bytes(config: RunConfig, sizes: ModelSizes) -> int:
+    """Of a version: the model, or the adapters that engines serve, in the engines' dtype."""
+    parameters = sizes.trained if config.served else sizes.parameters
+    return parameters * config.generator.engine.torch_dtype.itemsize
+
+
+def device_rates(config: RunConfig, sizes: ModelSizes, gpu: Gpu) -> tuple[EngineRates, TrainerRates]:
+    """Of a config on GPUs of one kind.
+
+    An engine's step reads the weights and the keys and values of its sequences once, shared by its GPUs, and takes 2 operations
+    an active parameter for each token.
+
+    For each token the trainer computes 6 operations an active parameter of a layer, 8 of the head, which always computes its
+    logits again, and 14 of attention's width for each pair of tokens. Full checkpointing takes 2 more of the layers and 4 more
+    of attention; selective computes attention's way out and one product of the feed-forward part again. A frozen matrix, with
+    adapters, has no gradient, and takes 2 less. A rank gathers the layers' weights twice and reduces their gradients once a
+    microbatch; it computes meanwhile, and the slower of both counts.
+    """
+    engine, trainer = config.generator.engine, config.trainer
+    flops, degree = gpu.flops * FLOPS_SHARE, engine.tensor_parallel_degree
+    bandwidth, itemsize = gpu.bandwidth * BANDWIDTH_SHARE * degree, engine.torch_dtype.itemsize
+    weights, token_bytes = sizes.parameters * itemsize, 2 * sizes.key_width * sizes.layers * itemsize
+    room = gpu.gib * getattr(engine, "gpu_memory_utilization", 0.9) - weights / GIB / degree
+    cache_gib = getattr(engine, "kv_cache_gib", None) or room
+    version, forward_s = version_bytes(config, sizes), 2 * sizes.active_parameters / (flops * degree)
+    parallelism, ranks, full = trainer.parallelism, trainer.ranks, trainer.activation_checkpoint == "full"
+    head, layers = sizes.vocabulary_parameters, sizes.layer_parameters * sizes.layers
+    active = layers - sizes.parameters + sizes.active_parameters
+    selected = 2 * sizes.layers * sizes.dim * (sizes.query_width + sizes.feed_forward_width)
+    again = {"none": 0, "selective": selected, "full": 2 * active}[trainer.activation_checkpoint]
+    operations, passes = 6 * active + again + 8 * head, 3
+    if trainer.lora is not None:
+        operations += (8 if full else 6) * sizes.trained // len(config.adapters) - 2 * (active + head)
+        passes = 2
+    # Ranks that share a row's work: each has a part of it.
+    together = ranks // parallelism.data_parallel_size(ranks)
+    shards = parallelism.shards(ranks)
+    link = gpu.nvlink if shards * parallelism.tensor_parallel_degree <= GPUS_PER_HOST else gpu.network
+    gathered = passes * layers * BYTES[trainer.mixed_precision_param] / parallelism.tensor_parallel_degree * (1 - 1 / shards)
+    return EngineRates(
+        step_s=ENGINE_STEP_S + weights / bandwidth,
+        sequence_s=SEQUENCE_S + forward_s,
+        context_s=token_bytes / bandwidth,
+        prompt_s=0.0,
+        prefill_token_s=forward_s,
+        cache_tokens=int(cache_gib * GIB * degree / token_bytes),
+        load_s=version / degree / COPY_BYTES_S,
+        experts_s=sizes.expert_parameters * sizes.layers * itemsize / bandwidth,
+        skipped=1 - sizes.chosen / sizes.experts,
+    ), TrainerRates(
+        step_s=0.5,
+        microbatch_s=gathered / (link * NETWORK_SHARE),
+        token_s=operations / flops / together,
+        pair_s=(9 if full else 7) * 2 * sizes.query_width * sizes.layers / flops / together,
+        publish_s=version / math.ceil(ranks / GPUS_PER_HOST) / COPY_BYTES_S,
+        checkpoint_s=12 * sizes.trained / ranks / COPY_BYTES_S,
+    )
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class Balance:
+    """Seconds of one optimizer step on each side, with every rollout as long as it may be."""
+
+    train_s: float
+    """What the trainer computes."""
+    generate_s: float
+
+    def line(self) -> str:
+        ratio = self.train_s / self.generate_s
+        side = "even" if 0.8 < ratio < 1.25 else "the trainer" if ratio > 1 else "the generators"
+        shares = f"{ratio:.1f} : 1" if ratio > 1 else f"1 : {1 / ratio:.1f}"
+        return f"bottleneck     {side}: modelled costs of a step, trainer : generators = {shares} (config/costs.py)"
+
+
+def balance(config: RunConfig, sizes: ModelSizes, rollouts: int) -> Balance:
+    """On H100s, with every rollout as long as the longest of any task, of which a token sees half on average.
+
+    Args:
+        rollouts: of one optimizer step.
+    """
+    engine, trainer = device_rates(config, sizes, DEVICES["H100"])
+    longest = max(config.tasks.values(), key=lambda task: task.env.max_rollout_tokens)
+    tokens = longest.env.max_rollout_tokens
+    sampled = min(tokens, longest.env.max_turns * longest.sampling.max_tokens)
+    mine, prompt = math.ceil(rollouts / config.generator.replicas), tokens - sampled
+    at_once = min(mine, getattr(config.generator.engine, "max_num_seqs", rollouts))
+    decode = math.ceil(mine / at_once) * engine.decode_s(sampled, at_once, at_once * prompt)
+    train = rollouts * tokens * (trainer.token_s + trainer.pair_s * tokens / 2)
+    return Balance(
+        train_s=train / config.trainer.parallelism.data_parallel_size(config.trainer.ranks),
+        generate_s=decode + mine * prompt * engine.prefill_token_s,
+    )
