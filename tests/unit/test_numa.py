@@ -8,7 +8,6 @@ import torch
 
 from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.config.checks import plan_run
-from torchtitan.experiments.rl.config.machine import numa_lines
 from torchtitan.experiments.rl.process import host, setup
 from torchtitan.experiments.rl.process.host import cores_by_node, cores_near, cores_on_nodes_of, own_cores, pci_addresses
 
@@ -101,13 +100,3 @@ def test_a_process_with_gpus_is_set_up_on_the_cores_near_them(system, monkeypatc
     monkeypatch.setattr(setup, "ignore_signals_of_the_command", lambda: None)
     setup.set_up_spawned_process((tuple(seen),), "cuda")
     assert set(stayed) == ({cores} if cores else set())
-
-
-def test_a_dry_run_says_what_is_near_what(system, gpus, monkeypatch):
-    assert numa_lines("cuda", elsewhere=False) == ["NUMA           GPUs 0-1 with cores 0,2-3,8-11; GPU 2 with cores 4-7,13-15"]
-    stays = "NUMA           each process stays on the nodes of its share"
-    assert numa_lines("cpu", elsewhere=False) == [f"{stays}: 0,2-3,8-11; 4-7,13-15"]
-    each = "NUMA           on its host, each process gets the cores near its GPUs"
-    assert numa_lines("cuda", elsewhere=True) == [each] and numa_lines("cpu", elsewhere=True) == []
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 2})
-    assert numa_lines("cpu", elsewhere=False) == [], "one node: there is nothing to say"

@@ -153,7 +153,7 @@ def _plan_lines(config: RunConfig, plan: RunPlan, start: Start, checkpoint_s: fl
     if checkpoint_s is not None:
         lines.append(f"checkpoint     about {checkpoint_s:,.0f} s, at the speed of this folder's disk")
     scheduled = start.script or job.plan(start.run_dir, plan.hosts)
-    return lines + machine.numa_lines(plan.device, elsewhere=job.has_gpus is not None) + ([scheduled] if scheduled else [])
+    return lines + ([scheduled] if scheduled else [])
 
 
 def _checkpoint_warning(config: RunConfig, takes_s: float | None) -> str | None:

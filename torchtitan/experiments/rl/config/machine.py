@@ -14,16 +14,12 @@ from pathlib import Path
 import torch
 
 from torchtitan.experiments.rl.config.checks import plan_run
-from torchtitan.experiments.rl.config.placement import engine_processes, needed_gpus, ranges
+from torchtitan.experiments.rl.config.placement import engine_processes, needed_gpus
 from torchtitan.experiments.rl.config.plan import GIB, RunPlan
 from torchtitan.experiments.rl.errors import MissingError
 from torchtitan.experiments.rl.process.host import (
-    Device,
-    cores_by_node,
-    cores_near,
     gpu_host_lacks,
     gpu_memory_gib,
-    pci_addresses,
     visible_gpus,
 )
 from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY
@@ -117,27 +113,6 @@ def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
     except OSError:
         return None
     return seconds * plan.checkpoint_gib * GIB / PROBE_BYTES
-
-
-def numa_lines(device: Device, *, elsewhere: bool) -> list[str]:
-    """Which cores are near which GPUs, or each other, for ``--dry-run``. Nothing where all are equally near.
-
-    Args:
-        elsewhere: the run's hosts are not there yet, and this is none of them.
-    """
-    if elsewhere:
-        return ["NUMA           on its host, each process gets the cores near its GPUs"] if device == "cuda" else []
-    if device == "cpu":
-        nodes = cores_by_node()
-        said = "; ".join(ranges(cores) for cores in nodes)
-        return [f"NUMA           each process stays on the nodes of its share: {said}"] if len(nodes) > 1 else []
-    near: dict[tuple[int, ...], list[int]] = {}
-    for gpu, address in enumerate(pci_addresses()):
-        near.setdefault(cores_near([address]), []).append(gpu)
-    near_gpus = [
-        f"GPU{'s' * (len(gpus) > 1)} {ranges(gpus)} with cores {ranges(cores)}" for cores, gpus in near.items() if cores
-    ]
-    return [f"NUMA           {'; '.join(near_gpus)}"] if near_gpus else []
 
 
 def lacks(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0, here: bool = True) -> Iterator[MissingError]:
