@@ -73,9 +73,10 @@ class MathRubric(Rubric):
     def register_funcs(self) -> list[RewardFn]:
         import math_verify  # takes seconds: only runs that need it wait for it
 
-        where = {"column": self.config.answer_column, "marker": self.config.answer_marker}
+        column, marker = self.config.answer_column, self.config.answer_marker
+        compare = functools.partial(correct, column=column, marker=marker, loaded=math_verify)
         return [
-            RewardFn(functools.partial(correct, **where, loaded=math_verify), name="correct", isolate=True),
+            RewardFn(compare, name="correct", isolate=True),
             RewardFn(boxed, weight=0.0),
             *super().register_funcs(),
         ]
