@@ -14,7 +14,8 @@ from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_render
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import AgentCommandTask, Rubric, agent_command_task
-from torchtitan.experiments.rl.tasks.calculator_agent import PROGRAM, CalculatorAgentRubric
+from torchtitan.experiments.rl.tasks.calculator import CalculatorRubric
+from torchtitan.experiments.rl.tasks.calculator_agent import PROGRAM
 
 ASK = """
 import json, os, urllib.request
@@ -175,7 +176,7 @@ async def test_the_calculator_program_earns_what_the_env_gives(places):
 
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 + 30"}}\n</tool_call>'
     policy = ScriptedPolicy(AutoTokenizer.from_pretrained(str(path)), lambda rollout_id, turn: [call, "42"][turn])
-    config = config_of(AgentCommandTask, command=PROGRAM, rubric=CalculatorAgentRubric.Config())
+    config = config_of(AgentCommandTask, command=PROGRAM, rubric=CalculatorRubric.Config())
     task = config.build(name="agent", renderer=build_renderer(RendererConfig(), path))
     sample = task.dataset[0]
     sample.env_input = "12 + 30"

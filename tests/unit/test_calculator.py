@@ -14,10 +14,8 @@ from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.tasks.calculator import (
     CalculatorDataset,
     CalculatorTask,
-    ExpressionError,
     evaluate,
     make_examples,
-    number_text,
 )
 
 
@@ -47,18 +45,12 @@ async def play(renderer, tokenizer, *replies):
     [
         ("2 + 3 * 4", "14"),
         ("(2 + 3) * -4", "-20"),
-        (" 7 / 2 ", "3.5"),
-        ("8 / 2", "4"),
-        ("1 / 3", "0.3333333333"),
-        ("-7 // 2 + 7 % 4", "-1"),
-        ("2 ** 200", "1606938044258990275541962092341162602522202993782792835301376"),
-        ("2 ** -2", "0.25"),
-        ("+1e3", "1000"),
-        ("0.1 + 0.2", "0.3"),
+        ("-(1 - 8) * 2", "14"),
+        ("9" * 100 + " * " + "9" * 97, str((10**100 - 1) * (10**97 - 1))),
     ],
 )
 def test_values_by_hand(expression, shown):
-    assert number_text(evaluate(expression)) == shown
+    assert str(evaluate(expression)) == shown
 
 
 @pytest.mark.parametrize(
@@ -78,38 +70,30 @@ def test_values_by_hand(expression, shown):
         ("1\0", "invalid expression"),
         ("\ud800", "invalid expression"),
         ("(" * 150 + "1" + ")" * 49, "invalid expression"),
-        ("(-8) ** 0.5", "not a real number"),
-        ("1 / 0", "division by zero"),
-        ("5 % (3 - 3)", "division by zero"),
-        ("0 ** -1", "division by zero"),
-        ("9**9**9", "number too large"),
-        ("9**9**9**9", "number too large"),
-        ("2 ** 257", "number too large"),
-        ("2 ** -10000000000", "number too large"),
-        ("9" * 100, "number too large"),
-        ("1e308 * 10", "number too large"),
-        ("1e200 ** 2", "number too large"),
+        ("7 / 2", "invalid expression"),
+        ("9**9**9", "invalid expression"),
+        ("1.5 + 2", "invalid expression"),
         ("1 + " * 60 + "1", "expression too long"),
     ],
 )
 def test_all_else_is_refused_with_a_cause(expression, cause):
-    with pytest.raises(ExpressionError, match=f"^{cause}$"):
+    with pytest.raises(ValueError, match=f"^{cause}$"):
         evaluate(expression)
 
 
 @given(st.text(alphabet="0123456789.eE+-*/%()_ jx,'", max_size=60))
-def test_any_text_has_a_finite_value_or_a_cause(text):
+def test_any_text_has_a_bounded_value_or_a_cause(text):
     try:
-        float(evaluate(text))
-    except ExpressionError:
+        assert abs(evaluate(text)) < 10**200
+    except ValueError:
         pass
 
 
 @given(st.text())
-def test_any_unicode_has_a_finite_value_or_a_cause(text):
+def test_any_unicode_has_a_bounded_value_or_a_cause(text):
     try:
-        float(evaluate(text))
-    except ExpressionError:
+        assert abs(evaluate(text)) < 10**200
+    except ValueError:
         pass
 
 
@@ -179,7 +163,7 @@ async def test_reward_is_for_the_answer_and_the_call_together(renderer, tokenize
 @pytest.mark.parametrize(
     ("reply", "error"),
     [
-        (call("9**9**9"), "number too large"),
+        (call("9**9**9"), "invalid expression"),
         (call("import os"), "invalid expression"),
         (call(name="abacus"), "unknown tool"),
         (call(expression=7), "invalid arguments"),
@@ -200,10 +184,10 @@ async def test_a_bad_call_is_answered_with_its_fault_and_the_conversation_goes_o
 
 
 async def test_each_of_several_calls_is_answered_under_its_id(renderer, tokenizer):
-    rollout, _ = await play(renderer, tokenizer, "\n".join([call("1 + 1"), call("1 / 0"), "<tool_call>\n{\n</tool_call>"]), "2")
+    rollout, _ = await play(renderer, tokenizer, "\n".join([call("1 + 1"), call("1 +"), "<tool_call>\n{\n</tool_call>"]), "2")
     assert [(answer.get("tool_call_id"), answer["content"]) for answer in rollout.turns[0].env_messages] == [
         ("call_0_0", "2"),
-        ("call_0_1", "Error: division by zero"),
+        ("call_0_1", "Error: invalid expression"),
         (None, "Error: invalid tool call"),
     ]
 

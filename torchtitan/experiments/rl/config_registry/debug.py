@@ -22,12 +22,7 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.tasks.agent import AgentCommandTask
 from torchtitan.experiments.rl.tasks.alphabet_sort import AlphabetSortDataset, AlphabetSortRubric, AlphabetSortTask
 from torchtitan.experiments.rl.tasks.calculator import CalculatorDataset, CalculatorTask
-from torchtitan.experiments.rl.tasks.calculator_agent import (
-    PROGRAM,
-    CalculatorAgentRubric,
-    ForkingCalculatorTask,
-    VotedRubric,
-)
+from torchtitan.experiments.rl.tasks.calculator_agent import PROGRAM, ForkingCalculatorTask, VotedRubric
 from torchtitan.experiments.rl.tasks.demonstrations import DemonstrationTask
 from torchtitan.experiments.rl.tasks.guess_number import GuessNumberDataset, GuessNumberTask
 from torchtitan.experiments.rl.tasks.questions import QuestionTask
@@ -169,8 +164,7 @@ def rl_calculator_qwen3_debug() -> RunConfig:
 def rl_agent_calculator_qwen3_debug() -> RunConfig:
     """As rl_calculator_qwen3_debug, by an agent: a child process with its own loop, which asks the policy over HTTP."""
     config = rl_calculator_qwen3_debug()
-    same = _fields_of(config.tasks["calculator"], rubric=CalculatorAgentRubric.Config())
-    config.tasks = {"calculator": AgentCommandTask.Config(**same, command=PROGRAM)}
+    config.tasks = {"calculator": AgentCommandTask.Config(**_fields_of(config.tasks["calculator"]), command=PROGRAM)}
     return config
 
 

@@ -15,25 +15,10 @@ from torchtitan.experiments.rl.rollouts.types import DataSample, Rollout
 from torchtitan.experiments.rl.rubrics.rubric import RewardFn, Rubric
 from torchtitan.experiments.rl.tasks.agent import AgentTask
 from torchtitan.experiments.rl.tasks.answers import final_number
-from torchtitan.experiments.rl.tasks.calculator import CALCULATOR, ERROR, evaluate, prompt_text, right, tool_message
+from torchtitan.experiments.rl.tasks.calculator import called
+from torchtitan.experiments.rl.tasks.calculator_program import CALCULATOR, evaluate, prompt_text, tool_message
 
 PROGRAM = ["python", "-I", "-S", str(Path(__file__).with_name("calculator_program.py"))]
-
-
-class CalculatorAgentRubric(Rubric):
-    def register_funcs(self) -> list[RewardFn]:
-        return [RewardFn(solved), RewardFn(right, weight=0.0), RewardFn(called, weight=0.0)]
-
-
-async def solved(rollout: Rollout, expression: str) -> float:
-    return await right(rollout, expression) * await called(rollout, expression)
-
-
-async def called(rollout: Rollout, expression: str) -> float:
-    """Whether some call gave a number: its answer is in the conversation of the last turn."""
-    shown = [message for turn in rollout.turns[-1:] for message in turn.prompt_messages]
-    answers = [message["content"] for message in shown if message["role"] == "tool"]
-    return float(any(not str(content).startswith(ERROR) for content in answers))
 
 
 class ForkingCalculatorTask(AgentTask):
