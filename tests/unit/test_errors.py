@@ -2,7 +2,9 @@
 
 import ast
 import importlib
+import json
 import pickle
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 import torchtitan.experiments.rl as package
 from torchtitan.experiments.rl.checkpointing.folder import CheckpointError
-from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, user_code
+from torchtitan.experiments.rl.errors import ConfigError, MissingError, RunError, cause_of, user_code
 from torchtitan.experiments.rl.process.lifetime import ProcessLost
 from torchtitan.experiments.rl.user_code.calls import UserCodeTimeout
 
@@ -84,7 +86,8 @@ class Unreadable(Exception):
 
 
 def test_an_error_whose_text_exits_is_refused_by_its_type():
-    shown = r"^dataset = 'Bad': its __len__ failed: Unreadable \(.*test_errors\.py:\d+\)$"
+    shown = r"^dataset = 'Bad': its __len__ failed: Unreadable: its message can't be read \(SystemExit in __str__\) "
+    shown += r"\(.*/test_errors\.py:\d+\)$"
     with pytest.raises(ConfigError, match=shown), user_code("dataset", "Bad", "its __len__ failed"):
         raise Unreadable
 
@@ -98,3 +101,13 @@ def test_only_the_main_thread_is_interrupted_by_a_person():
         interrupted()
     with ThreadPoolExecutor(1) as thread, pytest.raises(ConfigError, match="its __len__ failed: KeyboardInterrupt"):
         thread.submit(interrupted).result()
+
+
+def test_the_place_of_an_error_is_the_users_own_code_that_it_came_through():
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("{")
+    assert re.fullmatch(r"JSONDecodeError: .*\(char 1\) \(test_errors\.py:\d+\)", cause_of(caught.value))
+    with pytest.raises(SyntaxError) as caught:
+        compile("a = (", "/home/me/mine.py", "exec")
+    assert cause_of(caught.value).endswith(" (mine.py:1)")
+    assert cause_of(ValueError()) == "ValueError" and cause_of(RunError("a sentence")) == "a sentence"

@@ -10,8 +10,8 @@ from typing import Any
 
 _PLAIN = (str, int, float, bool, type(None))
 
-_SHOWN = 500
-"""Characters of a value that an error shows."""
+_SHOWN, CAUSE_LENGTH = 500, 400
+"""Characters of a value that an error shows, and of a cause that are kept: it goes into logs and rollout records."""
 
 
 class ConfigError(ValueError):
@@ -38,6 +38,25 @@ class RunError(RuntimeError):
 
 class PeerGone(RunError):
     """A process of the run lacks another one, which has probably ended: that it has may be seen a little later."""
+
+
+class UserCodeError(Exception):
+    """User code failed; the message is its cause in one line, exception type first."""
+
+    where = ""
+    """What late code waited for: ``Watch.waits_in`` of user_code/calls.py."""
+    returned = False
+    """Late code returned, too late, and raised nothing."""
+
+    def of(self, owner: str) -> "UserCodeError":
+        """The same, with a message that begins with whose code it is."""
+        named = type(self)(f"{owner}: {self}")
+        named.where, named.returned = self.where, self.returned
+        return named
+
+
+class UserCodeTimeout(UserCodeError):
+    """User code took longer than its limit."""
 
 
 def _shown(value: Any) -> str:
@@ -76,7 +95,7 @@ def user_code(field: str, value: Any, what: str) -> Iterator[None]:
         pressed = isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
         if pressed or isinstance(error, ConfigError):
             raise
-        raise ConfigError(field, value, f"{what}: {fault_of(error)}") from error
+        raise ConfigError(field, value, f"{what}: {cause_of(error, folder=True)}") from error
 
 
 @contextmanager
@@ -90,28 +109,23 @@ def inside(field: str) -> Iterator[None]:
         raise ConfigError(f"{field}.{own}", error.value, error.cure, lines=error.lines) from error
 
 
-def fault_of(error: BaseException) -> str:
-    """One line: exception type, message, and the file and line of the user's code that the exception came through.
+def cause_of(error: BaseException, *, folder: bool = False) -> str:
+    """One line. The library's own errors are sentences; of others the type, the message, and the file and line of the user's
+    code that it came through: the innermost frame that is not the library's, Python's or an installed package's; without one,
+    the innermost. A message that can't be read is left out.
 
-    A RunError names the user's code and its fault; the file and line are those of its cause.
+    Args:
+        folder: name the file with its folder.
     """
-    if isinstance(error, RunError):
-        return f"{error} ({_place(error.__cause__ or error)})"
     try:
-        text = " ".join(str(error).split())
-    except BaseException:  # a __str__ that fails, or exits
-        text = ""
-    name = type(error).__name__
-    return f"{name}{f': {text}' if text else ''} ({_place(error)})"
-
-
-def _place(error: BaseException) -> str:
-    """The innermost frame of code that is not the library's, Python's or an installed package's; without one, the innermost."""
+        text = " ".join(str(error).split())[:CAUSE_LENGTH]
+    except BaseException as broken:  # the exception is the user's too
+        text = f"its message can't be read ({type(broken).__name__} in __str__)"
+    if isinstance(error, UserCodeError | RunError | ConfigError):
+        return text
+    places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [place for place in places if not place[0].startswith((_LIBRARY, *_OTHERS))]
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return "no traceback"
-    own = [frame for frame in frames if not frame.filename.startswith((_LIBRARY, *_OTHERS))]
-    frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+        own = [(error.filename, error.lineno)]
+    where = "".join(f" ({file if folder else Path(file).name}:{line})" for file, line in (own or places)[-1:])
+    return f"{type(error).__name__}{text and f': {text}'}{where}"

@@ -19,7 +19,7 @@ import tyro
 from torchtitan.experiments.rl.bounds import walk
 from torchtitan.experiments.rl.compat.tyro import error_message
 from torchtitan.experiments.rl.config.hub import model_folder, words_of_run
-from torchtitan.experiments.rl.errors import ConfigError, fault_of, user_code
+from torchtitan.experiments.rl.errors import ConfigError, cause_of, user_code
 from torchtitan.experiments.rl.observability.console import typed_command
 
 DEFAULT_MODULE = "torchtitan.experiments.rl.config_registry"
@@ -301,7 +301,7 @@ def _override(config: Any, overrides: list[str]) -> Any:
             message = f"{message.partition('; perhaps')[0]}; perhaps you meant --{near}"
         raise ConfigError("overrides", " ".join(overrides), message) from None
     except Exception as error:  # tyro's own, of a config whose fields it can't make options of
-        raise ConfigError("overrides", " ".join(overrides), f"can't be applied to this config: {fault_of(error)}") from error
+        raise ConfigError("overrides", " ".join(overrides), f"can't be applied to this config: {cause_of(error)}") from error
 
 
 def _nearest_option(config: Any, overrides: list[str]) -> str | None:

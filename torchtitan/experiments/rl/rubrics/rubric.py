@@ -111,7 +111,7 @@ class Rubric(UserConfigurable):
         except ConfigError:
             raise
         except BaseException as error:
-            raise RunError(f"{owner}: {cause_of(error)}") from error
+            raise RunError(f"{owner}: {cause_of(error, folder=True)}") from error
         if not isinstance(entries, list | tuple) or not all(
             isinstance(entry, RewardFn) or callable(entry) for entry in entries
         ):

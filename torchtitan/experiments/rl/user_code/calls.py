@@ -29,7 +29,6 @@ import math
 import queue
 import threading
 import time
-import traceback
 import types
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from concurrent.futures import Future
@@ -38,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from torchtitan.experiments.rl.errors import ConfigError, RunError
+from torchtitan.experiments.rl.errors import RunError, UserCodeError, UserCodeTimeout, cause_of
 
 T = TypeVar("T")
 
@@ -47,47 +46,12 @@ logger = logging.getLogger(__name__)
 CANCEL_GRACE_S = 1.0
 """How long cancelled code may take to unwind before it is abandoned."""
 CANCELLED_ITSELF = "CancelledError: raised by the code itself"
-CAUSE_LENGTH = 400
-"""Characters of a cause that are kept: it goes into logs and rollout records."""
 HOLD_S = 0.005
 """A step that runs longer has held up the event loop."""
 TIMER_S = 0.001
 """How early an event loop's timer may be: uvloop counts milliseconds."""
 NOT_THE_USERS = ("/asyncio/", f"/{Path(__file__).parent.name}/")
 """Folders whose functions no call is said to wait in."""
-
-
-class UserCodeError(Exception):
-    """User code failed; the message is its cause in one line, exception type first."""
-
-    where = ""
-    """What late code waited for: ``Watch.waits_in``."""
-    returned = False
-    """Late code returned, too late, and raised nothing."""
-
-    def of(self, owner: str) -> "UserCodeError":
-        """The same, with a message that begins with whose code it is."""
-        named = type(self)(f"{owner}: {self}")
-        named.where, named.returned = self.where, self.returned
-        return named
-
-
-class UserCodeTimeout(UserCodeError):
-    """User code took longer than its limit."""
-
-
-def cause_of(error: BaseException) -> str:
-    """One line. The library's own errors are sentences; of others the type, the message, and the file and line that raised it.
-    A message that can't be read is left out."""
-    try:
-        text = " ".join(str(error).split())[:CAUSE_LENGTH]
-    except BaseException as broken:  # the exception is the user's too
-        text = f"its message can't be read ({type(broken).__name__} in __str__)"
-    if isinstance(error, UserCodeError | RunError | ConfigError):
-        return text
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text}{where}" if text else f"{type(error).__name__}{where}"
 
 
 def is_finite_number(value: Any) -> bool:
