@@ -11,59 +11,32 @@ computes the log-probabilities of those tokens whose predecessor is its own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """This rank's place among those that divide a row."""
-
-    group: dist.ProcessGroup
-    same_rows: dist.ProcessGroup
-    """Ranks that compute the same rows: tensor-parallel ones too."""
-    other_rows: dist.ProcessGroup
-    """One rank of each such group."""
-
-    @classmethod
-    def of(cls, context: int, tensor: int) -> "Context":
-        """Tensor-parallel ranks are next to each other, then those of a context. Collective."""
-        world, block = dist.get_world_size(), context * tensor
-        blocks = [range(first, first + block) for first in range(0, world, block)]
-        return cls(
-            group=_own([list(ranks[place::tensor]) for ranks in blocks for place in range(tensor)]),
-            same_rows=_own([list(ranks) for ranks in blocks]),
-            other_rows=_own([list(range(place, world, block)) for place in range(block)]),
-        )
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size(self.group)
-
-    def part(self, length: int) -> slice:
-        """This rank's columns of a row whose length the ranks divide."""
-        own = length // self.size
-        return slice(dist.get_rank(self.group) * own, (dist.get_rank(self.group) + 1) * own)
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Over the ranks. All of them go on alike with it, so the gradient of each is the whole."""
-        return _Sum.apply(values, self.group)
-
-    def divide_attention(self, model: Any) -> None:
-        """Before tensor parallelism wraps it: each rank then divides its own heads."""
-        for block in model.layers.values():
-            inner = block.attention.inner_attention
-            inner.forward = partial(_by_heads, inner.forward, self.group)
+def own_part(length: int, context: DeviceMesh) -> slice:
+    """This rank's columns of a row whose length the ranks of ``context`` divide."""
+    own = length // context.size()
+    return slice(context.get_local_rank() * own, (context.get_local_rank() + 1) * own)
 
 
-def _own(groups: list[list[int]]) -> dist.ProcessGroup:
-    """Make all of these groups, as every rank has to; return this rank's."""
-    made = [dist.new_group(ranks) for ranks in groups]
-    return next(group for ranks, group in zip(groups, made, strict=True) if dist.get_rank() in ranks)
+def summed(values: torch.Tensor, context: DeviceMesh) -> torch.Tensor:
+    """Over the ranks. All of them go on alike with it, so the gradient of each is the whole."""
+    # full_tensor's result is a view, and FSDP warns where its module returns one.
+    return DTensor.from_local(values, context, [Partial()]).full_tensor().clone()
+
+
+def divide_attention(model: Any, context: DeviceMesh) -> None:
+    """Have each rank of ``context`` compute its part of the heads, of whole rows. Before the model is wrapped."""
+    for block in model.layers.values():
+        inner = block.attention.inner_attention
+        inner.forward = partial(_by_heads, inner.forward, context.get_group())
 
 
 def _by_heads(
@@ -80,7 +53,10 @@ def _by_heads(
 
 
 class _Exchange(torch.autograd.Function):
-    """Divide one dimension among the ranks, and put another one together from their parts."""
+    """Divide one dimension among the ranks, and put another one together from their parts.
+
+    DTensor's own has every rank gather the whole on gloo, and warns of it.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup, divide: int, join: int) -> torch.Tensor:
@@ -93,15 +69,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _Exchange.apply(grad, ctx.group, ctx.join, ctx.divide), None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None

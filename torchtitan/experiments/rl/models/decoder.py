@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from torchtitan.experiments.rl.compat.torchtitan.models import HiddenStateDecoder
 from torchtitan.experiments.rl.models.attention import CPUVarlenAttention, packed_metadata, parent_columns, tree_mask
-from torchtitan.experiments.rl.models.context_parallel import Context
+from torchtitan.experiments.rl.models.context_parallel import own_part, summed
 from torchtitan.experiments.rl.models.experts import count_agreement, routes_of, tell_rows
 from torchtitan.experiments.rl.types import TrainingBatch
 from torchtitan.models.common.attention import AttentionMasksType, FlexAttention, create_attention_mask
@@ -27,7 +28,7 @@ Policy = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 class LogprobDecoder(HiddenStateDecoder):
     """Mixin: ``class Policy(LogprobDecoder, SomeDecoder)`` is that decoder with this forward pass and a LogprobHead."""
 
-    context: Context | None = None
+    context: DeviceMesh | None = None
     """Ranks that divide each row; all of them are given whole rows, and return what is of these."""
     agreement: torch.Tensor | None = None
     """float64 [4], of passes with routes so far: choices that agree, choices, tokens that agree, tokens."""
@@ -57,9 +58,9 @@ class LogprobDecoder(HiddenStateDecoder):
         # Under FSDP everything runs inside this forward, so the head's weight is gathered when the head is called.
         computed, places_BL, part, missing = tokens, positions, slice(0, tokens.shape[1]), 0
         if self.context is not None:
-            missing = -tokens.shape[1] % self.context.size
+            missing = -tokens.shape[1] % self.context.size()
             computed, places_BL = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
-            part = self.context.part(computed.shape[1])
+            part = own_part(computed.shape[1], self.context)
         masks = self.get_attention_masks(places_BL)
         tell_rows(self, real, routes, missing=missing, part=part)
         hidden_BLD = self.hidden_states(computed[:, part].long(), places_BL[:, part].long(), masks)
@@ -82,8 +83,9 @@ class LogprobDecoder(HiddenStateDecoder):
             chunk_tokens=max(32, tokens.shape[1] // 4),
         )
         zeros = logprobs_N.new_zeros(tokens.shape)
-        found = [zeros.index_put((rows, columns), values) for values in (logprobs_N, entropy_N)]
-        logprobs, entropy = found if self.context is None else map(self.context.sum, found)
+        logprobs, entropy = (zeros.index_put((rows, columns), values) for values in (logprobs_N, entropy_N))
+        if self.context is not None:
+            logprobs, entropy = summed(logprobs, self.context), summed(entropy, self.context)
         return logprobs, entropy
 
     def get_attention_masks(self, positions: torch.Tensor) -> AttentionMasksType | None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -39,7 +40,7 @@ from torchtitan.experiments.rl.losses import (
 )
 from torchtitan.experiments.rl.losses.loss import mismatch_of
 from torchtitan.experiments.rl.losses.variants import loss_name
-from torchtitan.experiments.rl.models.context_parallel import Context
+from torchtitan.experiments.rl.models.context_parallel import divide_attention
 from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs, needed_places
 from torchtitan.experiments.rl.models.experts import check_routes, count_load, load_metrics, recorded
 from torchtitan.experiments.rl.models.lora import Adapters, of_adapter
@@ -185,21 +186,19 @@ class Learner:
         dims = ParallelDims.from_config(parallelism, dist.get_world_size())
         set_spmd_backend(parallelism.spmd_backend)  # of the process: modules ask for it
         self._shards, self._shares_experts = dims.dp_shard, dims.ep_enabled
-        # torchtitan's mesh over ranks that are sent different rows: dp_replicate x dp_shard. None where it has one rank.
-        mesh = dims.get_optional_mesh("batch")
-        self._data_parallel_group = None if mesh is None else mesh.get_group()
+        # Ranks that are sent different rows (torchtitan's dp_replicate x dp_shard), and those that compute the same rows. None:
+        # this rank alone.
+        other_rows, same_rows, context = dims.get_optional_mesh("batch"), dims.get_optional_mesh("tp"), None
+        divided = config.parallelism.context_parallel_degree
+        if divided > 1:  # there is no tensor parallelism then
+            ranks = init_device_mesh(device, (dist.get_world_size() // divided, divided), mesh_dim_names=("rows", "context"))
+            other_rows = ranks["rows"]
+            same_rows = context = ranks["context"]
+        self._data_parallel_group = None if other_rows is None else other_rows.get_group()
+        self._same_rows = None if same_rows is None else same_rows.get_group()
         self.data_parallel = DataParallel(rank=0, size=1)
-        if mesh is not None:
-            self.data_parallel = DataParallel(rank=mesh.get_local_rank(), size=mesh.size())
-        tensor, divided = dims.get_optional_mesh("tp"), config.parallelism.context_parallel_degree
-        self._same_rows = None if tensor is None else tensor.get_group()
-        """Ranks that compute the same rows."""
-        context = None
-        if divided > 1:
-            context = Context.of(divided, dims.tp)
-            self._same_rows, self._data_parallel_group = context.same_rows, context.other_rows
-            block = divided * dims.tp
-            self.data_parallel = DataParallel(rank=self.rank // block, size=dist.get_world_size() // block)
+        if other_rows is not None:
+            self.data_parallel = DataParallel(rank=other_rows.get_local_rank(), size=other_rows.size())
         self._device = torch.device("cpu") if device == "cpu" else torch.device("cuda", torch.cuda.current_device())
         spec = policy_spec(
             model, device=device, max_seq_len=max_seq_len, chunk_tokens=config.logprob_chunk_tokens, lora=config.lora
@@ -219,9 +218,9 @@ class Learner:
         with torch.device("meta"):
             self.model = spec.model.build().to(dtype)
         self.flops = ModelFlops.of(spec.model, self.model, peak=peak_flops(self._device), ranks=dims.tp * divided)
-        self.model.context = context
         if context is not None:
-            context.divide_attention(self.model)
+            self.model.context = context
+            divide_attention(self.model, context)
         parallelize(
             self.model,
             spec.parallelize_fn,
@@ -293,17 +292,10 @@ class Learner:
 
     def of_first_rank(self, content: bytes) -> bytes:
         """What the first of the ranks that compute the same rows was given. Collective."""
-        if self._same_rows is None:
-            return content
-        group = self._same_rows
-        size = torch.tensor([len(content)], device=self._device)
-        dist.broadcast(size, group=group, group_src=0)
-        held = torch.empty(int(size), dtype=torch.uint8)
-        if content:
-            held = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        held = held.to(self._device)
-        dist.broadcast(held, group=group, group_src=0)
-        return held.cpu().numpy().tobytes()
+        held = [content]
+        if self._same_rows is not None:
+            dist.broadcast_object_list(held, group=self._same_rows, group_src=0)
+        return held[0]
 
     def logprobs(self) -> list[np.ndarray]:
         """float32 [B, L] of each microbatch of the last step: log-probabilities of sampled tokens, 0 elsewhere."""
