@@ -47,7 +47,7 @@ BROKEN = {
     "an exception that is no Exception": ("class Own(BaseException): pass\nraise Own('x')\n", "Own: x", 2),
     "an exception without a text": (
         "class Mute(Exception):\n    def __str__(self): raise TypeError\nraise Mute()\n",
-        "it can't be imported: Mute (",
+        "it can't be imported: Mute: ",
         3,
     ),
 }

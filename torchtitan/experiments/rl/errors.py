@@ -112,7 +112,7 @@ def inside(field: str) -> Iterator[None]:
 def cause_of(error: BaseException, *, folder: bool = False) -> str:
     """One line. The library's own errors are sentences; of others the type, the message, and the file and line of the user's
     code that it came through: the innermost frame that is not the library's, Python's or an installed package's; without one,
-    the innermost. A message that can't be read is left out.
+    the innermost. For a message that can't be read the line says so.
 
     Args:
         folder: name the file with its folder.
