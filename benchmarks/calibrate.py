@@ -42,7 +42,7 @@ from torchtitan.experiments.rl.controller.step_metrics import StepRecord  # noqa
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import read_rollouts  # noqa: E402
 from torchtitan.experiments.rl.simulation.clock import Cores, run_virtually  # noqa: E402
-from torchtitan.experiments.rl.simulation.rates import EngineRates, Rates, TrainerRates  # noqa: E402
+from torchtitan.experiments.rl.simulation.engine import EngineRates, Rates, TrainerRates  # noqa: E402
 from torchtitan.experiments.rl.simulation.run import Attempt, Failures, Outcome, Saved, SimulatedRun, SimulatedTrainer  # noqa: E402
 from torchtitan.experiments.rl.simulation.tasks import Recorded  # noqa: E402
 

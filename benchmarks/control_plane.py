@@ -45,8 +45,12 @@ from torchtitan.experiments.rl.process.lifetime import Lifetime  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion  # noqa: E402
-from torchtitan.experiments.rl.simulation.engine import Endpoint  # noqa: E402
-from torchtitan.experiments.rl.simulation.rates import EngineRates, Rates, TrainerRates  # noqa: E402
+from torchtitan.experiments.rl.simulation.engine import (  # noqa: E402
+    Endpoint,  # noqa: E402
+    EngineRates,
+    Rates,
+    TrainerRates,
+)
 from torchtitan.experiments.rl.simulation.run import SimulatedRun  # noqa: E402
 from torchtitan.experiments.rl.simulation.tasks import Lengths, Turn  # noqa: E402
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt  # noqa: E402

@@ -37,7 +37,7 @@ import numpy as np
 import portpicker
 
 from torchtitan.experiments.rl.algorithms import OPD, SFT, Algorithm
-from torchtitan.experiments.rl.algorithms.reference import connect
+from torchtitan.experiments.rl.algorithms.base import connect
 from torchtitan.experiments.rl.config_registry import rl_opd_qwen3_debug
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.losses import RLLoss

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import tyro
 
-from torchtitan.experiments.rl.compat.tyro import error_message
+from torchtitan.experiments.rl.config.command_line import error_message
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torchtitan.experiments.rl.observability.console import (
     summary_lines,
     title_line,
 )
-from torchtitan.experiments.rl.observability.timing import Stopwatch
+from torchtitan.experiments.rl.process.trace import Stopwatch
 
 
 class Terminal(io.StringIO):

@@ -12,7 +12,7 @@ from torchtitan.experiments.rl.config.checks import check, plan_run
 from torchtitan.experiments.rl.config.placement import Place, needed_gpus, place
 from torchtitan.experiments.rl.config.resume import resolved_config
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.generation.frozen import FrozenClients
+from torchtitan.experiments.rl.generation.endpoint import FrozenClients
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy, find_references, hosted_models
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.grpo import main

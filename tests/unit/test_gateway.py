@@ -15,10 +15,9 @@ from pydantic import TypeAdapter
 from tests.unit.agents import ADD, CALL, client_of, config_of, run_agent, run_task
 from tests.unit.renderer_families import SETTINGS, family_renderer, family_tokenizer
 from tests.unit.rollout_stubs import ScriptedPolicy, ScriptedSession
-from torchtitan.experiments.rl.gateway import server
-from torchtitan.experiments.rl.gateway.dialects import anthropic as messages
-from torchtitan.experiments.rl.gateway.dialects import chat, responses
-from torchtitan.experiments.rl.gateway.dialects.request import ModelReply, ModelRequest
+from torchtitan.experiments.rl.gateway import anthropic as messages
+from torchtitan.experiments.rl.gateway import chat, responses, server
+from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus
 from torchtitan.experiments.rl.tasks import EnvTask, MessageEnv, ResetOutput, StepOutput
 from torchtitan.experiments.rl.types import STREAMS

@@ -20,8 +20,7 @@ from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.simulate import main
 from torchtitan.experiments.rl.simulation.clock import Escape, run_virtually
-from torchtitan.experiments.rl.simulation.engine import SimulatedReplica, open_channel
-from torchtitan.experiments.rl.simulation.rates import EngineRates, Rates, TrainerRates
+from torchtitan.experiments.rl.simulation.engine import EngineRates, Rates, SimulatedReplica, TrainerRates, open_channel
 from torchtitan.experiments.rl.simulation.run import Failures, Outcome, SimulatedRun
 from torchtitan.experiments.rl.simulation.study import Setting
 from torchtitan.experiments.rl.simulation.tasks import LogNormal, lengths_of

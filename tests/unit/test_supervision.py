@@ -11,8 +11,7 @@ from torchtitan.experiments.rl.config.run_config import SupervisionConfig
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.observability.console import Waits
 from torchtitan.experiments.rl.operations.supervision import Part, Restarts, Supervisor
-from torchtitan.experiments.rl.process.heartbeat import Pulse
-from torchtitan.experiments.rl.process.lifetime import Lifetime
+from torchtitan.experiments.rl.process.lifetime import Lifetime, Pulse
 from torchtitan.experiments.rl.user_code.endpoint import ProcessIdentity
 
 KILLED = "killed by SIGKILL"

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
-from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.algorithms.reference import Teacher, check_frozen, connect, set_ref_kl_streams
+from torchtitan.experiments.rl.algorithms.base import Algorithm, Teacher, check_frozen, connect, set_ref_kl_streams
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import HostedModel, LivePolicy
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient

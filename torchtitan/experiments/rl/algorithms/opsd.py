@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from renderers import Message
 
-from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.algorithms.reference import set_ref_kl_streams
+from torchtitan.experiments.rl.algorithms.base import Algorithm, set_ref_kl_streams
 from torchtitan.experiments.rl.bounds import Changeable, NonEmptyStr, PositiveInt
 from torchtitan.experiments.rl.envs.messages import check_unicode
 from torchtitan.experiments.rl.errors import ConfigError, RunError

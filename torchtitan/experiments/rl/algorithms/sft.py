@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from annotated_types import MinLen
 
-from torchtitan.experiments.rl.algorithms.base import Algorithm
-from torchtitan.experiments.rl.algorithms.reference import Teacher, check_frozen, connect
+from torchtitan.experiments.rl.algorithms.base import Algorithm, Teacher, check_frozen, connect
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, LivePolicy
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient
 from torchtitan.experiments.rl.rollouts.types import Rollout

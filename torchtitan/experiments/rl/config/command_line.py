@@ -17,7 +17,6 @@ from typing import Any
 import tyro
 
 from torchtitan.experiments.rl.bounds import walk
-from torchtitan.experiments.rl.compat.tyro import error_message
 from torchtitan.experiments.rl.config.hub import model_folder, words_of_run
 from torchtitan.experiments.rl.errors import ConfigError, cause_of, user_code
 from torchtitan.experiments.rl.observability.console import typed_command
@@ -322,3 +321,24 @@ def _nearest_option(config: Any, overrides: list[str]) -> str | None:
 def option_paths(config: Any) -> list[str]:
     """Of every field, as the command line writes it."""
     return [path.replace("_", "-") for path, *_ in walk(config) if path and "[" not in path]
+
+
+def error_message(printed: str) -> str:
+    """The sentence in the box that tyro 1.0.17 prints about a wrong command line, and what tyro thinks was meant.
+
+    With ``console_outputs=False`` it prints nothing, and its hook for errors is private, so the text is read.
+    """
+    lines = [line.strip().strip("│").strip() for line in printed.splitlines()]
+    if not lines[0].startswith("╭"):  # no UTF-8 here: a blank for the border, and a rule under the title
+        lines = lines[next(i for i, line in enumerate(lines) if _is_rule(line)) + 1 :]
+    lines = [line for line in lines if line and not line.startswith(("╭", "╰"))]
+    end = next((i for i, line in enumerate(lines) if _is_rule(line)), len(lines))
+    message = " ".join(lines[:end])
+    for i, line in enumerate(lines):
+        if line.startswith("Perhaps you meant") and i + 1 < len(lines):
+            return f"{message}; perhaps you meant {lines[i + 1].split()[0]}"
+    return message
+
+
+def _is_rule(line: str) -> bool:
+    return len(line) > 1 and set(line) <= set("─-")

@@ -19,14 +19,14 @@ from torchtitan.experiments.rl.config.run_config import UserCodeLimits
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import AdaptedPolicy, GeneratorClient
-from torchtitan.experiments.rl.generation.frozen import FrozenClients
+from torchtitan.experiments.rl.generation.endpoint import FrozenClients
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.models.hub import HubConfig
-from torchtitan.experiments.rl.observability.timing import LoopLag
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.process.memory import freeze_objects, unfreeze_objects
 from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 from torchtitan.experiments.rl.tasks.task import Task

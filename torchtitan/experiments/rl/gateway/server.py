@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
-from torchtitan.experiments.rl.gateway.dialects import anthropic as messages
-from torchtitan.experiments.rl.gateway.dialects import chat, responses
-from torchtitan.experiments.rl.gateway.dialects.request import ModelReply, ModelRequest, Refusal, event
+from torchtitan.experiments.rl.gateway import anthropic as messages
+from torchtitan.experiments.rl.gateway import chat, responses
+from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest, Refusal, event
 from torchtitan.experiments.rl.gateway.session import AgentRollout, Call
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from renderers import Message, Renderer
 from torchtitan.experiments.rl.envs.conversation import Conversation, GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnvConfig
 from torchtitan.experiments.rl.gateway.chains import Chains, Match
-from torchtitan.experiments.rl.gateway.dialects.request import ModelReply, ModelRequest, Refusal, reply_of
+from torchtitan.experiments.rl.gateway.request import ModelReply, ModelRequest, Refusal, reply_of
 from torchtitan.experiments.rl.printable import shown
 from torchtitan.experiments.rl.rollouts.policy import PolicySession
 from torchtitan.experiments.rl.rollouts.types import RolloutStatus, RolloutTurn

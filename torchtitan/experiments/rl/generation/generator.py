@@ -37,8 +37,8 @@ from torchtitan.experiments.rl.generation.messages import (
     ScoreResult,
 )
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.process.heartbeat import Heartbeat
 from torchtitan.experiments.rl.process.host import host_identity
+from torchtitan.experiments.rl.process.lifetime import Heartbeat
 from torchtitan.experiments.rl.process.memory import freeze_objects, keep_imported
 from torchtitan.experiments.rl.process.setup import set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, cause_in, for_a_future, reported_endpoint

@@ -1,4 +1,5 @@
-"""Who sees whom in a row of prefix trees, and attention over such rows on CPU, where torchtitan has no kernel for it.
+"""Who sees whom in a row of prefix trees, attention over such rows on CPU, where torchtitan has no kernel for it, and attention
+of ranks that divide a row (``divide_attention``).
 
 A row holds trees, each in depth-first order: a token, then all that descends from it. So a position (depth) of each token is
 enough to tell the whole tree. Samples P A, P B and P B' that share P, of which the last two share more::
@@ -23,11 +24,15 @@ Blocks of similar size are padded to one batch and attended in one call.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
 
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.protocols.module import Module
@@ -222,3 +227,64 @@ class CPUVarlenAttention(VarlenAttention):
 def _take(t_TNH: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """[blocks, heads, tokens, head_dim]. As ``t_TNH[index]``, whose backward pass takes three times as long."""
     return t_TNH.index_select(0, index.flatten()).unflatten(0, index.shape).transpose(1, 2)
+
+
+def own_part(length: int, context: DeviceMesh) -> slice:
+    """This rank's columns of a row whose length the ranks of ``context`` divide."""
+    own = length // context.size()
+    return slice(context.get_local_rank() * own, (context.get_local_rank() + 1) * own)
+
+
+def summed(values: torch.Tensor, context: DeviceMesh) -> torch.Tensor:
+    """Over the ranks. All of them go on alike with it, so the gradient of each is the whole."""
+    # full_tensor's result is a view, and FSDP warns where its module returns one.
+    return DTensor.from_local(values, context, [Partial()]).full_tensor().clone()
+
+
+def divide_attention(model: Any, context: DeviceMesh) -> None:
+    """Context parallelism by heads: each rank of ``context`` has a part of a row's tokens, and attention a part of the heads.
+
+    Between attentions a rank has a part of the tokens, with all heads; in attention all tokens, with a part of the heads. Two
+    ranks, two heads, a row of four tokens::
+
+        rank 0     t0 t1 x h0 h1     all-to-all     t0 t1 t2 t3 x h0     attention, all-to-all back
+        rank 1     t2 t3 x h0 h1                    t0 t1 t2 t3 x h1
+
+    So attention sees whole rows, and packed samples and prefix trees need nothing new. The ranks have the same rows, and each
+    computes the log-probabilities of those tokens whose predecessor is its own. Called before the model is wrapped.
+    """
+    for block in model.layers.values():
+        inner = block.attention.inner_attention
+        inner.forward = partial(_by_heads, inner.forward, context.get_group())
+
+
+def _by_heads(
+    attend: Callable[..., torch.Tensor],
+    group: dist.ProcessGroup,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """[B, part of L, heads, head_dim] as ``attend`` makes it of whole rows."""
+    q, k, v = (_Exchange.apply(values, group, 2, 1) for values in (q, k, v))
+    return _Exchange.apply(attend(q, k, v, **options), group, 1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Divide one dimension among the ranks, and put another one together from their parts.
+
+    DTensor's own has every rank gather the whole on gloo, and warns of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup, divide: int, join: int) -> torch.Tensor:
+        ctx.group, ctx.divide, ctx.join = group, divide, join
+        sent = torch.stack(values.chunk(dist.get_world_size(group), divide))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(), join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _Exchange.apply(grad, ctx.group, ctx.join, ctx.divide), None, None, None

@@ -11,9 +11,15 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from torchtitan.experiments.rl.compat.torchtitan.models import HiddenStateDecoder
-from torchtitan.experiments.rl.models.attention import CPUVarlenAttention, packed_metadata, parent_columns, tree_mask
-from torchtitan.experiments.rl.models.context_parallel import own_part, summed
+from torchtitan.experiments.rl.compat.torchtitan_models import HiddenStateDecoder
+from torchtitan.experiments.rl.models.attention import (
+    CPUVarlenAttention,
+    own_part,
+    packed_metadata,
+    parent_columns,
+    summed,
+    tree_mask,
+)
 from torchtitan.experiments.rl.models.experts import count_agreement, routes_of, tell_rows
 from torchtitan.experiments.rl.types import TrainingBatch
 from torchtitan.models.common.attention import AttentionMasksType, FlexAttention, create_attention_mask

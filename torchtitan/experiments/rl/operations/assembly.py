@@ -33,7 +33,7 @@ from torchtitan.experiments.rl.envs.renderer import build_renderer
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.client import GeneratorClient
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
-from torchtitan.experiments.rl.generation.frozen import FrozenClients
+from torchtitan.experiments.rl.generation.endpoint import FrozenClients
 from torchtitan.experiments.rl.generation.generator import Generator
 from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.models.hub import HubConfig
@@ -42,9 +42,8 @@ from torchtitan.experiments.rl.observability.console import RunSummary
 from torchtitan.experiments.rl.operations.alarms import StallDetectors, mismatch_alarm
 from torchtitan.experiments.rl.operations.checkpoints import Resumed, RunCheckpoints, trainer_start
 from torchtitan.experiments.rl.operations.context import RunContext
-from torchtitan.experiments.rl.operations.profile import StepProfile
 from torchtitan.experiments.rl.operations.provision import place_run, shut_down, spawn_on, start_trainer
-from torchtitan.experiments.rl.operations.reports import RunReports
+from torchtitan.experiments.rl.operations.reports import RunReports, StepProfile
 from torchtitan.experiments.rl.operations.supervision import (
     Part,
     PartProcess,

@@ -1,6 +1,6 @@
 """Models as tasks, rubrics and algorithms see them: they sample and score tokens. The policy is one whose weights change.
 
-Implemented by ``generation/client.py`` (the policy), ``generation/endpoint.py`` and ``generation/frozen.py`` (frozen models).
+Implemented by ``generation/client.py`` (the policy), ``generation/endpoint.py`` (frozen models).
 """
 
 from dataclasses import dataclass, field

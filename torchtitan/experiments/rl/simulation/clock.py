@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.observability import timing
+from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.user_code.calls import Call, Gate
 
 T = TypeVar("T")
@@ -91,7 +91,7 @@ def _going_by(loop: VirtualClockLoop) -> Iterator[None]:
 
     clocks: dict[str, Any] = dict.fromkeys(("monotonic", "perf_counter", "time"), loop.time)
     patches: list[tuple[Any, str, Any]] = [(time, name, clock) for name, clock in clocks.items()]
-    patches += [(time, "sleep", escape), (threading.Thread, "start", escape), (timing, "INTERVAL_S", LAG_INTERVAL_S)]
+    patches += [(time, "sleep", escape), (threading.Thread, "start", escape), (trace, "INTERVAL_S", LAG_INTERVAL_S)]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     try:
         for owner, name, value in patches:

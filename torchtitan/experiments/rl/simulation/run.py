@@ -45,8 +45,7 @@ from torchtitan.experiments.rl.rollouts.record_file import LEDGER_FILE, METRICS_
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup
 from torchtitan.experiments.rl.simulation.clock import Cores, InPlaceGate
-from torchtitan.experiments.rl.simulation.engine import Endpoint, SimulatedReplica, open_channel
-from torchtitan.experiments.rl.simulation.rates import DEATH_SEEN_S, Rates
+from torchtitan.experiments.rl.simulation.engine import DEATH_SEEN_S, Endpoint, Rates, SimulatedReplica, open_channel
 from torchtitan.experiments.rl.simulation.tasks import Lengths, simulated_tasks
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, WeightSync
 

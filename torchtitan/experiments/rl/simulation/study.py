@@ -15,7 +15,7 @@ from torchtitan.experiments.rl.config.plan import trainer_memory
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.simulation.clock import run_virtually
-from torchtitan.experiments.rl.simulation.rates import Rates, run_rates
+from torchtitan.experiments.rl.simulation.engine import Rates, run_rates
 from torchtitan.experiments.rl.simulation.run import Failures, Outcome, SimulatedRun
 from torchtitan.experiments.rl.simulation.tasks import Lengths
 

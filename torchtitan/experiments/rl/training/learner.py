@@ -40,7 +40,7 @@ from torchtitan.experiments.rl.losses import (
 )
 from torchtitan.experiments.rl.losses.loss import mismatch_of
 from torchtitan.experiments.rl.losses.variants import loss_name
-from torchtitan.experiments.rl.models.context_parallel import divide_attention
+from torchtitan.experiments.rl.models.attention import divide_attention
 from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs, needed_places
 from torchtitan.experiments.rl.models.experts import check_routes, count_load, load_metrics, recorded
 from torchtitan.experiments.rl.models.lora import Adapters, of_adapter

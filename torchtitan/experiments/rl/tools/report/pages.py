@@ -1,7 +1,7 @@
 """The pages Overview, Ledger, Timeline and Evaluations, from the index and the logs.
 
 ``hints`` says what is wrong with a run, the worst first: each with the figure behind it and the field to turn. Limits that the
-terminal warns by too are in ``observability/limits.py``.
+terminal warns by too are in ``observability/metrics.py``.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchtitan.experiments.rl.observability.limits import IDLE, LAG_S, WAITING
+from torchtitan.experiments.rl.observability.metrics import IDLE, LAG_S, WAITING
 from torchtitan.experiments.rl.tools.report.run import Json, ReportedRun
 
 Series = Mapping[str, Sequence[tuple[int, float]]]

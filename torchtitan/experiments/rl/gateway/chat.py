@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchtitan.experiments.rl.gateway.dialects.request import (
+from torchtitan.experiments.rl.gateway.request import (
     ModelReply,
     ModelRequest,
     checked_request,

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchtitan.experiments.rl.gateway.dialects.request import (
+from torchtitan.experiments.rl.gateway.request import (
     ModelReply,
     ModelRequest,
     Refusal,
