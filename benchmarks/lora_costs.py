@@ -28,7 +28,7 @@ from safetensors.torch import load_file  # noqa: E402
 from benchmarks.weight_sync import make_model  # noqa: E402
 from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
-from torchtitan.experiments.rl.generation.messages import GenerateRequest  # noqa: E402
+from torchtitan.experiments.rl.generation.engine import GenerateRequest  # noqa: E402
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig  # noqa: E402
 from torchtitan.experiments.rl.models.lora import LoRA  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig  # noqa: E402

@@ -58,7 +58,7 @@ def prompts(tokenizer: Any, count: int) -> list[list[int]]:
 
 def engine(model: Path, asked: Path, answers: Path) -> None:
     """In a process of its own: sample a reply to each prompt, or score each text, and write what came."""
-    from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
+    from torchtitan.experiments.rl.generation.engine import GenerateRequest, GenerateResult, ScoreRequest, ScoreResult
     from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
     from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 

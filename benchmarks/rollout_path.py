@@ -26,8 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from torchtitan.experiments.rl.algorithms import GRPO  # noqa: E402
 from torchtitan.experiments.rl.config_registry import TINY_MODEL  # noqa: E402
 from torchtitan.experiments.rl.envs.renderer import RendererConfig, build_renderer  # noqa: E402
-from torchtitan.experiments.rl.process.memory import freeze_objects, unfreeze_objects  # noqa: E402
-from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
+from torchtitan.experiments.rl.process.setup import (  # noqa: E402
+    freeze_objects,
+    set_up_process,  # noqa: E402
+    unfreeze_objects,
+)
 from torchtitan.experiments.rl.process.trace import INTERVAL_S, LoopLag  # noqa: E402
 from torchtitan.experiments.rl.rollouts.recorder import RolloutRecorder  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutStatus  # noqa: E402

@@ -41,8 +41,7 @@ from torchtitan.experiments.rl.envs.renderer import build_renderer  # noqa: E402
 from torchtitan.experiments.rl.generation.client import GeneratorClient  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
 from torchtitan.experiments.rl.operations.provision import spawn_on  # noqa: E402
-from torchtitan.experiments.rl.process.memory import freeze_objects, unfreeze_objects  # noqa: E402
-from torchtitan.experiments.rl.process.setup import set_up_logging, set_up_process  # noqa: E402
+from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, set_up_process, unfreeze_objects  # noqa: E402  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.rollouts.types import RolloutGroup  # noqa: E402
 from torchtitan.experiments.rl.tasks.task import (

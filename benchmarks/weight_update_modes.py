@@ -32,8 +32,8 @@ from torchtitan.experiments.rl.generation.config import (
     GeneratorConfig,
     WeightUpdate,  # noqa: E402
 )
+from torchtitan.experiments.rl.generation.engine import GenerateRequest, GenerateResult  # noqa: E402
 from torchtitan.experiments.rl.generation.generator import Generator  # noqa: E402
-from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult  # noqa: E402
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig  # noqa: E402
 from torchtitan.experiments.rl.operations.provision import spawn_on  # noqa: E402
 from torchtitan.experiments.rl.process.host import host_identity  # noqa: E402

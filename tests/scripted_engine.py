@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport, Occupancy
-from torchtitan.experiments.rl.generation.messages import (
+from torchtitan.experiments.rl.generation.engine import (
+    EngineConfig,
     GenerateRequest,
     GenerateResult,
+    LoadReport,
+    Occupancy,
     Request,
     RequestFailed,
     Result,

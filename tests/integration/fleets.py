@@ -12,8 +12,8 @@ from monarch.actor import Channel, concurrent_endpoint
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
+from torchtitan.experiments.rl.generation.engine import GenerateRequest, GenerateResult, Result, ScoreResult
 from torchtitan.experiments.rl.generation.generator import Generator
-from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Result, ScoreResult
 from torchtitan.experiments.rl.operations.provision import shut_down
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig

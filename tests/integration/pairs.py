@@ -10,7 +10,7 @@ from monarch.actor import Channel
 
 from tests.integration.learners import samples_of
 from torchtitan.experiments.rl.batching.batcher import Batcher
-from torchtitan.experiments.rl.generation.messages import GenerateRequest, GeneratorFailed
+from torchtitan.experiments.rl.generation.engine import GenerateRequest, GeneratorFailed
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.training.client import pickled
 

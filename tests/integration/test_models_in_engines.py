@@ -22,8 +22,8 @@ from tests.integration.models import MOE_MODEL
 from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
+from torchtitan.experiments.rl.generation.engine import GenerateRequest
 from torchtitan.experiments.rl.generation.generator import Generator
-from torchtitan.experiments.rl.generation.messages import GenerateRequest
 from torchtitan.experiments.rl.models.lora import LoRA
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on

@@ -37,7 +37,7 @@ from torchtitan.experiments.rl.batching.batcher import Batcher
 from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
-from torchtitan.experiments.rl.generation.messages import GenerateRequest
+from torchtitan.experiments.rl.generation.engine import GenerateRequest
 from torchtitan.experiments.rl.models.decoder import batch_logprobs
 from torchtitan.experiments.rl.models.experts import mixtures_of
 from torchtitan.experiments.rl.models.lora import LoRA, trained_state

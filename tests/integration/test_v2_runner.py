@@ -29,7 +29,7 @@ from tests.integration.test_router_replay import MOE, RoutedGenerator, assert_co
 from tests.v2_engine import ENVIRONMENT, V2EngineConfig
 from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.generation.config import GeneratorConfig
-from torchtitan.experiments.rl.generation.messages import GenerateRequest, ScoreRequest
+from torchtitan.experiments.rl.generation.engine import GenerateRequest, ScoreRequest
 from torchtitan.experiments.rl.operations import provision
 from torchtitan.experiments.rl.operations.provision import shut_down
 from torchtitan.experiments.rl.process.setup import launch_environment

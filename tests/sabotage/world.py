@@ -23,8 +23,15 @@ from transformers import (
 from tests.sabotage.kinds import Delivery, Sabotage, Tensors
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.generation.engine import LoadReport, check_held
-from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, Request, Result, ScoreRequest
+from torchtitan.experiments.rl.generation.engine import (
+    GenerateRequest,
+    GenerateResult,
+    LoadReport,
+    Request,
+    Result,
+    ScoreRequest,
+    check_held,
+)
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
 from torchtitan.experiments.rl.operations.alarms import MismatchAlarm
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig

@@ -17,8 +17,15 @@ from torchtitan.experiments.rl.config.checks import check, plan_run
 from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.errors import ConfigError, PeerGone, RunError
 from torchtitan.experiments.rl.generation import engine as engine_module
-from torchtitan.experiments.rl.generation.engine import Engine, EngineConfig, WrongWeights
-from torchtitan.experiments.rl.generation.messages import GenerateRequest, GenerateResult, RequestFailed, ScoreRequest
+from torchtitan.experiments.rl.generation.engine import (
+    Engine,
+    EngineConfig,
+    GenerateRequest,
+    GenerateResult,
+    RequestFailed,
+    ScoreRequest,
+    WrongWeights,
+)
 from torchtitan.experiments.rl.generation.references import HostedModel
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngine, VLLMEngineConfig
 from torchtitan.experiments.rl.generation.vllm.worker import NOT_HELD, QUANTIZED, UNKNOWN, whole_digests

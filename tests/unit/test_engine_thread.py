@@ -15,16 +15,16 @@ from tests.scripted_engine import TABLE, ScriptedEngine, ScriptedEngineConfig, c
 from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import WeightUpdate
-from torchtitan.experiments.rl.generation.engine import LoadReport
-from torchtitan.experiments.rl.generation.generator import EngineThread
-from torchtitan.experiments.rl.generation.messages import (
+from torchtitan.experiments.rl.generation.engine import (
     GenerateRequest,
     GenerateResult,
     GeneratorFailed,
     GeneratorMessage,
+    LoadReport,
     RequestFailed,
     Result,
 )
+from torchtitan.experiments.rl.generation.generator import EngineThread
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.weights.snapshot import fingerprint

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FREES_80_MB = """
 import ctypes
 from pathlib import Path
-from torchtitan.experiments.rl.process.memory import give_back_free_memory
+from torchtitan.experiments.rl.process.setup import give_back_free_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 def resident_kb(): return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmRSS"))

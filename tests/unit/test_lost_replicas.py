@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.test_router import PROMPT, Endpoint, Replica, connect, generate, open_session, settle  # noqa: F401
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.generation.messages import GeneratorFailed
+from torchtitan.experiments.rl.generation.engine import GeneratorFailed
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
 from torchtitan.experiments.rl.weights.sync import CanaryBound, WeightSync

@@ -15,14 +15,16 @@ from monarch.actor import Actor, concurrent_endpoint
 from torchtitan.experiments.rl.config.placement import Place
 from torchtitan.experiments.rl.operations.provision import spawn_on
 from torchtitan.experiments.rl.process.host import cores_on_nodes_of
-from torchtitan.experiments.rl.process.memory import (
+from torchtitan.experiments.rl.process.setup import (
+    SWITCH_INTERVAL_S,
     collect_again,
     freeze_objects,
     hold_collection,
     keep_imported,
+    launch_environment,
+    set_up_process,
     unfreeze_objects,
 )
-from torchtitan.experiments.rl.process.setup import SWITCH_INTERVAL_S, launch_environment, set_up_process
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ from torchtitan.experiments.rl.envs.conversation import Line, yield_queue
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation import client as generator_client
 from torchtitan.experiments.rl.generation.client import AHEAD, FULL_MESSAGE, GeneratorClient, Router
-from torchtitan.experiments.rl.generation.messages import (
+from torchtitan.experiments.rl.generation.engine import (
     GenerateRequest,
     GeneratorFailed,
     RequestFailed,

@@ -15,8 +15,15 @@ from torchtitan.experiments.rl.config.command_line import Command, find_model, l
 from torchtitan.experiments.rl.config.hub import model_folder
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.printable import one_sentence, printable_line
-from torchtitan.experiments.rl.process.memory import collect_again, hold_collection, keep_imported
-from torchtitan.experiments.rl.process.setup import of_command, quiet_libraries, run_command, set_up_process
+from torchtitan.experiments.rl.process.setup import (
+    collect_again,
+    hold_collection,
+    keep_imported,
+    of_command,
+    quiet_libraries,
+    run_command,
+    set_up_process,
+)
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets
 
 RESULT_FILE = "evaluation.json"

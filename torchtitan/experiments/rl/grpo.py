@@ -22,8 +22,15 @@ from torchtitan.experiments.rl.config.hub import push
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.observability.console import write_line
 from torchtitan.experiments.rl.printable import printable_line
-from torchtitan.experiments.rl.process.memory import collect_again, hold_collection, keep_imported
-from torchtitan.experiments.rl.process.setup import of_command, quiet_libraries, run_command, set_up_process
+from torchtitan.experiments.rl.process.setup import (
+    collect_again,
+    hold_collection,
+    keep_imported,
+    of_command,
+    quiet_libraries,
+    run_command,
+    set_up_process,
+)
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets, remove_left_over
 from torchtitan.experiments.rl.process.terminal import share_terminal
 

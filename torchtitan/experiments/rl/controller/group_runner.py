@@ -24,8 +24,7 @@ from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.models.hub import HubConfig
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.lifetime import Lifetime, ProcessLost
-from torchtitan.experiments.rl.process.memory import freeze_objects, unfreeze_objects
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.setup import freeze_objects, set_up_logging, unfreeze_objects
 from torchtitan.experiments.rl.process.trace import LoopLag
 from torchtitan.experiments.rl.rollouts.policy import PolicyClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup

@@ -17,7 +17,7 @@ from torchtitan.experiments.rl.controller.saved_state import ValidationReport
 from torchtitan.experiments.rl.controller.step_metrics import step_record
 from torchtitan.experiments.rl.controller.validation import Validator
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.process.memory import freeze_objects, unfreeze_objects
+from torchtitan.experiments.rl.process.setup import freeze_objects, unfreeze_objects
 from torchtitan.experiments.rl.process.trace import LoopLag, Stopwatch
 from torchtitan.experiments.rl.training.client import TrainerClient
 from torchtitan.experiments.rl.weights.sync import CopiedOut, SyncReport, WeightSync

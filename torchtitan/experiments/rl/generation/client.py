@@ -21,7 +21,7 @@ from monarch.actor import Channel
 from torchtitan.experiments.rl.compat.monarch import ask
 from torchtitan.experiments.rl.envs.conversation import yield_queue
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.generation.messages import (
+from torchtitan.experiments.rl.generation.engine import (
     CLIENT_BITS,
     GenerateRequest,
     GenerateResult,

@@ -1,5 +1,7 @@
 """What the library asks of an inference engine. vLLM's is the folder ``generation/vllm``.
 
+Requests and results are also the messages between a client and a generator: many travel in one actor message.
+
 An engine has two parts: a config, which is plain data that any process can import, and the engine that the config's ``build``
 makes in the generator's process. Import what only the engine needs inside ``build`` or later.
 """
@@ -9,12 +11,74 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
+import numpy as np
 import torch
 
 from torchtitan.experiments.rl.bounds import Changeable, PositiveInt, ProcessCount
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.generation.messages import Request, RequestFailed, Result
+from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.snapshot import Manifest
+
+CLIENT_BITS = 40
+"""A request's id says whose it is: the client's id lies above this many bits, the client's own count below."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerateRequest:
+    request_id: int
+    prompt_token_ids: np.ndarray
+    """int32 [P]."""
+    sampling: SamplingConfig
+    seed: int
+    stop_token_ids: list[int]
+    cache_scope: str = ""
+    """Requests share cached prefixes with those of the same scope only."""
+    adapter: str = ""
+    """Of the version's, which one samples. An engine that serves none has no choice."""
+    routes_from: int = 0
+    """The first token of the prompt whose route is wanted: those before it are known."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ScoreRequest:
+    request_id: int
+    token_ids: np.ndarray
+    """int32 [L], at least 2."""
+    adapter: str = ""
+
+
+@dataclass(kw_only=True, slots=True)
+class GenerateResult:
+    request_id: int
+    completion: Completion
+
+
+@dataclass(kw_only=True, slots=True)
+class ScoreResult:
+    request_id: int
+    logprobs: np.ndarray
+    """float32 [L]; entry 0 is 0."""
+
+
+@dataclass(kw_only=True, slots=True)
+class RequestFailed:
+    request_id: int
+    cause: str
+
+
+@dataclass(kw_only=True, slots=True)
+class GeneratorFailed:
+    """The engine can't go on: every open request of this replica is lost."""
+
+    cause: str
+
+
+Request = GenerateRequest | ScoreRequest
+Result = GenerateResult | ScoreResult | RequestFailed
+"""How a request ends: one for each, by its request_id."""
+GeneratorMessage = Result | GeneratorFailed
+"""What a generator sends to its clients."""
 
 
 class WrongWeights(RunError):

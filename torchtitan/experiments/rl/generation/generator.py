@@ -26,21 +26,24 @@ from monarch.actor import Port, current_rank
 
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.generation.config import GeneratorConfig, WeightUpdate
-from torchtitan.experiments.rl.generation.engine import Engine, LoadReport, Occupancy, WrongWeights, check_held
-from torchtitan.experiments.rl.generation.messages import (
+from torchtitan.experiments.rl.generation.engine import (
     CLIENT_BITS,
+    Engine,
     GeneratorFailed,
     GeneratorMessage,
+    LoadReport,
+    Occupancy,
     Request,
     Result,
     ScoreRequest,
     ScoreResult,
+    WrongWeights,
+    check_held,
 )
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Heartbeat
-from torchtitan.experiments.rl.process.memory import freeze_objects, keep_imported
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.setup import freeze_objects, keep_imported, set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, cause_in, for_a_future, reported_endpoint
 from torchtitan.experiments.rl.weights.reader import local_snapshot
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt, fingerprint

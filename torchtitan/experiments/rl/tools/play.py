@@ -23,9 +23,8 @@ from torchtitan.experiments.rl.config.trial import REPLY, checked_renderer
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.generation.client import GeneratorSession
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
-from torchtitan.experiments.rl.generation.engine import Engine
+from torchtitan.experiments.rl.generation.engine import Engine, GenerateRequest, Result
 from torchtitan.experiments.rl.generation.judge import Reply
-from torchtitan.experiments.rl.generation.messages import GenerateRequest, Result
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.observability.rollouts import lines_of
 from torchtitan.experiments.rl.printable import printable, printable_line

@@ -24,8 +24,7 @@ from monarch.actor import current_rank, current_size
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.host import LOOPBACK, host_identity, interface_towards, network_address
-from torchtitan.experiments.rl.process.memory import collect_again, keep_imported
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.setup import collect_again, keep_imported, set_up_logging
 from torchtitan.experiments.rl.training.checkpoints import write_error
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite

@@ -25,8 +25,12 @@ from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Heartbeat, Pulse
-from torchtitan.experiments.rl.process.memory import GIVE_BACK_EVERY_S, give_back_free_memory
-from torchtitan.experiments.rl.process.setup import end_without_finalizing, ignore_signals_of_the_command
+from torchtitan.experiments.rl.process.setup import (
+    GIVE_BACK_EVERY_S,
+    end_without_finalizing,
+    give_back_free_memory,
+    ignore_signals_of_the_command,
+)
 from torchtitan.experiments.rl.process.terminal import printed_file
 from torchtitan.experiments.rl.user_code.calls import cause_of
 

@@ -9,8 +9,7 @@ import torchstore
 
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.process.host import host_identity
-from torchtitan.experiments.rl.process.memory import collect_again
-from torchtitan.experiments.rl.process.setup import set_up_logging
+from torchtitan.experiments.rl.process.setup import collect_again, set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, cause_in, reported_endpoint
 from torchtitan.experiments.rl.weights.host_shards import RemoteShards, copy_held, fetch, offer
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer

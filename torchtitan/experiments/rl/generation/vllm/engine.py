@@ -18,19 +18,22 @@ from annotated_types import Gt, Le
 from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, PeerGone
-from torchtitan.experiments.rl.generation.engine import EngineConfig, LoadReport, Occupancy, WrongWeights
-from torchtitan.experiments.rl.generation.messages import (
+from torchtitan.experiments.rl.generation.engine import (
+    EngineConfig,
     GenerateRequest,
     GenerateResult,
+    LoadReport,
+    Occupancy,
     Request,
     RequestFailed,
     Result,
     ScoreRequest,
     ScoreResult,
+    WrongWeights,
 )
 from torchtitan.experiments.rl.generation.vllm.worker import QUANTIZED, whole_digests
 from torchtitan.experiments.rl.process.lifetime import descendants
-from torchtitan.experiments.rl.process.memory import keep_imported
+from torchtitan.experiments.rl.process.setup import keep_imported
 from torchtitan.experiments.rl.process.temporary import remove_shared_memory, shared_memory_of
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.user_code.endpoint import cause_in
