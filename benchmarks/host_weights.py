@@ -27,7 +27,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
-import torchstore  # noqa: E402
 from monarch.actor import (  # noqa: E402
     Actor,
     ProcMesh,
@@ -47,13 +46,14 @@ from torchtitan.experiments.rl.process.setup import (  # noqa: E402
     set_up_spawned_process,
 )
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher  # noqa: E402
-from torchtitan.experiments.rl.weights.reader import Fetched, WeightReader, local_snapshot  # noqa: E402
-from torchtitan.experiments.rl.weights.snapshot import (  # noqa: E402
-    Manifest,
-    SharedBuffer,
-    tensor_digests,  # noqa: E402
+from torchtitan.experiments.rl.weights.reader import (  # noqa: E402
+    Fetched,
+    WeightReader,
+    on_this_host,
+    published,
+    start_store,
 )
-from torchtitan.experiments.rl.weights.store import manifest_key, start_store  # noqa: E402
+from torchtitan.experiments.rl.weights.snapshot import SnapshotReader, digest, named  # noqa: E402
 
 TENSORS = 300
 """About as many as a model of 28 layers has."""
@@ -100,9 +100,9 @@ class MeasuredReader(WeightReader):
         Raises:
             RunError: the bytes are not those that were published.
         """
-        manifest: Manifest = await torchstore.get(manifest_key(version))
-        copy = SharedBuffer.attach(await local_snapshot(manifest))
-        if tensor_digests(copy.bytes, manifest.layout) != manifest.digests:
+        manifest = await on_this_host(await published(version))
+        tensors = SnapshotReader().tensors(manifest)
+        if named((name, int(digest(tensor))) for name, tensor in tensors.items()) != manifest.digests:
             raise RunError(f"version {version} was not fetched as it was published")
 
 

@@ -39,7 +39,16 @@ from torchtitan.experiments.rl.training.learner import Learner  # noqa: E402
 from torchtitan.experiments.rl.training.trainer import init_process_group  # noqa: E402
 from torchtitan.experiments.rl.types import TrainingSample  # noqa: E402
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher  # noqa: E402
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout, tensor_digests  # noqa: E402
+from torchtitan.experiments.rl.weights.snapshot import (  # noqa: E402
+    Manifest,
+    RankParts,
+    SharedBuffer,
+    buffer_bytes,
+    digest,
+    named,
+    views,
+    whole,
+)
 
 SAMPLES, LENGTH = 16, 64
 REQUESTS, PROMPT, SAMPLED = 32, 16, 32
@@ -94,7 +103,7 @@ def engine(model: str, rank: int) -> Iterator[dict[str, float]]:
     config = VLLMEngineConfig(max_model_len=256, cpu_kv_cache_gib=0.5, enable_prefix_caching=False)
     made = config.build(model_path=model, device="cpu", adapters={"": rank} if rank else {})
     if rank:
-        made.load(*random_adapter(model, rank), recompute=False)
+        made.load(random_adapter(model, rank), recompute=False)
     random = np.random.default_rng(0)
     while True:
         started = time.perf_counter()
@@ -113,21 +122,21 @@ def engine(model: str, rank: int) -> Iterator[dict[str, float]]:
 KEPT = []
 
 
-def random_adapter(model: str, rank: int) -> tuple[Manifest, str]:
-    """A version of random values, and where it lies."""
+def random_adapter(model: str, rank: int) -> Manifest:
+    """A version of random values."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, weight in load_file(f"{model}/model.safetensors").items():
         if name.endswith("_proj.weight"):
             module = f"base_model.model.{name.removesuffix('.weight')}"
             shapes |= {f"{module}.lora_A.weight": (rank, weight.shape[1]), f"{module}.lora_B.weight": (len(weight), rank)}
-    layout = SnapshotLayout.of(shapes, torch.float32)
-    buffer = SharedBuffer.create(layout.nbytes)
+    shards = {name: whole(shape) for name, shape in shapes.items()}
+    buffer = SharedBuffer.create(buffer_bytes(shards, torch.float32))
     KEPT.append(buffer)
-    for _, view in buffer.views(layout):
-        view.normal_(0, 0.01)
-    digests = tensor_digests(buffer.bytes, layout)
-    paths = {"here": buffer.path}
-    return Manifest(version=1, layout=layout, paths=paths, publication="random", digests=digests), buffer.path
+    digests = named(
+        (name, int(digest(view.normal_(0, 0.01)))) for name, view in views(buffer.bytes, shards, torch.float32).items()
+    )
+    parts = (RankParts("here", buffer.path, shards),)
+    return Manifest(version=1, shapes=shapes, dtype=torch.float32, parts=parts, publication="random", digests=digests)
 
 
 def side(role: str, model: str, rank: int) -> None:

@@ -10,7 +10,8 @@
 3. "Through the host" calls the library's own ``copy_out`` and ``digest``, as a trainer on a CPU does: it digests beside its
    next step. On a GPU it digests each tensor before the copy, and waits for that.
 4. "From the devices": each rank has rows of every tensor, and keeps them in a buffer of its own device. A worker puts each
-   tensor together from these (``PartedTensors``), and the engine takes its share of it.
+   tensor together from these (``PartedTensors``), and the engine takes its share of it. Where that is all of it, its parts are
+   copied there at once. So are those of several ranks in the host's memory.
 5. A copy reads each byte once and writes it once; both count. Half a megabyte at a time, a digest works in a core's cache.
 
 The sides take turns; each figure is a median. One worker after the other: with several they would share the cores.
@@ -30,13 +31,17 @@ import xxhash  # noqa: E402
 
 from torchtitan.experiments.rl.weights.publisher import copy_out  # noqa: E402
 from torchtitan.experiments.rl.weights.snapshot import (  # noqa: E402
+    Manifest,
     PartedTensors,
+    RankParts,
     Shard,
     SharedBuffer,
-    SnapshotLayout,
+    buffer_bytes,
     digest,
     index_of,
     named,
+    views,
+    whole,
 )
 
 DIM = 2048
@@ -51,18 +56,25 @@ class Update:
         layers = max(1, round(megabytes * 1e6 / (2 * 8 * DIM * DIM)))
         shapes = {f"{i}.{name}": shape for i in range(layers) for name, shape in layer.items()}
         self.trainer = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-        self.layout = SnapshotLayout.of(shapes, torch.bfloat16)
-        self.buffer = SharedBuffer.create(self.layout.nbytes)
-        self.snapshot = dict(self.buffer.views(self.layout))
+        shards = {name: whole(shape) for name, shape in shapes.items()}
+        self.buffer = SharedBuffer.create(buffer_bytes(shards, torch.bfloat16))
+        self.snapshot = views(self.buffer.bytes, shards, torch.bfloat16)
         self.places = [{name: place(name, shape, rank, workers) for name, shape in shapes.items()} for rank in range(workers)]
         self.held = [{name: self.snapshot[name][index_of(p)].clone() for name, p in own.items()} for own in self.places]
         self.parts = []
         """Of each rank: its buffer, its shards, and where it writes them."""
         for rank in range(ranks):
             own = {name: place("rows.up", shape, rank, ranks) for name, shape in shapes.items()}
-            own_layout = SnapshotLayout.of_shards(own, torch.bfloat16)
-            buffer = SharedBuffer.create(own_layout.nbytes)
-            self.parts.append((buffer, own, dict(buffer.views(own_layout))))
+            buffer = SharedBuffer.create(buffer_bytes(own, torch.bfloat16))
+            self.parts.append((buffer, own, views(buffer.bytes, own, torch.bfloat16)))
+        self.manifest = Manifest(
+            version=1,
+            shapes=shapes,
+            dtype=torch.bfloat16,
+            parts=tuple(RankParts("here", buffer.path, own) for buffer, own, _ in self.parts),
+            publication="",
+            digests={},
+        )
         self.nbytes = sum(tensor.nbytes for tensor in self.trainer.values())
         self.moved: Counter[str] = Counter()
 
@@ -133,11 +145,14 @@ class Update:
                 published[name] += int(digest(part, shards[name], tuple(self.trainer[name].shape)))
                 self.moved["digested where it lies"] += part.nbytes
         yield "beside"
-        tensors = PartedTensors(self.layout, [(buffer.bytes, shards) for buffer, shards, _ in self.parts])
+        tensors = PartedTensors(self.manifest, [buffer.bytes for buffer, _, _ in self.parts])
         for places, held in zip(self.places, self.held, strict=True):
-            for name, whole in tensors.items():
-                self.moved["into the engine"] += 2 * whole.nbytes
-                self.copy("within the engine", held[name], whole[index_of(places[name])])
+            for name, own in held.items():
+                self.moved["into the engine"] += 2 * self.snapshot[name].nbytes
+                if own.shape == self.snapshot[name].shape:
+                    tensors.copy_to(name, own)
+                else:
+                    self.copy("within the engine", own, tensors[name][index_of(places[name])])
         self.verify(published)
         yield "engine stands"
 

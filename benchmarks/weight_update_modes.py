@@ -40,7 +40,7 @@ from torchtitan.experiments.rl.process.host import host_identity  # noqa: E402
 from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher  # noqa: E402
-from torchtitan.experiments.rl.weights.store import start_store  # noqa: E402
+from torchtitan.experiments.rl.weights.reader import start_store  # noqa: E402
 
 MODEL = str(Path(__file__).resolve().parents[1] / "assets" / "tiny_qwen3")
 PROMPT_TOKENS, MEAN_TOKENS, MOST_TOKENS, VARIATION = 64, 96, 448, 0.8

@@ -28,12 +28,14 @@ from torchtitan.experiments.rl.generation.engine import (
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.snapshot import (
     Manifest,
+    RankParts,
     SharedBuffer,
-    SnapshotLayout,
     SnapshotReader,
+    buffer_bytes,
     digest,
     named,
-    tensor_digests,
+    views,
+    whole,
 )
 
 WEIGHTS = "model.safetensors"
@@ -60,12 +62,18 @@ _PUBLISHED: list[SharedBuffer] = []
 
 def snapshot_of(version: int, table: torch.Tensor) -> Manifest:
     """The table in shared memory of this process, as a trainer publishes it."""
-    layout = SnapshotLayout.of({TABLE: tuple(table.shape)}, torch.float32)
-    buffer = SharedBuffer.create(layout.nbytes)
+    shards = {TABLE: whole(table.shape)}
+    buffer = SharedBuffer.create(buffer_bytes(shards, torch.float32))
     _PUBLISHED.append(buffer)
-    dict(buffer.views(layout))[TABLE].copy_(table)
-    digests = tensor_digests(buffer.bytes, layout)
-    return Manifest(version=version, layout=layout, paths={"here": buffer.path}, publication=f"v{version}", digests=digests)
+    views(buffer.bytes, shards, torch.float32)[TABLE].copy_(table)
+    return Manifest(
+        version=version,
+        shapes={TABLE: tuple(table.shape)},
+        dtype=torch.float32,
+        parts=(RankParts("here", buffer.path, shards),),
+        publication=f"v{version}",
+        digests=digests_of(table),
+    )
 
 
 def digests_of(table: torch.Tensor) -> dict[str, str]:
@@ -150,8 +158,8 @@ class ScriptedEngine:
         assert not self._open and not self.asleep
         self.asleep = True
 
-    def load(self, manifest: Manifest, path: str, *, recompute: bool, verify: bool = True) -> LoadReport:
-        tensors = self._reader.tensors(manifest, path)
+    def load(self, manifest: Manifest, *, recompute: bool, verify: bool = True) -> LoadReport:
+        tensors = self._reader.tensors(manifest)
         assert all(each.token_ids for each in self._open.values()), "a request without a token was not withdrawn"
         self._table = tensors[TABLE].double().numpy()
         digests = digests_of(torch.from_numpy(self._table)) if verify else {}

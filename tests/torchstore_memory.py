@@ -22,7 +22,7 @@ from torchstore.client import LocalClient  # noqa: E402
 
 from tests.monarch_memory import kept_kb  # noqa: E402
 from torchtitan.experiments.rl.compat.torchstore import SparingClient, use_async_controller  # noqa: E402
-from torchtitan.experiments.rl.weights.store import OneVolume, start_store  # noqa: E402
+from torchtitan.experiments.rl.weights.reader import OneVolume, start_store  # noqa: E402
 
 
 class Process(Actor):

@@ -19,7 +19,7 @@ from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.store import start_store
+from torchtitan.experiments.rl.weights.reader import start_store
 
 SEATS = 4
 """Sequences in one engine step."""

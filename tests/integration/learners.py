@@ -1,5 +1,6 @@
 """Learners on fixed samples: how tests make them, what they ask of them, and how they compare it."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,15 +17,14 @@ from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.types import TrainingSample
-from torchtitan.experiments.rl.weights.host_shards import copy_held, volume
 from torchtitan.experiments.rl.weights.publisher import OwnPart, SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import (
     Manifest,
-    SharedBuffer,
     SnapshotReader,
+    digest,
     index_of,
-    tensor_digests,
-    views,
+    named,
+    volume,
 )
 
 LAYOUTS = {
@@ -208,14 +208,21 @@ def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
     """What this rank wrote into shared memory; on the first rank, what the ranks wrote together."""
     publisher = SnapshotPublisher(rank=learner.rank, host="here", dtype=torch.float32)
     publisher.write(1, learner.hub_tensors)
-    compare_paths(publisher, learner)
-    if learner.rank:
-        return {name: view.clone() for name, view in publisher._targets[1].items()}
-    return {name: view.clone() for name, view in publisher._buffers[1].views(publisher._layout)}
+    found = compare_paths(publisher, learner)
+    return {name: view.clone() for name, view in publisher._targets[1].items()} if learner.rank else found
 
 
-def compare_paths(host: SnapshotPublisher, learner: Learner) -> None:
-    """Ranks that keep their parts on their own devices publish the digests and the bytes of ``host``. Collective."""
+def read(publisher: SnapshotPublisher) -> dict[str, torch.Tensor]:
+    """What a generator of the publisher's host finds."""
+    manifest = Manifest(
+        version=1, shapes=publisher._shapes, dtype=torch.float32, parts=publisher._parts[1], publication="", digests={}
+    )
+    return {name: tensor.clone() for name, tensor in SnapshotReader().tensors(manifest).items()}
+
+
+def compare_paths(host: SnapshotPublisher, learner: Learner) -> dict[str, torch.Tensor]:
+    """Ranks that keep their parts on their own devices publish the digests and the bytes of ``host``, which are returned.
+    Collective."""
     kept = SnapshotPublisher(rank=learner.rank, host="here", dtype=torch.float32, device=torch.device("cpu"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", None)  # a rank that gathers a tensor fails
@@ -223,11 +230,11 @@ def compare_paths(host: SnapshotPublisher, learner: Learner) -> None:
         assert kept._digests(1) == host._digests(1)  # returns when every rank has written
     own = list(kept._targets[1].values())
     assert sum(buffer.bytes.numel() for buffer in kept._buffers) < sum(part.nbytes + 64 for part in own) + 1, "its own parts"
-    manifest = Manifest(version=1, layout=kept._layout, paths={}, publication="", digests={}, parts=kept._parts)
-    found = SnapshotReader().tensors(manifest, "")
-    for name, view in host._buffers[1].views(host._layout):
-        assert torch.equal(found[name], view), name
+    found, wanted = read(kept), read(host)
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
     dist.barrier()  # the buffers are gone with the publisher that made them
+    return wanted
 
 
 def snapshot_of_two_hosts(learner: Learner) -> dict:
@@ -240,15 +247,12 @@ def snapshot_of_two_hosts(learner: Learner) -> dict:
         digests = publisher._digests(1)  # returns when every rank has written
     found = {}
     if learner.rank == 0:
-        layout = publisher._layout
-        whole = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        for name, path in publisher._paths[1].items():
-            copy_held(publisher._shards[name], layout, SharedBuffer.attach(path).bytes, whole)
-        found["tensors"] = dict(views(whole, layout))
-        held = {name: [volume(shard) for shards in own.values() for shard in shards] for name, own in publisher._shards.items()}
-        found["nbytes"] = {name: 4 * sum(volumes) for name, volumes in held.items()}
-        found["nbytes"]["whole"] = sum(entry.nbytes for entry in layout.entries)
-        found["seen"] = tensor_digests(whole, layout)
+        found["tensors"] = tensors = read(publisher)
+        nbytes: Counter[str] = Counter()
+        for host, _, shards in publisher._parts[1]:
+            nbytes[host] += 4 * sum(map(volume, shards.values()))
+        found["nbytes"] = nbytes | {"whole": sum(tensor.nbytes for tensor in tensors.values())}
+        found["seen"] = named((name, int(digest(tensor))) for name, tensor in tensors.items())
         found["published"] = digests
     dist.barrier()  # the buffers are gone with the publisher that made them
     return found

@@ -25,11 +25,10 @@ from torchtitan.experiments.rl.models.policy import ModelConfig
 from torchtitan.experiments.rl.operations import provision
 from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on, start_trainer
 from torchtitan.experiments.rl.process import temporary
-from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.trainer import PolicyTrainer
+from torchtitan.experiments.rl.weights.reader import manifest_key
 from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, fingerprint
-from torchtitan.experiments.rl.weights.store import manifest_key
 
 FLAT = 2.0
 """A temperature at which the tiny model, too, has many things to say."""
@@ -349,7 +348,7 @@ async def test_a_snapshot_that_is_gone_is_not_loaded_and_the_old_weights_stay(ti
     await tied.train()
     trainer = await tied.publish()
     manifest = await torchstore.get(manifest_key(tied.version))
-    gone = replace(manifest, paths={host_identity(): "/proc/self/fd/99999"})
+    gone = replace(manifest, parts=(manifest.parts[0]._replace(handle="/proc/self/fd/99999"),))
     await torchstore.put(manifest_key(tied.version), gone)
     for generator, before in zip(generators, old, strict=True):
         with pytest.raises(Exception, match="the weights at /proc/self/fd/99999 are gone"):
@@ -370,8 +369,9 @@ async def test_an_engine_that_was_given_a_corrupted_snapshot_answers_nothing_any
     await tied.train()
     await tied.publish()
     manifest = await torchstore.get(manifest_key(tied.version))
-    snapshot = SharedBuffer.attach(manifest.paths[host_identity()])
-    snapshot.bytes[manifest.layout.nbytes // 2] ^= 1
+    (part,) = manifest.parts
+    buffer = SharedBuffer.attach(part.handle)
+    buffer.bytes[len(buffer.bytes) // 2] ^= 1
     generator = tied.generator if workers == 1 else generator_of_two
     if workers == 1:
         waiting = [tied.request(tied.prompt(5), seed=seed, max_tokens=900) for seed in range(2 * AT_ONCE)]

@@ -31,8 +31,8 @@ from torchtitan.experiments.rl.models.lora import LoRA, trained_state
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.snapshot import SharedBuffer
-from torchtitan.experiments.rl.weights.store import manifest_key
+from torchtitan.experiments.rl.weights.reader import manifest_key
+from torchtitan.experiments.rl.weights.snapshot import SnapshotReader
 
 
 def test_loss_and_gradient_do_not_depend_on_recomputed_activations_or_logit_chunks(exact):
@@ -148,9 +148,9 @@ def published(learner: Learner, monkeypatch) -> dict[str, torch.Tensor]:
     monkeypatch.setattr(publisher_module.torchstore, "put", put)
     publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.float32)
     publisher.write(1, learner.hub_tensors)
-    asyncio.run(publisher.publish(1, remote_readers=False))
-    manifest = store[manifest_key(1)]
-    return {name: view.clone() for name, view in SharedBuffer.attach(manifest.paths["here"]).views(manifest.layout)}
+    manifest = asyncio.run(publisher.publish(1, remote_readers=False))
+    assert store == {manifest_key(1): manifest}
+    return {name: tensor.clone() for name, tensor in SnapshotReader().tensors(manifest).items()}
 
 
 # ---- steps that must not be taken

@@ -31,8 +31,8 @@ from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
+from torchtitan.experiments.rl.weights.reader import start_store
 from torchtitan.experiments.rl.weights.snapshot import WeightReceipt
-from torchtitan.experiments.rl.weights.store import start_store
 
 LENGTH = 300
 """Tokens of a prompt: many times as long as the Llama's unscaled rotary frequencies reach."""

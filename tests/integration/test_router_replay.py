@@ -46,7 +46,7 @@ from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.learner import Learner
-from torchtitan.experiments.rl.weights.store import start_store
+from torchtitan.experiments.rl.weights.reader import start_store
 
 MOE: dict[str, Any] = dict(model=str(MOE_MODEL), router_replay="ids")
 ABSENT = 255

@@ -58,6 +58,17 @@ def sabotage(lr: float = 1e-4, name: str | None = None, among: dict = SABOTAGES)
     return add
 
 
+class Given(dict):
+    """Tensors as ``compat.reload_weights`` takes them."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.items()}
+
+    def copy_to(self, name: str, target: torch.Tensor) -> None:
+        target.copy_(self[name])
+
+
 @contextmanager
 def reloading_by(reload: Callable[[Any, Any], None]) -> Iterator[None]:
     """The worker's ``reload_weights(worker, tensors)`` is ``reload``."""
@@ -74,7 +85,7 @@ def _reloading(change: Callable[[Tensors], Tensors | None]) -> Iterator[None]:
     def changed(worker: Any, tensors: Any) -> None:
         given = change(dict(tensors))
         if given is not None:
-            compat.reload_weights(worker, given)
+            compat.reload_weights(worker, Given(given))
 
     with reloading_by(changed):
         yield None

@@ -37,11 +37,15 @@ from torchtitan.experiments.rl.operations.alarms import MismatchAlarm
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
 from torchtitan.experiments.rl.weights.snapshot import (
     Manifest,
+    RankParts,
     SharedBuffer,
-    SnapshotLayout,
     WeightReceipt,
+    buffer_bytes,
+    digest,
     fingerprint,
-    tensor_digests,
+    named,
+    views,
+    whole,
 )
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, CopiedOut, WeightSync
 
@@ -173,8 +177,8 @@ class World:
         self._alarm, self._bound = MismatchAlarm(dtype, exact=True), CanaryBound(dtype)
         self._random = torch.Generator().manual_seed(seed)
         self._master = {name: value.float().clone() for name, value in tensors.items()}
-        self._layout = SnapshotLayout.of({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config.torch_dtype)
-        self._buffers = [SharedBuffer.create(self._layout.nbytes) for _ in range(2)]
+        self._shards, self._dtype = {name: whole(tensor.shape) for name, tensor in tensors.items()}, config.torch_dtype
+        self._buffers = [SharedBuffer.create(buffer_bytes(self._shards, self._dtype)) for _ in range(2)]
         self._published: list[Manifest] = []
         self.names = set(tensors)
         self.version = 0
@@ -191,16 +195,16 @@ class World:
         self._publish(lr)
         old, published = self._published
         buffer = self._buffers[self.version % 2]
-        views = dict(buffer.views(self._layout))
+        written = self._views(self.version)
         delivery = Delivery(
             published=published,
-            views=views,
-            before={name: view.clone() for name, view in self._buffers[(self.version - 1) % 2].views(self._layout)},
+            views=written,
+            before={name: view.clone() for name, view in self._views(self.version - 1).items()},
             published_before=old,
             engine=self.engine._engine,
         )
         intended = buffer.bytes.clone()
-        self._trainer.load_state_dict(of_transformers(merged(self._base, views)), strict=False)
+        self._trainer.load_state_dict(of_transformers(merged(self._base, written)), strict=False)
 
         def replica(wrongly: Sabotage | None, canary: np.ndarray) -> WeightReceipt:
             """As Generator.update_weights: what the store has, a load, and the check of what is held."""
@@ -246,17 +250,25 @@ class World:
 
     def _publish(self, lr: float) -> None:
         self.version += 1
-        buffer = self._buffers[self.version % 2]
-        for name, view in buffer.views(self._layout):
+        written = self._views(self.version)
+        for name, view in written.items():
             self._master[name] += lr * (2 * torch.rand(view.shape, generator=self._random) - 1)
             view.copy_(self._master[name])
-        paths, publication = {"here": buffer.path}, f"publication {self.version}"
-        digests = tensor_digests(buffer.bytes, self._layout)
-        manifest = Manifest(version=self.version, layout=self._layout, paths=paths, publication=publication, digests=digests)
+        manifest = Manifest(
+            version=self.version,
+            shapes={name: tuple(view.shape) for name, view in written.items()},
+            dtype=self._dtype,
+            parts=(RankParts("here", self._buffers[self.version % 2].path, self._shards),),
+            publication=f"publication {self.version}",
+            digests=named((name, int(digest(view))) for name, view in written.items()),
+        )
         self._published = [*self._published[-1:], manifest]
 
+    def _views(self, version: int) -> Tensors:
+        return views(self._buffers[version % 2].bytes, self._shards, self._dtype)
+
     def _load(self, published: Manifest) -> LoadReport:
-        report = self.engine.load(published, published.paths["here"], recompute=False)
+        report = self.engine.load(published, recompute=False)
         check_held(report, published.version, published.digests)
         return report
 

@@ -10,7 +10,7 @@ from torchstore.storage_volume import InMemoryStore
 
 from torchtitan.experiments.rl.compat.monarch import OneActor
 from torchtitan.experiments.rl.compat.torchstore import AsyncController, SparingClient, use_async_controller
-from torchtitan.experiments.rl.weights.store import OneVolume
+from torchtitan.experiments.rl.weights.reader import OneVolume
 
 
 def endpoints_of(actor: type) -> dict[str, object]:

@@ -230,8 +230,7 @@ def test_a_version_loaded_in_mid_completion_samples_the_rest_and_scores_what_com
     engine.step()
     engine.add(request(2, tokens=4, temperature=0.0))
     assert [withdrawn.request_id for withdrawn in engine.withdraw()] == [2]
-    manifest = snapshot_of(3, counting_table(0.9))
-    engine.load(manifest, manifest.paths["here"], recompute=False)
+    engine.load(snapshot_of(3, counting_table(0.9)), recompute=False)
     engine.add(ScoreRequest(request_id=-1, token_ids=np.array([4, 5, 5], np.int32)))
     results = finish(engine)
     completion = results[1].completion
@@ -253,9 +252,8 @@ def test_a_vllm_engine_whose_load_breaks_can_go_on_only_if_nothing_has_changed(g
     engine._engine, engine._version, engine._asleep = SimpleNamespace(collective_rpc=collective_rpc), 4, False
     engine._early, engine._results = [], list
     monkeypatch.setattr(compat, "finish_steps", lambda engine: ["ended"])
-    manifest = snapshot_of(5, counting_table(0.9))
     with pytest.raises(RunError, match="gone|version 5 are not loaded: ValueError: no such tensor") as caught:
-        engine.load(manifest, manifest.paths["here"], recompute=False)
+        engine.load(snapshot_of(5, counting_table(0.9)), recompute=False)
     assert type(caught.value) is kind and engine.version == 4
 
 

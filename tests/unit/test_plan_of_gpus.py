@@ -165,8 +165,8 @@ def test_a_host_keeps_two_versions_of_what_its_ranks_publish_and_of_what_its_wei
     assert held(trainer_hosts=[0, 0], generator_hosts=[0, 0]) == {0: 200}
     # The trainer's host keeps the whole, and so does the reader of each other host, for however many engines.
     assert held(trainer_hosts=[0, 0], generator_hosts=[0, 1, 1, 2]) == {0: 200, 1: 200, 2: 200}
-    # Two hosts publish a half each. Generators beside the second half need a reader too.
-    assert held(trainer_hosts=[0, 0, 1, 1], generator_hosts=[1, 2]) == {0: 100, 1: 300, 2: 200}
+    # Two hosts publish a half each. Generators beside the second half need a reader for the first.
+    assert held(trainer_hosts=[0, 0, 1, 1], generator_hosts=[1, 2]) == {0: 100, 1: 200, 2: 200}
     # Two copies of the model: the first is published, and the second one's host fetches it.
     assert held(trainer_hosts=[0, 0, 1, 1], copies=2, generator_hosts=[0, 1]) == {0: 200, 1: 200}
 

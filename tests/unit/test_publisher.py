@@ -10,7 +10,7 @@ from torchtitan.experiments.rl.errors import PeerGone
 from torchtitan.experiments.rl.weights import publisher as publisher_module
 from torchtitan.experiments.rl.weights import snapshot as snapshot_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotReader, digest, named, tensor_digests
+from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotReader, digest, named
 
 
 def tensors_of(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
@@ -39,24 +39,26 @@ def published(monkeypatch):
     return store, SnapshotPublisher(rank=0, host="here", dtype=torch.float32)
 
 
+def found_digests(tensors) -> dict[str, str]:
+    return named((name, int(digest(tensor))) for name, tensor in tensors.items())
+
+
 def manifests(store) -> dict:
     return {value.version: value for key, value in store.items() if "manifest" in key}
 
 
 async def test_version_before_can_still_be_read_while_the_next_is_written(published):
     store, publisher = published
-    readers = {}
+    reader, found = SnapshotReader(), {}
     for version in (1, 2, 3, 4):
         publisher.write(version, tensors_of(version))
         if version > 1:  # being read meanwhile
-            manifest = manifests(store)[version - 1]
-            assert tensor_digests(readers[version - 1].bytes, manifest.layout) == digests_of(version - 1)
-        await publisher.publish(version, remote_readers=False)
-        manifest = manifests(store)[version]
-        readers[version] = SharedBuffer.attach(manifest.paths["here"])
-        for name, view in readers[version].views(manifest.layout):
-            assert torch.equal(view, tensors_of(version)[name])
-    assert len({manifest.paths["here"] for manifest in manifests(store).values()}) == 2
+            assert found_digests(found[version - 1]) == digests_of(version - 1)
+        manifest = await publisher.publish(version, remote_readers=False)
+        assert manifest == manifests(store)[version]
+        found[version] = reader.tensors(manifest)
+        assert found_digests(found[version]) == digests_of(version)
+    assert len({part.handle for manifest in manifests(store).values() for part in manifest.parts}) == 2
 
 
 async def test_what_is_published_are_the_digests_of_the_trainers_tensors(published):
@@ -65,7 +67,7 @@ async def test_what_is_published_are_the_digests_of_the_trainers_tensors(publish
         publisher.write(version, tensors_of(version, dtype))
         found = await publisher.publish(version, remote_readers=False)
         assert found == manifests(store)[version] and found.digests == digests_of(version, dtype)
-        assert found.digests == tensor_digests(SharedBuffer.attach(found.paths["here"]).bytes, found.layout)
+        assert found.digests == found_digests(SnapshotReader().tensors(found))
 
 
 async def test_versions_that_stay_on_the_device_are_the_same_bytes_in_one_buffer_of_the_ranks_own(published):
@@ -78,23 +80,23 @@ async def test_versions_that_stay_on_the_device_are_the_same_bytes_in_one_buffer
             publisher.write(version, tensors_of(version))
             manifests.append(await publisher.publish(version, remote_readers=False))
         in_host, on_device = manifests
-        assert on_device.digests == in_host.digests and on_device.layout == in_host.layout
-        assert on_device.paths == {} and in_host.parts == ()
-        ((handle, shards),) = on_device.parts
-        assert "nothing" not in shards
+        assert on_device.digests == in_host.digests and on_device.shapes == in_host.shapes
+        ((where, handle, shards),) = on_device.parts
+        assert where == "here" and "nothing" not in shards and in_host.parts[0].shards == shards
         handles.add(handle)
-        found, wanted = reader.tensors(on_device, ""), SnapshotReader().tensors(in_host, in_host.paths["here"])
+        found, wanted = reader.tensors(on_device), SnapshotReader().tensors(in_host)
         assert list(found) == list(wanted)
         assert all(torch.equal(tensor, wanted[name]) and tensor.dtype == torch.float32 for name, tensor in found.items())
-    assert len(handles) == 1 and list(reader._buffers) == list(handles)
+    assert len(handles) == 1 and len({*reader._last, *reader._before}) == 1
     # Another trainer's handles are other ones, and the reader lets go of the first one's.
     again = SnapshotPublisher(rank=0, host="here", dtype=torch.float32, device=torch.device("cpu"))
     again.write(3, tensors_of(3))
     (part,) = (manifest := await again.publish(3, remote_readers=False)).parts
-    assert part.handle not in handles and list(reader.tensors(manifest, "")) and list(reader._buffers) == [part.handle]
+    assert part.handle not in handles and reader.tensors(manifest) and reader.tensors(manifest)
+    assert {*reader._last, *reader._before} == {again._buffers[0].inode}
     del publisher, device
     with pytest.raises(PeerGone, match="the process that published them has ended"):
-        SnapshotReader().tensors(on_device, "")
+        SnapshotReader().tensors(on_device)
 
 
 async def test_a_trainer_that_is_made_again_publishes_under_another_name(published):
@@ -166,15 +168,15 @@ def test_memory_of_a_gpu_is_offered_once_and_opened_for_each_load(monkeypatch):
     reader, tensors = SnapshotReader(), {"a": torch.randn(3, 5), "b": torch.randn(7)}
     for version in (1, 2):
         publisher.write(version, tensors)
-        layout, parts = publisher._layout, publisher._parts
-        manifest = Manifest(version=version, layout=layout, paths={}, publication="p", digests={}, parts=parts)
-        found = dict(reader.tensors(manifest, "", torch.device("cuda", 1)))
+        shapes, parts = publisher._shapes, publisher._parts[version % 2]
+        manifest = Manifest(version=version, shapes=shapes, dtype=torch.bfloat16, parts=parts, publication="p", digests={})
+        found = dict(reader.tensors(manifest, torch.device("cuda", 1)))
         assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in tensors.items())
-    assert len(offered) == 1 and events == ["wait for cuda", torch.device("cuda", 1)] * 2 and not reader._buffers
+    assert len(offered) == 1 and events == ["wait for cuda", torch.device("cuda", 1)] * 2 and not reader._last
 
 
 @pytest.mark.parametrize("code, locked", [(0, True), (1, False)])
-def test_pages_of_the_targets_are_locked_and_a_refusal_is_only_logged(monkeypatch, caplog, code, locked):
+def test_pages_of_the_buffers_are_locked_and_a_refusal_is_only_logged(monkeypatch, caplog, code, locked):
     calls = []
     cudart = SimpleNamespace(cudaHostRegister=lambda *arguments: calls.append(arguments) or code)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
@@ -182,26 +184,10 @@ def test_pages_of_the_targets_are_locked_and_a_refusal_is_only_logged(monkeypatc
     monkeypatch.setattr(snapshot_module, "take_cuda_error", kept.clear)
     buffer = SharedBuffer.create(8 * PAGE).bytes
     first = buffer.data_ptr()
-    assert snapshot_module.page_lock([buffer[:10], buffer[3 * PAGE : 4 * PAGE]]) is locked
+    assert snapshot_module.page_lock([buffer[:PAGE], buffer[3 * PAGE : 4 * PAGE]]) is locked
     assert calls == [(first, PAGE, 0), (first + 3 * PAGE, PAGE, 0)][: 1 if code else 2]
     assert not any(kept), "the next kernel launch finds no error"
     assert ("can't be page-locked (CUDA error 1)" in caplog.text) is not locked
-
-
-def test_no_page_is_locked_twice_and_none_that_holds_nothing_of_the_targets():
-    buffer = SharedBuffer.create(16 * PAGE).bytes
-    first = buffer.data_ptr()
-    columns = buffer[8 * PAGE : 12 * PAGE].view(2, 2 * PAGE)[:, :100]  # on the first and the third of four pages
-    targets = [
-        buffer[5 * PAGE + 1 : 6 * PAGE + 1],  # from the sixth page to the first byte of the seventh
-        buffer[10:20],
-        buffer[PAGE - 1 : PAGE + 1],  # shares the first page with the one before
-        buffer[6 * PAGE + 7 : 6 * PAGE + 8],  # on the seventh too
-        columns,
-        buffer[:0],
-    ]
-    expected = [(0, 2), (5, 2), (8, 3)]
-    assert snapshot_module.page_ranges(targets) == [(first + start * PAGE, pages * PAGE) for start, pages in expected]
 
 
 def test_a_publisher_locks_what_it_writes_once_and_returns_when_the_gpu_has_written_them(monkeypatch):
@@ -213,10 +199,10 @@ def test_a_publisher_locks_what_it_writes_once_and_returns_when_the_gpu_has_writ
     real = publisher_module.copy_out
     monkeypatch.setattr(f"{module}.copy_out", lambda target, source: events.append("copy") or real(target, source))
     publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.bfloat16)
-    reach = publisher._reach
-    monkeypatch.setattr(publisher, "_reach", lambda device: reach(torch.device("cuda")))
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(f"{module}.local_of", lambda tensor: tensor if publisher._parts else on_gpu)
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7)}
     publisher.write(1, tensors)
     publisher.write(2, tensors)
     one_write = ["copy", "copy", "wait for cuda"]
-    assert events == ["lock 4", *one_write, *one_write]  # two tensors in each of two buffers
+    assert events == ["lock 2", *one_write, *one_write]  # two buffers

@@ -12,16 +12,18 @@ from torchtitan.experiments.rl.errors import PeerGone
 from torchtitan.experiments.rl.weights import snapshot as snapshot_module
 from torchtitan.experiments.rl.weights.snapshot import (
     SharedBuffer,
-    SnapshotLayout,
+    buffer_bytes,
     digest,
     fingerprint,
     index_of,
     named,
     of_copies,
-    tensor_digests,
+    views,
+    whole,
 )
 
 SHAPES: dict[str, tuple[int, ...]] = {"embed": (7, 5), "norm": (5,), "head": (3, 11), "scalar": ()}
+SHARDS = {name: whole(shape) for name, shape in SHAPES.items()}
 
 
 def tensors_of(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
@@ -32,21 +34,15 @@ def tensors_of(seed: int = 0, dtype=torch.float32) -> dict[str, torch.Tensor]:
 # ---- layout
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_entries_are_aligned_apart_and_in_order(dtype):
-    layout = SnapshotLayout.of(SHAPES, dtype)
-    assert [entry.name for entry in layout.entries] == ["embed", "norm", "head", "scalar"]
-    assert [entry.shape for entry in layout.entries] == [(7, 5), (5,), (3, 11), ()]
-    ends = [entry.offset + entry.nbytes for entry in layout.entries]
-    assert all(entry.offset % 64 == 0 for entry in layout.entries)
-    assert all(end <= entry.offset for end, entry in zip(ends, layout.entries[1:], strict=False))
-    assert ends[-1] <= layout.nbytes
-
-
-def test_offsets_by_hand():
-    # 35 * 4 = 140 -> 192; 5 * 4 = 20 -> 64; 33 * 4 = 132 -> 192; 4 -> 64.
-    layout = SnapshotLayout.of(SHAPES, torch.float32)
-    assert [entry.offset for entry in layout.entries] == [0, 192, 256, 448] and layout.nbytes == 512
+@pytest.mark.parametrize("dtype, size", [(torch.float32, 512), (torch.bfloat16, 384)])
+def test_tensors_are_aligned_apart_and_in_order(dtype, size):
+    # 35 * 4 = 140 -> 192; 5 * 4 = 20 -> 64; 33 * 4 = 132 -> 192; 4 -> 64. In bfloat16 70 -> 128, 10 -> 64, 66 -> 128, 2 -> 64.
+    offsets = {512: [0, 192, 256, 448], 384: [0, 128, 192, 320]}[size]
+    assert buffer_bytes(SHARDS, dtype) == size
+    found = views(torch.zeros(size, dtype=torch.uint8), SHARDS, dtype)
+    assert [(name, tuple(view.shape)) for name, view in found.items()] == list(SHAPES.items())
+    assert [view.storage_offset() * dtype.itemsize for view in found.values()] == offsets
+    assert all(view.dtype == dtype for view in found.values())
 
 
 # ---- buffers
@@ -54,17 +50,14 @@ def test_offsets_by_hand():
 
 def test_another_mapping_reads_what_one_wrote():
     tensors = tensors_of()
-    layout = SnapshotLayout.of(SHAPES, torch.float32)
-    writer = SharedBuffer.create(layout.nbytes)
-    for name, view in writer.views(layout):
+    writer = SharedBuffer.create(buffer_bytes(SHARDS, torch.float32))
+    for name, view in views(writer.bytes, SHARDS, torch.float32).items():
         view.copy_(tensors[name])
     reader = SharedBuffer.attach(writer.path)
-    read = dict(reader.views(layout))
-    assert list(read) == list(tensors)
+    assert reader.inode == writer.inode
+    read = views(reader.bytes, SHARDS, torch.float32)
     for name, tensor in tensors.items():
-        assert read[name].shape == tensor.shape and torch.equal(read[name], tensor)
-    assert digest(reader.bytes[: layout.nbytes]) == digest(writer.bytes[: layout.nbytes])
-    assert tensor_digests(reader.bytes, layout) == named((name, int(digest(tensor))) for name, tensor in tensors.items())
+        assert torch.equal(read[name], tensor) and digest(read[name]) == digest(tensor)
 
 
 def test_another_process_finds_it_by_its_path():
@@ -73,24 +66,16 @@ def test_another_process_finds_it_by_its_path():
     assert subprocess.run(["cat", buffer.path], capture_output=True, check=True).stdout[:100] == bytes(range(100))
 
 
-def test_views_share_the_buffers_memory():
-    layout = SnapshotLayout.of(SHAPES, torch.float32)
-    buffer = SharedBuffer.create(layout.nbytes)
-    dict(buffer.views(layout))["norm"][2] = 5.0
-    assert dict(buffer.views(layout))["norm"].tolist() == [0, 0, 5, 0, 0]
-
-
-def test_views_convert_to_the_layouts_dtype():
-    layout = SnapshotLayout.of(SHAPES, torch.bfloat16)
-    view = dict(SharedBuffer.create(layout.nbytes).views(layout))["embed"]
-    view.copy_(tensors_of()["embed"])
-    assert view.dtype == torch.bfloat16 and torch.equal(view, tensors_of(dtype=torch.bfloat16)["embed"])
+def test_views_share_the_buffers_memory_and_convert_what_is_copied_to_them():
+    buffer = SharedBuffer.create(buffer_bytes(SHARDS, torch.bfloat16))
+    views(buffer.bytes, SHARDS, torch.bfloat16)["embed"].copy_(tensors_of()["embed"])
+    assert torch.equal(views(buffer.bytes, SHARDS, torch.bfloat16)["embed"], tensors_of(dtype=torch.bfloat16)["embed"])
 
 
 def test_buffers_are_apart_and_start_empty():
     first, second = SharedBuffer.create(64), SharedBuffer.create(64)
     first.bytes.fill_(7)
-    assert first.path != second.path and set(second.bytes.tolist()) == {0}
+    assert (first.path, first.inode) != (second.path, second.inode) and set(second.bytes.tolist()) == {0}
 
 
 def test_a_buffer_that_its_process_has_closed_is_gone_with_its_publisher():
@@ -211,19 +196,6 @@ def test_changes_that_cancel_in_a_plain_sum_are_seen(dtype):
 
 def test_copies_that_differ_have_no_digest_of_either():
     assert of_copies(["a", "a"]) == "a" and of_copies(iter(["b", "a", "b"])) == "a and b" and of_copies([]) == ""
-
-
-def test_swapped_tensors_of_equal_shape_have_another_fingerprint():
-    tensors = {"a": torch.ones(4), "b": torch.zeros(4)}
-    layout = SnapshotLayout.of({name: tuple(tensor.shape) for name, tensor in tensors.items()}, torch.float32)
-    buffer = SharedBuffer.create(layout.nbytes)
-    seen = set()
-    for first, second in (("a", "b"), ("b", "a")):
-        views = dict(buffer.views(layout))
-        views["a"].copy_(tensors[first])
-        views["b"].copy_(tensors[second])
-        seen.add(fingerprint(tensor_digests(buffer.bytes, layout)))
-    assert len(seen) == 2
 
 
 def test_fingerprint_changes_with_a_name_a_digest_and_the_order():

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,12 +18,25 @@ from torchtitan.experiments.rl.operations.supervision import (
     first_generators,
 )
 from torchtitan.experiments.rl.process.lifetime import Lifetime
-from torchtitan.experiments.rl.weights import host_shards
 from torchtitan.experiments.rl.weights import reader as reader_module
-from torchtitan.experiments.rl.weights.host_shards import RemoteShards, spans
-from torchtitan.experiments.rl.weights.reader import Fetched, HostCopy, WeightReader, local_snapshot
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotLayout
-from torchtitan.experiments.rl.weights.store import copy_key, manifest_key, shards_key
+from torchtitan.experiments.rl.weights.reader import (
+    Fetched,
+    WeightReader,
+    copy_key,
+    fetch,
+    manifest_key,
+    memory_key,
+    on_this_host,
+)
+from torchtitan.experiments.rl.weights.snapshot import (
+    Manifest,
+    RankParts,
+    SharedBuffer,
+    SnapshotReader,
+    buffer_bytes,
+    index_of,
+    views,
+)
 from torchtitan.experiments.rl.weights.sync import CANARY_TOKENS, CanaryBound, CopiedOut, WeightSync
 
 # ---- the reader of a host
@@ -37,12 +51,7 @@ class TrainerHosts:
         self.store, self.reads, self.publications = {}, 0, 0
         self.broken = False
         """Whether the third read of host b fails."""
-        shapes = {"t": (self.ROWS, 4)}
-        half = self.ROWS // 2
-        self.divided = {"a": {"t": [((0, half), (0, 4))]}, "b": {"t": [((half, self.ROWS), (0, 4))]}}
-        self.layout = SnapshotLayout.of(shapes, torch.float32)
-        self.memory = {host: SharedBuffer.create(self.layout.nbytes) for host in self.divided}
-        monkeypatch.setattr(host_shards, "READ_BYTES", 100)
+        monkeypatch.setattr(reader_module, "READ_BYTES", 100)
 
         async def put(key, value):
             self.store[key] = value
@@ -52,11 +61,17 @@ class TrainerHosts:
 
         monkeypatch.setattr(reader_module.torchstore, "put", put)
         monkeypatch.setattr(reader_module.torchstore, "get", get)
-        for host, own in self.divided.items():
-            buffer = self.memory[host].bytes
-            (only,) = spans(own, self.layout)
-            handles = [[self._handle(f"{host}{n}", buffer[read]) for n, read in enumerate(only.reads())]]
-            self.store[shards_key(host)] = RemoteShards(shards=own, handles=[handles, handles])
+        self.divide(self.ROWS // 2)
+
+    def divide(self, rows: int) -> None:
+        """Host "a" holds so many rows, and "b" the others."""
+        self.shards = {"a": {"t": ((0, rows), (0, 4))}, "b": {"t": ((rows, self.ROWS), (0, 4))}}
+        self.memory = {host: SharedBuffer.create(buffer_bytes(shards, torch.float32)) for host, shards in self.shards.items()}
+        for host, buffer in self.memory.items():
+            self.store[memory_key(host, buffer.path)] = self.handles(host, buffer)
+
+    def handles(self, name: str, buffer: SharedBuffer) -> list[SimpleNamespace]:
+        return [self._handle(f"{name}{n}", part) for n, part in enumerate(buffer.bytes.split(100))]
 
     def _handle(self, name: str, memory: torch.Tensor) -> SimpleNamespace:
         async def read_into(target, *, timeout):
@@ -69,16 +84,23 @@ class TrainerHosts:
         return SimpleNamespace(read_into=read_into)
 
     def publish(self, version: int, values: torch.Tensor) -> None:
-        for half, buffer in zip((slice(0, self.ROWS // 2), slice(self.ROWS // 2, None)), self.memory.values(), strict=True):
-            dict(buffer.views(self.layout))["t"][half] = values[half]
+        for host, shards in self.shards.items():
+            views(self.memory[host].bytes, shards, torch.float32)["t"].copy_(values[index_of(shards["t"])])
         self.publications += 1
-        self.store[manifest_key(version)] = Manifest(
+        self.manifest = self.store[manifest_key(version)] = Manifest(
             version=version,
-            layout=self.layout,
-            paths={host: buffer.path for host, buffer in self.memory.items()},
+            shapes={"t": (self.ROWS, 4)},
+            dtype=torch.float32,
+            parts=tuple(RankParts(host, self.memory[host].path, shards) for host, shards in self.shards.items()),
             publication=f"publication {self.publications}",
             digests={},
         )
+
+    def values_on(self, host: str) -> torch.Tensor:
+        """What a generator of the host finds, of the version that was published last or the one before."""
+        parts = self.store[copy_key(host)].parts
+        assert {part.host for part in parts} == {host}
+        return SnapshotReader().tensors(replace(self.manifest, parts=parts))["t"]
 
 
 @pytest.fixture
@@ -90,11 +112,6 @@ def reader_on(host: str, monkeypatch) -> WeightReader:
     monkeypatch.setattr(reader_module, "host_identity", lambda: host)
     monkeypatch.setattr(reader_module, "set_up_logging", lambda *arguments: None)
     return WeightReader(run_dir="", index=0)
-
-
-def values_in(copy: HostCopy) -> torch.Tensor:
-    flat = SharedBuffer.attach(copy.path).bytes[: TrainerHosts.ROWS * 16]
-    return flat.view(torch.float32).view(TrainerHosts.ROWS, 4)
 
 
 def random_values(seed: int) -> torch.Tensor:
@@ -109,12 +126,11 @@ async def test_a_host_reads_what_others_have_once_and_has_all_of_it(hosts, monke
         hosts.reads = 0
         assert (await reader.bring(version)).nbytes == nbytes
         assert hosts.reads == nbytes // 320 * 4, "320 bytes in reads of at most 100"
-        copy = hosts.store[copy_key(host)]
-        assert torch.equal(values_in(copy), random_values(version))
-        assert await local_snapshot(hosts.store[manifest_key(version)]) == copy.path
+        assert (await on_this_host(hosts.manifest)).parts == hosts.store[copy_key(host)].parts
+        assert torch.equal(hosts.values_on(host), random_values(version))
         assert (await reader.bring(version)).nbytes == 0, "it is there"
     with pytest.raises(RunError, match="has a copy of version 3, and not of version 2"):
-        await local_snapshot(hosts.store[manifest_key(2)])
+        await on_this_host(hosts.store[manifest_key(2)])
 
 
 async def test_what_was_read_in_part_is_never_announced_and_is_read_again(hosts, monkeypatch):
@@ -127,10 +143,10 @@ async def test_what_was_read_in_part_is_never_announced_and_is_read_again(hosts,
     hosts.broken = True
     with pytest.raises(PeerGone, match="version 2 can't be read from host b: ConnectionError: no route"):
         await reader.bring(2)
-    assert hosts.store[copy_key("c")].version == 1 and torch.equal(values_in(hosts.store[copy_key("c")]), random_values(1))
+    assert hosts.store[copy_key("c")].version == 1 and torch.equal(hosts.values_on("c"), random_values(1))
     hosts.broken = False
     assert (await reader.bring(2)).nbytes == 640
-    assert torch.equal(values_in(hosts.store[copy_key("c")]), random_values(2))
+    assert torch.equal(hosts.values_on("c"), random_values(2))
 
 
 async def test_a_version_that_is_published_again_with_other_weights_is_read_again(hosts, monkeypatch):
@@ -139,32 +155,29 @@ async def test_a_version_that_is_published_again_with_other_weights_is_read_agai
     await reader.bring(1)
     hosts.publish(1, random_values(9))
     assert (await reader.bring(1)).nbytes == 640
-    assert torch.equal(values_in(hosts.store[copy_key("c")]), random_values(9))
+    assert torch.equal(hosts.values_on("c"), random_values(9))
 
 
 async def test_a_fetch_that_nobody_waits_for_gives_way_to_the_next(hosts, monkeypatch):
     reader = reader_on("c", monkeypatch)
     hosts.publish(1, random_values(1))
     never = SimpleNamespace(read_into=lambda target, *, timeout: asyncio.Event().wait())
-    good = hosts.store[shards_key("b")]
-    hosts.store[shards_key("b")] = RemoteShards(shards=good.shards, handles=[[[never] * 4]] * 2)
+    key = memory_key("b", hosts.memory["b"].path)
+    good = hosts.store[key]
+    hosts.store[key] = [never] * 4
     stuck = asyncio.create_task(reader.bring(1))
     await until(lambda: hosts.reads == 4)  # those of host a
     await iterations()
-    hosts.store[shards_key("b")] = good
+    hosts.store[key] = good
     assert (await reader.bring(1)).nbytes == 640
-    assert torch.equal(values_in(hosts.store[copy_key("c")]), random_values(1))
+    assert torch.equal(hosts.values_on("c"), random_values(1))
     with pytest.raises((asyncio.CancelledError, RunError)):
         await stuck
 
 
 async def test_a_host_reads_from_another_reader_what_that_has_read(hosts, monkeypatch):
-    def offered(shards, layout, buffers):
-        handles = [
-            [[hosts._handle("copy", buffer[read]) for read in span.reads()] for span in spans(shards, layout)]
-            for buffer in buffers
-        ]
-        return RemoteShards(shards=shards, handles=handles)
+    async def offered(host: str, buffer: SharedBuffer) -> None:
+        hosts.store[memory_key(host, buffer.path)] = hosts.handles("copy", buffer)
 
     monkeypatch.setattr(reader_module, "offer", offered)
     first, second = reader_on("c", monkeypatch), reader_on("d", monkeypatch)
@@ -175,14 +188,42 @@ async def test_a_host_reads_from_another_reader_what_that_has_read(hosts, monkey
         for buffer in hosts.memory.values():
             buffer.bytes.zero_()  # nobody reads the trainer any more
         assert (await second.bring(version, source="c")).nbytes == 640
-        assert torch.equal(values_in(hosts.store[copy_key("d")]), random_values(version))
+        assert torch.equal(hosts.values_on("d"), random_values(version))
 
 
 async def test_a_host_with_a_part_of_the_trainer_reads_the_rest_from_the_trainer(hosts, monkeypatch):
     reader = reader_on("a", monkeypatch)
     hosts.publish(1, random_values(1))
     assert (await reader.bring(1, source="c")).nbytes == 320
-    assert torch.equal(values_in(hosts.store[copy_key("a")]), random_values(1))
+    assert torch.equal(hosts.values_on("a"), random_values(1))
+
+
+async def test_a_trainer_that_divides_itself_otherwise_is_read_into_other_memory(hosts, monkeypatch):
+    reader, engine = reader_on("c", monkeypatch), SnapshotReader()
+    for version, rows in ((1, 20), (2, 20), (3, 12), (4, 12), (5, 8), (6, 8)):
+        hosts.divide(rows)
+        hosts.publish(version, random_values(version))
+        assert (await reader.bring(version)).nbytes == 640
+        found = engine.tensors(await on_this_host(hosts.manifest))
+        assert torch.equal(found["t"], random_values(version)), "and the engine finds it there, whatever it mapped before"
+
+
+async def test_a_read_that_fails_ends_the_fetch_and_the_reads_beside_it():
+    ended = []
+
+    async def broken(target, *, timeout):
+        raise ConnectionError("the host is gone")
+
+    async def slow(target, *, timeout):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    target = torch.zeros(2 * reader_module.READ_BYTES, dtype=torch.uint8)
+    with pytest.raises(ConnectionError, match="the host is gone"):
+        await fetch([SimpleNamespace(read_into=slow), SimpleNamespace(read_into=broken)], target)
+    assert ended == [True]
 
 
 # ---- the readers of a run

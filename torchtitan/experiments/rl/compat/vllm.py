@@ -160,13 +160,13 @@ def leave_to_the_exit(engine: Any) -> None:
     engine.engine_core._finalizer.atexit = False
 
 
-def reload_weights(worker: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-    """In a worker process: copy tensors, by their hub names, into the running model. Each is asked for once.
+def reload_weights(worker: Any, tensors: Any) -> None:
+    """In a worker process: copy a version (``weights.snapshot.PartedTensors``) into the running model.
 
     vLLM 0.32 warns at each version that modules which own no weight, such as a tied head, "failed to load": the digests of what
     is held say what failed.
     """
-    model, names = worker.get_model(), set(tensors)
+    model, names = worker.get_model(), set(tensors.shapes)
     weights = list(held_weights(model, names))
     if copying_suffices(model, weights, names):
         _copy_and_pack(weights, tensors)
@@ -210,7 +210,7 @@ def copying_suffices(model: Any, weights: Sequence["HeldWeight"], names: set[str
     )
 
 
-def _copy_and_pack(weights: Iterable["HeldWeight"], tensors: Mapping[str, torch.Tensor]) -> None:
+def _copy_and_pack(weights: Iterable["HeldWeight"], tensors: Any) -> None:
     copied: set[int] = set()
     for module, of_module in groupby(weights, key=lambda held: held.module):
         pack = experts = False
@@ -218,16 +218,16 @@ def _copy_and_pack(weights: Iterable["HeldWeight"], tensors: Mapping[str, torch.
             if id(held.parameter) in copied:
                 continue  # a tied head, whose weight is the embedding's
             copied.add(id(held.parameter))
-            parts = [tensors[name] for name in held.sources]
-            rows, weight, experts = [len(part) for part in parts], held.plain, held.parameter.ndim == 3
+            rows, weight, experts = [tensors.shapes[name][0] for name in held.sources], held.plain, held.parameter.ndim == 3
             if weight is None:
-                shape = (*held.parameter.shape[:-2], -1, parts[0].shape[-1]) if experts else (sum(rows), *parts[0].shape[1:])
-                made = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=held.parameter.dtype).view(shape)
+                flat = (sum(rows), *tensors.shapes[held.sources[0]][1:])
+                shape = (*held.parameter.shape[:-2], -1, flat[-1]) if experts else flat
+                made = torch.empty(flat, dtype=held.parameter.dtype).view(shape)
                 setattr(module, held.name, torch.nn.Parameter(made, requires_grad=False))
                 weight = made.flatten(0, -2) if experts else made
             pack = hasattr(module, "cpu_linear")  # an embedding's too, which ``packing_noted`` frees where it is for nothing
-            for own, part in zip(weight[: sum(rows)].split(rows), parts, strict=True):  # a vocabulary may be filled up
-                own.copy_(part)
+            for own, name in zip(weight[: sum(rows)].split(rows), held.sources, strict=True):  # a vocabulary may be filled up
+                tensors.copy_to(name, own)
         if pack:
             module.quant_method.process_weights_after_loading(module)
         elif experts:

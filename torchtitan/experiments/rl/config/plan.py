@@ -115,8 +115,8 @@ def shared_weights(
 ) -> dict[int, float]:
     """Bytes of published weights that each host keeps in shared memory: two versions, in buffers that are used in turn.
 
-    A trainer host keeps what its ranks publish: the shards of the first copy of the model. A generator host that has not all of
-    that itself has a weight reader, which keeps the whole.
+    A trainer host keeps what its ranks publish: the shards of the first copy of the model. A generator host has a weight reader
+    for the parts that it has not itself.
 
     Args:
         nbytes: of one version.
@@ -127,9 +127,7 @@ def shared_weights(
     publishing = trainer_hosts[: len(trainer_hosts) // copies]
     parts = Counter(publishing)
     held = {host: nbytes * ranks / len(publishing) for host, ranks in parts.items()}
-    for host in {*generator_hosts}:
-        if set(parts) != {host}:
-            held[host] = held.get(host, 0) + nbytes
+    held |= dict.fromkeys(generator_hosts, nbytes)
     return {host: 2 * size for host, size in sorted(held.items())}
 
 

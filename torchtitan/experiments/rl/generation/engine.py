@@ -175,15 +175,14 @@ class Engine(Protocol):
     def withdraw(self) -> list[Request]:
         """Take back every open request that has no token yet, and return them, oldest first. They may be added again."""
 
-    def load(self, manifest: Manifest, path: str, *, recompute: bool, verify: bool = True) -> LoadReport:
-        """Replace the weights by the snapshot at ``path``, between two steps.
+    def load(self, manifest: Manifest, *, recompute: bool, verify: bool = True) -> LoadReport:
+        """Replace the weights by a version, between two steps.
 
         The caller has withdrawn what has no token. Every other open request stays open and keeps its tokens and its stream of
         random numbers. Its next token is the new version's. No request added from now on reads what an older version cached.
 
         Args:
-            path: of a SharedBuffer in this host's memory; "" where the manifest has ``parts``
-                (``weights.snapshot.SnapshotReader`` reads both).
+            manifest: its parts are this host's (``weights.snapshot.SnapshotReader`` reads them).
             recompute: compute the keys and values of open requests again, prompt and tokens so far, with the new weights.
                 Otherwise they go on with those they have.
             verify: report the digests of what it holds.

@@ -45,9 +45,8 @@ from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Heartbeat
 from torchtitan.experiments.rl.process.setup import freeze_objects, keep_imported, set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, cause_in, for_a_future, reported_endpoint
-from torchtitan.experiments.rl.weights.reader import local_snapshot
+from torchtitan.experiments.rl.weights.reader import on_this_host, published
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt, fingerprint
-from torchtitan.experiments.rl.weights.store import published
 
 logger = logging.getLogger(__name__)
 
@@ -176,13 +175,12 @@ class EngineThread:
     async def update_weights(
         self,
         manifest: Manifest,
-        path: str,
         canary_token_ids: np.ndarray,
         how: WeightUpdate,
         *,
         verify: bool = True,
     ) -> WeightReceipt:
-        """Load the snapshot at ``path``, and score the canary with it before any request that waited.
+        """Load a version, and score the canary with it before any request that waited.
 
         Args:
             verify: compare what the engine then holds with the manifest's digests.
@@ -199,7 +197,7 @@ class EngineThread:
             self._heartbeat.beat(f"loading version {manifest.version}", slow=True)
             try:
                 with trace.span("load weights", version=manifest.version):
-                    report = self.engine.load(manifest, path, recompute=how == "recompute", verify=verify)
+                    report = self.engine.load(manifest, recompute=how == "recompute", verify=verify)
                 if verify:
                     check_held(report, manifest.version, manifest.digests)
                 logger.info("holds version %d", manifest.version)
@@ -411,10 +409,9 @@ class Generator(WatchedActor):
         Raises:
             RunError: what was mapped is not what was published, or the engine failed.
         """
-        manifest = await published(version)
-        path = await local_snapshot(manifest)
+        manifest = await on_this_host(await published(version))
         verify = not version % self.config.verify_every
-        return await self._thread.update_weights(manifest, path, canary_token_ids, self.config.weight_update, verify=verify)
+        return await self._thread.update_weights(manifest, canary_token_ids, self.config.weight_update, verify=verify)
 
     @reported_endpoint
     async def sleep(self) -> None:

@@ -24,7 +24,7 @@ from torchtitan.experiments.rl.generation.references import hosted_models
 from torchtitan.experiments.rl.hosts.pool import HostPool, text_of
 from torchtitan.experiments.rl.process.host import Device
 from torchtitan.experiments.rl.process.setup import launch_environment, quiet_libraries, set_up_spawned_process
-from torchtitan.experiments.rl.weights.store import start_store
+from torchtitan.experiments.rl.weights.reader import start_store
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,13 @@
-"""The trainer's side of weight synchronisation: sharded parameters to one shared snapshot per version, or to a buffer that each
-rank has on its own device.
+"""The trainer's side of weight synchronisation: each rank's shards of the parameters to its buffers, in the host's memory or on
+its device.
 
 From a GPU tensors are copied to the host without the CPU's help, into memory that is page-locked.
 """
 
 import asyncio
+import math
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -15,28 +16,21 @@ import torchstore
 from torch.distributed.tensor import DTensor
 
 from torchtitan.experiments.rl.compat.torch import local_shard, offered_memory
-from torchtitan.experiments.rl.weights.host_shards import (
-    HostShards,
-    check_all_written,
-    held_tensors,
-    offer,
-    spans,
-    written_by_host,
-    written_by_rank,
-)
+from torchtitan.experiments.rl.weights.reader import manifest_key, offer
 from torchtitan.experiments.rl.weights.snapshot import (
     Handle,
     Manifest,
     RankParts,
     Shard,
     SharedBuffer,
-    SnapshotLayout,
+    buffer_bytes,
     digest,
     named,
     page_lock,
     views,
+    volume,
+    whole,
 )
-from torchtitan.experiments.rl.weights.store import manifest_key, shards_key
 
 T = TypeVar("T")
 
@@ -59,12 +53,12 @@ class Tensors(Protocol):
 class SnapshotPublisher:
     """Writes versions to two buffers alternately, so that generators may read one version while the next is written.
 
-    Every rank copies its own shards straight into the buffers of its host: gathering is that copy. Of several ranks that hold
-    the same shard, the lowest writes it, and a host of which no rank writes anything has no buffers. The lowest rank of each
-    host owns its buffers. Each rank digests what it writes where that lies: shares of a tensor's digest add up.
+    Every rank copies its own shards into its own buffers, in memory that the processes of its host share. Of several ranks that
+    hold the same shard, the lowest writes it. Each rank digests what it writes where that lies: shares of a tensor's digest add
+    up.
 
-    With a ``device`` each rank that writes has one buffer there, of its own shards alone. A second would take memory that GPUs
-    lack, so a version is written when nobody reads the one before (``weights/sync.py``).
+    With a ``device`` each rank that writes has one buffer, there. A second would take memory that GPUs lack, so a version is
+    written when nobody reads the one before (``weights/sync.py``).
     """
 
     def __init__(self, *, rank: int, host: str, dtype: torch.dtype, device: torch.device | None = None):
@@ -77,51 +71,41 @@ class SnapshotPublisher:
         self._host = host
         self._dtype = dtype
         self._device = device
-        self._layout: SnapshotLayout | None = None
-        self._shards: dict[str, HostShards] = {}
-        """By host."""
-        self._owns_buffers = False
+        self._source = torch.device("cpu")
+        """Where copies have to be waited for."""
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._mine: dict[str, Shard] = {}
+        """What this rank writes."""
         self._buffers: list[SharedBuffer] = []
-        """Of this host."""
-        self._paths: list[dict[str, str]] = [{}, {}]
-        """Of the buffers, by host."""
-        self._parts: tuple[RankParts, ...] = ()
-        """Of each rank that writes, where versions stay on devices."""
-        self._page_locked = device is not None  # there is nothing to lock
+        """Of this rank, where they are the host's memory."""
         self._targets: list[dict[str, torch.Tensor]] = [{}, {}]
         """By buffer and name: where this rank copies its part of a tensor. Found once: it takes a tenth of the copying."""
+        self._parts: list[tuple[RankParts, ...]] = []
+        """By buffer: of each rank that writes."""
         self._life = ""
         """The same on all ranks, and of no other trainer."""
         self._written = 0
         """How often ``write`` was called."""
-        self._mine: dict[str, Shard] = {}
-        """What this rank writes."""
         self._shares: dict[str, torch.Tensor] = {}
         """Of the digests of what was written last, by name: those that a GPU took."""
         self._gloo: dist.ProcessGroup | None = None
         """All ranks, for a thread beside the trainer's own. None where there is one."""
         self._offered = False
-        """Whether readers of other hosts can read this host's buffers."""
+        """Whether readers of other hosts can read this rank's buffers."""
 
     @torch.no_grad()
     def write(self, version: int, tensors: Tensors) -> None:
         """Copy ``tensors`` into this version's buffer. Collective: every rank calls it."""
-        if self._layout is None:
+        if not self._parts:
             self._lay_out(tensors)
         self._written += 1
         targets, self._shares = self._targets[version % 2], {}
-        device = torch.device("cpu")
         for name, tensor in tensors.items():
-            if name not in targets:
-                continue
-            local = (
-                tensor.local if isinstance(tensor, OwnPart) else tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            )
-            device = self._reach(local.device)
-            copied = copy_out(targets[name], local)
-            if not copied.is_cpu:  # on its way to the host its memory is free then
-                self._shares[name] = digest(copied, self._mine[name], tuple(tensor.shape))
-        wait_for_copies(self._device or device)
+            if name in targets:
+                copied = copy_out(targets[name], local_of(tensor))
+                if not copied.is_cpu:  # on its way to the host its memory is free then
+                    self._shares[name] = digest(copied, self._mine[name], self._shapes[name])
+        wait_for_copies(self._source)
 
     async def publish(self, version: int, *, remote_readers: bool) -> Manifest:
         """Put what was written last into torchstore: every rank calls it, and generators may read when all have returned.
@@ -135,17 +119,19 @@ class SnapshotPublisher:
         Returns:
             What is published, the same on every rank.
         """
-        assert self._layout is not None, "publish comes after write"
-        if (remote_readers or len(self._shards) > 1) and self._owns_buffers and not self._offered:
-            buffers = [buffer.bytes for buffer in self._buffers]
-            # In a thread: it takes 0.3 ms for each 8 MB. The thread has the actor's context, which Monarch needs.
-            offered = await asyncio.to_thread(offer, self._shards[self._host], self._layout, buffers)
-            await torchstore.put(shards_key(self._host), offered)
+        parts = self._parts[version % 2]
+        if (remote_readers or len({own.host for own in parts}) > 1) and not self._offered:
+            for buffer in self._buffers:
+                await offer(self._host, buffer)
             self._offered = True
-        paths, publication = self._paths[version % 2], f"{self._life}-{self._written}"
         digests = await asyncio.to_thread(self._digests, version)
         manifest = Manifest(
-            version=version, layout=self._layout, paths=paths, publication=publication, digests=digests, parts=self._parts
+            version=version,
+            shapes=self._shapes,
+            dtype=self._dtype,
+            parts=parts,
+            publication=f"{self._life}-{self._written}",
+            digests=digests,
         )
         if self._rank == 0:
             await torchstore.put(manifest_key(version), manifest)
@@ -153,80 +139,81 @@ class SnapshotPublisher:
 
     def _digests(self, version: int) -> dict[str, str]:
         """Of what all ranks have written as ``version``. Collective."""
-        assert self._layout is not None
-        targets, nothing = self._targets[version % 2], torch.zeros((), dtype=torch.int64)
-        shares = dict.fromkeys((entry.name for entry in self._layout.entries), nothing) | self._shares
-        for entry in self._layout.entries:
-            if entry.name in targets and entry.name not in self._shares:
-                shares[entry.name] = digest(targets[entry.name], self._mine[entry.name], entry.shape)
+        targets = self._targets[version % 2]
+        shares = dict.fromkeys(self._shapes, torch.zeros((), dtype=torch.int64)) | self._shares
+        for name in self._mine.keys() - self._shares.keys():
+            shares[name] = digest(targets[name], self._mine[name], self._shapes[name])
         sums = torch.stack([share.cpu() for share in shares.values()])
         if self._gloo is not None:
             dist.all_reduce(sums, group=self._gloo)  # returns when every rank has written
         return named(zip(shares, sums.tolist(), strict=True))
 
-    def _reach(self, device: torch.device) -> torch.device:
-        """``device``, from which this rank's parts of the buffers can be written at its own speed now."""
-        if device.type == "cuda" and not self._page_locked:
-            self._page_locked = True
-            # What this rank writes: the whole would be locked once for every rank of the host.
-            page_lock(target for targets in self._targets for target in targets.values())
-        return device
-
     def _lay_out(self, tensors: Tensors) -> None:
-        """Decide who writes what, and make or map this host's buffers, or make this rank's own."""
+        """Decide who writes what, and make this rank's buffers."""
         if _many_ranks():
             self._gloo = dist.new_group(backend="gloo")
-        described = {name: (tuple(tensor.shape), shard_of(tensor)) for name, tensor in tensors.items()}
-        shapes = {name: shape for name, (shape, _) in described.items()}
-        own_shards = {name: shard for name, (_, shard) in described.items()}
-        everyones = _of_every_rank((self._host, own_shards, uuid.uuid4().hex))
-        hosts, held = [host for host, _, _ in everyones], [shards for _, shards, _ in everyones]
-        self._life = everyones[0][2]
-        written = written_by_rank(held)
-        self._shards = written_by_host(written, hosts)
-        check_all_written(self._shards, shapes)
-        layout = self._layout = SnapshotLayout.of(shapes, self._dtype)
+        described = dict(tensors.items())
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in described.items()}
+        held = {name: shard_of(tensor) for name, tensor in described.items()}
+        hosts, everyones, lives = zip(*_of_every_rank((self._host, held, uuid.uuid4().hex)), strict=True)
+        self._life, written = lives[0], written_by_rank(everyones, self._shapes)
         self._mine = written[self._rank]
-        if self._device is not None:
-            handle = self._keep(self._device) if self._mine else ""
-            handles = _of_every_rank(handle)
-            self._parts = tuple(RankParts(*own) for own in zip(handles, written, strict=True) if own[0])
-            return
-        own = self._shards.get(self._host)
-        self._owns_buffers = own is not None and hosts.index(self._host) == self._rank
-        if own is not None and self._owns_buffers:
-            used = [(span.start, span.stop) for span in spans(own, layout)]
-            self._buffers = [SharedBuffer.create(layout.nbytes, used) for _ in range(2)]
-        offered = _of_every_rank([buffer.path for buffer in self._buffers])
-        self._paths = [{host: paths[index] for host, paths in zip(hosts, offered, strict=True) if paths} for index in range(2)]
-        if own is None:
-            return
-        if not self._owns_buffers:
-            self._buffers = [SharedBuffer.attach(paths[self._host]) for paths in self._paths]
-        mine = {name: [shard] for name, shard in self._mine.items()}
-        self._targets = [
-            {name: target for (name, _), target in held_tensors(buffer.bytes, layout, mine)} for buffer in self._buffers
+        self._source = self._device or local_of(next(iter(described.values()))).device
+        handles = _of_every_rank(self._make_buffers() if self._mine else [])
+        self._parts = [
+            tuple(RankParts(host, own[index], shards) for host, own, shards in zip(hosts, handles, written, strict=True) if own)
+            for index in range(2)
         ]
 
-    def _keep(self, device: torch.device) -> Handle:
-        """Make this rank's own buffer."""
-        layout = SnapshotLayout.of_shards(self._mine, self._dtype)
-        if device.type == "cuda":
+    def _make_buffers(self) -> list[Handle]:
+        """The handle of each version's buffer, by the version's parity."""
+        nbytes = buffer_bytes(self._mine, self._dtype)
+        if self._device is not None and self._device.type == "cuda":
             torch.cuda.empty_cache()  # what is cut out of a cached block keeps all of that block, and readers map all of it
-            memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-            handle: Handle = offered_memory(memory)
+            memory = [torch.empty(nbytes, dtype=torch.uint8, device=self._device)]
+            handles: list[Handle] = [offered_memory(memory[0])]
         else:
-            self._buffers = [buffer := SharedBuffer.create(layout.nbytes)]
-            memory, handle = buffer.bytes, buffer.path
-        self._targets = [dict(views(memory, layout))] * 2
-        return handle
+            self._buffers = [SharedBuffer.create(nbytes) for _ in range(2 if self._device is None else 1)]
+            memory, handles = [buffer.bytes for buffer in self._buffers], [buffer.path for buffer in self._buffers]
+            if self._source.type == "cuda":
+                page_lock(memory)
+        each = 2 // len(memory)
+        self._targets = [views(buffer, self._mine, self._dtype) for buffer in memory] * each
+        return handles * each
+
+
+def written_by_rank(held: Sequence[Mapping[str, Shard]], shapes: Mapping[str, tuple[int, ...]]) -> list[dict[str, Shard]]:
+    """What each rank writes of what it holds, by name: of ranks that hold the same shard, the lowest writes it.
+
+    Args:
+        held: of each rank the shard that it holds of each tensor. Shards of a tensor are equal or apart.
+
+    Raises:
+        AssertionError: they hold less than a tensor.
+    """
+    taken: set[tuple[str, Shard]] = set()
+    written = []
+    for own in held:
+        written.append({name: shard for name, shard in own.items() if volume(shard) and (name, shard) not in taken})
+        taken |= own.items()
+    for name, shape in shapes.items():
+        size = sum(volume(own[name]) for own in written if name in own)
+        assert size == math.prod(shape), f"the ranks write {size} values of {name}, which has {math.prod(shape)}"
+    return written
+
+
+def local_of(tensor: torch.Tensor | OwnPart) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.local if isinstance(tensor, OwnPart) else tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_of(tensor: torch.Tensor | OwnPart) -> Shard:
     """This rank's part of a tensor: all of one that is not shared out."""
     if isinstance(tensor, OwnPart):
         return tensor.shard
-    offset, shape = local_shard(tensor) if isinstance(tensor, DTensor) else ((0,) * tensor.ndim, tuple(tensor.shape))
+    if not isinstance(tensor, DTensor):
+        return whole(tensor.shape)
+    offset, shape = local_shard(tensor)
     return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
 
 

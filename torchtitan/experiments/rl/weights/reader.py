@@ -1,32 +1,135 @@
-"""A generator host's copy of each version, for the hosts that are not the trainer's. One process of the host fetches it."""
+"""Where versions are found, and a generator host's copy of each, for the hosts that are not the trainer's.
+
+torchstore has the manifests and how a host's memory is read, and no weights. Other hosts read it by Monarch's RDMA buffers,
+which use InfiniBand or RoCE where the hosts have it, and TCP elsewhere. One process of each host fetches a version.
+"""
 
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 import torchstore
+from monarch.actor import ProcMesh
 
+from torchtitan.experiments.rl.compat.monarch import OneActor
+from torchtitan.experiments.rl.compat.torchstore import use_async_controller
 from torchtitan.experiments.rl.errors import PeerGone, RunError
 from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.setup import collect_again, set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, cause_in, reported_endpoint
-from torchtitan.experiments.rl.weights.host_shards import RemoteShards, copy_held, fetch, offer
-from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer
-from torchtitan.experiments.rl.weights.store import copy_key, copy_shards_key, published, shards_key
+from torchtitan.experiments.rl.weights.snapshot import Handle, Manifest, RankParts, SharedBuffer, buffer_bytes
 
 logger = logging.getLogger(__name__)
+
+READ_BYTES = 8 * 2**20
+"""Of one read from another host. Over TCP, 256 MB took 0.2 s in reads of 8 MB side by side, and 0.7 s in reads of 32 MB."""
+READS_AT_ONCE = 16
+READ_TIMEOUT_S = 600
+"""Of one read. A host that is gone is noticed by others first; Monarch's own 60 s are short on a network that is busy."""
+
+
+class OneVolume(torchstore.SingletonStrategy):
+    """Gives the store's only volume without a slice of its mesh, and for calls that keep little (``compat.monarch.ask``)."""
+
+    def get_storage_volume(self, volume_id: str) -> Any:
+        return OneActor(self.storage_volumes)
+
+
+async def start_store(mesh: ProcMesh) -> None:
+    """Start the run's store, its one volume on ``mesh`` (the trainer's first process: what is published stays where it is).
+
+    A store that this process has started before is given up; the process of its volume may have ended.
+    """
+    use_async_controller()
+    await torchstore.shutdown()
+    await torchstore.initialize(mesh=mesh, strategy=OneVolume())
+
+
+def manifest_key(version: int) -> str:
+    """Of a Manifest. Two keys alternate, as the buffers do: nothing has to be deleted."""
+    return f"policy/manifest/{version % 2}"
+
+
+def memory_key(host: str, handle: Handle) -> str:
+    """Of the RDMABuffers of a SharedBuffer."""
+    return f"policy/memory/{host}{handle}"
+
+
+def copy_key(host: str) -> str:
+    """Of the HostCopy of a generator host."""
+    return f"policy/copy/{host}"
+
+
+async def published(version: int) -> Manifest:
+    """The manifest of a version, of which the next is not published yet.
+
+    Raises:
+        RunError: its place has another version's.
+    """
+    manifest: Manifest = await torchstore.get(manifest_key(version))
+    if manifest.version != version:
+        raise RunError(f"the store has the manifest of version {manifest.version}, and not of version {version}")
+    return manifest
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
 class HostCopy:
-    """A whole snapshot in a generator host's memory."""
+    """A version, all of whose parts are in one generator host's memory."""
 
     version: int
     publication: str
     """An engine proves what it makes of the copy."""
-    path: str
-    """Of a SharedBuffer."""
+    parts: tuple[RankParts, ...]
+
+
+async def on_this_host(manifest: Manifest) -> Manifest:
+    """The manifest with parts that processes of this host can open: the trainer's own, or what this host's reader has copied.
+
+    Raises:
+        RunError: there are none.
+    """
+    host = host_identity()
+    if all(own.host == host for own in manifest.parts):
+        return manifest
+    copy: HostCopy = await torchstore.get(copy_key(host))
+    if copy.publication != manifest.publication:
+        raise RunError(f"host {host} has a copy of version {copy.version}, and not of version {manifest.version}")
+    return replace(manifest, parts=copy.parts)
+
+
+async def offer(host: str, buffer: SharedBuffer) -> None:
+    """Let other hosts read a buffer of this one. Call it in an actor."""
+    from monarch.rdma import RDMABuffer  # imported, it changes Python's warning filters
+
+    def handles() -> list[Any]:
+        return [RDMABuffer(part) for part in buffer.bytes.split(READ_BYTES)]
+
+    # In a thread: it takes 0.3 ms for each 8 MB. The thread has the actor's context, which Monarch needs.
+    await torchstore.put(memory_key(host, buffer.path), await asyncio.to_thread(handles))
+
+
+async def fetch(handles: Sequence[Any], target: torch.Tensor) -> None:
+    """Read what another host has offered into a buffer of the same size.
+
+    Raises:
+        Exception: what Monarch raises where the other host can't be read. No read goes on then.
+    """
+    seats = asyncio.Semaphore(READS_AT_ONCE)
+
+    async def read(handle: Any, part: torch.Tensor) -> None:
+        async with seats:
+            await handle.read_into(part, timeout=READ_TIMEOUT_S)
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for handle, part in zip(handles, target.split(READ_BYTES), strict=True):
+                tasks.create_task(read(handle, part))
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -39,18 +142,19 @@ class Fetched:
 
 
 class WeightReader(WatchedActor):
-    """Fetches versions into this host's memory, into two buffers alternately, as the trainer writes them."""
+    """Fetches versions into this host's memory, into two sets of buffers alternately, as the trainer writes them."""
 
     def __init__(self, *, run_dir: str, index: int):
         super().__init__()
         self.part = f"weight reader {index}"
         set_up_logging(run_dir, f"weight-reader-{index}")
         self._host = host_identity()
-        self._buffers: dict[int, SharedBuffer] = {}
-        self._offered: set[str] = set()
-        """Paths of buffers that other readers can read."""
+        self._buffers: dict[int, list[SharedBuffer]] = {}
+        """Of each part that is not in this host's memory."""
+        self._offered: set[int] = set()
+        """Inodes of buffers that other readers can read."""
         self._copy: HostCopy | None = None
-        self._running: asyncio.Task[int] | None = None
+        self._running: asyncio.Task[None] | None = None
 
     @reported_endpoint
     async def setup(self) -> str:
@@ -60,7 +164,7 @@ class WeightReader(WatchedActor):
 
     @reported_endpoint
     async def fetch(self, version: int, source: str = "", serves: bool = False) -> Fetched:
-        """Return when this host has a copy of a published version, and its generators can find it.
+        """Return when this host has all parts of a published version, and its generators can find them.
 
         Args:
             source: host of a reader that has the version; "": read from the trainer's hosts.
@@ -79,72 +183,52 @@ class WeightReader(WatchedActor):
         """``fetch``, in this process."""
         started = time.perf_counter()
         manifest = await published(version)
-        if manifest.whole_on(self._host) is not None:
+        own = [part for part in manifest.parts if part.host == self._host]
+        if len(own) == len(manifest.parts):
             return Fetched(source="", nbytes=0, seconds=0.0)
+        if own:  # the rest is the trainer's, and what is fetched here is no whole version
+            source, serves = "", False
         nbytes = 0
         if self._copy is None or self._copy.publication != manifest.publication:
-            nbytes = await self._fetch(manifest, source)
+            nbytes = await self._fetch(manifest, own, source)
         await torchstore.put(copy_key(self._host), self._copy)
-        if serves:
-            await self._offer(manifest)
+        if serves:  # each buffer is offered once
+            for buffer in self._buffers[version % 2]:
+                if buffer.inode not in self._offered:
+                    await offer(self._host, buffer)
+                    self._offered.add(buffer.inode)
         return Fetched(source=self._host if serves else "", nbytes=nbytes, seconds=time.perf_counter() - started)
 
-    async def _offer(self, manifest: Manifest) -> None:
-        """Let other readers read the version that was fetched last. They find each buffer once."""
-        buffer = self._buffers[manifest.version % 2]
-        if buffer.path not in self._offered:
-            whole = {
-                entry.name: [tuple((0, size) for size in entry.shape)] for entry in manifest.layout.entries if entry.nbytes
-            }
-            offered = await asyncio.to_thread(offer, whole, manifest.layout, [buffer.bytes])
-            await torchstore.put(copy_shards_key(self._host, manifest.version % 2), offered)
-            self._offered.add(buffer.path)
-
-    async def _fetch(self, manifest: Manifest, source: str) -> int:
+    async def _fetch(self, manifest: Manifest, own: Sequence[RankParts], source: str) -> int:
+        """Make ``_copy``. Returns the bytes that were read."""
         if self._running is not None and not self._running.done():  # nobody waits for it any more: its caller was cancelled
             self._running.cancel()
             await asyncio.wait({self._running})
-        # Taken out while it is written: what is interrupted may still be written to, and is not used again.
-        buffer = self._buffers.pop(manifest.version % 2, None)
-        if buffer is None:
-            buffer = await asyncio.to_thread(SharedBuffer.create, manifest.layout.nbytes)
-        running = self._running = asyncio.create_task(self._read_all(manifest, buffer, source))
-        nbytes = await running
-        self._buffers[manifest.version % 2] = buffer
-        self._copy = HostCopy(version=manifest.version, publication=manifest.publication, path=buffer.path)
-        return nbytes
+        remote = [part for part in manifest.parts if part not in own]
+        sizes = [buffer_bytes(part.shards, manifest.dtype) for part in remote]
+        # Taken out while they are written: what is interrupted may still be written to, and is not used again.
+        buffers = self._buffers.pop(manifest.version % 2, [])
+        if [buffer.bytes.nbytes for buffer in buffers] != sizes:
+            buffers = [await asyncio.to_thread(SharedBuffer.create, size) for size in sizes]
+        self._running = asyncio.create_task(self._read_all(manifest, remote, buffers, source))
+        await self._running
+        self._buffers[manifest.version % 2] = buffers
+        copied = [RankParts(self._host, buffer.path, part.shards) for part, buffer in zip(remote, buffers, strict=True)]
+        self._copy = HostCopy(version=manifest.version, publication=manifest.publication, parts=(*own, *copied))
+        return sum(sizes)
 
-    async def _read_all(self, manifest: Manifest, buffer: SharedBuffer, source: str) -> int:
-        nbytes, layout, parity = 0, manifest.layout, manifest.version % 2
-        offers = {host: (shards_key(host), parity) for host in manifest.paths}
-        if source and self._host not in offers:
-            offers = {source: (copy_shards_key(source, parity), 0)}
-        for host, (key, index) in offers.items():
-            remote: RemoteShards = await torchstore.get(key)
-            if host == self._host:
-                own = SharedBuffer.attach(manifest.paths[host]).bytes
-                await asyncio.to_thread(copy_held, remote.shards, layout, own, buffer.bytes)
-                continue
+    async def _read_all(
+        self, manifest: Manifest, remote: Sequence[RankParts], buffers: Sequence[SharedBuffer], source: str
+    ) -> None:
+        if source:
+            copy: HostCopy = await torchstore.get(copy_key(source))
+            if copy.publication != manifest.publication:
+                raise PeerGone(f"version {manifest.version} can't be read from host {source}: it has version {copy.version}")
+            remote = copy.parts
+        for part, buffer in zip(remote, buffers, strict=True):
+            handles = await torchstore.get(memory_key(part.host, part.handle))
             try:
-                nbytes += await fetch(remote, layout, index, buffer.bytes)
+                await fetch(handles, buffer.bytes)
             except Exception as error:
-                raise PeerGone(f"version {manifest.version} can't be read from host {host}: {cause_in(error)}") from error
-        return nbytes
-
-
-async def local_snapshot(manifest: Manifest) -> str:
-    """Path of the snapshot in this host's memory: the trainer's own buffer, or the copy that this host's reader has made. "" of
-    one that the trainer's ranks hold on their devices.
-
-    Raises:
-        RunError: there is none.
-    """
-    if manifest.parts:
-        return ""
-    host = host_identity()
-    if (path := manifest.whole_on(host)) is not None:
-        return path
-    copy: HostCopy = await torchstore.get(copy_key(host))
-    if copy.publication != manifest.publication:
-        raise RunError(f"host {host} has a copy of version {copy.version}, and not of version {manifest.version}")
-    return copy.path
+                cause = cause_in(error)
+                raise PeerGone(f"version {manifest.version} can't be read from host {part.host}: {cause}") from error

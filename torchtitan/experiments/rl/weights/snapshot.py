@@ -1,16 +1,23 @@
-"""One policy version's weights in shared memory: whoever fills it writes, every generator on the host maps.
+"""One policy version's weights, in the host's memory or on the trainer's devices: each rank writes its parts, every generator
+puts them together.
 
-A snapshot is one flat buffer and a layout that says where each tensor lies in it. The buffer's pages are made once and reused:
-touching fresh shared-memory pages costs as much as the copy itself. Digests say which weights a snapshot, or an engine, holds.
+A snapshot is a flat buffer of each trainer rank, and a manifest that says which parts of which tensors lie in it::
+
+    rank 0: rows 0-1 of each tensor      its buffer:  embed[0:2]  norm  head[0:2]
+    rank 1: rows 2-3                     its buffer:  embed[2:4]        head[2:4]
+
+The buffers' pages are made once and reused: touching fresh shared-memory pages costs as much as the copy itself. Digests say
+which weights a snapshot, or an engine, holds.
 """
 
 import hashlib
 import logging
+import math
 import mmap
 import os
 import weakref
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -37,48 +44,14 @@ Handle = str | tuple[Any, ...]
 """By which processes of a host open memory of another one: the path of a SharedBuffer, or of a GPU's what CUDA gives."""
 
 
-class TensorEntry(NamedTuple):
-    name: str
-    """Hub name."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-    """Bytes from the start of the buffer."""
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(kw_only=True, slots=True, frozen=True)
-class SnapshotLayout:
-    """Where each tensor lies. A trainer has one for all its versions."""
-
-    entries: tuple[TensorEntry, ...]
-    nbytes: int
-
-    @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> "SnapshotLayout":
-        """Lay the tensors out one after the other, each as ``dtype``."""
-        entries, offset = [], 0
-        for name, shape in shapes.items():
-            entry = TensorEntry(name=name, shape=shape, dtype=dtype, offset=offset)
-            entries.append(entry)
-            offset += aligned(entry.nbytes)
-        return cls(entries=tuple(entries), nbytes=offset)
-
-    @classmethod
-    def of_shards(cls, shards: Mapping[str, Shard], dtype: torch.dtype) -> "SnapshotLayout":
-        """The same for parts of tensors."""
-        return cls.of({name: tuple(stop - start for start, stop in shard) for name, shard in shards.items()}, dtype)
-
-
 class RankParts(NamedTuple):
-    """What one trainer rank holds of a version on its own device, in a flat buffer."""
+    """What one trainer rank has written of a version, in a flat buffer."""
 
+    host: str
+    """Identity of the host whose processes open the buffer."""
     handle: Handle
     shards: dict[str, Shard]
-    """As ``SnapshotLayout.of_shards`` lays them out."""
+    """By hub name: where they lie is what ``views`` says."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -86,19 +59,15 @@ class Manifest:
     """What a generator needs to load one version. Small: it travels through torchstore and actor messages."""
 
     version: int
-    layout: SnapshotLayout
-    paths: dict[str, str]
-    """Of the trainer's SharedBuffer on each host that holds something of the version, by the host's identity."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of the whole tensors, by hub name."""
+    dtype: torch.dtype
+    parts: tuple[RankParts, ...]
+    """They make up the tensors, and no two overlap."""
     publication: str
     """Names what was written, and no other: a trainer that is made again may publish a version again, with other weights."""
     digests: dict[str, str]
-    """Of each tensor, by name in the layout's order, as the trainer took them where its own tensors lie."""
-    parts: tuple[RankParts, ...] = ()
-    """Of the ranks, where versions stay on their devices (``generator.weights``). There are no ``paths`` then."""
-
-    def whole_on(self, host: str) -> str | None:
-        """Path of the trainer's own buffer where that is the whole snapshot, on ``host``."""
-        return self.paths.get(host) if len(self.paths) == 1 else None
+    """Of each tensor, in the order of ``shapes``, as the trainer took them where its own tensors lie."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,18 +92,15 @@ class SharedBuffer:
         weakref.finalize(self, os.close, descriptor)
         self.path = path
         """Where other processes of this host find it, while this object lives in the one that created it."""
-        self.bytes = torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
+        status = os.fstat(descriptor)
+        self.inode = status.st_ino
+        """The same in all processes, and of no other buffer. A path is another one's once its process has let go of it."""
+        self.bytes = torch.frombuffer(mmap.mmap(descriptor, status.st_size), dtype=torch.uint8)
 
     @classmethod
-    def create(cls, nbytes: int, used: Iterable[tuple[int, int]] | None = None) -> "SharedBuffer":
-        """
-        Args:
-            used: start and stop of the bytes that take memory. None: all.
-        """
+    def create(cls, nbytes: int) -> "SharedBuffer":
         descriptor = os.memfd_create("policy-weights")
-        os.ftruncate(descriptor, nbytes)
-        for start, stop in ((0, nbytes),) if used is None else used:
-            os.posix_fallocate(descriptor, start, stop - start)
+        os.posix_fallocate(descriptor, 0, nbytes)
         return cls(descriptor, f"/proc/{os.getpid()}/fd/{descriptor}")
 
     @classmethod
@@ -151,79 +117,92 @@ class SharedBuffer:
                 f"the weights at {path} are gone ({error.strerror}): the process that published them has ended"
             ) from error
 
-    def views(self, layout: SnapshotLayout) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of each entry, sharing the buffer's memory."""
-        return views(self.bytes, layout)
-
 
 class PartedTensors(UserDict[str, torch.Tensor]):
-    """Tensors of a version that ranks hold in parts, by hub name. One is put together whenever it is asked for, and nothing
-    keeps it; one that a rank holds whole is in that rank's own memory."""
+    """Tensors of a version, by hub name. One that ranks hold in parts is put together whenever it is asked for, on ``device``,
+    and nothing keeps it; one that a rank holds whole is in that rank's own memory."""
 
-    def __init__(self, layout: SnapshotLayout, ranks: Iterable[tuple[torch.Tensor, Mapping[str, Shard]]]):
-        """``ranks``: of each its flat uint8 buffer, and the shards in it."""
-        self.data: dict[str, Any] = {entry.name: (entry, []) for entry in layout.entries}
-        for buffer, shards in ranks:
-            for name, part in views(buffer, SnapshotLayout.of_shards(shards, layout.entries[0].dtype)):
-                self.data[name][1].append((index_of(shards[name]), part))
+    def __init__(self, manifest: Manifest, buffers: Iterable[torch.Tensor], device: torch.device = CPU):
+        """``buffers``: flat uint8, of each of the manifest's parts."""
+        self.shapes, self._dtype, self._device = manifest.shapes, manifest.dtype, device
+        self.data: dict[str, Any] = {name: [] for name in manifest.shapes}
+        for own, buffer in zip(manifest.parts, buffers, strict=True):
+            for name, part in views(buffer, own.shards, manifest.dtype).items():
+                self.data[name].append((index_of(own.shards[name]), part))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        entry, parts = self.data[name]
+        parts = self.data[name]
         if len(parts) == 1:
             return parts[0][1]
-        whole = torch.empty(entry.shape, dtype=entry.dtype, device=parts[0][1].device if parts else CPU)
-        for place, part in parts:
-            whole[place] = part
-        return whole
+        tensor = torch.empty(self.shapes[name], dtype=self._dtype, device=self._device)
+        self.copy_to(name, tensor)
+        return tensor
+
+    def copy_to(self, name: str, target: torch.Tensor) -> None:
+        """Copy each part to where it belongs. Putting a tensor together first would take fresh memory for it: on a CPU, three
+        times as long."""
+        for place, part in self.data[name]:
+            target[place].copy_(part, non_blocking=True)
 
 
 class SnapshotReader:
-    """A generator's side of the shared memory: maps each of the host's buffers once. It keeps no memory of a GPU open: that of
-    a trainer which has ended would not be free for the next one."""
+    """A generator's side: maps each of the host's buffers once. It keeps no memory of a GPU open: that of a trainer which has
+    ended would not be free for the next one."""
 
     def __init__(self):
-        self._buffers: dict[str, SharedBuffer] = {}
-        """Those that were read last, by path: those of a process that has been made again are other ones."""
+        self._last: dict[int, SharedBuffer] = {}
+        self._before: dict[int, SharedBuffer] = {}
+        """What the last two versions lie in, by inode."""
 
-    def tensors(self, manifest: Manifest, path: str, device: torch.device = CPU) -> Mapping[str, torch.Tensor]:
-        """Of a version, by hub name in the layout's order, for a model on ``device``. They lie in the memory of those who wrote
+    def tensors(self, manifest: Manifest, device: torch.device = CPU) -> PartedTensors:
+        """Of a version whose parts are this host's, for a model on ``device``. They may lie in the memory of those who wrote
         them: keep none after the load.
-
-        Args:
-            path: of the snapshot in this host's memory. It is not read where ranks hold the version on their devices.
 
         Raises:
             PeerGone: there is none any more.
         """
-        if not (parts := manifest.parts):
-            return dict(views(self._open(path, device, 2), manifest.layout))
-        return PartedTensors(manifest.layout, [(self._open(own.handle, device, len(parts)), own.shards) for own in parts])
-
-    def _open(self, handle: Handle, device: torch.device, kept: int) -> torch.Tensor:
-        """``kept``: how many buffers of the host a trainer has."""
-        if not isinstance(handle, str):
-            return opened_memory(handle, device)
-        buffer = self._buffers.pop(handle, None)
-        if buffer is None:
-            buffer = SharedBuffer.attach(handle)
-            if device.type == "cuda":  # it then reads by itself, and at the full speed of its bus
+        known, self._before, self._last = self._before | self._last, self._last, {}
+        buffers = []
+        for _, handle, _ in manifest.parts:
+            if not isinstance(handle, str):
+                buffers.append(opened_memory(handle, device))
+                continue
+            found = SharedBuffer.attach(handle)
+            buffer = known.get(found.inode, found)  # whose pages are mapped
+            if buffer is found and device.type == "cuda":  # it then reads by itself, and at the full speed of its bus
                 page_lock([buffer.bytes])
-        self._buffers[handle] = buffer
-        while len(self._buffers) > kept:
-            del self._buffers[next(iter(self._buffers))]
-        return buffer.bytes
+            self._last[buffer.inode] = buffer
+            buffers.append(buffer.bytes)
+        return PartedTensors(manifest, buffers, device)
 
 
-def aligned(nbytes: int) -> int:
-    """Bytes that so many take in a buffer, up to where the next tensor begins."""
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def whole(shape: Iterable[int]) -> Shard:
+    """All of a tensor."""
+    return tuple((0, size) for size in shape)
 
 
-def views(buffer: torch.Tensor, layout: SnapshotLayout) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of each entry, sharing the memory of ``buffer``, which is flat and of uint8."""
-    for entry in layout.entries:
-        flat = buffer[entry.offset : entry.offset + entry.nbytes]
-        yield entry.name, flat.view(entry.dtype).view(entry.shape)
+def volume(shard: Shard) -> int:
+    return math.prod(stop - start for start, stop in shard)
+
+
+def _aligned(shard: Shard, dtype: torch.dtype) -> int:
+    """Bytes that it takes in a buffer, up to where the next one begins."""
+    return -(-volume(shard) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+
+
+def buffer_bytes(shards: Mapping[str, Shard], dtype: torch.dtype) -> int:
+    """Of the buffer that has room for them."""
+    return sum(_aligned(shard, dtype) for shard in shards.values())
+
+
+def views(buffer: torch.Tensor, shards: Mapping[str, Shard], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The shards in a flat uint8 buffer, one after the other, each at a multiple of 64 bytes. They share its memory."""
+    found, offset = {}, 0
+    for name, shard in shards.items():
+        flat = buffer[offset : offset + volume(shard) * dtype.itemsize].view(dtype)
+        found[name] = flat.view([stop - start for start, stop in shard])
+        offset += _aligned(shard, dtype)
+    return found
 
 
 def index_of(shard: Shard) -> tuple[slice, ...]:
@@ -251,7 +230,7 @@ def digest(part: torch.Tensor, shard: Shard | None = None, shape: tuple[int, ...
         return total
     if not shape:
         part, shape = part.reshape(1), (1,)
-    shard = shard or tuple((0, size) for size in shape)
+    shard = shard or whole(shape)
     words_RC, first = _words(part.detach().reshape(-1, part.shape[-1]), shard[-1][0] * part.element_size())
     row_keys_R, keys_C = _row_keys(shape[:-1], shard[:-1], part.device), _keys(first + words_RC.shape[1], part.device)[first:]
     if part.is_cpu:
@@ -326,11 +305,6 @@ def named(digests: Iterable[tuple[str, int]]) -> dict[str, str]:
     return {name: f"{value % 2**64:016x}" for name, value in digests}
 
 
-def tensor_digests(buffer: torch.Tensor, layout: SnapshotLayout) -> dict[str, str]:
-    """Digest of each tensor in a snapshot's flat uint8 buffer, by name in the layout's order."""
-    return named((name, int(digest(view))) for name, view in views(buffer, layout))
-
-
 def of_copies(found: Iterable[str]) -> str:
     """The digest that all copies of a tensor have; where they differ, all of theirs, which equals none."""
     return " and ".join(sorted(set(found)))
@@ -342,39 +316,17 @@ def fingerprint(digests: Mapping[str, str]) -> str:
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def page_lock(targets: Iterable[torch.Tensor]) -> bool:
-    """Keep the pages of CPU tensors where they are, so that a GPU writes them by itself, until this process ends.
-
-    Args:
-        targets: views of mapped memory, which begins and ends with whole pages.
+def page_lock(buffers: Iterable[torch.Tensor]) -> bool:
+    """Keep the pages of flat CPU buffers where they are, so that a GPU reads and writes them itself, until this process ends.
 
     Returns:
         Whether it could. Without it copies wait for the CPU, and nothing else changes: CUDA keeps the refusal and the next
         kernel launch would raise it, so it is taken here.
     """
-    for start, nbytes in page_ranges(targets):
-        code = int(torch.cuda.cudart().cudaHostRegister(start, nbytes, 0))
+    for buffer in buffers:
+        code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
         if code:
             take_cuda_error()
             logger.warning("shared memory of the weights can't be page-locked (CUDA error %d): publishing takes longer", code)
             return False
     return True
-
-
-def page_ranges(targets: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
-    """Address and bytes of the pages that CPU tensors lie on, gaps in a tensor included. CUDA locks no page twice, so ranges
-    that meet are one."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(_pages(target) for target in targets if target.numel()):
-        if found and start <= found[-1][1]:
-            start, end = found[-1][0], max(end, found.pop()[1])
-        found.append((start, end))
-    return [(start, end - start) for start, end in found]
-
-
-def _pages(target: torch.Tensor) -> tuple[int, int]:
-    """From the first page of a tensor to the end of the last."""
-    last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
-    start = target.data_ptr()
-    end = start + (last + 1) * target.element_size()
-    return start // mmap.PAGESIZE * mmap.PAGESIZE, -(-end // mmap.PAGESIZE) * mmap.PAGESIZE

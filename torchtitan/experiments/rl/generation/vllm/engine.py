@@ -310,12 +310,12 @@ class VLLMEngine:
         self._engine.sleep(level=0 if self._on_cpu else 2)
         self._asleep = True
 
-    def load(self, manifest: Manifest, path: str, *, recompute: bool, verify: bool = True) -> LoadReport:
+    def load(self, manifest: Manifest, *, recompute: bool, verify: bool = True) -> LoadReport:
         if self._asleep:
             self._engine.wake_up(["scheduling"] if self._on_cpu else None)
             self._asleep = False
         self._early += self._results(compat.finish_steps(self._engine))
-        if cause := next(filter(None, self._engine.collective_rpc("map_snapshot", args=(manifest, path))), ""):
+        if cause := next(filter(None, self._engine.collective_rpc("map_snapshot", args=(manifest,))), ""):
             raise PeerGone(cause)
         try:
             reports = self._engine.collective_rpc("load_snapshot", args=(verify,))

@@ -12,7 +12,7 @@ from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.compat.vllm import reload_weights
 from torchtitan.experiments.rl.errors import PeerGone
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, SnapshotLayout, SnapshotReader, digest, named, of_copies
+from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, SnapshotReader, digest, named, of_copies, whole
 
 UNKNOWN = "packed before this version"
 """In place of a digest: nobody has seen what the copy was made of."""
@@ -59,9 +59,9 @@ def whole_digests(workers: Iterable[Mapping[str, list[tuple[Shard, int | str]]]]
 class HeldWeights:
     """Of one version: load it within ``compat.packing_noted(held.note)``, then read ``parts``."""
 
-    def __init__(self, model: Any, layout: SnapshotLayout):
-        self._entries = {entry.name: entry for entry in layout.entries}
-        self._weights = list(compat.held_weights(model, set(self._entries)))
+    def __init__(self, model: Any, manifest: Manifest):
+        self._shapes, self._dtype = manifest.shapes, manifest.dtype
+        self._weights = list(compat.held_weights(model, set(self._shapes)))
         self._packed: dict[int, list[compat.HeldWeight]] = {}
         for held in self._weights:
             if held.packed:
@@ -85,7 +85,7 @@ class HeldWeights:
 
     def parts(self) -> dict[str, list[tuple[Shard, int | str]]]:
         """By hub name, in the snapshot's order. A model may hold a tensor more than once, as a tied head."""
-        found: dict[str, list[Part]] = {name: [] for name in self._entries}
+        found: dict[str, list[Part]] = {name: [] for name in self._shapes}
         read: dict[int, dict[str, Part]] = {}
         for held in self._weights:
             own = id(held.parameter)  # a tied head has the embedding's
@@ -110,17 +110,16 @@ class HeldWeights:
         started = time.perf_counter()
         found: dict[str, Part] = {}
         start, weight = 0, weight.detach()
-        if weight.element_size() < min(self._entries[name].dtype.itemsize for name in held.sources):
+        if weight.element_size() < self._dtype.itemsize:
             return dict.fromkeys(held.sources, ((), QUANTIZED))
         for name, rows in zip(held.sources, compat.rows_of_parts(held, len(weight)), strict=True):
-            entry = self._entries[name]
-            own = weight[start : start + rows]
-            place = tuple((0, size) for size in entry.shape)
-            if own.shape != entry.shape:  # a share, or a vocabulary that is filled up
-                region = compat.region(held, rows, entry.shape, weight.shape)
+            own, shape = weight[start : start + rows], self._shapes[name]
+            place = whole(shape)
+            if own.shape != shape:  # a share, or a vocabulary that is filled up
+                region = compat.region(held, rows, shape, weight.shape)
                 own = own[: region[0].stop - region[0].start]
                 place = tuple((part.start, part.stop) for part in region)
-            found[name] = place, digest(own.to(entry.dtype), place, entry.shape)
+            found[name] = place, digest(own.to(self._dtype), place, shape)
             start += rows
         self.seconds += time.perf_counter() - started
         return found
@@ -136,7 +135,7 @@ class SnapshotLoader:
     def _snapshots(self) -> SnapshotReader:
         return SnapshotReader()
 
-    def map_snapshot(self, manifest: Manifest, path: str) -> str:
+    def map_snapshot(self, manifest: Manifest) -> str:
         """Why the version can't be read any more; "" where it is mapped.
 
         It is returned, because an engine of several workers can't be called again after one of them has raised: vLLM 0.32 reads
@@ -145,7 +144,7 @@ class SnapshotLoader:
         worker: Any = self
         try:
             device = next(worker.get_model().parameters()).device
-            self._mapped = manifest, self._snapshots.tensors(manifest, path, device)
+            self._mapped = manifest, self._snapshots.tensors(manifest, device)
         except PeerGone as error:
             return str(error)
         return ""
@@ -172,7 +171,7 @@ class SnapshotLoader:
         (manifest, tensors), model = vars(self).pop("_mapped"), worker.get_model()
         if compat.adapters_in(tensors):  # vLLM takes them on the CPU
             return self._load_adapter({name: tensor.cpu() for name, tensor in tensors.items()}, started, verify)
-        held = HeldWeights(model, manifest.layout)
+        held = HeldWeights(model, manifest)
         mapped = time.perf_counter()
         note = held.note if verify else lambda module: None
         with trace.span("reload"), compat.packing_noted(note, unpacked=compat.packed_for_nothing(model)):
@@ -197,11 +196,11 @@ class SnapshotLoader:
         parts: dict[str, list[tuple[Shard, int | str]]] = {name: [] for name in tensors} if verify else {}
         with trace.span("digests of what is held"):
             for name, held, share in compat.held_adapter(self, tensors) if verify else ():
-                whole = tensors[name]
+                tensor = tensors[name]
                 # The share is a view of the whole.
-                row, column = divmod(int(share.storage_offset() - whole.storage_offset()), whole.shape[1])
+                row, column = divmod(int(share.storage_offset() - tensor.storage_offset()), tensor.shape[1])
                 place = ((row, row + share.shape[0]), (column, column + share.shape[1]))
-                parts[name].append((place, int(digest(held.to(whole.dtype), place, tuple(whole.shape)))))
+                parts[name].append((place, int(digest(held.to(tensor.dtype), place, tuple(tensor.shape)))))
         return LoadedParts(
             parts=parts,
             verify_s=(mapped - started) + time.perf_counter() - reloaded,
