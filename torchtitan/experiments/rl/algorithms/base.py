@@ -1,6 +1,7 @@
 """What an algorithm is: who gets credit for what, and which loss component the sampled tokens feed.
 
 ``GroupRewards`` is the base of those that compare a group's rewards, with a length penalty for short answers among right ones.
+At the end is what algorithms share that compare with a reference model.
 """
 
 from dataclasses import dataclass

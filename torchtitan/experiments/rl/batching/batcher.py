@@ -157,9 +157,9 @@ class Batcher(Configurable):
         return spread_rows(sizes, even, self.config.row_length) or packed
 
     def _split(self, shares: list[list[Row]]) -> list[list[list[Row]]]:
-        """[rank][microbatch]: rows."""
+        """[rank][microbatch]: rows. A rank's microbatches differ by at most 1 row, longer ones first; some may be empty."""
         count = max(1, -(-max(map(len, shares)) // self.config.rows_per_microbatch))
-        return [_parts(share, count) for share in shares]
+        return [[[share[row] for row in part] for part in np.array_split(range(len(share)), count)] for share in shares]
 
     def _cost(self, shares: list[list[Row]]) -> float:
         """Of the rank that has most to compute, padding included."""
@@ -176,10 +176,3 @@ class Batcher(Configurable):
                 "drop the rollout (Batcher.fits), lower max_rollout_tokens or raise row_length"
             )
         check_sample(sample)
-
-
-def _parts(rows: list[Row], count: int) -> list[list[Row]]:
-    """Cut into ``count`` consecutive parts whose sizes differ by at most 1, longer parts first; some may be empty."""
-    size, extra = divmod(len(rows), count)
-    ends = [size * part + min(part, extra) for part in range(count + 1)]
-    return [rows[start:end] for start, end in zip(ends, ends[1:], strict=False)]

@@ -264,24 +264,19 @@ def fill(
 
 def _trees(rows: Sequence[Row], length: int, row_length: int) -> PrefixTrees:
     """The same rows with what is shared in them once, for a batch of ``length`` tokens a row."""
-    shape = len(rows), padded_length(rows, row_length)
-    token_ids, temperatures = np.zeros(shape, np.int32), np.ones(shape, np.float32)
-    positions, slots = np.empty(shape, np.int32), np.zeros((len(rows), length), np.int64)
+    width = padded_length(rows, row_length)
+    slots = np.zeros((len(rows), length), np.int64)
+    laid: list[list[Piece]] = [[] for _ in rows]
     for number, row in enumerate(rows):
-        at = filled = 0  # in the row of the batch, and in the row of trees
+        at, filled = 0, number * width  # in the row of the batch, and in the rows of trees
         path = slots[number, :0]
         for sample, shared in zip(row.samples, row.shared, strict=True):
-            size, end = len(sample), filled + len(sample) - shared
-            token_ids[number, filled:end] = sample.token_ids[shared:]
-            temperatures[number, filled:end] = sample.temperature
-            positions[number, filled:end] = np.arange(shared, size)
-            own = slots[number, at : at + size]
+            own, end = slots[number, at : at + len(sample)], filled + len(sample) - shared
             own[:shared] = path[:shared]
-            own[shared:] = np.arange(filled, end) + number * shape[1]
-            path, at, filled = own, at + size, end
-        positions[number, filled:] = np.arange(shape[1] - filled)
-    tensors = dict(token_ids=token_ids, positions=positions, temperatures=temperatures, slots=slots)
-    return PrefixTrees(**{name: torch.from_numpy(array) for name, array in tensors.items()})
+            own[shared:] = np.arange(filled, end)
+            path, at, filled = own, at + len(sample), end
+            laid[number].append((sample.token_ids, shared, sample.temperature))
+    return _laid_out(laid, width, slots)
 
 
 def _conditioned(rows: Sequence[Row], length: int, row_length: int) -> PrefixTrees:
@@ -296,18 +291,31 @@ def _conditioned(rows: Sequence[Row], length: int, row_length: int) -> PrefixTre
             at += len(sample)
     packed = pack_rows([len(ids) for _, ids, _ in places], row_length) or [[]]
     width = _rounded(max(sum(len(places[index][1]) for index in row) for row in packed), row_length)
-    shape = len(packed), width
+    for number, indices in enumerate(packed):
+        end = number * width
+        for sample, ids, own in map(places.__getitem__, indices):
+            end += len(ids)
+            scored = len(sample) - int(np.argmax(sample.loss_mask)) if sample.loss_mask.any() else 0
+            own[len(sample) - scored :] = np.arange(end - scored, end)
+    laid = [[(places[index][1], 0, places[index][0].temperature) for index in indices] for indices in packed]
+    return _laid_out(laid, width, slots)
+
+
+Piece = tuple[np.ndarray, int, float]
+"""Token ids, how many of them are left out at the beginning, and their temperature."""
+
+
+def _laid_out(rows: Sequence[Sequence[Piece]], width: int, slots: np.ndarray) -> PrefixTrees:
+    """The pieces of each row side by side, in rows of ``width`` tokens."""
+    shape = len(rows), width
     token_ids, temperatures = np.zeros(shape, np.int32), np.ones(shape, np.float32)
     positions = np.empty(shape, np.int32)
-    for number, indices in enumerate(packed):
+    for number, row in enumerate(rows):
         filled = 0
-        for index in indices:
-            sample, ids, own = places[index]
-            end = filled + len(ids)
-            token_ids[number, filled:end], positions[number, filled:end] = ids, np.arange(len(ids))
-            temperatures[number, filled:end] = sample.temperature
-            scored = len(sample) - int(np.argmax(sample.loss_mask)) if sample.loss_mask.any() else 0
-            own[len(sample) - scored :] = np.arange(end - scored, end) + number * width
+        for ids, first, temperature in row:
+            end = filled + len(ids) - first
+            token_ids[number, filled:end], positions[number, filled:end] = ids[first:], np.arange(first, len(ids))
+            temperatures[number, filled:end] = temperature
             filled = end
         positions[number, filled:] = np.arange(width - filled)
     tensors = dict(token_ids=token_ids, positions=positions, temperatures=temperatures, slots=slots)

@@ -3,6 +3,7 @@
 from torchtitan.experiments.rl.losses.loss import (
     CrossEntropy,
     LossConfig,
+    MetricSums,
     RefKL,
     advantage_sums,
     compute_loss,
@@ -12,7 +13,6 @@ from torchtitan.experiments.rl.losses.loss import (
     step_denominators,
     with_normalized_advantages,
 )
-from torchtitan.experiments.rl.losses.metrics import MetricSums
 from torchtitan.experiments.rl.losses.variants import (
     CISPO,
     DPPO,

@@ -28,7 +28,6 @@ from torchtitan.experiments.rl.bounds import AtMost, NonNegativeFloat, PositiveF
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError, RunError
-from torchtitan.experiments.rl.losses.metrics import OwnMetrics
 from torchtitan.experiments.rl.user_code.calls import cause_of
 
 
@@ -48,6 +47,9 @@ class RLTokens:
     sequence_ids: torch.Tensor
     """int64, in [0, B * L). The same for all tokens of one packed training sample."""
 
+
+OwnMetrics = dict[str, torch.Tensor]
+"""A value [B, L] for each token, by the metric's name. What it is on tokens that are no member does not matter."""
 
 PerToken = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, OwnMetrics]
 """What a loss with a mask returns: losses, masked tokens, and metrics of its own if it has any."""
