@@ -322,10 +322,6 @@ def compute_loss(
         metrics.add_mean(f"{name}/loss", weighted, member)
         return weighted.sum() / count
 
-    def own_metrics(name: str, own: Sequence[Any], member: torch.Tensor) -> None:
-        for entry in own:
-            add_own_metrics(metrics, name, entry, member)
-
     member = rl_members(batch)
     tokens = RLTokens(
         logprobs=at(member, policy_logprobs),
@@ -336,7 +332,7 @@ def compute_loss(
     )
     given, factors, left_out = correct(tokens, [entry.build() for entry in config.corrections])
     losses, masked, *own = config.rl.build().per_token(given)
-    own_metrics("rl", own, given.member)
+    add_own_metrics(metrics, "rl", own, given.member)
     if config.corrections:
         losses, masked = torch.where(given.member, factors * losses, 0), masked & given.member
     for name, where in left_out.items():
@@ -348,7 +344,7 @@ def compute_loss(
     nll = -at(member, policy_logprobs)
     returned = config.ce.build().per_token(at(member, policy_logprobs))
     losses, *own = returned if isinstance(returned, tuple) else (returned,)
-    own_metrics("ce", own, member)
+    add_own_metrics(metrics, "ce", own, member)
     ce = total("ce", member, batch.ce_weights, losses, denominators.ce)
     metrics.add_mean("ce/nll", nll, member)
     for index, role in enumerate(ROLES):
@@ -358,7 +354,7 @@ def compute_loss(
     logprobs, generator = at(member, policy_logprobs), at(member, batch.generator_logprobs)
     reference = at(member, batch.ref_logprobs)
     losses, masked, *own = config.ref_kl.build().per_token(logprobs, generator, reference)
-    own_metrics("ref_kl", own, member)
+    add_own_metrics(metrics, "ref_kl", own, member)
     ref_kl = total("ref_kl", member, batch.ref_kl_weights, losses, denominators.ref_kl)
     _add_ratio_metrics(metrics, "ref_kl", logprobs, generator, member, masked)
     # The plain estimator, E[logp - ref_logp]: what the component's gain g sums up to.
@@ -370,12 +366,15 @@ def compute_loss(
     return loss, metrics
 
 
-def add_own_metrics(sums: MetricSums, component: str, own: OwnMetrics, member: torch.Tensor) -> None:
+def add_own_metrics(sums: MetricSums, component: str, own: Sequence[Any], member: torch.Tensor) -> None:
     """
+    Args:
+        own: OwnMetrics of a loss, if it has any.
+
     Raises:
         ValueError: a metric that is no value for each token; names it.
     """
-    for name, values in own.items():
+    for name, values in (own[0] if own else {}).items():
         if not isinstance(values, torch.Tensor) or values.shape != member.shape:
             kind = f"shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else f"a {type(values).__name__}"
             raise ValueError(f"metric {component}/own/{name} has {kind}: want a tensor of shape {tuple(member.shape)}")
@@ -419,7 +418,7 @@ def mismatch_of(policy_logprobs: torch.Tensor, batch: TrainingBatch) -> tuple[to
 @torch.no_grad()
 def mismatch_metrics(policy_logprobs: torch.Tensor, batch: TrainingBatch, policy_version: int) -> MetricSums:
     """Mismatch KL of a microbatch: ``mismatch_kl/all``, ``mismatch_kl/task/<name>`` and ``mismatch_kl/age/<n>``; and where the
-    replicas are known, the mean distance by replica and age.
+    replicas are known, ``mismatch/replica/<r>/age/<n>``: the mean distance of the two log-probabilities, in nats.
 
     Also ``ref_kl/kl/task/<name>``, the distance to each task's reference model, E[logp - ref_logp] over its ref_kl tokens.
 
@@ -440,17 +439,9 @@ def mismatch_metrics(policy_logprobs: torch.Tensor, batch: TrainingBatch, policy
         metrics.add_mean(f"ref_kl/kl/task/{name}", policy_logprobs.double() - batch.ref_logprobs.double(), compared)
     for version in batch.policy_versions[sampled].unique().tolist():
         metrics.add_mean(f"mismatch_kl/age/{policy_version - version}", kl, sampled & (batch.policy_versions == version))
-    if bool((batch.replicas[sampled] >= 0).any()):
-        metrics.merge(_by_replica(lr.abs(), sampled, batch, policy_version))
-    return metrics
-
-
-def _by_replica(distances: torch.Tensor, sampled: torch.Tensor, batch: TrainingBatch, policy_version: int) -> MetricSums:
-    """``mismatch/replica/<r>/age/<n>``: mean distance of the two log-probabilities, in nats."""
-    metrics = MetricSums()
     known = sampled & (batch.replicas >= 0)
     pairs = torch.stack([batch.replicas[known].int(), batch.policy_versions[known]], dim=1).unique(dim=0)
     for replica, version in pairs.tolist():
         own = known & (batch.replicas == replica) & (batch.policy_versions == version)
-        metrics.add_mean(f"mismatch/replica/{replica}/age/{policy_version - version}", distances, own)
+        metrics.add_mean(f"mismatch/replica/{replica}/age/{policy_version - version}", lr.abs(), own)
     return metrics
