@@ -141,8 +141,9 @@ class SnapshotPublisher:
         """Of what all ranks have written as ``version``. Collective."""
         targets = self._targets[version % 2]
         shares = dict.fromkeys(self._shapes, torch.zeros((), dtype=torch.int64)) | self._shares
-        for name in self._mine.keys() - self._shares.keys():
-            shares[name] = digest(targets[name], self._mine[name], self._shapes[name])
+        for name, shard in self._mine.items():
+            if name not in self._shares:
+                shares[name] = digest(targets[name], shard, self._shapes[name])
         sums = torch.stack([share.cpu() for share in shares.values()])
         if self._gloo is not None:
             dist.all_reduce(sums, group=self._gloo)  # returns when every rank has written

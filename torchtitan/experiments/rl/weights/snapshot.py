@@ -100,6 +100,7 @@ class SharedBuffer:
     @classmethod
     def create(cls, nbytes: int) -> "SharedBuffer":
         descriptor = os.memfd_create("policy-weights")
+        os.ftruncate(descriptor, nbytes)  # large pages are for what lies within the file's size
         os.posix_fallocate(descriptor, 0, nbytes)
         return cls(descriptor, f"/proc/{os.getpid()}/fd/{descriptor}")
 
