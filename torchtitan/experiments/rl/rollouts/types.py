@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -15,9 +17,6 @@ from torchtitan.experiments.rl.types import TrainingSample
 
 if TYPE_CHECKING:  # what reads records needs no renderer
     from renderers import Message, ToolSpec
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 
 class RolloutStatus(StrEnum):
