@@ -118,8 +118,11 @@ class CheckpointFolder:
                 partial.rename(target)
                 _sync_folder(self._folder)
         kept = _complete(self._folder)
-        for path in kept[: max(0, len(kept) - self._keep)]:
-            self._remove(path)
+        for path in kept[: -self._keep]:
+            try:
+                self._remove(path)
+            except OSError as error:  # the new checkpoint is complete all the same
+                logger.warning("an old checkpoint can't be deleted: %s", error)
         return target
 
     def discard(self, step: int) -> None:
@@ -135,8 +138,7 @@ class CheckpointFolder:
         later = [path for path in _complete(self._folder) if step_of(path) > step]
         for path in reversed(later):
             with self._explained(step_of(path)):
-                path.rename(self._removed(step_of(path)))
-            shutil.rmtree(self._removed(step_of(path)), ignore_errors=True)
+                self._remove(path)
         return later
 
     def _partial(self, step: int) -> Path:
@@ -146,13 +148,11 @@ class CheckpointFolder:
         return self._folder / f".{_name(step)}.removed"
 
     def _remove(self, path: Path) -> None:
-        """Renamed first: deleting takes several operations, and a folder without some of its files must not look complete."""
+        """Renamed first: deleting takes several operations, and a folder without some of its files must not look complete.
+        ``begin`` removes what is left."""
         removed = self._removed(step_of(path))
-        try:
-            path.rename(removed)
-            shutil.rmtree(removed)
-        except OSError as error:  # the new checkpoint is complete all the same
-            logger.warning("an old checkpoint can't be deleted: %s", error)
+        path.rename(removed)
+        shutil.rmtree(removed, ignore_errors=True)
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:

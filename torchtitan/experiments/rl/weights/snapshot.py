@@ -277,9 +277,8 @@ def _words(part_RX: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
     if not any(place % 8 for place in places):
         return part_RX.view(torch.int64), start // 8
     begin = start % 8
-    filled = torch.zeros((len(part_RX), -(-(begin + width) // 8) * 8), dtype=torch.uint8, device=part_RX.device)
-    filled[:, begin : begin + width] = part_RX.contiguous().view(torch.uint8).view(len(part_RX), width)
-    return filled.view(torch.int64), start // 8
+    rows = part_RX.contiguous().view(torch.uint8).view(len(part_RX), width)
+    return torch.nn.functional.pad(rows, (begin, -(begin + width) % 8)).view(torch.int64), start // 8
 
 
 @cache
