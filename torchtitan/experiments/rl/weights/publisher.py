@@ -241,8 +241,7 @@ def copy_out(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         return target.copy_(source)
     # torch would move the whole float32 and convert on the CPU.
     converted = source.to(target.dtype)
-    # Into a target with gaps torch copies over a buffer of its own.
-    target.copy_(converted, non_blocking=target.is_contiguous())
+    target.copy_(converted, non_blocking=True)
     return converted
 
 
