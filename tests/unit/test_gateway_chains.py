@@ -126,6 +126,17 @@ def test_of_equal_answers_one_that_nobody_went_on_from_is_taken():
     assert chains.match("s", [*request, said("yes"), user("more")]).node is second
 
 
+def test_where_a_client_leaves_reasoning_out_every_answer_that_may_be_meant_is_followed():
+    """Two answers differ in their reasoning alone: a history goes on from the one that has its second answer below it."""
+    chains, go, yes = Chains(), user("go"), said("yes", reasoning="because")
+    first = chains.add(chains.match("s", [go]), [go], yes, 1, extends=False)
+    deep = chains.add(chains.match("s", [go, yes, go]), [go], said("no"), 2, extends=True)
+    plain = chains.add(chains.match("s", [go]), [go], said("yes"), 3, extends=False)
+    assert chains.match("s", [go, said("yes"), go]).node is plain
+    assert chains.match("s", [go, yes, go]).node is first
+    assert chains.match("s", [go, said("yes"), go, said("no"), go]).node is deep
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs", "same"),
     [

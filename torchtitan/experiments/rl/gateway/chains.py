@@ -49,33 +49,24 @@ class Node(Generic[T]):
 class _Place(Generic[T]):
     """A message of some history, with all before it."""
 
-    sent: Any = None
-    """As a client last sent it: an equal one needs no second look."""
     nodes: list[Node[T]] = field(default_factory=list)
     """Turns that said it; none where the client wrote it."""
     after: "dict[Hashable, dict[str, _Place[T]]]" = field(default_factory=dict)
     """The messages that followed it: by meaning, then by reasoning."""
-    last: "_Place[T] | None" = None
-    """The one that was looked up last. In a long history it is the one that is looked for."""
+    sent: Message | None = None
+    means: Hashable = None
+    """The message that was looked up last, and its meaning: in a long history it is the one that is looked for again."""
 
-    def find(self, message: Message) -> "_Place[T] | None":
-        if self.last is not None and self.last.sent == message:
-            return self.last
-        known = self.after.get(meaning(message))
-        if not known:
-            return None
-        reasoning = _reasoning(message)
-        place = known.get(reasoning)
-        if place is None and not reasoning:  # left out, not changed: any of them; a turn's rather than a client's own message
-            place = max(known.values(), key=lambda candidate: bool(candidate.nodes))
-        if place is not None:
-            place.sent, self.last = message, place
-        return place
+    def find(self, message: Message) -> "list[_Place[T]]":
+        """Where a history goes on with the message: in several places where answers differ in nothing but their reasoning, and
+        the client leaves it out. First the answer that has none."""
+        if self.sent != message:
+            self.sent, self.means = message, meaning(message)
+        known, reasoning = self.after.get(self.means, {}), _reasoning(message)
+        return [known[own] for own in sorted(known, key=bool) if own == reasoning or not reasoning]
 
     def add(self, message: Message) -> "_Place[T]":
-        place = self.after.setdefault(meaning(message), {}).setdefault(_reasoning(message), _Place())
-        self.last = place
-        return place
+        return self.after.setdefault(meaning(message), {}).setdefault(_reasoning(message), _Place())
 
 
 @dataclass(slots=True)
@@ -104,15 +95,14 @@ class Chains(Generic[T]):
         if place is None:
             place = _Place()
             self._scopes.append((scope, place))
-        match = Match(None, 0, place)
+        match, places = Match(None, 0, place), [place]
         for index, message in enumerate(messages):
-            found = place.find(message)
-            if found is None:
+            places = [found for place in places for found in place.find(message)]
+            if not places:
                 break
-            place = found
-            if place.nodes:
+            if said := next((place for place in places if place.nodes), None):
                 # Of equal answers, one that nobody has gone on from. They are siblings: it does not matter which.
-                match = Match(min(place.nodes, key=lambda node: node.taken), index + 1, place)
+                match = Match(min(said.nodes, key=lambda node: node.taken), index + 1, said)
         return match
 
     def add(self, match: Match[T], new: Sequence[Message], said: Message | None, value: T, *, extends: bool) -> Node[T]:
