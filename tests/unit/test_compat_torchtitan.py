@@ -16,7 +16,7 @@ from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
 from torchtitan.experiments.rl.compat.torchtitan import built_class
-from torchtitan.experiments.rl.compat.torchtitan_models import HiddenStateDecoder, ShardedLlama3Adapter
+from torchtitan.experiments.rl.compat.torchtitan.models import HiddenStateDecoder, ShardedLlama3Adapter
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from torchtitan.experiments.rl.compat.torchtitan_models import HiddenStateDecoder
+from torchtitan.experiments.rl.compat.torchtitan.models import HiddenStateDecoder
 from torchtitan.experiments.rl.models.attention import (
     CPUVarlenAttention,
     own_part,

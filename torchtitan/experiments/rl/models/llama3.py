@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan.experiments.rl.compat.torchtitan_models import ShardedLlama3Adapter
+from torchtitan.experiments.rl.compat.torchtitan.models import ShardedLlama3Adapter
 from torchtitan.experiments.rl.models.decoder import LogprobDecoder
 from torchtitan.experiments.rl.models.family import ModelFamily, dense_decoder, head_dim
 from torchtitan.experiments.rl.models.hub import HubConfig

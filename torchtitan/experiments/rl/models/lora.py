@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.experiments.rl.bounds import NonEmptyStr, PositiveFloat, PositiveInt
-from torchtitan.experiments.rl.compat.torchtitan_models import split_of_fused
+from torchtitan.experiments.rl.compat.torchtitan.models import split_of_fused
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.models.common.linear import Linear
 from torchtitan.protocols.model_spec import ModelSpec

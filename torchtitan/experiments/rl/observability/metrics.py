@@ -29,14 +29,6 @@ from torchtitan.experiments.rl.rollouts.types import Rollout, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
-# From here on something is wrong with a run. Warnings on the terminal, hints of the report and docs/running.md share these.
-LAG_S = 1.0
-"""Something blocks the event loop of the rollouts for so long in a step."""
-IDLE = 0.5
-"""Share of its time that a generator works, below which it idles."""
-WAITING = 0.5
-"""Share of the step that the trainer waits."""
-
 TENSORBOARD_FOLDER = "tensorboard"
 TIMING_PREFIXES = ("time/", "perf/")
 """Whatever depends on the clock (seconds, tokens per second) has its key under one of these; nothing else does."""

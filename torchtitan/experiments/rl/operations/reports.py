@@ -17,7 +17,8 @@ from torchtitan.experiments.rl.config.checks import profiled_steps
 from torchtitan.experiments.rl.controller.events import RunEvents
 from torchtitan.experiments.rl.controller.saved_state import ValidationReport
 from torchtitan.experiments.rl.controller.step_metrics import StepRecord
-from torchtitan.experiments.rl.observability.metrics import IDLE, LAG_S, WAITING, MetricsLogger
+from torchtitan.experiments.rl.observability import IDLE, LAG_S, WAITING
+from torchtitan.experiments.rl.observability.metrics import MetricsLogger
 from torchtitan.experiments.rl.operations.context import RunContext
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.process.lifetime import Lifetime

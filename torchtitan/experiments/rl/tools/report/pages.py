@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchtitan.experiments.rl.observability.metrics import IDLE, LAG_S, WAITING
+from torchtitan.experiments.rl.observability import IDLE, LAG_S, WAITING
 from torchtitan.experiments.rl.tools.report.run import Json, ReportedRun
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
