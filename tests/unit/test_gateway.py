@@ -253,6 +253,7 @@ BAD = [
     ("chat/completions", {"messages": "hello"}, "messages"),
     ("chat/completions", {"model": None}, "model"),
     ("chat/completions", {"max_tokens": -1}, "max_tokens"),
+    ("chat/completions", {"max_completion_tokens": 0, "max_tokens": 5}, "max_tokens"),
     ("chat/completions", {"stop": [1]}, "stop"),
     ("chat/completions", {"model": "\ud800"}, "model"),
     ("responses", {"previous_response_id": "resp_1", "input": "x"}, "previous_response_id"),

@@ -143,6 +143,7 @@ def test_where_a_client_leaves_reasoning_out_every_answer_that_may_be_meant_is_f
         (said("x", arguments={"a": 1, "b": 2}), said("x", arguments={"b": 2, "a": 1}), True),
         (said("x", arguments={"a": 1}), said("x", arguments={"a": "1"}), False),
         (said("x", arguments={"a": 1}), said("x"), False),
+        (said("x", arguments={"a": 1}), said("x") | {"tool_calls": [{"name": "search", "arguments": '{"a": 1}'}]}, True),
         (said("x "), said("x"), True),
         (user("x "), user("x"), False),
         (user("x"), said("x"), False),

@@ -14,7 +14,7 @@ reasoning out. Where it goes on, the turn's own messages are the history, not th
 """
 
 import json
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -140,12 +140,13 @@ def meaning(message: Message) -> Hashable:
     if role != "assistant":
         return role, content
     calls = message.get("tool_calls") or ()
-    return role, content.strip(), *((call["function"]["name"], arguments_of(call)) for call in calls)
+    functions = (call.get("function", call) for call in calls)
+    return role, content.strip(), *((function["name"], arguments_of(function)) for function in functions)
 
 
-def arguments_of(call: Any) -> str:
-    """A tool call's arguments as canonical JSON; as they are where they are no JSON."""
-    arguments = call["function"].get("arguments")
+def arguments_of(function: Mapping[str, Any]) -> str:
+    """The arguments that a tool is called with, as canonical JSON; as they are where they are no JSON."""
+    arguments = function.get("arguments")
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
         return json.dumps(value if isinstance(value, dict) else {"value": value}, sort_keys=True)

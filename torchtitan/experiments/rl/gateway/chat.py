@@ -28,12 +28,12 @@ def parse(body: Mapping[str, Any]) -> ModelRequest:
         if "reasoning" in kept:  # vLLM's name of it
             kept.setdefault("reasoning_content", kept.pop("reasoning"))
         messages.append(kept)
-    options = body.get("stream_options")
+    options, limit = body.get("stream_options"), body.get("max_completion_tokens")
     return checked_request(
         body,
         messages,
         listed(body.get("tools"), "tools"),
-        max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
+        max_tokens=body.get("max_tokens") if limit is None else limit,
         stop=texts(body.get("stop"), "stop"),
         stream_usage=isinstance(options, dict) and bool(options.get("include_usage")),
     )
