@@ -368,6 +368,7 @@ def test_saved_config_names_its_functions():
         (Rubric.Config(reward_fns=[RewardFn(length, weight=0)]), "every weight is 0"),
         (Rubric.Config(truncation_reward=math.inf), "finite"),
         (Rubric.Config(isolated_workers=0), "at least 1"),
+        (Rubric.Config(isolated_workers=10**20), "at most 1024"),
     ],
 )
 def test_config_errors_name_the_cure(config, message):

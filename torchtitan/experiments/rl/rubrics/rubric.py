@@ -24,7 +24,7 @@ from annotated_types import Ge
 
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.batching.sample_checks import finite_float
-from torchtitan.experiments.rl.bounds import Changeable, Cure, PositiveFloat, PositiveInt, check_fields
+from torchtitan.experiments.rl.bounds import Changeable, Cure, PositiveFloat, ProcessCount, check_fields
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError, RunError
 from torchtitan.experiments.rl.printable import text_of
@@ -89,7 +89,7 @@ class Rubric(UserConfigurable):
         """Reward of rollouts that failed; None excludes them. Never given for a failed reward function."""
         timeout_s: Changeable[PositiveFloat] = 30.0
         """For each call of a reward function without a limit."""
-        isolated_workers: Changeable[PositiveInt] = 2
+        isolated_workers: Changeable[ProcessCount] = 2
         """Child processes for functions with isolate=True."""
 
     def __init__(self, config: Config):
