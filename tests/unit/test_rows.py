@@ -53,6 +53,8 @@ UNREADABLE = {
     "a line of no object": ("a.jsonl", LINES[0] + "\n7", "line 2 is int '7', want an object"),
     "a list as lines": ("a.jsonl", json.dumps(ROWS), "; a file that is one list is named .json"),
     "an entry of no object": ("a.json", json.dumps([*ROWS, "?"]), "row 2 is str '?', want an object"),
+    "half a character": ("a.jsonl", LINES[0] + '\n{"question": "\\ud800"}', "line 2 has half of a character"),
+    "another kind": ("a.txt", "a text", "want a file of one of the kinds .jsonl, .json, .parquet, .csv"),
     "a torn list": ("a.json", json.dumps(ROWS)[:-3], "is no JSON: "),
     "a comma too many": ("a.csv", "question,answer\n1,2\na, b,3\n", "line 3 has 3 values, and the header 2"),
     "an open quote": ("a.csv", 'question,answer\n1,2\n"a,3\n', "line 3 is no CSV (unexpected end of data): see to its quotes"),

@@ -150,6 +150,8 @@ def load_rows(config: RowDataset.Config, *, field: str) -> Rows:
         raise ConfigError(f"{field}.path", None, "names no data")
     file = config.file
     if file is None:
+        if Path(config.path).expanduser().is_file():
+            raise ConfigError(f"{field}.path", config.path, f"want a file of one of the kinds {', '.join(FILE_FORMATS)}")
         return Rows(_load_from_hub(config, field=field).to_list())
     try:
         if not stat.S_ISREG(file.stat().st_mode):
@@ -302,6 +304,10 @@ def _object(row: Any, place: str) -> Row:
     if not isinstance(row, dict):
         hint = "; a file that is one list is named .json" if isinstance(row, list) else ""
         raise _Unreadable(f'{place} is {shown(row)}, want an object: {{"column": value, ...}}{hint}')
+    try:
+        "".join(value for value in row.values() if isinstance(value, str)).encode()
+    except UnicodeEncodeError:
+        raise _Unreadable(f"{place} has half of a character (a lone surrogate), which no tokenizer takes: remove it") from None
     return row
 
 
