@@ -1,12 +1,14 @@
 """The thread between a generator's messages and its engine: which requests wait for a weight update, and how an update ends."""
 
 import asyncio
+import pickle
 import re
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, get_args
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -27,6 +29,7 @@ from torchtitan.experiments.rl.generation.engine import (
 from torchtitan.experiments.rl.generation.generator import EngineThread
 from torchtitan.experiments.rl.grpo import main
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import Completion
 from torchtitan.experiments.rl.weights.snapshot import fingerprint
 
 CANARY = np.array([1, 2, 3], np.int32)
@@ -392,3 +395,24 @@ async def test_a_version_that_is_not_verified_has_no_fingerprint_and_its_canary(
     receipts = [await asyncio.wait_for(await harness.update(v, "keep", verify=v == 2), LIMIT_S) for v in (1, 2)]
     assert [receipt.fingerprint for receipt in receipts] == ["", fingerprint(digests_of(table(2)))]
     assert all(len(receipt.canary_logprobs) == len(CANARY) for receipt in receipts)
+
+
+def test_results_travel_whole_in_the_order_and_the_types_they_have():
+    """They are pickled as bytes: every field of a completion arrives, and what is no array of numbers travels as it is."""
+    completion = Completion(
+        token_ids=np.array([3, 1], np.int32),
+        logprobs=np.array([-0.5, -np.inf], np.float32),
+        policy_versions=np.array([7, 8], np.int32),
+        finish_reason="length",
+        replica=2,
+        routes=np.arange(6, dtype=np.uint8).reshape(3, 1, 2),
+    )
+    odd = replace(completion, token_ids=["a"], logprobs=np.zeros((1, 2)), policy_versions=np.array([object]), routes=None)
+    sent = [GenerateResult(request_id=number, completion=own) for number, own in enumerate((completion, odd))]
+    for result, arrived in zip(sent, pickle.loads(cloudpickle.dumps(sent)), strict=True):
+        assert arrived.request_id == result.request_id
+        for entry in fields(Completion):
+            ours, theirs = getattr(result.completion, entry.name), getattr(arrived.completion, entry.name)
+            assert type(theirs) is type(ours) and np.array_equal(theirs, ours)
+            if isinstance(ours, np.ndarray):
+                assert theirs.dtype == ours.dtype and theirs.flags.writeable

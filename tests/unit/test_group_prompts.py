@@ -1,14 +1,14 @@
-"""A group's first prompt is rendered once; nothing else is shared."""
+"""A group's first prompt is rendered once, and equal answers to it are parsed once; nothing else is shared."""
 
 import asyncio
 
 import numpy as np
 import pytest
 
-from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv
+from tests.unit.rollout_stubs import ScriptedPolicy, TalkingEnv, completion_of
 from torchtitan.experiments.rl.algorithms import GRPO
 from torchtitan.experiments.rl.data.dataset import Dataset
-from torchtitan.experiments.rl.envs.conversation import GroupPrompts
+from torchtitan.experiments.rl.envs.conversation import SHORT_COMPLETION, GroupPrompts
 from torchtitan.experiments.rl.envs.renderer_env import RendererEnv, RendererEnvConfig
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutStatus
 from torchtitan.experiments.rl.rubrics.rubric import Rubric, env_component
@@ -62,6 +62,30 @@ async def test_shared_prompt_is_the_one_that_each_rollout_would_have_rendered_an
     assert second.prompt_token_ids.tolist() == alone.prompt_token_ids.tolist()
     with pytest.raises(ValueError, match="read-only"):
         second.prompt_token_ids[0] = 0
+
+
+async def test_equal_answers_are_parsed_once_and_their_messages_are_not_shared(group, tokenizer):
+    envs, calls = group(*(TalkingEnv() for _ in range(4)))
+    texts = ("a", "b", "a", "a")
+    for env, text in zip(envs, texts, strict=True):
+        await env.initial_prompt()
+        await env.step_completion(completion_of(tokenizer, text))
+    assert calls.count("parse_response") == 2
+    messages = [env.turns[0].assistant_message for env in envs]
+    assert [message["content"] for message in messages] == list(texts)
+    messages[0]["content"] = "changed"
+    assert messages[2]["content"] == messages[3]["content"] == "a"
+
+
+async def test_long_answers_and_later_turns_are_parsed_one_by_one(group, tokenizer):
+    envs, calls = group(TalkingEnv(turns=2), TalkingEnv(turns=2))
+    long = "x" * (SHORT_COMPLETION + 1)
+    for env in envs:
+        await env.initial_prompt()
+        await env.step_completion(completion_of(tokenizer, long))
+        assert env.status is RolloutStatus.ONGOING
+        await env.step_completion(completion_of(tokenizer, "a"))
+    assert calls.count("parse_response") == 4
 
 
 async def test_renderer_that_fails_is_asked_again_by_the_next_rollout(group):

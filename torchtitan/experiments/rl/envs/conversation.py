@@ -14,7 +14,7 @@ import marshal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ from renderers import Message, RenderedTokens, Renderer, ToolSpec
 from torchtitan.experiments.rl.envs.messages import assistant_message, check_all_rendered
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.rollouts.samples import check_completion
+from torchtitan.experiments.rl.rollouts.sealed import copied
 from torchtitan.experiments.rl.rollouts.types import Completion, RolloutTurn
 from torchtitan.experiments.rl.types import ROLE_IDS
 from torchtitan.experiments.rl.user_code.calls import UserCodeError, cause_of
@@ -39,6 +40,9 @@ LARGE_COMPLETION = 5_000
 
 LONGEST_TOKEN = 256
 """Characters; no token of a vocabulary in use has more than 128."""
+
+SHORT_COMPLETION = 32
+"""Tokens. Longer ones are hardly ever equal."""
 
 MAX_TOKEN_ID = np.iinfo(np.int32).max
 
@@ -60,11 +64,13 @@ class Prompt:
     """int16 [P]. See RolloutTurn.prompt_message_indices."""
     extends: bool = False
     """Starts with the last prompt and its completion, token for token."""
+    answers: dict[tuple[int, ...], Message] = field(default_factory=dict)
+    """Short completions of it, parsed. The rollouts of a group, which begin with one prompt, often give the same."""
 
 
 DESCRIBED: dict[str, Any] = {"token_ids": np.int32, "role_ids": np.int8, "is_content": np.bool_, "message_indices": np.int16}
 """Arrays of a prompt; a turn has each as ``prompt_<name>``."""
-NOTHING = Prompt(ids=[], extends=False, **{name: np.empty(0, dtype) for name, dtype in DESCRIBED.items()})
+NOTHING = Prompt(ids=[], **dict[str, Any]((name, np.empty(0, dtype)) for name, dtype in DESCRIBED.items()))
 """What was prompted before a conversation's first prompt."""
 
 
@@ -202,7 +208,7 @@ def described(
         "is_content": (True, contents or False),
         "message_indices": (answer, message_indices),
     }
-    arrays = {}
+    arrays = dict[str, Any]()
     for name, (sampled, added) in parts.items():
         array = arrays[name] = np.empty(len(ids), DESCRIBED[name])
         array[:before], array[before:kept], array[kept:] = getattr(last, name)[:before], sampled, added
@@ -317,9 +323,13 @@ class Conversation:
         self._chain.append(turn)
         sampled_ids = np.asarray(completion.token_ids).tolist()
 
+        known = prompt.answers if len(sampled_ids) <= SHORT_COMPLETION else {}
+
         def parse() -> Message:
-            parsed = self._renderer.parse_response(sampled_ids, tools=self.tools, prompt_ids=prompt.ids)
-            return assistant_message(parsed, turn=len(self.turns) - 1)
+            if (key := tuple(sampled_ids)) not in known:
+                parsed = self._renderer.parse_response(sampled_ids, tools=self.tools, prompt_ids=prompt.ids)
+                known[key] = assistant_message(parsed, turn=len(self.turns) - 1)
+            return copied(known[key])
 
         parsing = off_the_loop_if(len(sampled_ids) > LARGE_COMPLETION, parse)
         turn.assistant_message = await self._rendering("parse_response", parsing)

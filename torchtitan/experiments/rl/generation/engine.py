@@ -9,7 +9,7 @@ makes in the generator's process. Import what only the engine needs inside ``bui
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -52,6 +52,30 @@ class ScoreRequest:
 class GenerateResult:
     request_id: int
     completion: Completion
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as the bytes of its streams: with the arrays it takes three times as long, and hundreds are sent a second."""
+        completion = self.completion
+        streams = (completion.token_ids, completion.logprobs, completion.policy_versions)
+        if any(type(stream) is not np.ndarray or stream.dtype.kind not in "fiu" or stream.ndim != 1 for stream in streams):
+            return object.__reduce_ex__(self, protocol)  # an engine may be the user's own
+        sent = [(stream.tobytes(), stream.dtype.str) for stream in streams]
+        return _received, (self.request_id, sent, completion.finish_reason, completion.replica, completion.routes)
+
+
+def _received(
+    request_id: int, streams: list[tuple[bytes, str]], finish_reason: str, replica: int, routes: Any
+) -> GenerateResult:
+    token_ids, logprobs, policy_versions = (np.frombuffer(data, dtype).copy() for data, dtype in streams)
+    completion = Completion(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        policy_versions=policy_versions,
+        finish_reason=finish_reason,
+        replica=replica,
+        routes=routes,
+    )
+    return GenerateResult(request_id=request_id, completion=completion)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,5 +1,6 @@
 """From turns to training samples: the ids that were sampled are the ids that are trained; nothing is rendered again."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -55,12 +56,10 @@ def check_completion(completion: Completion) -> None:
     # argmin and item take a tenth of the time of min; NaN is the least and the greatest.
     if ids.item(ids.argmin()) < 0:
         raise ValueError("bad completion: a token id below 0")
-    wrong = first_non_finite(logprobs)
-    if wrong is not None:
-        raise ValueError(
-            f"bad completion: the generator's log-probability of its token {wrong} is {logprobs[wrong]}, want a finite number"
-        )
-    if logprobs.item(logprobs.argmax()) > LOGPROB_ROUNDING:
+    if not math.isfinite(logprobs.item(logprobs.argmin())) or not logprobs.item(logprobs.argmax()) <= LOGPROB_ROUNDING:
+        if (wrong := first_non_finite(logprobs)) is not None:
+            seen = f"the generator's log-probability of its token {wrong} is {logprobs[wrong]}, want a finite number"
+            raise ValueError(f"bad completion: {seen}")
         raise ValueError("bad completion: a log-probability above 0")
 
 
@@ -108,7 +107,8 @@ def samples_from_turns(
     samples = []
     for run in runs.values():
         last, last_span = run[-1]
-        replicas, versions = np.full(last_span.end, -1, np.int16), np.full(last_span.end, -1, np.int32)
+        replicas, versions = np.empty(last_span.end, np.int16), np.empty(last_span.end, np.int32)
+        replicas[:] = versions[:] = -1
         role_ids = np.empty(last_span.end, np.int8)
         role_ids[: last_span.completion] = last.prompt_role_ids
         sample = TrainingSample(

@@ -220,7 +220,7 @@ async def call_bounded(call: Callable[[], Awaitable[T]], *, timeout_s: float | N
         asyncio.CancelledError: the caller was cancelled.
     """
     watch = Watch(timeout_s, owner, call)
-    task = asyncio.ensure_future(watch.outcome())
+    task = asyncio.create_task(watch.outcome())
     try:
         try:
             await _ended_or_late(task, watch, timeout_s)
@@ -250,7 +250,7 @@ async def _ended_or_late(task: asyncio.Task, watch: Watch, timeout_s: float | No
     left_s, extended = timeout_s, False
     while True:
         wakes_at = time.monotonic() + (left_s or 0.0)
-        await asyncio.wait({task}, timeout=left_s)
+        await _done_or_after(task, left_s)
         if task.done() or watch.blocked_s:
             return
         left_s = watch.left_s()
@@ -259,6 +259,25 @@ async def _ended_or_late(task: asyncio.Task, watch: Watch, timeout_s: float | No
             left_s, extended = max(left_s, overslept_s), True
         if left_s <= 0:
             return
+
+
+async def _done_or_after(task: asyncio.Task, seconds: float | None) -> None:
+    """``asyncio.wait({task}, timeout=seconds)``, in half of the time."""
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+
+    def wake(*_: Any) -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    timer = None if seconds is None else loop.call_later(seconds, wake)
+    task.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        task.remove_done_callback(wake)
+        if timer is not None:
+            timer.cancel()
 
 
 async def _stop(task: asyncio.Task) -> None:

@@ -235,9 +235,10 @@ def digest(part: torch.Tensor, shard: Shard | None = None, shape: tuple[int, ...
     words_RC, first = _words(part.detach().reshape(-1, part.shape[-1]), shard[-1][0] * part.element_size())
     row_keys_R, keys_C = _row_keys(shape[:-1], shard[:-1], part.device), _keys(first + words_RC.shape[1], part.device)[first:]
     if part.is_cpu:
-        shares = -(-words_RC.numel() // _WORDS_OF_A_THREAD)
-        cut = [np.array_split(values.numpy(), shares) for values in (words_RC, row_keys_R)]
-        for share in (_threads().map if shares > 1 else map)(_sum_on_cpu, *cut, [keys_C.numpy()] * shares):
+        shares, values = -(-words_RC.numel() // _WORDS_OF_A_THREAD), (words_RC.numpy(), row_keys_R.numpy())
+        if shares == 1:
+            return total + _sum_on_cpu(*values, keys_C.numpy())
+        for share in _threads().map(_sum_on_cpu, *(np.array_split(v, shares) for v in values), [keys_C.numpy()] * shares):
             total += share
         return total
     most = max(1, _WORDS // len(keys_C))
