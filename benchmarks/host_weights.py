@@ -71,7 +71,8 @@ class Trainer(Actor):
         for tensor in self._tensors.values():
             tensor[0] = version
         self._publisher.write(version, self._tensors)
-        await self._publisher.publish(version, remote_readers=True)
+        await self._publisher.announce(True)
+        await self._publisher.prove()
 
 
 class MeasuredReader(WeightReader):

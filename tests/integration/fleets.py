@@ -83,7 +83,8 @@ class Fleet:
         torch.manual_seed(self.version)
         self.models[self.version] = last if same else Qwen3ForCausalLM(self._config).float().eval()
         self._publisher.write(self.version, self.models[self.version].state_dict())
-        await self._publisher.publish(self.version, remote_readers=False)
+        await self._publisher.announce(False)
+        await self._publisher.prove()
 
     async def update(self):
         return await self.generator.update_weights.call_one(self.version, CANARY)

@@ -87,8 +87,8 @@ class Pair:
         """Put the trainer's weights into the store as the next version; returns the trainer's canary."""
         self.version += 1
         self.updated = True
-        await self.trainer.copy_weights.call_one(self.version, CANARY)
-        await self.trainer.publish_weights.call_one(self.version, False)
+        await self.trainer.copy_weights.call_one(self.version, CANARY, False)
+        await self.trainer.proof.call_one()
         return await self.trainer.score.call_one(CANARY)
 
     async def set_up(self) -> None:

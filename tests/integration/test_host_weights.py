@@ -57,19 +57,15 @@ class TrainerRank(Actor):
         self._mesh, self._dimension = init_device_mesh("cpu", (2,)), dimension
 
     @concurrent_endpoint
-    async def copy_weights(self, version: int, canary_token_ids: np.ndarray) -> None:
+    async def copy_weights(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> None:
         table = table_of(version)
         self._canary = np.concatenate([[0.0], np.log(table.numpy()[canary_token_ids[:-1], canary_token_ids[1:]])])
         self._publisher.write(version, {TABLE: distribute_tensor(table, self._mesh, [Shard(self._dimension)])})
-
-    @concurrent_endpoint
-    async def publish_weights(self, version: int, remote_readers: bool) -> None:
-        manifest = await self._publisher.publish(version, remote_readers=remote_readers)
-        self._fingerprint = fingerprint(manifest.digests)
+        await self._publisher.announce(remote_readers)
 
     @concurrent_endpoint
     async def proof(self) -> tuple[str, np.ndarray]:
-        return self._fingerprint, self._canary
+        return fingerprint((await self._publisher.prove()).digests), self._canary
 
 
 def spawn(name: str, *hosts: str) -> ProcMesh:

@@ -148,7 +148,8 @@ def published(learner: Learner, monkeypatch) -> dict[str, torch.Tensor]:
     monkeypatch.setattr(publisher_module.torchstore, "put", put)
     publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.float32)
     publisher.write(1, learner.hub_tensors)
-    manifest = asyncio.run(publisher.publish(1, remote_readers=False))
+    asyncio.run(publisher.announce(False))
+    manifest = asyncio.run(publisher.prove())
     assert store == {manifest_key(1): manifest}
     return {name: tensor.clone() for name, tensor in SnapshotReader().tensors(manifest).items()}
 

@@ -115,7 +115,8 @@ async def sampler(generator: Any) -> Callable[..., Awaitable[tuple[np.ndarray, n
 async def deliver(learner: Learner, generator: Any, version: int, canary: np.ndarray) -> WeightReceipt:
     publisher = SnapshotPublisher(rank=0, host=host_identity(), dtype=torch.float32)
     publisher.write(version, learner.hub_tensors)
-    await publisher.publish(version, remote_readers=False)
+    await publisher.announce(False)
+    await publisher.prove()
     return await generator.update_weights.call_one(version, canary)
 
 

@@ -114,7 +114,7 @@ def test_a_profiled_step_has_a_lane_for_each_process_and_changes_nothing(wide_ru
     seen = {(processes[event["pid"]], event["name"]) for event in events if event["ph"] in "bB"}
     assert seen >= {("controller", name) for name in ("step", "rollout", "generate", "render", "pack", "wait")}
     assert seen >= {
-        (name, part) for name in names[1:3] for part in ("forward", "backward", "optimizer", "copy weights out", "publish")
+        (name, part) for name in names[1:3] for part in ("forward", "backward", "optimizer", "copy weights out", "digests")
     }
     assert seen >= {(name, part) for name in names[3:] for part in ("step", "load weights", "reload")}
     rollouts = [event for event in events if event["ph"] == "b" and event["name"] == "rollout"]

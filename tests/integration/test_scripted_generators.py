@@ -168,7 +168,8 @@ async def test_weight_updates_under_load_lose_no_request_and_label_every_token(h
             for version in versions:
                 await load.more_turns(SESSIONS)
                 publisher.write(version, {TABLE: table_of(version)})
-                await publisher.publish(version, remote_readers=False)
+                await publisher.announce(False)
+                await publisher.prove()
                 for receipt in (await client.update_weights(version, CANARY)).values():
                     assert receipt.version == version
                     np.testing.assert_allclose(receipt.canary_logprobs[1:], logprobs_of(version, CANARY), rtol=1e-5)

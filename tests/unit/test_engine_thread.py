@@ -4,7 +4,7 @@ import asyncio
 import pickle
 import re
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, get_args
 
@@ -129,16 +129,30 @@ class Harness:
             if asked.done() and (asked.exception() or asked.result()):
                 return
 
-    async def update(self, version: int, how: WeightUpdate, *, gone: bool = False, verify: bool = True) -> asyncio.Task:
+    async def update(
+        self,
+        version: int,
+        how: WeightUpdate,
+        *,
+        gone: bool = False,
+        verify: bool = True,
+        taken: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0),
+    ) -> asyncio.Task:
         """Ask for an update; the command is in the queue when this returns.
 
         Args:
             gone: there is no snapshot any more.
+            taken: returns when the trainer has taken the digests.
         """
         manifest = snapshot_of(version, table(version))
         if gone:
             manifest = replace(manifest, parts=(manifest.parts[0]._replace(handle="/proc/self/fd/99999"),))
-        task = asyncio.create_task(self.thread.update_weights(manifest, CANARY, how, verify=verify))
+
+        async def digests() -> dict[str, str]:
+            await taken()
+            return manifest.digests
+
+        task = asyncio.create_task(self.thread.update_weights(manifest, CANARY, how, digests=digests() if verify else None))
         await asyncio.sleep(0)
         return task
 
@@ -388,6 +402,34 @@ async def test_an_engine_that_holds_other_weights_than_it_was_given_answers_noth
     (failed,) = [r for r in harness.delivered if isinstance(r, GeneratorFailed)]
     assert re.fullmatch(expected, failed.cause)
     assert {r.request_id for r in harness.delivered if isinstance(r, GenerateResult)} <= {1, 2}
+
+
+async def test_an_engine_that_has_loaded_makes_no_step_before_the_trainer_has_taken_digests(harness):
+    taken = asyncio.Event()
+    harness.submit(generate(1, 3))
+    await harness.step()
+    update = await harness.update(1, "keep", taken=taken.wait)
+    harness.engine.allowed.release(1000)
+    await harness.changes.until(lambda: harness.engine.version == 1)
+    await asyncio.sleep(0.05)
+    assert not update.done() and not harness.delivered
+    taken.set()
+    receipt = await asyncio.wait_for(update, LIMIT_S)
+    assert receipt.fingerprint == fingerprint(digests_of(table(1)))
+    await harness.changes.until(lambda: harness.versions() == {1: [0, 0, 1]})
+
+
+async def test_an_engine_whose_weights_can_not_be_proven_answers_nothing_with_them(harness):
+    async def dies() -> None:
+        raise ConnectionError("the trainer is gone")
+
+    harness.submit(generate(1, 3))
+    await harness.step()
+    update = await harness.update(1, "keep", taken=dies)
+    harness.engine.allowed.release(1000)
+    with pytest.raises(RunError, match="weights of version 1 can't be proven: ConnectionError: the trainer is gone"):
+        await asyncio.wait_for(update, LIMIT_S)
+    assert [type(message) for message in harness.delivered] == [GeneratorFailed]
 
 
 async def test_a_version_that_is_not_verified_has_no_fingerprint_and_its_canary(harness):

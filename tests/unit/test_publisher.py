@@ -1,5 +1,6 @@
 """What the trainer publishes: two versions side by side, with the digests of its own tensors."""
 
+import asyncio
 from mmap import PAGESIZE as PAGE
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 
 from torchtitan.experiments.rl.errors import PeerGone
 from torchtitan.experiments.rl.weights import publisher as publisher_module
+from torchtitan.experiments.rl.weights import reader as reader_module
 from torchtitan.experiments.rl.weights import snapshot as snapshot_module
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import Manifest, SharedBuffer, SnapshotReader, digest, named
@@ -54,7 +56,8 @@ async def test_version_before_can_still_be_read_while_the_next_is_written(publis
         publisher.write(version, tensors_of(version))
         if version > 1:  # being read meanwhile
             assert found_digests(found[version - 1]) == digests_of(version - 1)
-        manifest = await publisher.publish(version, remote_readers=False)
+        await publisher.announce(False)
+        manifest = await publisher.prove()
         assert manifest == manifests(store)[version]
         found[version] = reader.tensors(manifest)
         assert found_digests(found[version]) == digests_of(version)
@@ -65,9 +68,24 @@ async def test_what_is_published_are_the_digests_of_the_trainers_tensors(publish
     store, publisher = published
     for version, dtype in ((1, torch.float32), (2, torch.bfloat16)):  # the second is converted
         publisher.write(version, tensors_of(version, dtype))
-        found = await publisher.publish(version, remote_readers=False)
+        await publisher.announce(False)
+        found = await publisher.prove()
         assert found == manifests(store)[version] and found.digests == digests_of(version, dtype)
         assert found.digests == found_digests(SnapshotReader().tensors(found))
+
+
+async def test_a_version_is_announced_without_digests_and_proven_when_they_are_taken(published, monkeypatch):
+    store, publisher = published
+    monkeypatch.setattr(reader_module.torchstore, "get", publisher_module.torchstore.get)
+    publisher.write(1, tensors_of(1))
+    await publisher.announce(False)
+    announced = await reader_module.published(1)
+    assert announced.digests == {} and found_digests(SnapshotReader().tensors(announced)) == digests_of(1)
+    waiting = asyncio.create_task(reader_module.proven(announced))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await publisher.prove()
+    assert await asyncio.wait_for(waiting, 10) == digests_of(1)
 
 
 async def test_versions_that_stay_on_the_device_are_the_same_bytes_in_one_buffer_of_the_ranks_own(published):
@@ -78,7 +96,8 @@ async def test_versions_that_stay_on_the_device_are_the_same_bytes_in_one_buffer
         manifests = []
         for publisher in (host, device):
             publisher.write(version, tensors_of(version))
-            manifests.append(await publisher.publish(version, remote_readers=False))
+            await publisher.announce(False)
+            manifests.append(await publisher.prove())
         in_host, on_device = manifests
         assert on_device.digests == in_host.digests and on_device.shapes == in_host.shapes
         ((where, handle, shards),) = on_device.parts
@@ -91,7 +110,8 @@ async def test_versions_that_stay_on_the_device_are_the_same_bytes_in_one_buffer
     # Another trainer's handles are other ones, and the reader lets go of the first one's.
     again = SnapshotPublisher(rank=0, host="here", dtype=torch.float32, device=torch.device("cpu"))
     again.write(3, tensors_of(3))
-    (part,) = (manifest := await again.publish(3, remote_readers=False)).parts
+    await again.announce(False)
+    (part,) = (manifest := await again.prove()).parts
     assert part.handle not in handles and reader.tensors(manifest) and reader.tensors(manifest)
     assert {*reader._last, *reader._before} == {again._buffers[0].inode}
     del publisher, device
@@ -105,7 +125,8 @@ async def test_a_trainer_that_is_made_again_publishes_under_another_name(publish
     for trainer in (first, SnapshotPublisher(rank=0, host="here", dtype=torch.float32)):
         for version in (1, 1):
             trainer.write(version, tensors_of(version))
-            names.add((await trainer.publish(version, remote_readers=False)).publication)
+            await trainer.announce(False)
+            names.add((await trainer.prove()).publication)
     assert len(names) == 4
 
 
@@ -113,7 +134,8 @@ async def test_store_keeps_the_two_newest_versions_and_no_bytes(published):
     store, publisher = published
     for version in (1, 2, 3, 4, 5):
         publisher.write(version, tensors_of(version))
-        await publisher.publish(version, remote_readers=False)
+        await publisher.announce(False)
+        await publisher.prove()
     assert sorted(manifests(store)) == [4, 5] and len(store) == 2
 
 

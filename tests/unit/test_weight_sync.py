@@ -22,10 +22,7 @@ async def update(*receipts: WeightReceipt):
         return value
 
     proof = "aa", np.full(CANARY_TOKENS, -1.0, np.float32)
-    rank = SimpleNamespace(
-        publish_weights=SimpleNamespace(choose=lambda version, remote: answer(None)),
-        proof=SimpleNamespace(choose=lambda: answer(proof)),
-    )
+    rank = SimpleNamespace(proof=SimpleNamespace(choose=lambda: answer(proof)))
     trainer = SimpleNamespace(size=lambda dim: 2, slice=lambda procs: rank)
     generators = SimpleNamespace(update_weights=lambda version, canary: answer(dict(enumerate(receipts))))
     sync = WeightSync(trainer, generators, text=np.arange(CANARY_TOKENS), bound=CanaryBound("float32"))

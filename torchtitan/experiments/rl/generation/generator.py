@@ -16,7 +16,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Literal
@@ -45,7 +45,7 @@ from torchtitan.experiments.rl.process.host import host_identity
 from torchtitan.experiments.rl.process.lifetime import Heartbeat
 from torchtitan.experiments.rl.process.setup import freeze_objects, keep_imported, set_up_logging
 from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, cause_in, for_a_future, reported_endpoint
-from torchtitan.experiments.rl.weights.reader import on_this_host, published
+from torchtitan.experiments.rl.weights.reader import on_this_host, proven, published
 from torchtitan.experiments.rl.weights.snapshot import Manifest, WeightReceipt, fingerprint
 
 logger = logging.getLogger(__name__)
@@ -178,40 +178,42 @@ class EngineThread:
         canary_token_ids: np.ndarray,
         how: WeightUpdate,
         *,
-        verify: bool = True,
+        digests: Coroutine[Any, Any, Mapping[str, str]] | None,
     ) -> WeightReceipt:
         """Load a version, and score the canary with it before any request that waited.
 
         Args:
-            verify: compare what the engine then holds with the manifest's digests.
+            digests: returns those of the version, which are compared with what the engine then holds. It runs beside the load.
+                None: what it holds is not verified.
 
         Raises:
             RunError: the engine holds other weights than were published, or failed: it is used no more. Or the snapshot is
                 gone: the engine then keeps its weights.
         """
 
-        def load() -> tuple[LoadReport, list[Future[np.ndarray]]]:
+        wanted = None if digests is None else asyncio.run_coroutine_threadsafe(digests, asyncio.get_running_loop())
+
+        def load() -> tuple[LoadReport, str, list[Future[np.ndarray]]]:
             if self._postponed is None:
                 self._postpone()
             logger.info("loading version %d", manifest.version)
             self._heartbeat.beat(f"loading version {manifest.version}", slow=True)
             try:
                 with trace.span("load weights", version=manifest.version):
-                    report = self.engine.load(manifest, recompute=how == "recompute", verify=verify)
-                if verify:
-                    check_held(report, manifest.version, manifest.digests)
+                    report = self.engine.load(manifest, recompute=how == "recompute", verify=wanted is not None)
+                held = "" if wanted is None else _proven(report, manifest.version, wanted)
                 logger.info("holds version %d", manifest.version)
-                return report, self._score_canary(canary_token_ids)
+                return report, held, self._score_canary(canary_token_ids)
             finally:
                 postponed, self._postponed = self._postponed, None
                 self._add((postponed or {}).values())
 
         async with self._update_lock:
-            report, canaries = await self.call(load, drain=how == "drain")
+            report, held, canaries = await self.call(load, drain=how == "drain")
             logprobs = await _joined(canaries)
             return WeightReceipt(
                 version=manifest.version,
-                fingerprint=fingerprint(report.digests) if verify else "",
+                fingerprint=held,
                 canary_logprobs=logprobs,
                 verify_s=report.verify_s,
                 reload_s=report.reload_s,
@@ -339,6 +341,22 @@ class EngineThread:
                 future.set_exception(failure)
 
 
+def _proven(report: LoadReport, version: int, wanted: Future[Mapping[str, str]]) -> str:
+    """The fingerprint of what an engine holds, once that is known to be what was published. On the engine's thread: it makes no
+    step meanwhile.
+
+    Raises:
+        WrongWeights: it is something else, or can't be known.
+    """
+    try:
+        with trace.span("wait for the digests of what was published"):
+            published = wanted.result()
+    except BaseException as error:
+        raise WrongWeights(f"weights of version {version} can't be proven: {cause_in(error)}") from error
+    check_held(report, version, published)
+    return fingerprint(published)
+
+
 async def _joined(canaries: Iterable[Future[np.ndarray]]) -> np.ndarray:
     return np.concatenate(await asyncio.gather(*map(asyncio.wrap_future, canaries)))
 
@@ -410,8 +428,8 @@ class Generator(WatchedActor):
             RunError: what was mapped is not what was published, or the engine failed.
         """
         manifest = await on_this_host(await published(version))
-        verify = not version % self.config.verify_every
-        return await self._thread.update_weights(manifest, canary_token_ids, self.config.weight_update, verify=verify)
+        digests = None if version % self.config.verify_every else proven(manifest)
+        return await self._thread.update_weights(manifest, canary_token_ids, self.config.weight_update, digests=digests)
 
     @reported_endpoint
     async def sleep(self) -> None:

@@ -76,7 +76,7 @@ class SimulatedTrainer:
         self._rates, self._cores, self.data_parallel_size, self._heard = rates, cores, data_parallel_size, heard
         self.busy_s = 0.0
         self._published = 0
-        self.copy_weights, self.publish_weights = Endpoint(self._copy), Endpoint(self._publish)
+        self.copy_weights = Endpoint(self._copy)
         self.proof, self.score = Endpoint(self._proof), Endpoint(self._score)
 
     async def step(self, packed: BatchPlan, step: int) -> dict[str, float]:
@@ -109,10 +109,8 @@ class SimulatedTrainer:
     def slice(self, **dimensions: int) -> "SimulatedTrainer":
         return self
 
-    async def _copy(self, version: int, canary_token_ids: np.ndarray) -> None:
+    async def _copy(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> None:
         await self._work(self._rates.trainer.publish_s)
-
-    async def _publish(self, version: int, remote_readers: bool) -> None:
         self._published = version
 
     async def _proof(self) -> tuple[str, np.ndarray]:

@@ -48,10 +48,9 @@ class PolicyTrainer(WatchedActor):
     Knows no task, env or algorithm.
     """
 
-    # Made by setup, copy_weights, publish_weights and begin_checkpoint.
+    # Made by setup, copy_weights and begin_checkpoint.
     _learner: Learner
     _publisher: SnapshotPublisher
-    _fingerprint: str
     _canary: asyncio.Future[np.ndarray]
     _saving: Future[Any]
 
@@ -180,8 +179,13 @@ class PolicyTrainer(WatchedActor):
             raise RunError(f"trainer rank {self._rank} can't write its part of the checkpoint: {write_error(error)}")
 
     @reported_endpoint
-    async def copy_weights(self, version: int, canary_token_ids: np.ndarray) -> None:
-        """Copy the weights into the snapshot of ``version``, and start to score the canary with them. Collective."""
+    async def copy_weights(self, version: int, canary_token_ids: np.ndarray, remote_readers: bool) -> None:
+        """Copy the weights into the snapshot of ``version``, put it where the generators find it, and start to score the canary
+        with them. Collective.
+
+        Args:
+            remote_readers: some generator is on a host without trainer ranks.
+        """
 
         def copy_out() -> None:
             with trace.span("copy weights out", version=version):
@@ -195,23 +199,15 @@ class PolicyTrainer(WatchedActor):
 
         await self._submit(copy_out, quick=True)
         self._canary = self._submit(score)
-
-    @reported_endpoint
-    async def publish_weights(self, version: int, remote_readers: bool) -> None:
-        """Put the snapshot of ``version``, which was copied last, where the generators find it. Collective.
-
-        Args:
-            remote_readers: some generator is on a host without trainer ranks.
-        """
-        with trace.lane("publish", version=version):
-            manifest = await self._publisher.publish(version, remote_readers=remote_readers)
-        self._fingerprint = fingerprint(manifest.digests)
+        await self._publisher.announce(remote_readers)
 
     @reported_endpoint
     async def proof(self) -> tuple[str, np.ndarray]:
-        """What a receipt of the version that was published last has to agree with: the fingerprint of what was published, and
-        float32 [adapters * L] log-probabilities of the canary, with each adapter in turn."""
-        return self._fingerprint, await self._canary
+        """What a receipt of the version that was copied last has to agree with: the fingerprint of its digests, and float32
+        [adapters * L] log-probabilities of the canary, with each adapter in turn. Collective."""
+        with trace.lane("digests"):
+            manifest = await self._publisher.prove()
+        return fingerprint(manifest.digests), await self._canary
 
     @reported_endpoint
     async def score(self, token_ids: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -84,12 +85,13 @@ class SnapshotPublisher:
         """By buffer: of each rank that writes."""
         self._life = ""
         """The same on all ranks, and of no other trainer."""
-        self._written = 0
-        """How often ``write`` was called."""
+        self._written, self._version = 0, -1
+        """How often ``write`` was called, and the version that it wrote last."""
         self._shares: dict[str, torch.Tensor] = {}
         """Of the digests of what was written last, by name: those that a GPU took."""
         self._gloo: dist.ProcessGroup | None = None
         """All ranks, for a thread beside the trainer's own. None where there is one."""
+        self._manifest: Manifest
         self._offered = False
         """Whether readers of other hosts can read this rank's buffers."""
 
@@ -98,7 +100,7 @@ class SnapshotPublisher:
         """Copy ``tensors`` into this version's buffer. Collective: every rank calls it."""
         if not self._parts:
             self._lay_out(tensors)
-        self._written += 1
+        self._written, self._version = self._written + 1, version
         targets, self._shares = self._targets[version % 2], {}
         for name, tensor in tensors.items():
             if name in targets:
@@ -107,35 +109,46 @@ class SnapshotPublisher:
                     self._shares[name] = digest(copied, self._mine[name], self._shapes[name])
         wait_for_copies(self._source)
 
-    async def publish(self, version: int, *, remote_readers: bool) -> Manifest:
-        """Put what was written last into torchstore: every rank calls it, and generators may read when all have returned.
+    async def announce(self, remote_readers: bool) -> None:
+        """Put what was written last into torchstore, without its digests: every rank calls it, and generators may read when all
+        have returned.
 
-        It replaces version ``v - 2``, which had the same buffer: every generator has answered for it. What lies in the host's
-        memory is digested in a thread: the trainer may take its next step meanwhile.
+        It replaces version ``v - 2``, which had the same buffer: every generator has answered for it.
 
         Args:
             remote_readers: some generator is on a host without trainer ranks.
+        """
+        self._manifest = Manifest(
+            version=self._version,
+            shapes=self._shapes,
+            dtype=self._dtype,
+            parts=self._parts[self._version % 2],
+            publication=f"{self._life}-{self._written}",
+            digests={},
+        )
+        if (remote_readers or len({own.host for own in self._manifest.parts}) > 1) and not self._offered:
+            for buffer in self._buffers:
+                await offer(self._host, buffer)
+            self._offered = True
+        await self._put()
+
+    async def prove(self) -> Manifest:
+        """Put the digests of what was announced last into torchstore. Collective.
+
+        Generators load it meanwhile, and the trainer may take its next step: what lies in the host's memory is digested in a
+        thread.
 
         Returns:
             What is published, the same on every rank.
         """
-        parts = self._parts[version % 2]
-        if (remote_readers or len({own.host for own in parts}) > 1) and not self._offered:
-            for buffer in self._buffers:
-                await offer(self._host, buffer)
-            self._offered = True
-        digests = await asyncio.to_thread(self._digests, version)
-        manifest = Manifest(
-            version=version,
-            shapes=self._shapes,
-            dtype=self._dtype,
-            parts=parts,
-            publication=f"{self._life}-{self._written}",
-            digests=digests,
-        )
+        manifest = self._manifest
+        self._manifest = replace(manifest, digests=await asyncio.to_thread(self._digests, manifest.version))
+        await self._put()
+        return self._manifest
+
+    async def _put(self) -> None:
         if self._rank == 0:
-            await torchstore.put(manifest_key(version), manifest)
-        return manifest
+            await torchstore.put(manifest_key(self._manifest.version), self._manifest)
 
     def _digests(self, version: int) -> dict[str, str]:
         """Of what all ranks have written as ``version``. Collective."""

@@ -7,7 +7,7 @@ which use InfiniBand or RoCE where the hosts have it, and TCP elsewhere. One pro
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 READ_BYTES = 8 * 2**20
 """Of one read from another host. Over TCP, 256 MB took 0.2 s in reads of 8 MB side by side, and 0.7 s in reads of 32 MB."""
 READS_AT_ONCE = 16
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.002, 0.2
+"""Between looks for digests that are still being taken. Each pause is twice the one before."""
 READ_TIMEOUT_S = 600
 """Of one read. A host that is gone is noticed by others first; Monarch's own 60 s are short on a network that is busy."""
 
@@ -74,6 +76,20 @@ async def published(version: int) -> Manifest:
     if manifest.version != version:
         raise RunError(f"the store has the manifest of version {manifest.version}, and not of version {version}")
     return manifest
+
+
+async def proven(manifest: Manifest) -> Mapping[str, str]:
+    """Digests of a published version, which the trainer takes while generators load it. Waits until it has.
+
+    Raises:
+        RunError: another version is in its place.
+        Exception: the store is gone.
+    """
+    pause = FIRST_PAUSE_S
+    while (found := await published(manifest.version)).publication != manifest.publication or not found.digests:
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+    return found.digests
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)

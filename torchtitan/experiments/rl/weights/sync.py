@@ -52,9 +52,9 @@ class SyncReport:
     canary_max_diff: float
     """Largest difference of a canary token's log-probability, trainer to generator, over all replicas."""
     copy_out_s: float
-    """Trainer: gather and copy. Training waits for it."""
+    """Trainer: gather, copy and announce. Training waits for it."""
     load_s: float
-    """Digests of what was copied out, and the store; then generators: get, map, verify, the engine's reload, canary."""
+    """Generators: get, map, the engine's reload, verify, canary. Beside them the trainer's digests and canary."""
     verify_s: float
     """Part of load_s: the slowest replica's mapping and digests."""
     reload_s: float
@@ -173,7 +173,6 @@ class WeightSync:
         """
         await self.copy_out(version)
         async with self._the_update():
-            await self._put_into_store(version)
             self._fingerprint, self._canary = await self._trainers_proof()
             self._version, self._published = version, True
 
@@ -187,7 +186,7 @@ class WeightSync:
         started = time.perf_counter()
         if self._one_buffer:
             await self._hold()
-        await ask_each(self._ranks, "copy_weights", version, self.canary_token_ids)
+        await ask_each(self._ranks, "copy_weights", version, self.canary_token_ids, self._copies is not None)
         return CopiedOut(version=version, seconds=time.perf_counter() - started)
 
     async def update(self, copied: CopiedOut) -> SyncReport:
@@ -199,15 +198,13 @@ class WeightSync:
         version = copied.version
         async with self._the_update():
             started, fetched = time.perf_counter(), 0.0
-            await self._put_into_store(version)
-            put = time.perf_counter()
 
             async def load() -> dict[int, WeightReceipt]:
                 nonlocal fetched
                 fetched = time.perf_counter()
                 return await self._generators.update_weights(version, self.canary_token_ids)
 
-            with trace.span("generators load"):  # the trainer scores its canary meanwhile
+            with trace.span("generators load"):  # the trainer takes digests and scores its canary meanwhile
                 receipts, proof = await asyncio.gather(self._with_copies(version, load), self._trainers_proof())
             self._fingerprint, self._canary = proof
             for replica, receipt in receipts.items():
@@ -223,7 +220,7 @@ class WeightSync:
             verify_s=max((receipt.verify_s for receipt in receipts.values()), default=0.0),
             reload_s=max((receipt.reload_s for receipt in receipts.values()), default=0.0),
             fetched_bytes=self._copies.take_fetched_bytes() if self._copies else {},
-            fetch_s=fetched - put,
+            fetch_s=fetched - started,
         )
 
     @asynccontextmanager
@@ -256,12 +253,8 @@ class WeightSync:
         finally:
             self._updating.release()
 
-    async def _put_into_store(self, version: int) -> None:
-        """With its digests. Training goes on meanwhile."""
-        await ask_each(self._ranks, "publish_weights", version, self._copies is not None)
-
     async def _trainers_proof(self) -> tuple[str, np.ndarray]:
-        """Fingerprint and canary of the version that was copied out last."""
+        """Fingerprint and canary of the version that was copied out last. Generators wait for its digests, and training not."""
         proof, *_ = await ask_each(self._ranks, "proof")
         return proof
 

@@ -19,6 +19,7 @@ from torchtitan.experiments.rl.bounds import Changeable, PositiveFloat, Positive
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, PeerGone
 from torchtitan.experiments.rl.generation.engine import (
+    QUANTIZED,
     EngineConfig,
     GenerateRequest,
     GenerateResult,
@@ -31,7 +32,7 @@ from torchtitan.experiments.rl.generation.engine import (
     ScoreResult,
     WrongWeights,
 )
-from torchtitan.experiments.rl.generation.vllm.worker import QUANTIZED, whole_digests
+from torchtitan.experiments.rl.generation.vllm.worker import whole_digests
 from torchtitan.experiments.rl.process.lifetime import descendants
 from torchtitan.experiments.rl.process.setup import keep_imported
 from torchtitan.experiments.rl.process.temporary import remove_shared_memory, shared_memory_of
@@ -321,14 +322,13 @@ class VLLMEngine:
             reports = self._engine.collective_rpc("load_snapshot", args=(verify,))
         except Exception as error:  # whatever vLLM raises, and its workers may have raised
             raise WrongWeights(f"weights of version {manifest.version} are not loaded: {cause_in(error)}") from error
-        self._version, self._served = manifest.version, compat.lora_requests(manifest.digests)
+        self._version, self._served = manifest.version, compat.lora_requests(manifest.shapes)
         self._engine.set_weight_version(str(manifest.version))
         if recompute:
             compat.recompute_open_requests(self._engine, cache_salt=str(manifest.version))
         digests = whole_digests(report.parts for report in reports)
-        if quantized := [name for name, value in digests.items() if value == QUANTIZED]:
-            logger.info("version %d: %d tensors are quantized, and not compared", manifest.version, len(quantized))
-            digests |= {name: manifest.digests[name] for name in quantized}
+        if quantized := list(digests.values()).count(QUANTIZED):
+            logger.info("version %d: %d tensors are quantized, and not compared", manifest.version, quantized)
         return LoadReport(
             digests=digests,
             verify_s=max(report.verify_s for report in reports),

@@ -11,6 +11,7 @@ import torch
 from torchtitan.experiments.rl.compat import vllm as compat
 from torchtitan.experiments.rl.compat.vllm import reload_weights
 from torchtitan.experiments.rl.errors import PeerGone
+from torchtitan.experiments.rl.generation.engine import QUANTIZED
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, SnapshotReader, digest, named, of_copies, whole
 
@@ -18,8 +19,6 @@ UNKNOWN = "packed before this version"
 """In place of a digest: nobody has seen what the copy was made of."""
 NOT_HELD = "not held"
 """In place of a digest: the engine has no copy."""
-QUANTIZED = "quantized"
-"""In place of a digest: the engine has made other values of what it was given."""
 
 Part = tuple[Shard, torch.Tensor | str]
 """Where it lies in its tensor; its share of that one's digest, or what there is in its place."""
