@@ -429,6 +429,7 @@ async def test_an_engine_whose_weights_can_not_be_proven_answers_nothing_with_th
     harness.engine.allowed.release(1000)
     with pytest.raises(RunError, match="weights of version 1 can't be proven: ConnectionError: the trainer is gone"):
         await asyncio.wait_for(update, LIMIT_S)
+    await harness.changes.until(lambda: harness.delivered)
     assert [type(message) for message in harness.delivered] == [GeneratorFailed]
 
 
