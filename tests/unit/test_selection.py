@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 from tests.unit.test_rollout_loop import Loop, StubTask, ids
 from tests.unit.waiting import LIMIT_S
 from torchtitan.experiments.rl.controller.selection import Selection
+from torchtitan.experiments.rl.data import sampler as sampler_module
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
@@ -17,6 +19,7 @@ from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.rollouts.filters import Filter
 from torchtitan.experiments.rl.rollouts.types import DataSample
+from torchtitan.experiments.rl.tasks.sum_digits import SumDigitsDataset
 from torchtitan.experiments.rl.user_code.calls import Gate
 
 
@@ -236,3 +239,25 @@ def test_a_sampler_or_mix_that_a_resumed_run_can_not_go_on_with_is_named_with_wh
         )
     ]
     assert Selection(Gate(), mix=object.__new__(WeightedRoundRobin), tasks={"kept": task(DifficultyPool)}).without_state() == []
+
+
+class OthersDigits(SumDigitsDataset):
+    """In memory too, and not of the library."""
+
+
+@pytest.mark.parametrize(("made", "in_place"), [(SumDigitsDataset, True), (OthersDigits, False), (Rows, False)])
+async def test_examples_in_memory_of_the_librarys_own_are_read_without_the_gates_thread(monkeypatch, made, in_place):
+    threads, read = [], sampler_module.read_example
+
+    def noted(dataset, index):
+        threads.append(threading.get_ident())
+        return read(dataset, index)
+
+    monkeypatch.setattr(sampler_module, "read_example", noted)
+    task = StubTask(lambda number: [0.0, 1.0])
+    task.sampler = ShuffledCursor.Config().build(dataset=made.Config().build(), seed=0)
+    loop = Loop(task, max_offpolicy_steps=0)
+    loop.fill()
+    await loop.batch()
+    assert threads and {thread == threading.get_ident() for thread in threads} == {in_place}
+    await loop.close()

@@ -6,7 +6,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
@@ -22,6 +22,9 @@ class Dataset(UserConfigurable, abc.ABC):
 
     The order must not change between runs: a resumed run counts on index i being the same example.
     """
+
+    in_memory: ClassVar[bool] = False
+    """Whether every example is at hand: reading one takes microseconds."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):
@@ -145,6 +148,8 @@ class MadeDataset(Dataset):
 
             make = staticmethod(make_examples)  # make_examples(split=, count=, seed=, max_digits=) -> list
     """
+
+    in_memory = True
 
     @dataclass(kw_only=True, slots=True)
     class Config(Dataset.Config):
