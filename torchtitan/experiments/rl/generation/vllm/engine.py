@@ -368,7 +368,7 @@ def _sharing_of_last_blocks() -> dict[str, Any]:
 
 
 def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, Any]:
-    from vllm.inputs import TokensPrompt
+    from vllm.inputs import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     common: dict[str, Any] = {
@@ -379,7 +379,7 @@ def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, A
     if isinstance(request, ScoreRequest):
         if not 2 <= len(request.token_ids) < max_model_len:
             raise ValueError(f"{len(request.token_ids)} tokens to score: give 2 to max_model_len - 1 = {max_model_len - 1}")
-        prompt = TokensPrompt(prompt_token_ids=request.token_ids.tolist(), cache_salt=salt)
+        prompt = tokens_input(request.token_ids.tolist(), cache_salt=salt)
         common["detokenize"] = False
         return prompt, SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True, **common)
     sampling = request.sampling
@@ -405,7 +405,7 @@ def _to_vllm(request: Request, *, salt: str, max_model_len: int) -> tuple[Any, A
         **common,
     )
     scoped = f"{salt}/{request.cache_scope}" if request.cache_scope else salt
-    return TokensPrompt(prompt_token_ids=request.prompt_token_ids.tolist(), cache_salt=scoped), params
+    return tokens_input(request.prompt_token_ids.tolist(), cache_salt=scoped), params
 
 
 def _to_result(request: Request, output: Any, route_dtype: str) -> GenerateResult | ScoreResult:
