@@ -32,8 +32,8 @@ from torchtitan.experiments.rl.errors import PeerGone
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
-_WORDS_ON_CPU, _WORDS_OF_A_THREAD = 2**16, 2**19
-"""Words that are digested at once, 512 KB, which stay in a core's cache, and those that are worth another thread."""
+_WORDS_ON_CPU, _WORDS_OF_A_THREAD = 2**17, 2**19
+"""Words that are digested at once, 1 MB, which stay in a core's cache, and those that are worth another thread."""
 _WORDS = 2**24
 """Words that a GPU digests at once: it has room for 128 MB."""
 
@@ -226,32 +226,35 @@ def digest(part: torch.Tensor, shard: Shard | None = None, shape: tuple[int, ...
         shard, shape: where the part lies, in a tensor of that shape. None: it is the tensor.
     """
     shape = shape if shape is not None else tuple(part.shape)
-    total = torch.zeros((), dtype=torch.int64, device=part.device)
     if not part.numel():
-        return total
+        return torch.zeros((), dtype=torch.int64, device=part.device)
     if not shape:
         part, shape = part.reshape(1), (1,)
     shard = shard or whole(shape)
     words_RC, first = _words(part.detach().reshape(-1, part.shape[-1]), shard[-1][0] * part.element_size())
-    row_keys_R, keys_C = _row_keys(shape[:-1], shard[:-1], part.device), _keys(first + words_RC.shape[1], part.device)[first:]
+    row_keys_R, keys_C = _keys_of(shape[:-1], shard[:-1], first, words_RC.shape[1], part.device)
     if part.is_cpu:
-        shares, values = -(-words_RC.numel() // _WORDS_OF_A_THREAD), (words_RC.numpy(), row_keys_R.numpy())
+        values, shares = (words_RC.numpy(), row_keys_R.numpy()), min(len(words_RC), -(-words_RC.numel() // _WORDS_OF_A_THREAD))
         if shares == 1:
-            return total + _sum_on_cpu(*values, keys_C.numpy())
-        for share in _threads().map(_sum_on_cpu, *(np.array_split(v, shares) for v in values), [keys_C.numpy()] * shares):
-            total += share
-        return total
-    most = max(1, _WORDS // len(keys_C))
+            return torch.tensor(_signed(_sum_on_cpu(*values, keys_C.numpy())))
+        sums = _threads().map(_sum_on_cpu, *(np.array_split(v, shares) for v in values), [keys_C.numpy()] * shares)
+        return torch.tensor(_signed(sum(sums)))
+    total, most = torch.zeros((), dtype=torch.int64, device=part.device), max(1, _WORDS // len(keys_C))
     for words, row_keys in zip(words_RC.split(most), row_keys_R.split(most), strict=True):
         total += (words >> 32).add_(words).mul_(keys_C).sum(1).mul_(row_keys).sum()
     return total
+
+
+def _signed(value: int) -> int:
+    """The same modulo 2**64, as int64 holds it."""
+    return (value + 2**63) % 2**64 - 2**63
 
 
 def _sum_on_cpu(words_RC: np.ndarray, row_keys_R: np.ndarray, keys_C: np.ndarray) -> int:
     """Twice as quick as torch's operations, which a GPU has: the last pass has no result of its own. numba would be as quick as
     memory, but vLLM 0.32 can't make an engine in a process that has imported it."""
     total, width = 0, min(_WORDS_ON_CPU, words_RC.shape[1])
-    height = _WORDS_ON_CPU // width
+    height = min(_WORDS_ON_CPU // width, len(words_RC))
     mixed = np.empty(height * width, np.int64)
     for top in range(0, len(words_RC), height):
         for left in range(0, words_RC.shape[1], width):
@@ -260,7 +263,7 @@ def _sum_on_cpu(words_RC: np.ndarray, row_keys_R: np.ndarray, keys_C: np.ndarray
             np.add(np.right_shift(words, 32, out=own), words, out=own)
             sums = np.einsum("rc,c->r", own, keys_C[left : left + width])
             total += int(sums @ row_keys_R[top : top + height])
-    return (total + 2**63) % 2**64 - 2**63
+    return total
 
 
 @cache
@@ -292,9 +295,11 @@ def _filled_keys(count: int, device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _row_keys(shape: tuple[int, ...], shard: Shard, device: torch.device) -> torch.Tensor:
-    """Of the rows of a part, by the tensor's dimensions but the last."""
-    return _keys(torch.Size(shape).numel(), device).view(shape)[index_of(shard)].flatten()
+def _keys_of(
+    shape: tuple[int, ...], shard: Shard, first: int, count: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the rows of a part, by the tensor's dimensions but the last, and of their words, which begin with number ``first``."""
+    return _keys(torch.Size(shape).numel(), device).view(shape)[index_of(shard)].flatten(), _keys(first + count, device)[first:]
 
 
 def _keys(count: int, device: torch.device) -> torch.Tensor:
