@@ -32,7 +32,7 @@ from torchtitan.experiments.rl.errors import PeerGone
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64
-_WORDS_ON_CPU, _WORDS_OF_A_THREAD = 2**17, 2**19
+_WORDS_ON_CPU, _WORDS_OF_A_THREAD = 2**17, 2**21
 """Words that are digested at once, 1 MB, which stay in a core's cache, and those that are worth another thread."""
 _WORDS = 2**24
 """Words that a GPU digests at once: it has room for 128 MB."""
