@@ -14,6 +14,7 @@ from torchtitan.experiments.rl.controller.selection import Selection
 from torchtitan.experiments.rl.data import sampler as sampler_module
 from torchtitan.experiments.rl.data.dataset import Dataset
 from torchtitan.experiments.rl.data.difficulty_pool import DifficultyPool
+from torchtitan.experiments.rl.data.replay import ExampleReplay
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.data.task_mix import TaskMix, WeightedRoundRobin
 from torchtitan.experiments.rl.errors import RunError
@@ -245,8 +246,22 @@ class OthersDigits(SumDigitsDataset):
     """In memory too, and not of the library."""
 
 
-@pytest.mark.parametrize(("made", "in_place"), [(SumDigitsDataset, True), (OthersDigits, False), (Rows, False)])
-async def test_examples_in_memory_of_the_librarys_own_are_read_without_the_gates_thread(monkeypatch, made, in_place):
+class OthersCursor(ShuffledCursor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("made", "strategy", "in_place"),
+    [
+        (SumDigitsDataset, ShuffledCursor.Config(), True),
+        (SumDigitsDataset, ExampleReplay.Config(), True),
+        (SumDigitsDataset, OthersCursor.Config(), False),
+        (SumDigitsDataset, ExampleReplay.Config(fresh=OthersCursor.Config()), False),
+        (OthersDigits, ShuffledCursor.Config(), False),
+        (Rows, ShuffledCursor.Config(), False),
+    ],
+)
+async def test_examples_in_memory_of_the_librarys_own_are_read_without_the_gates_thread(monkeypatch, made, strategy, in_place):
     threads, read = [], sampler_module.read_example
 
     def noted(dataset, index):
@@ -255,7 +270,7 @@ async def test_examples_in_memory_of_the_librarys_own_are_read_without_the_gates
 
     monkeypatch.setattr(sampler_module, "read_example", noted)
     task = StubTask(lambda number: [0.0, 1.0])
-    task.sampler = ShuffledCursor.Config().build(dataset=made.Config().build(), seed=0)
+    task.sampler = strategy.build(dataset=made.Config().build(), seed=0)
     loop = Loop(task, max_offpolicy_steps=0)
     loop.fill()
     await loop.batch()

@@ -68,10 +68,8 @@ class Selection:
             RunError: the sampler, or the dataset under it, failed or returned something else.
         """
         owner = _owner(f"task {task.name!r}: sampler", task.sampler, "next")
-        sampler = task.sampler
-        quick = is_own(sampler) and is_own(sampler.dataset) and getattr(sampler.dataset, "in_memory", False)
-        start = self._gate.start_own if quick else self._gate.start
-        example = await start(sampler.next, owner=owner).value()
+        start = self._gate.start_own if is_own(task.sampler) and task.sampler.quick else self._gate.start
+        example = await start(task.sampler.next, owner=owner).value()
         if not isinstance(example, DataSample):
             raise RunError(f"{owner} returned {type(example).__name__}, want an example (DataSample) of its dataset")
         if fault := fault_of_example(example):

@@ -24,7 +24,7 @@ class Dataset(UserConfigurable, abc.ABC):
     """
 
     in_memory: ClassVar[bool] = False
-    """Whether every example is at hand: reading one takes microseconds."""
+    """Of the library's own: whether every example is made already, so that reading one takes microseconds."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Configurable.Config):

@@ -56,6 +56,10 @@ class ExampleReplay(SampleStrategy):
         self._stored: dict[str, tuple[DataSample, float]] = {}
         """Example and variance of the rewards of each stored group, by the example's id, oldest first."""
 
+    @property
+    def quick(self) -> bool:
+        return super().quick and self.fresh.quick
+
     def next(self) -> DataSample:
         # A stream per draw: its number is all there is to save.
         random = np.random.default_rng([self.seed, self._draws])

@@ -72,8 +72,6 @@ class Rows(list[Row]):
 class RowDataset(Dataset):
     """Each row is an example: its ``env_input`` is the row, a dict of its columns."""
 
-    in_memory = True
-
     @dataclass(kw_only=True, slots=True)
     class Config(Dataset.Config):
         path: NonEmptyStr | None = None
