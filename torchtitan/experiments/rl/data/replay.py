@@ -10,6 +10,7 @@ from torchtitan.experiments.rl.bounds import Cure, PositiveInt
 from torchtitan.experiments.rl.data.dataset import Examples, find_examples
 from torchtitan.experiments.rl.data.sampler import SampleStrategy, ShuffledCursor
 from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.rollouts.sealed import is_own
 from torchtitan.experiments.rl.rollouts.types import DataSample, RolloutGroup
 
 
@@ -58,7 +59,7 @@ class ExampleReplay(SampleStrategy):
 
     @property
     def quick(self) -> bool:
-        return super().quick and self.fresh.quick
+        return is_own(self.fresh) and self.fresh.quick
 
     def next(self) -> DataSample:
         # A stream per draw: its number is all there is to save.

@@ -49,8 +49,8 @@ class SampleStrategy(UserConfigurable, abc.ABC):
 
     @property
     def quick(self) -> bool:
-        """Whether ``next`` takes microseconds and calls nothing of a user's."""
-        return is_own(self) and is_own(self.dataset) and getattr(self.dataset, "in_memory", False)
+        """Of the library's own: whether ``next`` takes microseconds and calls nothing of a user's."""
+        return is_own(self.dataset) and getattr(self.dataset, "in_memory", False)
 
     @abc.abstractmethod
     def next(self) -> DataSample:

@@ -234,20 +234,17 @@ def digest(part: torch.Tensor, shard: Shard | None = None, shape: tuple[int, ...
     words_RC, first = _words(part.detach().reshape(-1, part.shape[-1]), shard[-1][0] * part.element_size())
     row_keys_R, keys_C = _keys_of(shape[:-1], shard[:-1], first, words_RC.shape[1], part.device)
     if part.is_cpu:
-        values, shares = (words_RC.numpy(), row_keys_R.numpy()), min(len(words_RC), -(-words_RC.numel() // _WORDS_OF_A_THREAD))
+        values, keys = (words_RC.numpy(), row_keys_R.numpy()), keys_C.numpy()
+        shares = min(len(words_RC), -(-words_RC.numel() // _WORDS_OF_A_THREAD))
         if shares == 1:
-            return torch.tensor(_signed(_sum_on_cpu(*values, keys_C.numpy())))
-        sums = _threads().map(_sum_on_cpu, *(np.array_split(v, shares) for v in values), [keys_C.numpy()] * shares)
-        return torch.tensor(_signed(sum(sums)))
+            found = _sum_on_cpu(*values, keys)
+        else:
+            found = sum(_threads().map(_sum_on_cpu, *(np.array_split(v, shares) for v in values), [keys] * shares))
+        return torch.tensor((found + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=part.device)
     total, most = torch.zeros((), dtype=torch.int64, device=part.device), max(1, _WORDS // len(keys_C))
     for words, row_keys in zip(words_RC.split(most), row_keys_R.split(most), strict=True):
         total += (words >> 32).add_(words).mul_(keys_C).sum(1).mul_(row_keys).sum()
     return total
-
-
-def _signed(value: int) -> int:
-    """The same modulo 2**64, as int64 holds it."""
-    return (value + 2**63) % 2**64 - 2**63
 
 
 def _sum_on_cpu(words_RC: np.ndarray, row_keys_R: np.ndarray, keys_C: np.ndarray) -> int:
