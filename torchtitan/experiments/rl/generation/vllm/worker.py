@@ -124,7 +124,7 @@ class HeldWeights:
                 own = own[: region[0].stop - region[0].start]
                 place = tuple((part.start, part.stop) for part in region)
             share = own.to(self._dtype), place, shape
-            # Nobody writes to what is packed any more, and the next is copied meanwhile.
+            # Nobody writes to it before ``parts`` returns: what is packed is dropped then, and the next is copied meanwhile.
             beside = own.is_cpu and own.nbytes >= BESIDE_BYTES
             found[name] = place, _thread().submit(digest, *share) if beside else digest(*share)
             start += rows
@@ -134,6 +134,7 @@ class HeldWeights:
 
 @cache
 def _thread() -> ThreadPoolExecutor:
+    """None of those between which ``digest`` divides a large tensor: it waits for them."""
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="digests-beside")
 
 
