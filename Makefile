@@ -9,7 +9,7 @@ REQUIREMENTS := requirements/cpu.txt requirements/dev.txt
 STAMP := .venv/installed-$(shell cat $(REQUIREMENTS) | cksum | cut -d' ' -f1)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo real test test-browser lint format clean
+.PHONY: help install demo real test test-all test-browser lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -26,6 +26,14 @@ real: $(STAMP) ## get a real model of 135M parameters (93 MB) and train it on su
 
 test: $(STAMP) ## all tests; WORKERS=0 runs one at a time
 	.venv/bin/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-all: test ## all tests, then the matrices that take longer than a change can wait (CONTRIBUTING.md lists them)
+	.venv/bin/python -m tests.zoo
+	.venv/bin/python -m tests.sabotage
+	.venv/bin/python -m tests.fake_step
+	.venv/bin/python tests/resume_matrix.py --kills 10 --seed 0
+	.venv/bin/python tests/kill_matrix.py --kills 40 --seed 0
+	.venv/bin/python tests/soak.py --steps 1000
 
 test-browser: $(STAMP) ## the report in a real Chromium, of the system
 	@command -v chromium chromium-browser google-chrome > /dev/null || \
