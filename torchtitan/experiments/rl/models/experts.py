@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.experiments.rl.errors import RunError
 from torchtitan.experiments.rl.models.family import recast
 from torchtitan.experiments.rl.types import TrainingBatch
+from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
 
 
@@ -78,6 +79,26 @@ class CountedExperts(RoutedExperts):
         return torch.cat([self.load_E, torch.stack([self.sent, received])])
 
 
+class RouterGate(Linear):
+    """Scores each token's experts as the engine does: the product in the run's precision, and all after it in float32.
+
+    torchtitan computes a router's gate under autocast to float32, which a GPU applies and a CPU
+    ignores. vLLM and transformers compute the product in the model's dtype and its softmax in
+    float32. Rounding differently, trainer and engine would choose different experts where two
+    scores are close.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """Return float32 (float64 of float64) scores [B, L, experts] before the softmax."""
+        with torch.autocast(device_type=x_BLD.device.type, enabled=False):
+            scores_BLE = super().forward(x_BLD)
+        return scores_BLE.to(torch.promote_types(scores_BLE.dtype, torch.float32))
+
+
 class Router(TokenChoiceTopKRouter):
     """Takes the experts that it is told to, where it is, with its own scores of them: so these have their gradient."""
 
@@ -120,7 +141,8 @@ def policy_experts(moe: MoE.Config) -> MoE.Config:
     """
     own = recast(moe.routed_experts.inner_experts, Experts.Config)
     counted = recast(moe.routed_experts, CountedExperts.Config, inner_experts=own)
-    return replace(moe, load_balance_coeff=None, router=recast(moe.router, Router.Config), routed_experts=counted)
+    router = recast(moe.router, Router.Config, gate=recast(moe.router.gate, RouterGate.Config))
+    return replace(moe, load_balance_coeff=None, router=router, routed_experts=counted)
 
 
 def mixtures_of(model: Any) -> dict[str, Any]:
@@ -191,12 +213,14 @@ def count_agreement(model: Any) -> None:
 
 
 def count_load(model: Any, device: torch.device) -> None:
-    """From now on."""
+    """Start to count the load of the model's experts, and the agreement of its routers, from 0."""
     model.agreement = torch.zeros(4, dtype=torch.float64, device=device)
     for moe in mixtures_of(model).values():
         experts = moe.routed_experts
         experts.load_E = torch.zeros(experts.inner_experts.num_experts, dtype=torch.float64, device=device)
-        experts.sent = experts.inner_experts.received = torch.zeros((), dtype=torch.float64, device=device)
+        # Two tensors: a compiled block asks whether its inputs are one, and would compile again when they part.
+        experts.sent = torch.zeros((), dtype=torch.float64, device=device)
+        experts.inner_experts.received = torch.zeros((), dtype=torch.float64, device=device)
 
 
 def load_metrics(model: Any) -> dict[str, float]:
