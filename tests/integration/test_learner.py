@@ -41,9 +41,10 @@ def test_loss_and_gradient_do_not_depend_on_recomputed_activations_or_logit_chun
     assert_same_step(loss_and_gradient(exact(logprob_chunk_tokens=3), REFERENCE_LAYOUT), expected)
 
 
-def test_a_compiled_learner_computes_what_the_eager_one_does(exact):
+@pytest.mark.parametrize("activation_checkpoint", ["selective", "full"])
+def test_a_compiled_learner_computes_what_the_eager_one_does(exact, activation_checkpoint):
     expected = loss_and_gradient(exact(mixed_precision_param="float64"), REFERENCE_LAYOUT)
-    compiled = exact(mixed_precision_param="float64", compile=True, activation_checkpoint="selective")
+    compiled = exact(mixed_precision_param="float64", compile=True, activation_checkpoint=activation_checkpoint)
     assert_same_step(loss_and_gradient(compiled, REFERENCE_LAYOUT), expected)
 
 

@@ -148,7 +148,6 @@ def test_the_last_error_of_the_loaded_cuda_runtime_is_taken_once(tmp_path):
     assert (take_cuda_error(), take_cuda_error()) == (801, 0)
 
 
-@torch._dynamo.config.patch(automatic_dynamic_shapes=True)  # and puts it back
 def test_buffers_that_are_not_persistent_are_left_out_of_what_is_saved():
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
     model.register_buffer("passing", torch.zeros(1), persistent=False)
@@ -157,7 +156,8 @@ def test_buffers_that_are_not_persistent_are_left_out_of_what_is_saved():
     assert set(persistent_buffers(model)) == set(model.state_dict()) - parameters != set()
 
 
-def test_each_shape_is_compiled_for_itself():
+@torch._dynamo.config.patch(automatic_dynamic_shapes=True, recompile_limit=8)  # and puts them back
+def test_each_shape_is_compiled_for_itself_however_many_there_are():
     compile_each_shape()
     graphs = []
 
@@ -165,7 +165,8 @@ def test_each_shape_is_compiled_for_itself():
         graphs.append([tuple(value.shape) for value in inputs])
         return graph.forward
 
-    doubled = torch.compile(lambda values: values * 2, backend=backend)
-    for length in (3, 4, 5, 4):
+    doubled = torch.compile(lambda values: values * 2, backend=backend, fullgraph=True)
+    lengths = range(3, 15)  # more than the 8 graphs at which torch gives up by default
+    for length in (*lengths, 4):
         assert len(doubled(torch.ones(length))) == length
-    assert graphs == [[(3,)], [(4,)], [(5,)]]
+    assert graphs == [[(length,)] for length in lengths]

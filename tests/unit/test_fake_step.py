@@ -46,7 +46,6 @@ def test_a_step_takes_the_memory_and_the_operations_that_the_plan_says(config, c
     config = config()
     config.trainer.lora = LoRA.Config(rank=rank) if rank else None
     config.trainer.activation_checkpoint, config.trainer.compile = checkpointing, False
-    config.trainer.async_tensor_parallel = False
     plan, found = plan_of(config), traced(config, 4096)
     memory = plan.trainer_memory
     assert memory.total - memory.fixed == pytest.approx(found.peak, rel=0.05)

@@ -166,6 +166,11 @@ MISTAKES = {
         "trainer.parallelism.context_parallel_degree = 2",
         "the two are not tried together",
     ),
+    "exchanges through memory that ranks can't name": (
+        [*DEBUG, "--trainer.compile", "--trainer.async-tensor-parallel"],
+        "trainer.async_tensor_parallel = True",
+        "each trainer process sees one GPU",
+    ),
     "8-bit floats without the compiler": (
         [*DEBUG, "--trainer.float8", "rowwise"],
         "trainer.float8 = 'rowwise'",

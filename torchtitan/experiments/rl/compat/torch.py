@@ -148,7 +148,21 @@ def take_cuda_error() -> int:
     return max((ctypes.CDLL(path).cudaGetLastError() for path in loaded), default=0)
 
 
+MAX_ENTRIES = 64
+"""Maximum number of graphs that dynamo keeps for one code object.
+
+All transformer blocks share one code object. Each row shape takes a graph for training and one for
+scoring, twice that where the first block's input differs in kind from the others' (adapters, tensor
+parallelism), and once more for a reference and for router replay: up to 18. At torch's own limit
+of 8 a block that is compiled whole fails.
+"""
+
+
 def compile_each_shape() -> None:
-    """In this process: a graph for each shape. By default the second shape's graph serves all lengths, and then compiled flex
-    attention checks the bounds of each of its blocks."""
+    """Have torch.compile make a graph for each shape, in this process.
+
+    By default the second shape's graph serves all lengths, and then compiled flex attention checks
+    the bounds of each of its blocks.
+    """
     torch._dynamo.config.automatic_dynamic_shapes = False
+    torch._dynamo.config.recompile_limit = MAX_ENTRIES

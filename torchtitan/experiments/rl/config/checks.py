@@ -152,8 +152,12 @@ def check_relations(config: RunConfig) -> None:
         ConfigError: by the first such field.
     """
     trainer = config.trainer
-    if trainer.async_tensor_parallel and not trainer.compile:
-        raise ConfigError("trainer.async_tensor_parallel", True, "the compiler does it: set trainer.compile")
+    if trainer.async_tensor_parallel:
+        cure = (
+            "set it to False: torch exchanges through memory that ranks name by their device's index, "
+            "and each trainer process sees one GPU of its host, as index 0"
+        )
+        raise ConfigError("trainer.async_tensor_parallel", True, cure)
     if trainer.float8 != "off":
         if not trainer.compile:
             raise ConfigError("trainer.float8", trainer.float8, "is slower than without, uncompiled: set trainer.compile")

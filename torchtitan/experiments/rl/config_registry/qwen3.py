@@ -185,7 +185,6 @@ def _qwen3(
             mixed_precision_param="bfloat16",
             activation_checkpoint="full",
             compile=True,
-            async_tensor_parallel=trainer_tensor_parallel_degree > 1,
         ),
         generator=GeneratorConfig(
             replicas=replicas,

@@ -182,12 +182,14 @@ class RowShapes:
         places = places_of(needed)
         to_rows, to_length = self.smallest(rows, length)
         padding = (0, to_length - length, 0, to_rows - rows)
+        if real is None:  # the same graph then serves passes that name the real tokens and passes that don't
+            real = torch.ones_like(tokens, dtype=torch.bool)
         logprobs, entropy = policy(
             F.pad(tokens, padding),
             F.pad(positions, padding),
             F.pad(temperatures, padding, value=1.0),
             places // length * to_length + places % length,
             None if routes is None else F.pad(routes, (0, 0, 0, 0, *padding), value=-1),
-            None if real is None else F.pad(real, padding),
+            F.pad(real, padding),
         )
         return logprobs[:rows, :length], entropy[:rows, :length]

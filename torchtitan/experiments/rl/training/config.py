@@ -147,14 +147,15 @@ class TrainerConfig:
     enable_cpu_offload: Changeable[bool] = False
     """Keep parameters, gradients and optimizer state in the host's memory. CUDA only."""
     activation_checkpoint: Changeable[Literal["none", "selective", "full"]] = "none"
-    """full: keep only each transformer block's input, and compute the rest again in the backward pass. selective: of its matrix
-    products keep every second, and attention; the rest is computed again (torchtitan's SelectiveAC)."""
+    """full: keep only each transformer block's input, and compute the rest again in the backward
+    pass, by the compiled block where ``compile`` is set. selective: of its matrix products keep every
+    second, and attention; the rest is computed again (torchtitan's SelectiveAC)."""
     compile: Changeable[bool] = False
     """torch.compile of each transformer block, and of what follows the head's product. Rows are padded to a few shapes, which
     are compiled before the first step."""
     async_tensor_parallel: Changeable[bool] = False
-    """Exchange activations between tensor-parallel ranks while their products are computed. With ``compile``, and GPUs that
-    reach each other's memory."""
+    """Exchange activations between tensor-parallel ranks while their products are computed. Runs
+    refuse it: it takes processes that see every GPU of their host, and a trainer's sees its own."""
     float8: Changeable[Literal["off", "rowwise", "rowwise_with_gw_hp"]] = "off"
     """Compute the products of the layers' matrices in 8-bit floats, by torchtitan's converter and this recipe of torchao;
     rowwise_with_gw_hp leaves the weights' gradients as they are. Parameters keep their dtype. With ``compile``, on GPUs of

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
 from torchtitan.distributed.compile import apply_compile
 from torchtitan.distributed.utils import clip_grad_norm_, set_spmd_backend
 from torchtitan.experiments.rl.compat.torch import compile_each_shape
@@ -42,12 +42,13 @@ from torchtitan.experiments.rl.losses.loss import mismatch_of
 from torchtitan.experiments.rl.losses.variants import loss_name
 from torchtitan.experiments.rl.models.attention import divide_attention
 from torchtitan.experiments.rl.models.decoder import Policy, RowShapes, batch_logprobs, conditioned_logprobs, needed_places
-from torchtitan.experiments.rl.models.experts import check_routes, count_load, load_metrics, recorded
+from torchtitan.experiments.rl.models.experts import check_routes, count_load, load_metrics, mixtures_of, recorded
 from torchtitan.experiments.rl.models.lora import Adapters, of_adapter
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.process import trace
 from torchtitan.experiments.rl.training.checkpoints import Trained, TrainerCheckpoints, TrainerStart
 from torchtitan.experiments.rl.training.config import TrainerConfig
+from torchtitan.experiments.rl.training.recompute import CompiledFullAC
 from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
 from torchtitan.experiments.rl.weights.publisher import OwnPart, Tensors, shard_of
@@ -279,16 +280,41 @@ class Learner:
         self._logprobs: list[torch.Tensor] = []
 
     def _compile_shapes(self) -> None:
-        """Compute rows of each shape once, forward and backward, and the canary's without gradients. Collective."""
+        """Compile each pass of a training step at every row shape, and the canary's. Collective.
+
+        A pass that compiled during a step would stall it on every rank.
+        """
+        count_load(self.model, self._device)
         for rows, length in self._row_shapes.shapes:
             with self._traced(f"compile {rows} x {length}"):
-                tokens = torch.zeros((rows, length), dtype=torch.int32, device=self._device)
-                positions = torch.arange(length, dtype=torch.int32, device=self._device).expand(rows, length)
-                places = torch.arange(1, length, device=self._device)
-                logprobs, _ = self._policy(tokens, positions, torch.ones_like(tokens, dtype=torch.float32), places)
-                (logprobs.sum() * 0).backward()
+                self._run_passes(rows, length)
         self.model.zero_grad()
         self.canary(np.zeros(2, np.int32))
+
+    def _run_passes(self, rows: int, length: int) -> None:
+        """Compute rows of one shape in each of the ways that `_accumulate` does, for a gradient of 0."""
+        tokens = torch.zeros((rows, length), dtype=torch.int32, device=self._device)
+        positions = torch.arange(length, dtype=torch.int32, device=self._device).expand(rows, length)
+        compute = functools.partial(
+            self._policy,
+            tokens,
+            positions,
+            torch.ones_like(tokens, dtype=torch.float32),
+            torch.arange(1, length, device=self._device),
+            real=torch.ones_like(tokens, dtype=torch.bool),
+        )
+        routes = None
+        if self.config.router_replay != "off":
+            routers = [moe.router for moe in mixtures_of(self.model).values()]
+            choice = torch.arange(routers[0].top_k, dtype=torch.int16, device=self._device)
+            routes = choice.expand(rows, length, len(routers), -1)
+            with torch.no_grad():
+                compute(routes=None)
+        if self.config.reference is not None:
+            with torch.no_grad():
+                compute(routes=routes)
+        logprobs, _ = compute(routes=routes)
+        (logprobs.sum() * 0).backward()
 
     def of_first_rank(self, content: bytes) -> bytes:
         """What the first of the ranks that compute the same rows was given. Collective."""
@@ -516,9 +542,17 @@ def parallelize(
     Args:
         dtype: of the parameters.
     """
-    policies = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+    policies: dict[str, ActivationCheckpointing.Config | None] = {
+        "none": None,
+        "selective": SelectiveAC.Config(),
+        "full": FullAC.Config(),
+    }
     activation_checkpoint = policies[config.activation_checkpoint]
     compile_config = CompileConfig(enable=config.compile, enable_async_tensor_parallel=config.async_tensor_parallel)
+    if config.compile and config.activation_checkpoint == "full":
+        # It compiles the blocks itself, before it wraps them.
+        activation_checkpoint = CompiledFullAC.Config(compile_config=compile_config, parallel_dims=dims)
+        compile_config = CompileConfig(enable=False)
     model.lm_head.compile_chunks = config.compile
     if config.compile or device.type == "cuda":
         compile_each_shape()
@@ -526,7 +560,7 @@ def parallelize(
     if dims.world_size == 1 and computes_as_held and not config.enable_cpu_offload:
         if activation_checkpoint is not None:
             activation_checkpoint.build(dump_folder=run_dir).apply(model)
-        if config.compile:
+        if compile_config.enable:
             apply_compile(model, compile_config=compile_config, parallel_dims=dims)
         return
     parallelize_fn(

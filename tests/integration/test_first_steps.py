@@ -1,0 +1,33 @@
+"""First compiled steps of the GPU configs that differ most; `python -m tests.first_steps` takes all."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CASES = {
+    "rl_grpo_qwen3_0_6b_1gpu": 4,
+    "rl_grpo_qwen3_14b": 8,
+    "rl_grpo_qwen3_30b_a3b_16": 4,
+    "30b_a3b, replay": 7,
+    "8b, adapters and reference": 10,
+    "8b, two copies of two shards": 4,
+}
+"""Number of compiled entries of a transformer block, by case.
+
+A training pass and a scoring pass at each of three row shapes: the canary is scored at the shortest
+alone, so a dense model has 4. Tensor parallelism has twice as many, because the first block is given
+a plain tensor and the others one of an exchange that may not have ended.
+"""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_config_takes_its_first_steps_compiled_at_set_up(case):
+    # A process of its own: compiling changes settings of the process.
+    command = [sys.executable, "-m", "tests.first_steps", case]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-3000:]
+    assert f"at most {CASES[case]} of 64 entries" in ended.stdout
