@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -221,7 +220,7 @@ def stand_in(patch: pytest.MonkeyPatch, watch: Watch, fake: FakeTensorMode, seen
         return BlockMask.from_kv_blocks(blocks, torch.empty((*blocks.shape, length // 128), dtype=torch.int32))
 
     patch.setattr(learning, "materialize", materialized)
-    patch.setattr(learning, "TrainerCheckpoints", lambda **_: SimpleNamespace(wait_for_staging=lambda: None))
+    patch.setattr(learning, "TrainerCheckpoints", lambda **_: None)
     patch.setattr(learning, "policy_spec", lambda model, *, device, **rest: policy_spec(model, device="cuda", **rest))
     patch.setattr(learning.MetricSums, "all_reduce", lambda *_: None)  # sends objects: bytes that FakeTensors lack
     patch.setattr(learning, "load_metrics", lambda *_: {})

@@ -5,6 +5,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.integration.command_runs import ENDLESS, ROOT, command, environment
+from torchtitan.experiments.rl.checkpointing.folder import checkpoints, verify
 
 HOPELESS = """
 from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
@@ -144,6 +145,58 @@ def test_run_whose_task_is_mastered_ends_as_complete(start, tmp_path, monkeypatc
     run = start("--module", "hostile", *ENDLESS, "--max-drops-in-a-row", "40", config="mastered").ended_well()
     assert "stopped by nothing left to learn: in the last 40 groups of each task all rewards tie" in run.out
     assert (run.folder / "policy").is_dir()
+    run.assert_nothing_left()
+
+
+STARVED = """
+import dataclasses
+
+from torch.distributed.checkpoint.staging import DefaultStager
+
+from torchtitan.experiments.rl.config_registry import rl_grpo_qwen3_debug
+from torchtitan.experiments.rl.training.config import TrainerConfig
+
+
+class Config(TrainerConfig):
+    "Brings this module into the trainer's process."
+
+
+def only_once(self, state_dict, stage=DefaultStager.stage, copies=[]):
+    copies.append(self)
+    if len(copies) > 1:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes.")
+    return stage(self, state_dict)
+
+
+DefaultStager.stage = only_once
+
+
+def starved():
+    "The host's memory ends after the first checkpoint."
+    config = rl_grpo_qwen3_debug()
+    trainer = config.trainer
+    config.trainer = Config(**{field.name: getattr(trainer, field.name) for field in dataclasses.fields(trainer)})
+    return config
+"""
+
+
+def test_run_whose_host_has_no_memory_for_checkpoints_goes_on_to_its_end_and_says_so_at_once(start, tmp_path, monkeypatch):
+    (tmp_path / "starved.py").write_text(STARVED)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    words = ["--module", "starved", "--steps", "3", "--validation.every", "0", "--checkpoint.interval", "1"]
+    run = start(*words, config="starved").ended_well()
+    warnings = [line for line in run.err.splitlines() if line.startswith("WARNING")]
+    wanted = [
+        f"WARNING controller: step-000001 stays the newest checkpoint: the state after step {step} is not saved: trainer 0: "
+        "rank 0 can't copy its state into its host's memory: raise the limit of the host or container"
+        for step in (2, 3)
+    ]
+    assert [line[: len(begin)] for line, begin in zip(warnings, wanted, strict=False)] == wanted
+    assert len(warnings) in (2, 3)  # the end tries the last state once more, unless that attempt was the end's own
+    assert [path.name for path in checkpoints(run.folder)] == ["step-000001"]
+    verify(run.folder / "checkpoints/step-000001")
+    assert "steps       3 of 3" in run.out and "checkpoint  checkpoints/step-000001" in run.out
+    assert "not saved   the state after step 3 is not saved" in run.out and (run.folder / "policy/step-3").is_dir()
     run.assert_nothing_left()
 
 

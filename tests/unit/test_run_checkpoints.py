@@ -123,3 +123,36 @@ async def test_what_a_trainer_refuses_is_said_in_its_words_and_without_a_traceba
     await saved.checkpoints.finish()
     expected = "the state after step 2 is not saved: trainer rank 0 has taken 3 steps, and can't save the state after 2"
     assert saved.checkpoints.failure == expected
+
+
+async def test_a_trainer_without_memory_for_its_copy_is_a_warning_and_the_next_checkpoint_is_tried(tmp_path, caplog):
+    saved = Saved(tmp_path)
+    saved.trainer.written.set()
+    finish = saved.trainer.finish_checkpoint
+
+    async def refuse():
+        raise ActorError(RunError("trainer 0: rank 1 can't copy its state into its host's memory"), "Traceback ...")
+
+    def warned() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        caplog.clear()
+        return lines
+
+    saved.trainer.finish_checkpoint = refuse
+    await saved.checkpoints.step_ended(2)
+    await saved.checkpoints.close()
+    cause = "trainer 0: rank 1 can't copy its state into its host's memory"
+    assert warned() == [f"there is no checkpoint yet: the state after step 2 is not saved: {cause}"]
+    saved.trainer.finish_checkpoint = finish
+    await saved.checkpoints.step_ended(4)
+    await saved.checkpoints.close()
+    assert saved.checkpoints.failure is None and warned() == []
+    saved.trainer.finish_checkpoint = refuse
+    await saved.checkpoints.step_ended(6)
+    await saved.checkpoints.close()
+    assert warned() == [f"step-000004 stays the newest checkpoint: the state after step 6 is not saved: {cause}"]
+    # The end of the run tries the same state again.
+    saved.trainer.finish_checkpoint = finish
+    await saved.checkpoints.finish()
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-000004", "step-000006"]
+    assert saved.checkpoints.failure is None

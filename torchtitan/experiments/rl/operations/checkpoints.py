@@ -288,9 +288,10 @@ class RunCheckpoints(RunEvents):
         cause = raised if isinstance(raised, RunError) else cause_of(raised)
         self.failure = f"the state after step {step} is not saved: {cause}"
         self.saved_step = min(self.saved_step, step - 1)
+        kept = "there is no checkpoint yet" if self.newest is None else f"{self.newest.name} stays the newest checkpoint"
         # A trainer that died is said by others: the run goes on without it, or ends with that.
         level = logging.INFO if isinstance(error, ProcessLost) else logging.WARNING
-        logger.log(level, "%s", self.failure, exc_info=error)
+        logger.log(level, "%s: %s", kept, self.failure, exc_info=error)
 
 
 @dataclass(kw_only=True, slots=True)

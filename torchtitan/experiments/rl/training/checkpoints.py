@@ -1,7 +1,8 @@
-"""Saves and loads what the trainer's ranks hold: model, optimizer, schedule. torchtitan's CheckpointManager does the work.
+"""Saves and loads what the trainer's ranks hold: model, optimizer, schedule.
 
-``<checkpoint>/trainer/step-N`` is a distributed checkpoint: any number of ranks writes it, and any other number reads it. A hub
-folder is made of it, or of the run's last weights.
+``<checkpoint>/trainer/step-N`` is a distributed checkpoint of torch: any number of ranks writes it,
+and any other number reads it. torchtitan's CheckpointManager loads it, and writes the run's last
+weights as a hub folder.
 """
 
 import shutil
@@ -28,6 +29,7 @@ from torchtitan.experiments.rl.models.hub import HubConfig, copy_beside
 from torchtitan.experiments.rl.models.lora import Adapters, LoRA, of_adapter, write_adapter, write_merged
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec
 from torchtitan.experiments.rl.training.reference import Reference
+from torchtitan.experiments.rl.training.staging import HostStager, StagingError
 from torchtitan.experiments.rl.weights.publisher import shard_of
 from torchtitan.experiments.rl.weights.snapshot import digest
 
@@ -66,7 +68,10 @@ class Trained:
 
 
 class TrainerCheckpoints:
-    """Each method but ``wait_for_staging`` is collective."""
+    """Saves the state between two steps, and writes the policy at the end.
+
+    Each method is collective.
+    """
 
     def __init__(
         self,
@@ -85,15 +90,13 @@ class TrainerCheckpoints:
         Args:
             trained: by adapter; of a model without, at "".
             adapters: of the model. A checkpoint then has them, and not the base, which comes from ``hub_folder``.
-            page_locked: copies go into page-locked memory, which a GPU writes by itself while the next step begins: into fresh
-                memory a rank with 27 GB would wait for some 10 s.
+            page_locked: True if the state is copied into page-locked memory: it is on a GPU.
         """
         self._hub_folder, self._export_folder = hub_folder, run_dir / POLICY_FOLDER
         self._model, self._adapters = model, adapters
         first = next(iter(trained.values()))
         self._manager = CheckpointManager.Config(
             enable=True,
-            async_mode="async_with_pinned_mem" if page_locked else "async",
             export_dtype=HubConfig.read(str(hub_folder)).dtype,
             interval=1,  # when is decided elsewhere
             initial_load_in_hf=True,
@@ -109,6 +112,9 @@ class TrainerCheckpoints:
             base_folder=str(run_dir),
         )
         states = self._manager.states
+        self._group = dist.new_group(backend="gloo")
+        self._stager = HostStager(self._group, page_locked=page_locked)
+        self._writing: Future[Any] | None = None
         if start is None or adapters is not None:
             self._manager.folder = str(run_dir / "no-checkpoint-yet")  # else one in it would be loaded
             self._manager.load()
@@ -137,21 +143,31 @@ class TrainerCheckpoints:
             group.update(own_settings, lr=rate)
 
     def begin(self, folder: Path, step: int) -> Future[Any]:
-        """Copy the state, and write it to ``folder/step-N`` beside what follows. Returns when the copy is made.
+        """Copy the state, and write it to ``folder/step-N`` during what follows.
+
+        The optimizer may change the state as soon as this returns.
 
         Returns:
-            Completed when this rank's files are written; has the error if they can't be.
+            A future that completes when this rank's files are written. It has the error if the
+            state can't be copied (StagingError) or written.
         """
         self._end_last()
-        self._manager.folder = str(folder)
-        self._manager.save(step)
-        future = self._manager.save_future
-        assert future is not None, "an asynchronous save has a future"
-        return future
-
-    def wait_for_staging(self) -> None:
-        """Until the copy of the state that is being saved is complete: the optimizer may change the state then."""
-        self._manager.maybe_wait_for_staging()
+        states = {name: state for name, state in self._manager.states.items() if name != MODEL}
+        states |= self._manager.states[MODEL].state_dict()  # in a checkpoint weights have no prefix
+        writing: Future[Any] = Future()
+        try:
+            response = distributed_checkpoint.async_save(
+                states,
+                checkpoint_id=str(folder / f"step-{step}"),
+                process_group=self._group,
+                async_stager=self._stager,
+            )
+            assert isinstance(response, Future), "only a stager that returns a future has another"
+            writing = response
+        except StagingError as error:
+            writing.set_exception(error)
+        self._writing = writing
+        return writing
 
     def export(self, step: int, *, rank: int) -> Path:
         """Write the weights as a hub folder, with the tokenizer, and return it. It is there when it is whole."""
@@ -179,15 +195,19 @@ class TrainerCheckpoints:
         return target
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Finish what is being written, and free the memory that the state was copied into."""
         self._end_last()
+        self._stager.close()
         self._manager.close()
 
     def _end_last(self) -> None:
-        """Wait for the last save. Who began it has its error: torchtitan keeps one that failed, and raises it at the next."""
-        if self._manager.save_future is not None:
-            self._manager.save_future.exception()
-            self._manager.save_future = None
+        """Wait for the last save, whose files are written from the memory that the next one needs.
+
+        Whoever began it has its error.
+        """
+        if self._writing is not None:
+            self._writing.exception()
+            self._writing = None
 
 
 class ModelWeights(Stateful):

@@ -442,8 +442,6 @@ class Learner:
         Raises:
             RunError: the gradient is not finite; the step is not taken.
         """
-        with trace.span("wait for the checkpoint's copy"):
-            self.checkpoints.wait_for_staging()
         with self._traced("optimizer"):
             return self._optim_step()
 

@@ -28,6 +28,7 @@ from torchtitan.experiments.rl.process.setup import collect_again, keep_imported
 from torchtitan.experiments.rl.training.checkpoints import write_error
 from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner, check_finite
+from torchtitan.experiments.rl.training.staging import StagingError
 from torchtitan.experiments.rl.types import DataParallel
 from torchtitan.experiments.rl.user_code.endpoint import WatchedActor, for_a_future, reported_endpoint
 from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
@@ -154,6 +155,9 @@ class PolicyTrainer(WatchedActor):
     async def begin_checkpoint(self, folder: Path, step: int) -> None:
         """Copy model, optimizer and schedule as they are after ``step``; write the copy beside what follows. Collective.
 
+        A state that can't be copied is an error of ``finish_checkpoint``, like one that can't be
+        written.
+
         Raises:
             RunError: the trainer's state is not that after ``step``.
         """
@@ -162,7 +166,8 @@ class PolicyTrainer(WatchedActor):
             if self._learner.steps_taken != step:
                 taken = "an unknown number of" if self._learner.steps_taken is None else self._learner.steps_taken
                 raise RunError(f"trainer rank {self._rank} has taken {taken} steps, and can't save the state after {step}")
-            return self._learner.checkpoints.begin(folder, step)
+            with trace.span("copy the state", step=step):
+                return self._learner.checkpoints.begin(folder, step)
 
         self._saving = await self._submit(begin)
 
@@ -171,9 +176,11 @@ class PolicyTrainer(WatchedActor):
         """Wait until this rank's files of the checkpoint that was begun last are written.
 
         Raises:
-            RunError: they can't be: the disk is full, or failed.
+            RunError: they can't be: a rank could not copy its state, or the disk is full, or failed.
         """
         error = await asyncio.to_thread(self._saving.exception)
+        if isinstance(error, StagingError):
+            raise error
         if error is not None:  # torch's is no Exception, and can't always be sent to another process
             logger.info("trainer rank %d: a checkpoint can't be written", self._rank, exc_info=error)
             raise RunError(f"trainer rank {self._rank} can't write its part of the checkpoint: {write_error(error)}")
