@@ -10,18 +10,28 @@ from types import SimpleNamespace
 
 import torch
 
+from torchtitan.experiments.rl.config import machine
+
 CAPABILITIES = ((8, 0), (9, 0), (10, 0))
 """Of an A100, an H100 or H200, and a B200."""
 GIB = 2**30
 
 
-def fake_gpus(monkeypatch, count: int, *, memory_gib: int = 80, capability: tuple[int, int] = (9, 0)) -> None:
+def fake_gpus(
+    monkeypatch,
+    count: int,
+    *,
+    memory_gib: int = 80,
+    capability: tuple[int, int] = (9, 0),
+    host_gib: tuple[float, float] = (2000, 2000),
+) -> None:
     """
     Args:
         monkeypatch: pytest's; the stand-in goes with its test.
         count: GPUs of this host.
         memory_gib: of each.
         capability: (major, minor) of each.
+        host_gib: Memory of the host that is free, and all that it has.
     """
 
     def properties(index=0):
@@ -47,4 +57,5 @@ def fake_gpus(monkeypatch, count: int, *, memory_gib: int = 80, capability: tupl
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(machine, "memory_gib", lambda: host_gib)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

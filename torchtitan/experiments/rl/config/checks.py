@@ -15,7 +15,7 @@ from torchtitan.experiments.rl.bounds import check_fields
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.config.costs import GIB, ModelSizes, balance, version_bytes
 from torchtitan.experiments.rl.config.placement import hosted_processes, place_on_fewest, weights_stay_on_devices
-from torchtitan.experiments.rl.config.plan import RunPlan, SharedGpu, TrainerMemory, shared_weights, trainer_memory
+from torchtitan.experiments.rl.config.plan import RunPlan, SharedGpu, TrainerMemory, trainer_memory, versions_on_hosts
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
 from torchtitan.experiments.rl.generation.endpoint import PROBE, check_served_tokenizer
@@ -339,9 +339,10 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
             )
         engine.check_routes()
     memory = trainer_memory(sizes, config, device=device)
-    nbytes, copies = version_bytes(config, sizes), parallelism.data_parallel_replicate_degree
-    if on_devices := weights_stay_on_devices(config, device, placement):
-        memory, nbytes = dataclasses.replace(memory, published=nbytes * copies / trainer.ranks), 0
+    on_devices = weights_stay_on_devices(config, device, placement)
+    if on_devices:
+        copies = parallelism.data_parallel_replicate_degree
+        memory = dataclasses.replace(memory, published=version_bytes(config, sizes) * copies / trainer.ranks)
     shares_gpus = config.provision.share_gpus and device == "cuda"
     return RunPlan(
         config=config,
@@ -357,12 +358,7 @@ def plan_run(config: RunConfig, *, device: Device | None = None, available: list
         balance=balance(config, sizes, rollouts) if device == "cuda" and not shares_gpus else None,
         generator_gib=engine.process_memory(parameters=parameters, device=device),
         weights_on_devices=on_devices,
-        shared_weights=shared_weights(
-            nbytes=nbytes,
-            trainer_hosts=[place.host for place in placement.trainer],
-            copies=copies,
-            generator_hosts=[place.host for place in placement.generators],
-        ),
+        shared_weights=versions_on_hosts(config, sizes, placement, on_devices=on_devices),
     )
 
 

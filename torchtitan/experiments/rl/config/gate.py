@@ -27,6 +27,7 @@ from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_cod
 from torchtitan.experiments.rl.models.lora import read_adapter
 from torchtitan.experiments.rl.observability.console import typed_command, write_line
 from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.host import raise_descriptor_limit
 
 
 def pass_gate(config: RunConfig, command: Command, resumed: ResumedRun | None) -> Start | None:
@@ -82,7 +83,7 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     if not without_model:
         checks.check_teachers(config, ask_servers=not dry_run)
     # This machine.
-    machine.raise_descriptor_limit()
+    raise_descriptor_limit()
     field, folder = ("output_dir", config.output_dir) if command.run_dir is None else ("--run-dir", command.run_dir)
     if resumed is not None:
         field, folder = "--resume", str(resumed.run_dir)
@@ -141,6 +142,8 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     if config.generator.engine.warning is not None:
         warnings.append(f"generator.engine.{config.generator.engine.warning}")
     warnings += [*(task.examples_warning for task in tasks.values()), *(seen.warning for seen in tried.values())]
+    if here and plan.device == "cuda":
+        warnings.append(machine.memory_warning(plan))
     for warning in warnings:
         if warning is not None:
             write_line(sys.stderr, f"warning: {printable_line(warning)}")

@@ -1,4 +1,4 @@
-"""What this machine must have before a run's processes are spawned: file descriptors, room on the disk, shared memory."""
+"""What this machine must have before a run's processes are spawned: file descriptors, room on the disk, memory."""
 
 import contextlib
 import hashlib
@@ -9,17 +9,17 @@ import tempfile
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
 from torchtitan.experiments.rl.config.checks import plan_run
 from torchtitan.experiments.rl.config.placement import engine_processes, needed_gpus
-from torchtitan.experiments.rl.config.plan import GIB, RunPlan
+from torchtitan.experiments.rl.config.plan import GIB, PROCESS_GIB, HostMemory, RunPlan, host_memory
 from torchtitan.experiments.rl.errors import MissingError
 from torchtitan.experiments.rl.process.host import (
     gpu_host_lacks,
     gpu_memory_gib,
+    memory_gib,
     visible_gpus,
 )
 from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY
@@ -29,20 +29,8 @@ DESCRIPTORS_PER_PROCESS = 64
 """With 2 processes and a limit of 128 a run hung at its start, and with 256 it ran."""
 PROBE_BYTES = 64 * 2**20
 """Written to learn how fast a disk is."""
-PROCESS_GIB = 0.5
-"""Of a process before it holds anything: torch and its libraries."""
 SHARED_MEMORY_PER_ENGINE = 64 * 2**20
 """Of an engine with several processes, which talk through shared memory. A write beyond its end kills the process."""
-
-
-def raise_descriptor_limit() -> None:
-    """Raise this process's limit of file descriptors, which children inherit, as far as it may."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError):  # some systems refuse "unlimited"
-            pass
 
 
 def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
@@ -79,18 +67,12 @@ def fit_rows(plan: RunPlan) -> tuple[RunPlan, str | None]:
     return plan, line
 
 
-def memory_gib() -> tuple[float, float]:
-    """Memory of this host that processes can still take, and all of it."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free, total = (int(lines[name].split()[0]) * 1024 / GIB for name in ("MemAvailable", "MemTotal"))
-    return free, total
-
-
 def _run_gib(plan: RunPlan) -> float:
     """Of a run on one host, on CPU."""
     engines = engine_processes(plan.config) * plan.generator_gib
     weights = sum(plan.shared_weights.values()) / GIB
-    return plan.config.trainer.ranks * plan.trainer_gib + engines + weights + (1 + plan.processes) * PROCESS_GIB
+    held = engines + weights + plan.copied_gib  # of a checkpoint: from the first on its copy stays
+    return plan.config.trainer.ranks * plan.trainer_gib + held + (1 + plan.processes) * PROCESS_GIB
 
 
 def checkpoint_seconds(plan: RunPlan, folder: str) -> float | None:
@@ -142,6 +124,8 @@ def lacks(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0, here:
                 "free space, lower checkpoint.keep, or name a folder on another disk"
             )
             yield MissingError(field, folder, cure)
+    if (lack := job_lacks(plan)) is not None:
+        yield lack
     if here and (recipe := plan.config.trainer.float8) != "off":
         if plan.device == "cpu" or torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
             cure = 'needs GPUs of capability 8.9 and above (H100, B200): set it to "off"'
@@ -149,7 +133,44 @@ def lacks(plan: RunPlan, folder: str, *, field: str, checkpoints: int = 0, here:
         elif find_spec("torchao") is None:
             yield MissingError("trainer.float8", recipe, "needs torchao: pip install torchao==0.18.0")
     if here and plan.device == "cuda":
+        total_gib = memory_gib()[1]
+        if (cause := memory_lacks(host_memory(plan, plan.placement)[0], total_gib)) is not None:
+            yield MissingError("host memory", f"{total_gib:.1f} GiB", cause)
         yield from (MissingError("provision.device", "cuda", lack) for lack in _gpus_lack(plan))
+
+
+def memory_warning(plan: RunPlan) -> str | None:
+    """Return a warning if other programs have memory that a run on this host's GPUs needs, or None."""
+    free, total = memory_gib()
+    needed = host_memory(plan, plan.placement)[0]
+    if not free < needed.total / GIB <= total:
+        return None
+    return (
+        f"{free:.1f} GiB of this host's memory are free, and the run needs about {needed}: end other programs, "
+        "or the system may kill a process of the run"
+    )
+
+
+def memory_lacks(needed: HostMemory, total_gib: float) -> str | None:
+    """Return what a host has too little memory for and the cure, or None where it has enough."""
+    if needed.total / GIB <= total_gib:
+        return None
+    return (
+        f"the run needs about {needed}: raise the limit of the container or job (docker --memory, Kubernetes "
+        "resources.memory, Slurm --mem), or give the trainer more hosts"
+    )
+
+
+def job_lacks(plan: RunPlan) -> MissingError | None:
+    """Return the memory that the config's job asks for, if it is less than a host needs, or None."""
+    asked = plan.config.provision.job.memory
+    if asked is None or plan.device == "cpu":
+        return None
+    field, text, gib = asked
+    hosts = host_memory(plan, plan.placement)
+    largest = max(hosts, key=lambda host: hosts[host].total)
+    lack = memory_lacks(hosts[largest], gib)
+    return None if lack is None else MissingError(f"provision.job.{field}", text, f"on host {largest} {lack}")
 
 
 def _gpus_lack(plan: RunPlan) -> Iterator[str]:

@@ -1,11 +1,12 @@
 """Sizes of a run: counts, processes, memory. They follow from the config, before a process is spawned."""
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchtitan.experiments.rl.config.costs import BYTES, GIB, Balance, ModelSizes
+from torchtitan.experiments.rl.config.costs import BYTES, GIB, Balance, ModelSizes, version_bytes
 from torchtitan.experiments.rl.config.placement import Placement, engine_processes, hosted_processes, ranges
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.models.decoder import RowShapes
@@ -13,6 +14,8 @@ from torchtitan.experiments.rl.process.host import Device
 
 CUDA_BYTES = 2 * 2**30
 """CUDA's and NCCL's own, and what the allocator can't use."""
+PROCESS_GIB = 0.5
+"""Memory of a process before it holds anything: torch and its libraries."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -110,6 +113,20 @@ def trainer_memory(sizes: ModelSizes, config: RunConfig, *, device: Device) -> T
     )
 
 
+def versions_on_hosts(config: RunConfig, sizes: ModelSizes, placement: Placement, *, on_devices: bool) -> dict[int, float]:
+    """Return the bytes of published weights in each host's shared memory, by the host's number.
+
+    Args:
+        on_devices: True if versions stay on the trainer's devices instead.
+    """
+    return shared_weights(
+        nbytes=0 if on_devices else version_bytes(config, sizes),
+        trainer_hosts=[place.host for place in placement.trainer],
+        copies=config.trainer.parallelism.data_parallel_replicate_degree,
+        generator_hosts=[place.host for place in placement.generators],
+    )
+
+
 def shared_weights(
     *, nbytes: float, trainer_hosts: Sequence[int], copies: int, generator_hosts: Iterable[int]
 ) -> dict[int, float]:
@@ -129,6 +146,62 @@ def shared_weights(
     held = {host: nbytes * ranks / len(publishing) for host, ranks in parts.items()}
     held |= dict.fromkeys(generator_hosts, nbytes)
     return {host: 2 * size for host, size in sorted(held.items())}
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class HostMemory:
+    """Bytes that a run on GPUs takes of one host's memory, by what they are, without pages of files."""
+
+    checkpoint: float
+    """Copy of the state of the host's trainer ranks, from which checkpoints are written."""
+    versions: float
+    """Two versions of the published weights."""
+    offloaded: float
+    """State of the host's trainer ranks, where it is not on their GPUs (``enable_cpu_offload``)."""
+    processes: float
+    """The run's processes themselves, at PROCESS_GIB each."""
+
+    @property
+    def total(self) -> float:
+        return self.checkpoint + self.versions + self.offloaded + self.processes
+
+    def __str__(self) -> str:
+        parts = {
+            "a checkpoint's copy": self.checkpoint,
+            "two versions of the weights": self.versions,
+            "offloaded state": self.offloaded,
+            "processes": self.processes,
+        }
+        held = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items() if size)
+        return f"{self.total / GIB:.2f} GiB ({held})"
+
+
+def host_memory(plan: "RunPlan", placement: Placement) -> dict[int, HostMemory]:
+    """Return the memory that a run on GPUs takes of each host, by the host's number.
+
+    Every rank copies its own shard for a checkpoint, also where ranks hold the same one.
+    """
+    trainer, parts = plan.config.trainer, Counter[int]()
+    for place in (*placement.trainer, *placement.rollout_workers):
+        parts[place.host] += 1
+    for place in itertools.chain(placement.generators, *placement.hosted):
+        parts[place.host] += max(1, len(place.devices))  # a process for each GPU of an engine
+    parts[0] += 1  # the command's own
+    ranks = Counter(place.host for place in placement.trainer)
+    versions = versions_on_hosts(plan.config, plan.sizes, placement, on_devices=plan.weights_on_devices)
+    # Parameters, gradients and two moments; a reference's parameters where there is one.
+    values = plan.sizes.parameters + plan.saved_values * plan.sizes.trained
+    copies = trainer.parallelism.data_parallel_replicate_degree
+    offloaded = values * BYTES[trainer.dtype] * copies if trainer.enable_cpu_offload else 0
+    return {
+        host: HostMemory(
+            checkpoint=plan.copied_gib * GIB * ranks[host] / trainer.ranks,
+            versions=versions.get(host, 0),
+            offloaded=offloaded * ranks[host] / trainer.ranks,
+            processes=PROCESS_GIB * GIB * count,
+        )
+        for host, count in sorted(parts.items())
+    }
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -170,9 +243,22 @@ class RunPlan:
         return math.ceil(self.tokens_per_step / (batcher.row_length * batcher.rows_per_microbatch * self.data_parallel_size))
 
     @property
+    def saved_values(self) -> int:
+        """Values of each trained parameter in a checkpoint: its own, two moments, a reference's."""
+        return 3 if self.config.trainer.reference is None else 4
+
+    @property
     def checkpoint_gib(self) -> float:
-        """On disk: weights and two Adam moments, of what is trained."""
-        return 3 * self.sizes.trained * BYTES[self.config.trainer.dtype] / GIB
+        """Size of a checkpoint on the disk."""
+        return self.saved_values * self.sizes.trained * BYTES[self.config.trainer.dtype] / GIB
+
+    @property
+    def copied_gib(self) -> float:
+        """Memory of all hosts that a checkpoint is copied into.
+
+        Each rank copies its shard, also one that another rank holds too.
+        """
+        return self.checkpoint_gib * self.config.trainer.parallelism.data_parallel_replicate_degree
 
     @property
     def trainer_gib(self) -> float:
@@ -236,8 +322,7 @@ class RunPlan:
             "GiB are kept, another while it is written, and the policy",
         ]
         if on_gpus:
-            staged = self.checkpoint_gib / ranks
-            lines.append(f"host memory    {staged:.2f} GiB a trainer rank, page-locked: a checkpoint is copied there first")
+            lines.append(f"host memory    {self._host_memory()}")
             if self.shared_gpu is not None:
                 lines.append(f"shared GPUs    {self.shared_gpu.line()}")
             shapes = RowShapes.of(config.batcher.rows_per_microbatch, config.batcher.row_length).shapes
@@ -246,7 +331,15 @@ class RunPlan:
         return lines + ([self.balance.line()] if self.balance is not None else [])
 
     def _shared_weights(self) -> str:
-        hosts: dict[str, list[int]] = {}
-        for host, size in self.shared_weights.items():
-            hosts.setdefault(f"{size / GIB:.2f} GiB", []).append(host)
-        return ", ".join(f"{size} on {'hosts' if len(on) > 1 else 'host'} {ranges(on)}" for size, on in hosts.items())
+        return ", ".join(_by_host({host: f"{size / GIB:.2f} GiB" for host, size in self.shared_weights.items()}))
+
+    def _host_memory(self) -> str:
+        return "; ".join(_by_host({host: str(size) for host, size in host_memory(self, self.placement).items()}))
+
+
+def _by_host(texts: Mapping[int, str]) -> list[str]:
+    """Return each text once, with the hosts that it is true of."""
+    hosts: dict[str, list[int]] = {}
+    for host, text in texts.items():
+        hosts.setdefault(text, []).append(host)
+    return [f"{text} on {'hosts' if len(on) > 1 else 'host'} {ranges(on)}" for text, on in hosts.items()]

@@ -1,5 +1,6 @@
 """What a config says about the job that gives a run its hosts."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,14 @@ class JobConfig:
     @property
     def has_gpus(self) -> bool | None:
         """Whether its hosts have GPUs; None: as this host."""
+        return None
+
+    @property
+    def memory(self) -> tuple[str, str, float] | None:
+        """Memory that the scheduler is asked for on each host: field, its text, and GiB.
+
+        None if the config does not say.
+        """
         return None
 
     def devices(self, device: Device, hosts: int) -> list[list[int]] | None:
@@ -108,6 +117,28 @@ class ClusterJob(JobConfig):
         if self.cores_per_host is None:
             raise ConfigError("provision.job.cores_per_host", None, "say how many cores of a host a run on CPU gets")
         return [list(range(self.cores_per_host)) for _ in range(hosts)]
+
+
+_UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+def gib_of(quantity: str, *, binary: bool = False, unit: str = "") -> float | None:
+    """Return a scheduler's quantity of memory in GiB, or None where it is not written so.
+
+    Args:
+        quantity: Such as Kubernetes' "800Gi" or Slurm's "500G".
+        binary: True if "G" is 2**30 bytes, as in Slurm.
+        unit: Unit of a bare number.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKMGT]i?)?", quantity)
+    if found is None:
+        return None
+    name = found[2] or unit
+    if binary:
+        name = f"{name[:1].upper()}i"
+    elif name == "K":
+        name = "k"
+    return float(found[1]) * _UNITS[name] / 2**30 if name in _UNITS else None
 
 
 def contiguous_shares(things: Sequence[Any], parts: int) -> list[list[Any]]:

@@ -13,7 +13,7 @@ from annotated_types import Ge, Le
 from torchtitan.experiments.rl.bounds import Matches, PositiveInt
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.hosts.job import ClusterJob
+from torchtitan.experiments.rl.hosts.job import ClusterJob, gib_of
 from torchtitan.experiments.rl.hosts.pool import HostPool
 from torchtitan.experiments.rl.process.host import Device
 
@@ -41,11 +41,15 @@ class KubernetesJob(ClusterJob):
     mount_path: PodPath = "/shared"
     """Where it is mounted."""
     shared_memory: Annotated[str, Matches(r"\d+(Ki|Mi|Gi|Ti)", 'written as Kubernetes does, such as "16Gi"')] = "16Gi"
-    """Of each pod, at /dev/shm."""
+    """Limit of /dev/shm in each pod, for engines of several GPUs and for NCCL. Published weights and
+    the copies of checkpoints are not there: they count in the memory of ``resources``."""
     port: Annotated[int, Ge(1024), Le(65535)] = 26600
     """Of the agents."""
     resources: dict[str, str] = field(default_factory=dict)
-    """Others that each pod asks for, such as {"memory": "800Gi", "rdma/hca": "1"}."""
+    """Other resources that each pod asks for, such as {"memory": "800Gi", "rdma/hca": "1"}.
+
+    The line "host memory" of a dry run says how much memory a pod needs. Without "memory" here a pod
+    may take all that its node has."""
     env: dict[str, str] = field(default_factory=dict)
     """Of each pod, such as {"NCCL_IB_HCA": "mlx5"}."""
     capabilities: tuple[str, ...] = ()
@@ -56,6 +60,12 @@ class KubernetesJob(ClusterJob):
     """Labels of the nodes."""
     start_timeout_s: PositiveInt = 600
     """How long pods may take until they are ready, and agents until they answer."""
+
+    @property
+    def memory(self) -> tuple[str, str, float] | None:
+        text = self.resources.get("memory", "")
+        gib = gib_of(text)
+        return None if gib is None else ("resources.memory", text, gib)
 
     def pod_template(self) -> dict[str, Any]:
         """Kubernetes' V1PodTemplateSpec of a host."""

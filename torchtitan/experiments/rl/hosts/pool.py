@@ -27,6 +27,7 @@ from torchtitan.experiments.rl.process.host import (
     LOOPBACK_ADDRESS,
     gpu_host_lacks,
     mask_of,
+    memory_gib,
     network_address,
     own_cores,
     visible_gpus,
@@ -56,6 +57,8 @@ class Host:
     """Node by node."""
     gpus: tuple[str, ...]
     """By index: what CUDA_VISIBLE_DEVICES calls each. Empty in a run on CPU."""
+    memory_gib: float
+    """Memory that processes may have there, by the host's own limits."""
     lacks: tuple[str, ...] = ()
     """From ``gpu_host_lacks``."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -85,6 +88,7 @@ class HostKeeper(Actor):
             port=self._listener.getsockname()[1],
             cores=tuple(own_cores()),
             gpus=tuple(mask_of([gpu]) for gpu in visible_gpus()) if self._on_gpus else (),
+            memory_gib=memory_gib()[1],
             lacks=tuple(gpu_host_lacks(several_hosts=True)) if self._on_gpus else (),
         )
 

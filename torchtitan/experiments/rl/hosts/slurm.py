@@ -20,7 +20,7 @@ from annotated_types import Ge, Le
 from torchtitan.experiments.rl.bounds import Matches, PositiveFloat, PositiveInt
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT
 from torchtitan.experiments.rl.errors import RunError
-from torchtitan.experiments.rl.hosts.job import ClusterJob
+from torchtitan.experiments.rl.hosts.job import ClusterJob, gib_of
 from torchtitan.experiments.rl.hosts.pool import HostPool, attach
 from torchtitan.experiments.rl.process.host import Device, network_address
 
@@ -92,6 +92,13 @@ class SlurmJob(ClusterJob):
     """The command stays until the job starts, and says why it waits. Ctrl-C then leaves the job in the queue."""
     start_timeout_s: PositiveFloat = 600.0
     """How long agents may take to answer once the allocation is there."""
+
+    @property
+    def memory(self) -> tuple[str, str, float] | None:
+        gib = gib_of(self.memory_per_host or "", binary=True, unit="M")
+        if not gib:  # "0" is all that a host has
+            return None
+        return "memory_per_host", str(self.memory_per_host), gib
 
     def script(self, words: Sequence[str], run_dir: str, hosts: int) -> str | None:
         if HOSTS_VARIABLE in os.environ:  # this is the command in the allocation

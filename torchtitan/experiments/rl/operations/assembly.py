@@ -42,7 +42,7 @@ from torchtitan.experiments.rl.observability.console import RunSummary
 from torchtitan.experiments.rl.operations.alarms import StallDetectors, mismatch_alarm
 from torchtitan.experiments.rl.operations.checkpoints import Resumed, RunCheckpoints, trainer_start
 from torchtitan.experiments.rl.operations.context import RunContext
-from torchtitan.experiments.rl.operations.provision import place_run, shut_down, spawn_on, start_trainer
+from torchtitan.experiments.rl.operations.provision import check_host_memory, place_run, shut_down, spawn_on, start_trainer
 from torchtitan.experiments.rl.operations.reports import RunReports, StepProfile
 from torchtitan.experiments.rl.operations.supervision import (
     Part,
@@ -130,6 +130,7 @@ class RunActors:
         context, config, plan = self._context, self._context.config, self._context.plan
         self._watch_hosts()
         placement = self._placement = place_run(plan, context.hosts)
+        check_host_memory(plan, placement, context.hosts)
         procs, owner = spawn_on(context.hosts, "trainer", placement.trainer, plan.device, run_dir=context.run_dir)
         trainers = procs.spawn(
             "trainer",

@@ -15,8 +15,9 @@ from typing import Any
 
 from monarch.actor import Point, ProcMesh, default_bootstrap_cmd, this_host
 
+from torchtitan.experiments.rl.config.machine import memory_lacks
 from torchtitan.experiments.rl.config.placement import Place, Placement, place
-from torchtitan.experiments.rl.config.plan import RunPlan
+from torchtitan.experiments.rl.config.plan import RunPlan, host_memory
 from torchtitan.experiments.rl.config.resume import Start
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import RunError
@@ -78,6 +79,22 @@ def place_run(plan: RunPlan, hosts: HostPool | None) -> Placement:
     placement = place(plan.config, plan.device, parameters=plan.sizes.parameters, hosts=devices, worker_cores=cores)
     logger.info("hosts: %s; placement: %s", [host.name for host in hosts.hosts], placement)
     return placement
+
+
+def check_host_memory(plan: RunPlan, placement: Placement, hosts: HostPool | None) -> None:
+    """Compare the memory that a run on GPUs needs on each host with what the host says that it has.
+
+    The command has checked this host itself before.
+
+    Raises:
+        RunError: names the first host that has too little.
+    """
+    if hosts is None or plan.device == "cpu":
+        return
+    for number, needed in host_memory(plan, placement).items():
+        host = hosts.hosts[number]
+        if (cause := memory_lacks(needed, host.memory_gib)) is not None:
+            raise RunError(f"{host.name} has {host.memory_gib:.1f} GiB of memory: {cause}")
 
 
 def spawn_on(

@@ -1,4 +1,4 @@
-"""What this host is: its identity, its address, and which of its cores and GPUs this process may use.
+"""What this host is: its identity, its address, and the cores, GPUs and memory of this process.
 
 Host names do not tell hosts apart: containers and cluster nodes may share one, or change theirs. A process on the cores of a
 NUMA node, as Linux describes them in /sys, has its memory there too: Linux gives it pages of the node that it runs on.
@@ -11,7 +11,7 @@ import resource
 import shutil
 import socket
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ LOOPBACK_ADDRESS = "127.0.0.1"
 _SOMEWHERE = "192.0.2.1"
 """Reserved for documentation: nothing answers there, and nothing is sent."""
 SYS = Path("/sys")
+PROC = Path("/proc")
 MASK = "CUDA_VISIBLE_DEVICES"
 
 
@@ -138,6 +139,63 @@ def cores_near(addresses: Iterable[str]) -> tuple[int, ...]:
             return ()
         near |= own
     return tuple(sorted(near))
+
+
+def memory_gib() -> tuple[float, float]:
+    """Return the GiB of memory that processes can still take here, and all that they may have.
+
+    Containers and schedulers limit memory by control groups: the lowest limit that this process is
+    under counts, where it is below the memory of the machine.
+    """
+    lines = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())
+    free, total = (int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    for limit, used in _memory_groups():
+        total = min(total, limit)
+        free = min(free, max(0, limit - used))
+    return free / 2**30, total / 2**30
+
+
+_GROUP_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+"""Names of a control group's limit and usage, in version 2 and in version 1 of the interface."""
+
+
+def _memory_groups() -> Iterator[tuple[int, int]]:
+    """Yield the limit and the usage, in bytes, of each control group with a limit that this process is in.
+
+    Pages of files that nobody uses are left out: Linux drops them before it refuses memory.
+    """
+    try:
+        entries = (PROC / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for entry in entries:
+        _, controllers, path = entry.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = SYS / "fs/cgroup" / ("memory" if controllers else "")
+        # A container may see its own group as the root, and not by the path that it has outside.
+        own = root / path.strip("/")
+        for folder in (own, *own.parents):
+            if not folder.is_relative_to(root):
+                break
+            for limit_file, usage_file in _GROUP_FILES:
+                with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                    limit = int((folder / limit_file).read_text())
+                    yield limit, int((folder / usage_file).read_text()) - _unused_pages(folder)
+
+
+def _unused_pages(group: Path) -> int:
+    """Return the bytes of file pages in a control group that were not used lately."""
+    counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(counts.get("total_inactive_file", counts.get("inactive_file", 0)))
+
+
+def raise_descriptor_limit() -> None:
+    """Raise this process's limit of file descriptors as far as it may. Children inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(OSError, ValueError):  # some systems refuse "unlimited"
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _cores_of(node: Path) -> set[int]:

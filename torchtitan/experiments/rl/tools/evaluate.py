@@ -15,7 +15,6 @@ from monarch.actor import Actor, shutdown_context, this_proc
 
 from torchtitan.experiments.rl.compat.monarch import MONARCH_OUTPUT, printed_to, process_death
 from torchtitan.experiments.rl.config import checks, trial
-from torchtitan.experiments.rl.config.machine import raise_descriptor_limit
 from torchtitan.experiments.rl.config.placement import needed_gpus
 from torchtitan.experiments.rl.config.plan import RunPlan
 from torchtitan.experiments.rl.config.run_config import ProvisionConfig, RunConfig
@@ -32,6 +31,7 @@ from torchtitan.experiments.rl.operations.assembly import RunActors
 from torchtitan.experiments.rl.operations.context import RunContext
 from torchtitan.experiments.rl.operations.session import SIGNAL_POLL_S, Signals, cause
 from torchtitan.experiments.rl.printable import printable_line
+from torchtitan.experiments.rl.process.host import raise_descriptor_limit
 from torchtitan.experiments.rl.process.lifetime import descendants, kill_descendants
 from torchtitan.experiments.rl.process.setup import quiet_libraries, set_up_logging
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder
