@@ -1,6 +1,11 @@
 """How much memory hosts have, how much of it a run on GPUs takes, and what is said of too little."""
 
+import os
+import resource
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +25,7 @@ from torchtitan.experiments.rl.operations.provision import check_host_memory
 from torchtitan.experiments.rl.process import host
 from torchtitan.experiments.rl.training.reference import ReferenceConfig
 
+ROOT = Path(__file__).resolve().parents[2]
 QWEN3_0_6B, QWEN3_8B, QWEN3_32B = 596_049_920, 8_190_735_360, 32_762_123_264
 """Parameters, of the model cards."""
 
@@ -86,6 +92,31 @@ def test_the_memory_of_a_host_is_the_lowest_limit_that_this_process_is_under(mon
     monkeypatch.setattr(host, "PROC", tmp_path / "proc")
     monkeypatch.setattr(host, "SYS", tmp_path / "sys")
     assert host.memory_gib() == expected
+
+
+def test_an_agent_raises_its_limit_of_descriptors_which_the_processes_of_its_host_inherit(tmp_path):
+    code = """
+import resource, sys
+import monarch.actor
+from torchtitan.experiments.rl.hosts import agent
+monarch.actor.run_worker_loop_forever = lambda **_: print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+sys.argv = ["agent", "--socket", sys.argv[1]]
+agent.main()
+"""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    words = [
+        "bash",
+        "-c",
+        'ulimit -Sn 256; exec "$@"',
+        "bash",
+        sys.executable,
+        "-c",
+        code,
+        str(tmp_path / "socket"),
+    ]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=240, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [str(hard), str(hard)]
 
 
 # ---- what a run takes

@@ -8,6 +8,7 @@ import os
 import socket
 from pathlib import Path
 
+from torchtitan.experiments.rl.process.host import raise_descriptor_limit
 from torchtitan.experiments.rl.process.setup import ignore_signals_of_the_command, set_up_process
 from torchtitan.experiments.rl.process.temporary import TemporaryFolder, hold_sockets
 
@@ -18,6 +19,7 @@ def main() -> None:
     where.add_argument("--port", type=int, help="the command is on another host")
     where.add_argument("--socket", help="the command is on this host: a path in a folder of its user")
     options = parser.parse_args()
+    raise_descriptor_limit()  # the command raises its own, and processes inherit that of their agent
     set_up_process()
     hold_sockets(TemporaryFolder().path if options.socket is None else Path(options.socket).parent)
     ignore_signals_of_the_command()
