@@ -7,4 +7,13 @@ def reinforce(tokens):
     return -tokens.advantages * tokens.logprobs
 
 
-VARIANTS = [DPPO.Config(), PPOClip.Config(), CISPO.Config(), GSPO.Config(), CustomRLLoss.Config(function=reinforce)]
+VARIANTS = [
+    DPPO.Config(),
+    PPOClip.Config(),
+    CISPO.Config(),
+    GSPO.Config(),
+    CustomRLLoss.Config(function=reinforce),
+    DPPO.Config(ratio_max=1.1),
+    PPOClip.Config(ratio_max=1.1),
+    GSPO.Config(ratio_max=1.1),
+]

@@ -1,5 +1,7 @@
 """From samples to every rank's microbatches, and back."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -282,11 +284,23 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("rl", [DPPO.Config(), GSPO.Config(clip_low=0.3, clip_high=0.3)], ids=["dppo", "gspo"])
+PACKED_LOSSES = {
+    "dppo": DPPO.Config(),
+    "gspo": GSPO.Config(clip_low=0.3, clip_high=0.3),
+    "dppo-capped": DPPO.Config(ratio_max=1.2),
+    "gspo-capped": GSPO.Config(clip_low=0.3, clip_high=0.3, ratio_max=1.2),
+}
+
+
+@pytest.mark.parametrize("rl", PACKED_LOSSES.values(), ids=PACKED_LOSSES)
 def test_loss_and_gradient_do_not_depend_on_row_length_microbatch_size_or_rank_count(rl):
     samples = [sample(1 + seed * 7 % 32, seed) for seed in range(40)]
     theta = torch.randn(50, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     loss, gradient = step(samples, theta, LossConfig(rl=rl), row_length=2048, rows_per_microbatch=64)
+    if rl.ratio_max < 100:  # the cap acts: without it the gradient is another
+        uncapped = replace(rl, ratio_max=None)
+        _, other = step(samples, theta, LossConfig(rl=uncapped), row_length=2048, rows_per_microbatch=64)
+        assert not torch.allclose(other, gradient)
     assert gradient.abs().max() > 1e-3
     for layout in LAYOUTS:
         other_loss, other_gradient = step(samples, theta, LossConfig(rl=rl), **layout)

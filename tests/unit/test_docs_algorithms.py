@@ -7,7 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from tests.unit.loss_batches import ONE, batch_of
 from tests.unit.rollout_stubs import ScriptedPolicy
 from torchtitan.experiments.rl import algorithms, config_registry, losses
 from torchtitan.experiments.rl.algorithms import OPD
@@ -17,7 +19,7 @@ from torchtitan.experiments.rl.config.placement import needed_gpus
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel
 from torchtitan.experiments.rl.generation.vllm.engine import VLLMEngineConfig
-from torchtitan.experiments.rl.losses import Correction
+from torchtitan.experiments.rl.losses import Correction, compute_loss
 from torchtitan.experiments.rl.models.policy import ModelConfig, parameter_count, policy_spec
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
@@ -55,6 +57,25 @@ def test_the_algorithm_in_twenty_lines_is_checked_like_the_librarys(my_algorithm
     config.tasks["sum_digits"].group_size = 1
     with pytest.raises(ConfigError, match="BestOfGroup compares"):
         checked_plan(config)
+
+
+def test_the_loss_shown_caps_its_ratio_and_reports_it(tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n# my_loss.py\n(.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "my_loss.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = load_config(parse_command(["--module", "my_loss", "--config", "rl_policy_gradient"]))
+    sys.modules.pop("my_loss")
+    checked_plan(config)
+    # Ratios 1e5 and 2, advantage 3: the first is capped at 100, and has no gradient.
+    logprobs = torch.tensor([[0.1, 0.2]], dtype=torch.float64).log().requires_grad_()
+    batch = batch_of((1, 2), loss_mask=[[True] * 2], rl_weights=[[1.0] * 2], advantages=[[3.0] * 2])
+    batch.generator_logprobs = torch.tensor([[1e-6, 0.1]], dtype=torch.float64).log()
+    loss, metrics = compute_loss(logprobs, batch, ONE, config.trainer.loss)
+    loss.backward()
+    assert loss.item() == pytest.approx(-3 * 100 - 3 * 2)
+    assert logprobs.grad.tolist() == [[0.0, pytest.approx(-6.0)]]
+    found = metrics.compute()
+    assert found["rl/own/ratio_capped"] == 0.5 and "rl/ratio_capped_fraction" not in found
 
 
 def test_every_algorithm_and_loss_is_in_its_table():

@@ -35,6 +35,7 @@ PYTHON = {
     "# my_tasks.py": "test_readme.py::test_the_task_in_twenty_lines_runs_and_scores",
     "# a vLLM server anywhere": "test_docs_algorithms.py::test_the_frozen_models_shown_are_valid",
     "# in a function that makes a config": "test_docs_blocks.py::test_the_demonstrations_shown_are_a_task_that_is_checked",
+    "# my_loss.py": "test_docs_algorithms.py::test_the_loss_shown_caps_its_ratio_and_reports_it",
     "# my_algorithms.py": "test_docs_algorithms.py::test_the_algorithm_in_twenty_lines_gives_its_credit",
     "# phonebook.py": "test_docs_tasks.py::test_the_tests_of_the_task_pass",
     "# test_phonebook.py": "test_docs_tasks.py::test_the_tests_of_the_task_pass",

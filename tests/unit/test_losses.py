@@ -8,7 +8,19 @@ import torch
 
 from tests.unit.loss_batches import ONE, batch_of, random_batch
 from tests.unit.loss_variants import reinforce
-from torchtitan.experiments.rl.losses import CISPO, DPPO, GSPO, CustomRLLoss, LossConfig, PPOClip, RefKL, compute_loss
+from torchtitan.experiments.rl.bounds import check_fields
+from torchtitan.experiments.rl.errors import ConfigError
+from torchtitan.experiments.rl.losses import (
+    CISPO,
+    DPPO,
+    GSPO,
+    CustomRLLoss,
+    LossConfig,
+    PPOClip,
+    RefKL,
+    TruncatedImportance,
+    compute_loss,
+)
 from torchtitan.experiments.rl.losses.loss import sequence_ids
 from torchtitan.experiments.rl.types import LossDenominators
 
@@ -34,20 +46,29 @@ class Token:
     """geometric mean of the sequence's ratios"""
 
 
+def cap(ratio: float, ratio_max: float | None) -> tuple[float, float]:
+    """The ratio that the loss computes with, and its derivative by logp."""
+    if ratio_max is not None and ratio > ratio_max:
+        return ratio_max, 0.0
+    return ratio, ratio
+
+
 def by_hand_dppo(c: DPPO.Config, t: Token) -> tuple[float, float]:
     moved = math.exp(t.p) - math.exp(t.q)
     dropped = moved > c.mask_high if t.a > 0 else moved < -c.mask_low
-    gain = 0 if dropped else c.adv_tau * t.a * math.exp(t.p - t.q)
-    return -gain + c.kl_tau * (t.p - t.q) ** 2, -gain + 2 * c.kl_tau * (t.p - t.q)
+    ratio, slope = cap(math.exp(t.p - t.q), c.ratio_max)
+    gain = 0 if dropped else c.adv_tau * t.a
+    return -gain * ratio + c.kl_tau * (t.p - t.q) ** 2, -gain * slope + 2 * c.kl_tau * (t.p - t.q)
 
 
-def by_hand_surrogate(ratio: float, a: float, low: float, high: float) -> tuple[float, float]:
+def by_hand_surrogate(uncapped: float, a: float, low: float, high: float, ratio_max: float | None) -> tuple[float, float]:
+    ratio, slope = cap(uncapped, ratio_max)
     plain, clipped = ratio * a, clip(ratio, low, high) * a
-    return -min(plain, clipped), -plain if plain <= clipped else 0.0
+    return -min(plain, clipped), -slope * a if plain <= clipped else 0.0
 
 
 def by_hand_ppo(c: PPOClip.Config, t: Token) -> tuple[float, float]:
-    return by_hand_surrogate(math.exp(t.p - t.q), t.a, c.clip_low, c.clip_high)
+    return by_hand_surrogate(math.exp(t.p - t.q), t.a, c.clip_low, c.clip_high, c.ratio_max)
 
 
 def by_hand_cispo(c: CISPO.Config, t: Token) -> tuple[float, float]:
@@ -56,7 +77,7 @@ def by_hand_cispo(c: CISPO.Config, t: Token) -> tuple[float, float]:
 
 
 def by_hand_gspo(c: GSPO.Config, t: Token) -> tuple[float, float]:
-    return by_hand_surrogate(t.s, t.a, c.clip_low, c.clip_high)
+    return by_hand_surrogate(t.s, t.a, c.clip_low, c.clip_high, c.ratio_max)
 
 
 def by_hand_reinforce(_: CustomRLLoss.Config, t: Token) -> tuple[float, float]:
@@ -65,8 +86,9 @@ def by_hand_reinforce(_: CustomRLLoss.Config, t: Token) -> tuple[float, float]:
 
 def by_hand_ref_kl(c: RefKL.Config, p: float, q: float, ref: float) -> tuple[float, float]:
     dropped = math.exp(p) - math.exp(q) < -c.mask_low
-    gain = 0 if dropped else (ref - p) * math.exp(p - q)  # ref - p is a constant in the backward pass
-    return -gain + c.kl_tau * (p - q) ** 2, -gain + 2 * c.kl_tau * (p - q)
+    ratio, slope = cap(math.exp(p - q), c.ratio_max)
+    gain = 0 if dropped else ref - p  # a constant in the backward pass
+    return -gain * ratio + c.kl_tau * (p - q) ** 2, -gain * slope + 2 * c.kl_tau * (p - q)
 
 
 def by_hand(logprobs, batch, denominators, config, by_hand_rl) -> tuple[float, list[list[float]]]:
@@ -113,6 +135,10 @@ VARIANTS = [
     pytest.param(CISPO.Config(), by_hand_cispo, id="cispo"),
     pytest.param(CISPO.Config(clip_low=0.3, clip_high=0.2), by_hand_cispo, id="cispo-two-bounds"),
     pytest.param(GSPO.Config(clip_low=0.05, clip_high=0.08), by_hand_gspo, id="gspo"),
+    pytest.param(DPPO.Config(ratio_max=1.3), by_hand_dppo, id="dppo-capped"),
+    pytest.param(PPOClip.Config(ratio_max=1.5), by_hand_ppo, id="ppo-capped"),
+    pytest.param(PPOClip.Config(ratio_max=1.1), by_hand_ppo, id="ppo-capped-below-the-clip"),
+    pytest.param(GSPO.Config(clip_low=0.05, clip_high=0.08, ratio_max=1.1), by_hand_gspo, id="gspo-capped"),
     pytest.param(CustomRLLoss.Config(function=reinforce), by_hand_reinforce, id="custom"),
 ]
 
@@ -123,7 +149,7 @@ def test_loss_and_gradient_are_the_formulas_over_the_members_of_each_component(r
     logprobs, batch = random_batch(seed)
     overlaps = batch.loss_mask & (batch.rl_weights != 0) & (batch.ce_weights != 0) & (batch.ref_kl_weights != 0)
     assert overlaps.any()
-    config = LossConfig(rl=rl, ref_kl=RefKL.Config(mask_low=0.1, kl_tau=0.2))
+    config = LossConfig(rl=rl, ref_kl=RefKL.Config(mask_low=0.1, kl_tau=0.2, ratio_max=1.4))
     denominators = LossDenominators(rl=31, ce=17, ref_kl=23)
     logprobs.requires_grad_()
     loss, _ = compute_loss(logprobs, batch, denominators, config)
@@ -227,3 +253,131 @@ def test_gspo_keeps_ratios_near_one_in_float32():
     loss, metrics = compute_loss(logprobs, batch, LossDenominators(rl=3, ce=1, ref_kl=1), LossConfig(rl=GSPO.Config()))
     assert loss.item() == pytest.approx(-math.exp(2**-12 / 3), rel=2e-7)
     assert metrics.compute()["rl/masked_fraction"] == 0
+
+
+# ------------------------------------------------------------------ the cap on the ratio
+
+CAPPED_AT_100 = [DPPO.Config(), PPOClip.Config(), GSPO.Config()]
+"""Variants with a ``ratio_max``, each with its default."""
+
+
+def one_token(now: float, sampled: float, advantage: float):
+    """Log-probability (differentiable) and batch of a token that had probability ``sampled`` and has ``now``."""
+    logprobs = torch.tensor([[math.log(now)]], dtype=torch.float64, requires_grad=True)
+    batch = batch_of((1, 1), loss_mask=[[True]], rl_weights=[[1.0]], advantages=[[advantage]])
+    batch.generator_logprobs = torch.tensor([[math.log(sampled)]], dtype=torch.float64)
+    return logprobs, batch
+
+
+def test_a_token_that_passes_the_test_of_differences_with_a_ratio_of_1e5_is_capped():
+    # d = 0.1 - 1e-6 is below 0.2, and the ratio is 1e5. lr = ln 1e5 = 11.5129.
+    lr = math.log(1e5)
+    logprobs, batch = one_token(0.1, 1e-6, advantage=2.0)
+    loss, metrics = compute_loss(logprobs, batch, ONE, LossConfig())
+    loss.backward()
+    assert loss.item() == pytest.approx(-2.0 * 100 + 1e-3 * lr**2, rel=1e-12)
+    # min(ρ, 100) is constant above 100: what is left is the pull back to the generator, 2·kl_tau·lr.
+    assert logprobs.grad.item() == pytest.approx(2e-3 * lr, rel=1e-12)
+    found = metrics.compute()
+    assert found["rl/ratio_capped_fraction"] == found["rl/masked_fraction"] == 1
+    assert found["rl/ratio_max"] == pytest.approx(1e5)
+
+    logprobs, batch = one_token(0.1, 1e-6, advantage=2.0)
+    loss, metrics = compute_loss(logprobs, batch, ONE, LossConfig(rl=DPPO.Config(ratio_max=None)))
+    loss.backward()
+    assert loss.item() == pytest.approx(-2e5 + 1e-3 * lr**2, rel=1e-9)
+    assert logprobs.grad.item() == pytest.approx(-2e5 + 2e-3 * lr, rel=1e-9)
+    found = metrics.compute()
+    assert found["rl/ratio_capped_fraction"] == found["rl/masked_fraction"] == 0
+
+
+@pytest.mark.parametrize("rl", CAPPED_AT_100, ids=lambda rl: type(rl).__qualname__)
+def test_every_capped_variant_bounds_a_ratio_of_negative_advantage(rl):
+    logprobs, batch = one_token(0.1, 1e-6, advantage=-2.0)
+    loss, metrics = compute_loss(logprobs, batch, ONE, LossConfig(rl=rl))
+    loss.backward()
+    pull = 1e-3 if isinstance(rl, DPPO.Config) else 0.0
+    assert loss.item() == pytest.approx(200 + pull * math.log(1e5) ** 2, rel=1e-12)
+    assert logprobs.grad.item() == pytest.approx(2 * pull * math.log(1e5), abs=1e-12)
+    assert metrics.compute()["rl/ratio_capped_fraction"] == 1
+
+
+@pytest.mark.parametrize("rl", [DPPO.Config(), PPOClip.Config()], ids=lambda rl: type(rl).__qualname__)
+def test_what_mask_or_clip_takes_does_not_count_as_capped(rl):
+    # d = 0.9 and the ratio is 9e5: both the test and the cap say no, and the test is first.
+    logprobs, batch = one_token(0.9, 1e-6, advantage=2.0)
+    found = compute_loss(logprobs, batch, ONE, LossConfig(rl=rl))[1].compute()
+    assert found["rl/masked_fraction"] == 1 and found["rl/ratio_capped_fraction"] == 0
+
+
+def test_a_gain_of_distillation_is_capped_too():
+    logprobs, batch = one_token(0.1, 1e-6, advantage=0.0)
+    batch.rl_weights.zero_()
+    batch.ref_kl_weights = torch.ones(1, 1)
+    batch.ref_logprobs = logprobs.detach() - 3
+    loss, metrics = compute_loss(logprobs, batch, ONE, LossConfig())
+    loss.backward()
+    assert loss.item() == pytest.approx(3 * 100 + 1e-3 * math.log(1e5) ** 2, rel=1e-12)
+    assert logprobs.grad.item() == pytest.approx(2e-3 * math.log(1e5), rel=1e-12)
+    found = metrics.compute()
+    assert found["ref_kl/ratio_capped_fraction"] == found["ref_kl/masked_fraction"] == 1
+    assert "rl/ratio_capped_fraction" not in found  # no rl token, no share of them
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("rl", [DPPO, PPOClip, GSPO], ids=lambda rl: rl.__name__)
+def test_the_default_cap_changes_no_bit_of_a_batch_whose_ratios_are_below_it(rl, seed):
+    results = []
+    for changes in ({}, {"ratio_max": None}, {"ratio_max": math.inf}):
+        logprobs, batch = random_batch(seed)
+        attached = logprobs.float().requires_grad_()
+        config = LossConfig(rl=rl.Config(**changes), ref_kl=RefKL.Config(**changes))
+        loss, metrics = compute_loss(attached, batch, LossDenominators(rl=31, ce=17, ref_kl=23), config)
+        loss.backward()
+        results.append((loss.item(), attached.grad.tolist(), metrics.compute()))
+    assert results[0] == results[1] == results[2]
+    found = results[0][2]
+    assert found["rl/ratio_capped_fraction"] == found["ref_kl/ratio_capped_fraction"] == 0
+
+
+@pytest.mark.parametrize("rl", [DPPO, PPOClip, GSPO], ids=lambda rl: rl.__name__)
+def test_a_capped_ratio_that_would_overflow_leaves_loss_and_gradient_finite(rl):
+    logprobs = torch.tensor([[-1.0, -0.5]], requires_grad=True)
+    batch = batch_of(
+        (1, 2),
+        positions=[[0, 0]],
+        generator_logprobs=[[-900.0, -0.5]],
+        loss_mask=[[True, True]],
+        rl_weights=[[1.0, 1.0]],
+        advantages=[[-1.0, 1.0]],
+    )
+    config = LossConfig(rl=rl.Config())
+    loss, _ = compute_loss(logprobs, batch, ONE, config)
+    loss.backward()
+    pull = 2e-3 * 899 if rl is DPPO else 0.0
+    assert math.isfinite(loss.item()) and logprobs.grad[0].tolist() == pytest.approx([pull, -1.0], rel=1e-5)
+
+
+def test_a_correction_with_the_ratio_in_it_leaves_the_variants_cap_nothing_to_do():
+    logprobs, batch = one_token(0.1, 1e-6, advantage=2.0)
+    config = LossConfig(corrections=[TruncatedImportance.Config(cap=3.0)])
+    loss, metrics = compute_loss(logprobs, batch, ONE, config)
+    loss.backward()
+    assert loss.item() == pytest.approx(-6.0) and logprobs.grad.item() == pytest.approx(-6.0)
+    assert metrics.compute()["rl/ratio_capped_fraction"] == 0
+
+
+@pytest.mark.parametrize("component", ["rl", "ref_kl"])
+@pytest.mark.parametrize("value", [0, -5.0, 1.0])
+def test_a_cap_that_is_not_above_1_is_refused(component, value):
+    config = LossConfig()
+    getattr(config, component).ratio_max = value
+    with pytest.raises(ConfigError, match=f"{component}.ratio_max = {value}: must be above 1; .*None sets no cap"):
+        check_fields(config)
+    getattr(config, component).ratio_max = None
+    check_fields(config)
+
+
+def test_a_cap_that_is_infinite_is_refused_with_the_way_to_have_none():
+    with pytest.raises(ConfigError, match="rl.ratio_max = inf: must be a finite number and above 1; .*None sets no cap"):
+        check_fields(LossConfig(rl=DPPO.Config(ratio_max=math.inf)))

@@ -40,6 +40,12 @@ def test_losses_and_samplers_are_switched_alike():
     assert type(config.tasks["sum_digits"].sampler) is DifficultyPool.Config
 
 
+def test_the_cap_on_the_ratio_is_set_and_taken_off():
+    assert config_of("--trainer.loss.rl.ratio-max 20").trainer.loss.rl.ratio_max == 20
+    config = config_of("--trainer.loss.rl.ratio-max None --trainer.loss.ref-kl.ratio-max None")
+    assert config.trainer.loss.rl.ratio_max is None and config.trainer.loss.ref_kl.ratio_max is None
+
+
 def test_filters_and_corrections_are_lists_whose_fields_have_an_index():
     config = config_of(
         "--pre-batch-filters zero_advantage,repetition --pre-batch-filters.1.window 100 "

@@ -21,6 +21,7 @@ GOOD = {
     "policy/entropy": steps(lambda s: 1 / s),
     "mismatch_kl/all": steps(1e-4),
     "mismatch/share_of_bound_max": steps(0.1),
+    "rl/ratio_capped_fraction": steps(0.0),
     "rollout/status/truncated_length": steps(0.01),
     "perf/generator_0/busy": steps(0.9),
     "time/wait_s": steps(0.3),
@@ -51,6 +52,11 @@ def test_a_run_without_faults_has_no_hints():
         ({"rollout/reward_mean": steps(0.3, 15)}, []),
         ({"rollout/groups_all_equal": steps(0.9)}, ["warning: 90% of the groups have equal rewards"]),
         ({"mismatch/share_of_bound_max": steps(0.7)}, ["warning: Trainer and generators disagree: 70% of the bound"]),
+        ({"rl/ratio_capped_fraction": steps(0.0005)}, []),
+        (
+            {"ref_kl/ratio_capped_fraction": steps(0.015)},
+            ["warning: 1.5% of the tokens have an importance ratio above ratio_max, and teach nothing -> trainer.opt"],
+        ),
         (
             {"mismatch_kl/all": steps(lambda s: 0.01 * s)},
             ["warning: The mismatch rises: 0.055 nats a token at first, 0.36 now"],

@@ -28,7 +28,17 @@ from torchtitan.experiments.rl.types import LossDenominators
 
 torch.set_num_threads(1)
 
-VARIANTS = [DPPO.Config(), PPOClip.Config(), CISPO.Config(), GSPO.Config(clip_low=0.3, clip_high=0.3)]
+CAP = 1.5
+"""A ``ratio_max`` that acts on the samples of these tests."""
+VARIANTS = [
+    DPPO.Config(),
+    PPOClip.Config(),
+    CISPO.Config(),
+    GSPO.Config(clip_low=0.3, clip_high=0.3),
+    DPPO.Config(mask_high=1.0, ratio_max=CAP),
+    PPOClip.Config(ratio_max=CAP),
+    GSPO.Config(clip_low=0.3, clip_high=0.3, ratio_max=CAP),
+]
 
 SIZES = dict(
     vocab_size=64,
@@ -127,6 +137,8 @@ def test_every_variant_on_forks_of_forks(policy, rl):
     }
     assert names <= shared[0].keys()
     assert_same(shared, step(policy, forked(), rl, share=False))
+    if getattr(rl, "ratio_max", None) == CAP:
+        assert shared[0]["rl/ratio_capped_fraction"] > 0
 
 
 def test_identical_samples_and_a_sample_that_begins_another_count_each(policy):

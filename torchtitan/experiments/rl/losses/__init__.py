@@ -27,6 +27,7 @@ from torchtitan.experiments.rl.losses.variants import (
     RLTokens,
     SequenceMask,
     TruncatedImportance,
+    cap_log_ratio,
     check_corrections,
 )
 
@@ -49,6 +50,7 @@ __all__ = [
     "SequenceMask",
     "TruncatedImportance",
     "advantage_sums",
+    "cap_log_ratio",
     "check_corrections",
     "compute_loss",
     "count_denominators",

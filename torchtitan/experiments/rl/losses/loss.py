@@ -16,7 +16,18 @@ import torch.distributed as dist
 from torchtitan.config import Configurable
 from torchtitan.experiments.rl.bounds import NonNegativeFloat, PositiveFloat
 from torchtitan.experiments.rl.configurable import UserConfigurable
-from torchtitan.experiments.rl.losses.variants import DPPO, Correction, OwnMetrics, PerToken, RLLoss, RLTokens, correct
+from torchtitan.experiments.rl.losses.variants import (
+    DPPO,
+    RATIO_MAX,
+    Correction,
+    OwnMetrics,
+    PerToken,
+    RatioMax,
+    RLLoss,
+    RLTokens,
+    capped_ratio,
+    correct,
+)
 from torchtitan.experiments.rl.types import ROLES, LossDenominators, TrainingBatch
 
 Kind = Literal["sum", "mean", "max"]
@@ -201,7 +212,7 @@ class RefKL(UserConfigurable):
 
         lr = logp - generator_logp,  ρ = exp(lr),  d = exp(logp) - exp(generator_logp)
         drop = d < -mask_low
-        ℓ = -keep·g·ρ + kl_tau·lr²
+        ℓ = -keep·g·min(ρ, ratio_max) + kl_tau·lr²
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -210,6 +221,9 @@ class RefKL(UserConfigurable):
         """A token whose probability fell by more than this since it was sampled has no gain."""
         kl_tau: NonNegativeFloat = 1e-3
         """Weight of the squared log ratio, which holds the policy near the generator's."""
+        ratio_max: RatioMax = RATIO_MAX
+        """Largest importance ratio that the loss computes with; None: no cap. A token above it has no
+        gain."""
 
     config: Config
 
@@ -218,11 +232,28 @@ class RefKL(UserConfigurable):
         return metrics of its own too, as for ``RLLoss``."""
         c = self.config
         lr = logprobs - generator_logprobs
+        gain, drop = self._gain(logprobs, generator_logprobs, ref_logprobs)
+        ratio, capped = capped_ratio(lr, gain, c.ratio_max)
+        return -gain * ratio + c.kl_tau * lr**2, drop | capped
+
+    def ratio_capped(
+        self, logprobs: torch.Tensor, generator_logprobs: torch.Tensor, ref_logprobs: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return bool [B, L]: where ``ratio_max`` takes the gain. None: the loss has no cap.
+
+        The metric ``ref_kl/ratio_capped_fraction`` is the share of these tokens. Return None in a
+        subclass whose ``per_token`` has no cap.
+        """
+        gain, _ = self._gain(logprobs, generator_logprobs, ref_logprobs)
+        return capped_ratio(logprobs - generator_logprobs, gain, self.config.ratio_max)[1]
+
+    def _gain(
+        self, logprobs: torch.Tensor, generator_logprobs: torch.Tensor, ref_logprobs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gain g, which is 0 for dropped tokens, and bool: the dropped tokens."""
         d = logprobs.detach().exp() - generator_logprobs.exp()
-        drop = d < -c.mask_low
-        g = torch.where(drop, 0, (ref_logprobs - logprobs).detach())
-        ratio = torch.where(g == 0, 0, lr).exp()  # masked before exp: the ratio may overflow, and 0 * inf is nan
-        return -g * ratio + c.kl_tau * lr**2, drop
+        drop = d < -self.config.mask_low
+        return torch.where(drop, 0, (ref_logprobs - logprobs).detach()), drop
 
 
 LARGEST_KL = 10.0
@@ -331,14 +362,17 @@ def compute_loss(
         sequence_ids=sequence_ids(batch.positions),
     )
     given, factors, left_out = correct(tokens, [entry.build() for entry in config.corrections])
-    losses, masked, *own = config.rl.build().per_token(given)
+    variant = config.rl.build()
+    losses, masked, *own = variant.per_token(given)
     add_own_metrics(metrics, "rl", own, given.member)
     if config.corrections:
         losses, masked = torch.where(given.member, factors * losses, 0), masked & given.member
     for name, where in left_out.items():
         metrics.add_mean(f"rl/left_out/{name}", where, member)
     rl = total("rl", member, batch.rl_weights, losses, denominators.rl)
-    _add_ratio_metrics(metrics, "rl", tokens.logprobs, tokens.generator_logprobs, member, masked)
+    with torch.no_grad():
+        capped = variant.ratio_capped(given)
+    _add_ratio_metrics(metrics, "rl", tokens.logprobs, tokens.generator_logprobs, member, masked, capped)
 
     member = ce_members(batch)
     nll = -at(member, policy_logprobs)
@@ -353,10 +387,13 @@ def compute_loss(
     member = ref_kl_members(batch)
     logprobs, generator = at(member, policy_logprobs), at(member, batch.generator_logprobs)
     reference = at(member, batch.ref_logprobs)
-    losses, masked, *own = config.ref_kl.build().per_token(logprobs, generator, reference)
+    distillation = config.ref_kl.build()
+    losses, masked, *own = distillation.per_token(logprobs, generator, reference)
     add_own_metrics(metrics, "ref_kl", own, member)
     ref_kl = total("ref_kl", member, batch.ref_kl_weights, losses, denominators.ref_kl)
-    _add_ratio_metrics(metrics, "ref_kl", logprobs, generator, member, masked)
+    with torch.no_grad():
+        capped = distillation.ratio_capped(logprobs, generator, reference)
+    _add_ratio_metrics(metrics, "ref_kl", logprobs, generator, member, masked, capped)
     # The plain estimator, E[logp - ref_logp]: what the component's gain g sums up to.
     metrics.add_mean("ref_kl/kl", logprobs - reference, member)
 
@@ -389,6 +426,7 @@ def _add_ratio_metrics(
     generator_logprobs: torch.Tensor,
     member: torch.Tensor,
     masked: torch.Tensor,
+    capped: torch.Tensor | None,
 ) -> None:
     lr = logprobs - generator_logprobs
     metrics.add_mean(f"{prefix}/ratio_mean", lr.exp(), member)
@@ -397,6 +435,8 @@ def _add_ratio_metrics(
     metrics.add_max(f"{prefix}/logprob_diff_max", lr.abs(), member)
     metrics.add_mean(f"{prefix}/mismatch_kl", mismatch_kl(lr), member)
     metrics.add_mean(f"{prefix}/masked_fraction", masked, member)
+    if capped is not None:
+        metrics.add_mean(f"{prefix}/ratio_capped_fraction", capped, member)
 
 
 def mismatch_kl(lr: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,11 @@
 In every formula: lr = logp - generator_logp, ρ = exp(lr), A the advantage, sg(·) a constant in the backward pass.
 The sum over tokens is divided by the step's member tokens, whatever normalisation the paper uses.
 
+DPPO, PPOClip and GSPO replace ρ by min(ρ, ratio_max), because none of them bounds it from above by
+itself: DPPO tests the difference of probabilities, and the clip of the other two lets a ratio of
+negative advantage grow. A capped ratio is constant, so its token has no policy gradient. CISPO has
+no such field: its ratio is at most 1 + clip_high.
+
 Behind them are corrections of the rl loss, where the policy that sampled is not quite the policy that learns: older weights,
 other kernels. Each is a factor of a token's rl loss, constant in the backward pass, and works with every rl variant. In every
 formula ρ = exp(logp - generator_logp) of a member token; a sequence is one packed training sample.
@@ -22,9 +27,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, ClassVar
 
 import torch
-from annotated_types import Ge, Lt
+from annotated_types import Ge, Gt, Lt
 
-from torchtitan.experiments.rl.bounds import AtMost, NonNegativeFloat, PositiveFloat
+from torchtitan.experiments.rl.bounds import AtMost, Cure, NonNegativeFloat, PositiveFloat
 from torchtitan.experiments.rl.compat.torchtitan import built_class
 from torchtitan.experiments.rl.configurable import UserConfigurable
 from torchtitan.experiments.rl.errors import ConfigError, RunError
@@ -54,6 +59,45 @@ OwnMetrics = dict[str, torch.Tensor]
 PerToken = tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, OwnMetrics]
 """What a loss with a mask returns: losses, masked tokens, and metrics of its own if it has any."""
 
+RatioMax = Annotated[float, Gt(1), Cure("a ratio of 1 is an on-policy token; None sets no cap")] | None
+"""Type of the fields ``ratio_max``."""
+
+RATIO_MAX = 100.0
+"""Default of the fields ``ratio_max``. Healthy runs stay below it: the largest ratio of the demo is 3,
+that of a pretrained model's first steps 8 (docs/measured.md)."""
+
+
+def cap_log_ratio(lr: torch.Tensor, ratio_max: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log(min(ρ, ratio_max)) for log ratios of any shape, and bool: where the cap acts.
+
+    The log is capped and not ρ, because ρ may overflow, and the backward pass of a cap on ρ would
+    multiply that infinity by 0. A loss of your own calls this for a cap like that of the variants.
+
+    Args:
+        ratio_max: the cap; None returns ``lr`` as it is.
+    """
+    if ratio_max is None:
+        return lr, torch.zeros_like(lr, dtype=torch.bool)
+    log_max = math.log(ratio_max)
+    return lr.clamp(max=log_max), lr > log_max
+
+
+def capped_ratio(
+    lr: torch.Tensor,
+    gain: torch.Tensor,
+    ratio_max: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return min(ρ, ratio_max), or 1 where ``gain`` is 0, and bool: where the cap takes a gradient.
+
+    Args:
+        lr: log ratios, of any shape.
+        gain: the factor of the ratio in the loss, of the same shape. 0 means that the token has no
+            policy gradient, so the cap takes none.
+    """
+    used = torch.where(gain == 0, 0, lr)  # masked before exp: the ratio may overflow, and 0 * inf is nan
+    log_ratio, capped = cap_log_ratio(used, ratio_max)
+    return log_ratio.exp(), capped
+
 
 def sequence_log_ratios(tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
     """For each token the sum of lr over its sequence, and the sequence's number of member tokens: float64 [B, L], constants."""
@@ -74,6 +118,14 @@ class RLLoss(UserConfigurable, abc.ABC):
         A third entry, a dict of values [B, L] by name, gives the metrics ``rl/own/<name>``.
         """
 
+    def ratio_capped(self, tokens: RLTokens) -> torch.Tensor | None:
+        """Return bool [B, L]: where a cap on the ratio takes the gradient. None: the loss has no cap.
+
+        The metric ``rl/ratio_capped_fraction`` is the share of these tokens. Override it where your
+        loss has a cap.
+        """
+        return None
+
 
 class DPPO(RLLoss):
     """Divergence PPO, binary total variation (Qi et al., arXiv:2602.04879), with a squared log-ratio penalty (Kimi k1.5,
@@ -81,7 +133,10 @@ class DPPO(RLLoss):
 
         d = exp(logp) - exp(generator_logp)
         drop = d > mask_high where A > 0, else d < -mask_low
-        ℓ = -keep·adv_tau·A·ρ + kl_tau·lr²
+        ℓ = -keep·adv_tau·A·min(ρ, ratio_max) + kl_tau·lr²
+
+    A small d does not bound ρ: a token that was sampled with probability 1e-6 and now has 0.1 passes
+    the test with a ratio of 1e5.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -94,40 +149,65 @@ class DPPO(RLLoss):
         """Weight of the policy gradient."""
         kl_tau: NonNegativeFloat = 1e-3
         """Weight of the squared log ratio."""
+        ratio_max: RatioMax = RATIO_MAX
+        """Largest importance ratio that the loss computes with; None: no cap. A token above it has no
+        policy gradient."""
 
     config: Config
 
     def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
-        c, A = self.config, tokens.advantages
+        c = self.config
         lr = tokens.logprobs - tokens.generator_logprobs
+        gain, drop = self._gain(tokens)
+        ratio, capped = capped_ratio(lr, gain, c.ratio_max)
+        return -c.adv_tau * gain * ratio + c.kl_tau * lr**2, drop | capped
+
+    def ratio_capped(self, tokens: RLTokens) -> torch.Tensor:
+        lr = tokens.logprobs - tokens.generator_logprobs
+        return capped_ratio(lr, self._gain(tokens)[0], self.config.ratio_max)[1]
+
+    def _gain(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the advantages, 0 for dropped tokens, and bool: the dropped tokens."""
+        A = tokens.advantages
         d = tokens.logprobs.detach().exp() - tokens.generator_logprobs.exp()
-        drop = torch.where(A > 0, d > c.mask_high, d < -c.mask_low)
-        gain = torch.where(drop, 0, A)
-        ratio = torch.where(gain == 0, 0, lr).exp()  # masked before exp: the ratio may overflow, and 0 * inf is nan
-        return -c.adv_tau * gain * ratio + c.kl_tau * lr**2, drop
+        drop = torch.where(A > 0, d > self.config.mask_high, d < -self.config.mask_low)
+        return torch.where(drop, 0, A), drop
 
 
 def clipped_surrogate(
-    lr: torch.Tensor, A: torch.Tensor, clip_low: float, clip_high: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """-min(ρ·A, clip(ρ, 1 - clip_low, 1 + clip_high)·A) and where the clip bites, for log ratios ``lr`` of any shape.
+    lr: torch.Tensor,
+    A: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    ratio_max: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the losses of ``PPOClip``, where its clip takes the gradient, and where its cap does.
 
-    The minimum bounds ρ from above where A > 0 and from below where A < 0, so ρ is bounded before it is exponentiated and an
-    extreme log ratio can't overflow.
+    The minimum of the formula bounds ρ from above where A > 0 and from below where A < 0, so ρ is
+    bounded before it is exponentiated and an extreme log ratio can't overflow. Where A < 0, only
+    ``ratio_max`` bounds it from above. A token that the clip takes counts as none of the cap's.
+
+    Args:
+        lr: log ratios, of any shape.
     """
     high = math.log1p(clip_high)
     low = math.log1p(-clip_low) if clip_low < 1 else -math.inf
-    positive = A > 0
-    bounded = torch.where(positive, lr.clamp(max=high), lr.clamp(min=low))
+    positive, negative = A > 0, A < 0
+    clipped = (positive & (lr > high)) | (negative & (lr < low))
+    capped_lr, above = cap_log_ratio(lr, ratio_max)
+    bounded = torch.where(positive, capped_lr.clamp(max=high), capped_lr.clamp(min=low))
     ratio = torch.where(A == 0, 0, bounded).exp()  # masked before exp: without a bound it may overflow, and 0 * inf is nan
-    return -A * ratio, torch.where(positive, lr > high, lr < low) & (A != 0)
+    return -A * ratio, clipped, above & (A != 0) & ~clipped
 
 
 class PPOClip(RLLoss):
     """Clipped surrogate of PPO (Schulman et al., arXiv:1707.06347, eq. 7), per token; unequal bounds are DAPO's clip-higher
     (Yu et al., arXiv:2503.14476).
 
-        ℓ = -min(ρ·A, clip(ρ, 1 - clip_low, 1 + clip_high)·A)
+        ℓ = -min(ρ·A, clip(ρ, 1 - clip_low, 1 + clip_high)·A)        with min(ρ, ratio_max) for ρ
+
+    The clip bounds ρ from above only where A > 0. Where A < 0, ``ratio_max`` does: the dual clip of
+    Ye et al., arXiv:1912.09729.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -135,12 +215,23 @@ class PPOClip(RLLoss):
         clip_low: NonNegativeFloat = 0.2
         clip_high: NonNegativeFloat = 0.2
         """DAPO: 0.28."""
+        ratio_max: RatioMax = RATIO_MAX
+        """Largest importance ratio that the loss computes with; None: no cap. A token above it has no
+        gradient."""
 
     config: Config
 
     def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, clipped, capped = self._surrogate(tokens)
+        return losses, clipped | capped
+
+    def ratio_capped(self, tokens: RLTokens) -> torch.Tensor:
+        return self._surrogate(tokens)[2]
+
+    def _surrogate(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        c = self.config
         lr = tokens.logprobs - tokens.generator_logprobs
-        return clipped_surrogate(lr, tokens.advantages, self.config.clip_low, self.config.clip_high)
+        return clipped_surrogate(lr, tokens.advantages, c.clip_low, c.clip_high, c.ratio_max)
 
 
 class CISPO(RLLoss):
@@ -172,7 +263,7 @@ class GSPO(RLLoss):
 
         s = exp(mean of lr over the sequence's member tokens)        (geometric mean of their ratios)
         s_t = sg(s)·exp(logp - sg(logp))
-        ℓ = -min(s_t·A, clip(s_t, 1 - clip_low, 1 + clip_high)·A)
+        ℓ = -min(s_t·A, clip(s_t, 1 - clip_low, 1 + clip_high)·A)        with min(s_t, ratio_max) for s_t
 
     A sequence is one packed training sample. The paper averages tokens within a sequence, then sequences; here every token
     counts the same, so long sequences weigh more.
@@ -183,15 +274,26 @@ class GSPO(RLLoss):
         clip_low: NonNegativeFloat = 3e-4
         clip_high: NonNegativeFloat = 4e-4
         """Both bounds are the paper's; sequence ratios vary far less than token ratios."""
+        ratio_max: RatioMax = RATIO_MAX
+        """Largest sequence ratio that the loss computes with; None: no cap. The tokens of a sequence
+        above it have no gradient."""
 
     config: Config
 
     def per_token(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor]:
+        losses, clipped, capped = self._surrogate(tokens)
+        return losses, clipped | capped
+
+    def ratio_capped(self, tokens: RLTokens) -> torch.Tensor:
+        return self._surrogate(tokens)[2]
+
+    def _surrogate(self, tokens: RLTokens) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        c = self.config
         logprobs = tokens.logprobs
         lr_sum, count = sequence_log_ratios(tokens)
         log_s = (lr_sum / count.clamp(min=1)).to(logprobs.dtype)
         log_s_t = log_s + (logprobs - logprobs.detach())
-        return clipped_surrogate(log_s_t, tokens.advantages, self.config.clip_low, self.config.clip_high)
+        return clipped_surrogate(log_s_t, tokens.advantages, c.clip_low, c.clip_high, c.ratio_max)
 
 
 class CustomRLLoss(RLLoss):

@@ -30,12 +30,15 @@ LEAST_STEPS = 20
 LEAST_POINTS = 8
 TINY = 1e-9
 VALIDATION, REWARD, EQUAL = "validation/reward", "rollout/reward_mean", "rollout/groups_all_equal"
+CAPPED = "{:.1%} of the tokens have an importance ratio above ratio_max, and teach nothing"
 TOO_HIGH = {
     "mismatch/share_of_bound_max": (
         0.5,
         "Trainer and generators disagree: {:.0%} of the bound at which the run ends",
         "generator.weight_update = recompute, a lower trainer.optimizer.lr or max_offpolicy_steps",
     ),
+    "rl/ratio_capped_fraction": (0.001, CAPPED, "trainer.optimizer.lr, max_offpolicy_steps (lower one)"),
+    "ref_kl/ratio_capped_fraction": (0.001, CAPPED, "trainer.optimizer.lr, max_offpolicy_steps (lower one)"),
     "rollout/status/truncated_length": (
         0.2,
         "{:.0%} of the rollouts were cut off at their token limit",
