@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from tests.unit.waiting import until
 from torchtitan.experiments.rl.errors import RunError
+from torchtitan.experiments.rl.generation import endpoint
 from torchtitan.experiments.rl.generation.endpoint import EndpointClient
 from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig
+from torchtitan.experiments.rl.rollouts.types import counted_in
 
 KEY = "sk-very-secret-0123456789"
 FORMS = {
@@ -45,11 +48,35 @@ class FakeServer:
         self.repeat: str | None = None
         self.open = self.most_open = 0
         self.url = ""
+        self.go_on = asyncio.Event()
+        """Requests wait for it."""
+        self.go_on.set()
+        self._port = 0
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen; at the same port as before, if it has been stopped."""
+        app = web.Application()
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            app.router.add_post(path, self.handle)
+        # aiohttp takes 0 for no limit.
+        self._runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
+        self._port = self._runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self._port}/v1"
+
+    async def stop(self) -> None:
+        """Drop every connection, and refuse others."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
 
     async def handle(self, request: web.Request) -> web.Response:
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         await asyncio.sleep(self.delay_s)
+        await self.go_on.wait()
         self.open -= 1
         body = await request.json()
         self.paths.append(request.path)
@@ -74,16 +101,18 @@ class FakeServer:
 @pytest.fixture
 async def server():
     fake = FakeServer()
-    app = web.Application()
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        app.router.add_post(path, fake.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    await fake.start()
     yield fake
-    await runner.cleanup()
+    await fake.stop()
+
+
+@pytest.fixture
+async def other():
+    """A second server of the same model."""
+    fake = FakeServer()
+    await fake.start()
+    yield fake
+    await fake.stop()
 
 
 @pytest.fixture
@@ -91,7 +120,8 @@ async def connect(server):
     clients = []
 
     def make(**changes) -> EndpointClient:
-        clients.append(EndpointClient(FrozenModel(name="big", base_url=server.url, **{"backoff_s": 0.01, **changes})))
+        settings = {"base_url": server.url, "backoff_s": 0.01, **changes}
+        clients.append(EndpointClient(FrozenModel(name="big", **settings)))
         return clients[-1]
 
     yield make
@@ -241,6 +271,156 @@ async def test_a_server_that_returns_text_only_is_named(server, connect):
     server.answers = [{"choices": [{"text": "hi", "finish_reason": "stop"}]}]
     with pytest.raises(RunError, match="without token_ids, logprobs and finish_reason: is it a vLLM server"):
         await session(connect()).generate(tokens(1), max_tokens=3)
+
+
+# ---- several servers
+
+
+@pytest.fixture
+def connect_both(connect, server, other):
+    """Gives a client of ``server`` and ``other``. A pause between attempts would never end."""
+
+    def make(**changes) -> EndpointClient:
+        return connect(base_url=(server.url, other.url), **{"backoff_s": 1e6, **changes})
+
+    return make
+
+
+def said_of_servers(caplog) -> list[str]:
+    """What the log says of servers that are set aside, or back."""
+    return [record.message for record in caplog.records if record.levelno == logging.WARNING]
+
+
+async def test_servers_are_asked_in_turn(server, other, connect_both):
+    client = connect_both()
+    for _ in range(6):
+        await client.score(tokens(1, 2))
+    assert len(server.requests) == len(other.requests) == 3
+
+
+async def test_a_request_goes_where_fewest_are_in_flight(server, other, connect_both):
+    client = connect_both()
+    server.go_on.clear()
+    slow = asyncio.create_task(client.score(tokens(1, 2)))
+    await until(lambda: server.open == 1)
+    for _ in range(5):
+        await client.score(tokens(1, 2))
+    assert len(other.requests) == 5
+    server.go_on.set()
+    await slow
+
+
+async def test_requests_of_a_server_that_dies_are_answered_by_the_other(server, other, connect_both, caplog):
+    client = connect_both()
+    server.go_on.clear()
+    other.go_on.clear()
+    costs: dict[str, float] = {}
+    with counted_in(costs):
+        requests = [asyncio.create_task(client.score(tokens(1, 2))) for _ in range(6)]
+    await until(lambda: server.open == other.open == 3)
+    await server.stop()
+    other.go_on.set()
+    for logprobs in await asyncio.gather(*requests):
+        assert logprobs.tolist() == pytest.approx([0, -0.1])
+    for _ in range(4):
+        await client.score(tokens(1, 2))
+    assert len(other.requests) == 10
+    (line,) = said_of_servers(caplog)
+    assert line.startswith(f"frozen model big: its server {server.url} is set aside, it failed with ")
+    assert costs == {"frozen/servers_set_aside": 1}
+
+
+@pytest.mark.parametrize("status", [500, 503])
+async def test_a_server_that_fails_is_set_aside_and_the_next_asked_at_once(server, other, connect_both, caplog, status):
+    client = connect_both()
+    server.answers = [status]
+    for _ in range(3):
+        await client.score(tokens(1, 2))
+    assert (len(server.requests), len(other.requests)) == (1, 3)
+    assert f"{server.url} is set aside, it failed with HTTP {status}" in caplog.text
+
+
+async def test_a_busy_server_is_passed_over_and_not_set_aside(server, other, connect_both, caplog):
+    client = connect_both()
+    server.answers = [429]
+    for _ in range(3):
+        await client.score(tokens(1, 2))
+    assert (len(server.requests), len(other.requests)) == (2, 2)
+    assert said_of_servers(caplog) == []
+
+
+async def test_where_all_fail_one_line_names_each_with_its_cause(server, other, connect_both):
+    server.answers = [503] * 2
+    await other.stop()
+    with pytest.raises(RunError) as error:
+        await connect_both(max_retries=1, backoff_s=0.01).score(tokens(1, 2))
+    said = str(error.value)
+    start = "frozen model 'big': each of its 2 servers failed 2 times, last "
+    assert said.startswith(start) and "\n" not in said
+    assert f"{server.url} with HTTP 503" in said and f"{other.url} with ConnectError" in said
+
+
+async def test_servers_that_are_all_set_aside_are_asked_all_the_same(server, other, connect_both, caplog):
+    client = connect_both(max_retries=0)
+    server.answers, other.answers = [503], [503]
+    with pytest.raises(RunError, match="each of its 2 servers failed 1 times"):
+        await client.score(tokens(1, 2))
+    assert (await client.score(tokens(1, 2))).tolist() == pytest.approx([0, -0.1])
+
+
+async def test_a_server_is_tried_again_by_one_request_and_brought_back(server, other, connect_both, caplog, monkeypatch):
+    monkeypatch.setattr(endpoint, "SET_ASIDE_S", 0.0)
+    client = connect_both()
+    await server.stop()
+    await client.score(tokens(1, 2))
+    await server.start()
+    server.go_on.clear()
+    costs: dict[str, float] = {}
+    with counted_in(costs):
+        trial = asyncio.create_task(client.score(tokens(1, 2)))
+    await until(lambda: server.open == 1)
+    for _ in range(3):
+        await client.score(tokens(1, 2))
+    assert (len(server.requests), len(other.requests)) == (0, 4), "the others do not wait for it"
+    server.go_on.set()
+    await trial
+    for _ in range(4):
+        await client.score(tokens(1, 2))
+    assert (len(server.requests), len(other.requests)) == (3, 6)
+    aside, back = said_of_servers(caplog)
+    assert f"{server.url} is set aside" in aside
+    assert back == f"frozen model big: its server {server.url} is back"
+    assert costs == {"frozen/servers_back": 1}
+
+
+async def test_a_trial_that_is_cancelled_leaves_its_place_to_another(server, other, connect_both, monkeypatch):
+    monkeypatch.setattr(endpoint, "SET_ASIDE_S", 0.0)
+    client = connect_both()
+    server.answers = [503]
+    await client.score(tokens(1, 2))
+    server.go_on.clear()
+    trial = asyncio.create_task(client.score(tokens(1, 2)))
+    await until(lambda: server.open == 1)
+    trial.cancel()
+    await asyncio.gather(trial, return_exceptions=True)
+    server.go_on.set()
+    await client.score(tokens(1, 2))
+    assert len(other.requests) == 1
+
+
+async def test_a_refusal_of_one_server_is_repeated_at_no_other_and_names_it(server, other, connect_both):
+    server.answers = [400]
+    with pytest.raises(RunError, match=f"'big' at {server.url} refused with HTTP 400"):
+        await connect_both().score(tokens(1, 2))
+    assert other.requests == []
+
+
+async def test_an_answer_without_log_probabilities_names_the_server_that_gave_it(server, other, connect_both):
+    other.answers = [{"choices": [{}]}]
+    client = connect_both()
+    await client.score(tokens(1, 2))
+    with pytest.raises(RunError, match=f"'big' at {other.url} answered without prompt_logprobs"):
+        await client.score(tokens(1, 2))
 
 
 # ---- the key

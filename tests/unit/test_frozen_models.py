@@ -9,6 +9,7 @@ from torchtitan.experiments.rl import config_registry
 from torchtitan.experiments.rl.algorithms import OPD, SFT
 from torchtitan.experiments.rl.bounds import check_config
 from torchtitan.experiments.rl.config.checks import check, plan_run
+from torchtitan.experiments.rl.config.command_line import load_config, parse_command
 from torchtitan.experiments.rl.config.placement import Place, needed_gpus, place
 from torchtitan.experiments.rl.config.resume import resolved_config
 from torchtitan.experiments.rl.errors import ConfigError, RunError
@@ -42,6 +43,11 @@ REFUSED = {
     "no such port": (FrozenModel(name="m", base_url="http://localhost:99999/v1"), "t.base_url = .*99999.*server's root"),
     "no name": (FrozenModel(name="", base_url=URL), "t.name = ''.*GET /v1/models"),
     "no scheme": (FrozenModel(name="m", base_url="localhost:8000"), "t.base_url = 'localhost:8000'.*server's root"),
+    "no server": (FrozenModel(name="m", base_url=()), "t.base_url = .*names no server: want at least one URL"),
+    "a list": (FrozenModel(name="m", base_url=[URL]), "t.base_url = .*must be a text or a tuple"),
+    "no text": (FrozenModel(name="m", base_url=(URL, 8000)), r"t.base_url\[1\] = 8000: must be a text"),
+    "one wrong": (FrozenModel(name="m", base_url=(URL, "gpu7:8000")), r"t.base_url\[1\] = 'gpu7:8000'.*server's root"),
+    "one twice": (FrozenModel(name="m", base_url=(URL, URL + "/")), r"t.base_url\[1\] = .*is named twice: name each"),
     "no places": (FrozenModel(name="m", base_url=URL, max_concurrency=0), "t.max_concurrency = 0: must be at least 1"),
     "negative retries": (FrozenModel(name="m", base_url=URL, max_retries=-1), "t.max_retries = -1"),
     "no time": (FrozenModel(name="m", base_url=URL, timeout_s=0), "t.timeout_s = 0: must be above 0"),
@@ -63,6 +69,7 @@ def test_a_reference_that_can_not_work_is_refused(model, message):
         ("sk-abc", dict(api_key_env="sk-abc")),
         ("hunter2", dict(base_url="http://me:hunter2@localhost/v1")),
         ("hunter2", dict(base_url="http://localhost/v1?key=hunter2")),
+        ("hunter2", dict(base_url=(URL, "http://me:hunter2@localhost/v1"))),
     ],
 )
 def test_a_secret_where_none_belongs_is_refused_and_not_repeated(secret, changes):
@@ -102,6 +109,33 @@ def test_missing_checkpoints_and_keys_are_refused_before_a_run_and_noted_in_a_pl
         assert f"error: {message}" in capsys.readouterr().err
         assert main(["--module", "absent", "--config", name, "--dry-run"]) == 0
         assert f"before a run   {message}" in capsys.readouterr().out
+
+
+WITH_A_SERVER = (
+    "from torchtitan.experiments.rl.config_registry import rl_opd_qwen3_debug\n"
+    "from torchtitan.experiments.rl.generation.references import FrozenModel\n"
+    "def served():\n"
+    "    config = rl_opd_qwen3_debug()\n"
+    f"    config.tasks['sum_digits'].algorithm.teacher = FrozenModel(name='m', base_url='{URL}')\n"
+    "    return config\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([], URL),
+        (["http://a/v1"], "http://a/v1"),
+        (["http://a/v1", "http://b/v1"], ("http://a/v1", "http://b/v1")),
+    ],
+)
+def test_the_command_line_names_one_server_or_several(config_module, words, wanted):
+    name, _ = config_module(WITH_A_SERVER)
+    option = ["--tasks.sum-digits.algorithm.teacher.base-url", *words] if words else []
+    config = load_config(parse_command(["--module", name, "--config", "served", *option, "--steps", "3"]))
+    teacher = config.tasks["sum_digits"].algorithm.teacher
+    assert teacher.base_url == wanted and config.steps == 3
+    check_config(teacher, field="teacher")
 
 
 # ---- found
@@ -157,6 +191,8 @@ async def test_equal_references_are_one_client_and_a_model_nobody_named_is_none(
     endpoint = clients.find(FrozenModel(name="m", base_url=URL))
     assert clients.find(FrozenModel(name="m", base_url=URL)) is endpoint
     assert clients.find(FrozenModel(name="n", base_url=URL)) is not endpoint
+    both = clients.find(FrozenModel(name="m", base_url=(URL, "http://other/v1")))
+    assert clients.find(FrozenModel(name="m", base_url=(URL, "http://other/v1"))) is both is not endpoint
     assert clients.find(HostedModel(path="a")) is clients.find(hosted)
     with pytest.raises(RunError, match="does not host 'b'"):
         clients.find(HostedModel(path="b"))

@@ -3,14 +3,18 @@
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from transformers import AutoTokenizer
 
-from torchtitan.experiments.rl.config_registry import TINY_MODEL
+from torchtitan.experiments.rl.algorithms import OPD
+from torchtitan.experiments.rl.config.checks import check_servers, check_teachers
+from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_judge_qwen3_debug, rl_opd_qwen3_debug
 from torchtitan.experiments.rl.errors import ConfigError
 from torchtitan.experiments.rl.generation.endpoint import PROBE, served_model
+from torchtitan.experiments.rl.generation.references import FrozenModel
 
 KEY = "sk-very-secret"
 
@@ -48,8 +52,8 @@ def models(*names: str) -> tuple[int, object]:
     return 200, {"object": "list", "data": [{"id": name} for name in names]}
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
+@contextmanager
+def serving() -> Iterator[Server]:
     server = Server()
     thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -57,6 +61,19 @@ def server() -> Iterator[Server]:
     server.http.shutdown()
     thread.join()
     server.http.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving() as server:
+        yield server
+
+
+@pytest.fixture
+def other() -> Iterator[Server]:
+    """A second server of the same model."""
+    with serving() as server:
+        yield server
 
 
 def ask(url: str, **changes):
@@ -129,3 +146,75 @@ def test_a_server_with_another_tokenizer_is_refused(server):
 def test_a_server_that_cannot_say_how_it_divides_text_is_used(server, answer):
     server.answers["/tokenize"] = answer
     assert ask(f"{server.root}/v1").name == "tiny"
+
+
+# ---- several servers
+
+
+def test_an_option_names_several_servers_with_commas(server, other):
+    model = ask(f"{server.root}/v1,{other.root}/v1/")
+    assert (model.name, model.urls) == ("tiny", [f"{server.root}/v1", f"{other.root}/v1"])
+
+
+def test_an_option_whose_servers_differ_is_refused_by_the_one_that_does(server, other):
+    both = f"{server.root}/v1,{other.root}/v1"
+    other.answers["/tokenize"] = (200, {"tokens": [1, 2, 3]})
+    assert refused(both).startswith(f"--against = '{other.root}/v1': its model 'tiny' has another tokenizer than")
+    other.answers["/v1/models"] = models("big")
+    wanted = f"--endpoint-model = 'tiny': the server at {other.root}/v1 has no such model; it has big"
+    assert refused(both).startswith(wanted)
+    other.http.server_close()
+    assert refused(both).startswith(f"--against = '{other.root}/v1': no server answers there")
+
+
+def config_with_a_teacher(*servers: Server):
+    config = rl_opd_qwen3_debug()
+    teacher = FrozenModel(name="tiny", base_url=tuple(f"{server.root}/v1" for server in servers))
+    config.tasks["sum_digits"].algorithm = OPD.Config(teacher=teacher)
+    return config
+
+
+def config_with_a_judge(*servers: Server):
+    config = rl_judge_qwen3_debug()
+    (task,) = config.tasks.values()
+    urls = tuple(f"{server.root}/v1" for server in servers)
+    task.rubric.judge.model = FrozenModel(name="tiny", base_url=urls)
+    return config
+
+
+def test_every_server_of_a_teacher_is_compared_with_the_policys_tokenizer(server, other):
+    config = config_with_a_teacher(server, other)
+    check_teachers(config, ask_servers=True)
+    other.answers["/tokenize"] = (200, {"tokens": [1, 2, 3]})
+    with pytest.raises(ConfigError) as caught:
+        check_teachers(config, ask_servers=True)
+    wanted = f"tasks.sum_digits.algorithm.teacher.base_url = '{other.root}/v1': its model 'tiny' has another tokenizer"
+    assert str(caught.value).startswith(wanted)
+
+
+@pytest.mark.parametrize("config_of", [config_with_a_teacher, config_with_a_judge])
+def test_servers_of_one_reference_that_differ_are_refused_by_name(server, other, config_of):
+    config = config_of(server, other)
+    check_servers(config)
+    other.answers["/tokenize"] = (200, {"tokens": [1, 2, 3]})
+    shown = rf"base_url\[1\] = '{other.root}/v1': its model 'tiny' has another tokenizer than that of {server.root}/v1"
+    with pytest.raises(ConfigError, match=f"tasks.sum_digits.*{shown}: every server of base_url must serve the same"):
+        check_servers(config)
+    other.answers["/v1/models"] = models("big")
+    with pytest.raises(ConfigError, match=r"base_url\[1\] = .*has no model 'tiny'; it has big: every server"):
+        check_servers(config)
+
+
+@pytest.mark.parametrize("answer", [(404, {}), (200, "?"), (500, "down")])
+def test_a_server_beside_others_that_cannot_be_asked_is_used(server, other, answer):
+    config = config_with_a_judge(other, server)
+    other.answers = {"/v1/models": answer, "/tokenize": answer}
+    check_servers(config)
+    other.http.server_close()
+    check_servers(config)
+
+
+def test_a_single_server_is_not_asked_for_its_models(server):
+    server.answers["/v1/models"] = models("big")
+    config = config_with_a_judge(server)
+    check_servers(config)

@@ -80,7 +80,11 @@ def parse_options(arguments: list[str] | None) -> tuple[argparse.Namespace, Comm
         help="the policy, instead of the config's model: a run's folder (its newest policy; --config is not needed then), or a "
         "hub folder, such as a run's policy/step-100",
     )
-    parser.add_argument("--endpoint", metavar="URL", help="the policy is served by a vLLM server, such as http://host:8000/v1")
+    parser.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="the policy is served by a vLLM server, such as http://host:8000/v1; several of one model with commas",
+    )
     parser.add_argument("--against", metavar="FOLDER|URL", help="a second model, measured on the same examples and compared")
     parser.add_argument(
         "--tasks", nargs="+", default=[], metavar="TASK", help="only these (default: all with a validation set)"

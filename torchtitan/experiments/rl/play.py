@@ -35,7 +35,11 @@ def main(arguments: list[str] | None) -> int:
     parser.add_argument(
         "--scripted", action="append", default=[], metavar="TEXT", help="a line that is entered for you; may be repeated"
     )
-    parser.add_argument("--endpoint", metavar="URL", help="/model asks a vLLM server, such as http://host:8000/v1")
+    parser.add_argument(
+        "--endpoint",
+        metavar="URL",
+        help="/model asks a vLLM server, such as http://host:8000/v1; several of one model with commas",
+    )
     known, command = parse_with_own(parser, arguments)
     if known.rollouts < 1:
         raise ConfigError("--rollouts", known.rollouts, "must be at least 1")

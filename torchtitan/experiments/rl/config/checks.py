@@ -18,7 +18,7 @@ from torchtitan.experiments.rl.config.placement import hosted_processes, place_o
 from torchtitan.experiments.rl.config.plan import RunPlan, SharedGpu, TrainerMemory, trainer_memory, versions_on_hosts
 from torchtitan.experiments.rl.config.run_config import RunConfig
 from torchtitan.experiments.rl.errors import ConfigError, MissingError, user_code
-from torchtitan.experiments.rl.generation.endpoint import PROBE, check_served_tokenizer
+from torchtitan.experiments.rl.generation.endpoint import PROBE, check_same_model, check_served_tokenizer
 from torchtitan.experiments.rl.generation.engine import EngineConfig
 from torchtitan.experiments.rl.generation.judge import Judge
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, find_references, hosted_models
@@ -545,6 +545,17 @@ def check_teachers(config: RunConfig, *, ask_servers: bool) -> None:
                     )
                 if (found := difference(theirs, ours)) is not None:
                     raise ConfigError(f"{field}.path", reference.path, f"its tokenizer {found}; {cure}")
+
+
+def check_servers(config: RunConfig) -> None:
+    """Ask the servers of each frozen model that has several, whether they serve the same model.
+
+    Raises:
+        ConfigError: naming the field of the server that serves another one.
+    """
+    for field, reference in find_references(config.tasks, field="tasks"):
+        if isinstance(reference, FrozenModel) and len(reference.urls) > 1:
+            check_same_model(reference, field)
 
 
 def difference(theirs: Any, ours: Any) -> str | None:

@@ -82,6 +82,8 @@ def _pass(config: RunConfig, command: Command, resumed: ResumedRun | None) -> St
     tasks = {} if without_model else trial.build_tasks(config, left_out=missing)
     if not without_model:
         checks.check_teachers(config, ask_servers=not dry_run)
+    if not dry_run:
+        checks.check_servers(config)
     # This machine.
     raise_descriptor_limit()
     field, folder = ("output_dir", config.output_dir) if command.run_dir is None else ("--run-dir", command.run_dir)

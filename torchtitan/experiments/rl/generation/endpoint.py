@@ -1,4 +1,4 @@
-"""Clients of frozen models: of a vLLM server (token ids in, token ids and log-probabilities out, over /v1/completions), and of
+"""Clients of frozen models: of vLLM servers (token ids in, token ids and log-probabilities out, over /v1/completions), and of
 a checkpoint that the run serves. ``FrozenClients`` has one for each distinct model, however many tasks name it.
 
 ``served_model`` asks a server what it has, before anything depends on it.
@@ -7,9 +7,12 @@ a checkpoint that the run serves. ``FrozenClients`` has one for each distinct mo
 import asyncio
 import dataclasses
 import functools
+import itertools
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -24,7 +27,7 @@ from torchtitan.experiments.rl.generation.judge import Reply
 from torchtitan.experiments.rl.generation.references import FrozenModel, HostedModel, ModelReference
 from torchtitan.experiments.rl.rollouts.policy import ModelClient, SamplingConfig
 from torchtitan.experiments.rl.rollouts.samples import FINISH_REASONS
-from torchtitan.experiments.rl.rollouts.types import Completion
+from torchtitan.experiments.rl.rollouts.types import Completion, add_cost
 
 logger = logging.getLogger(__name__)
 
@@ -32,36 +35,85 @@ LONGEST_WAIT_S = 30.0
 
 ASK_TIMEOUT_S = 20.0
 
+CONNECT_TIMEOUT_S = 10.0
+"""Seconds to wait for a connection. A host that has gone answers nothing at all."""
+
+SET_ASIDE_S = 30.0
+"""Seconds for which a server that failed is asked only where no other answers."""
+
 PROBE = "The sum of 4, 17 and 260 is 281.\n\t{'größer': [数, 🙂]} don't\n\nI'LL  see_what  x+=1"
 """Text that tokenizers divide differently."""
 
 
+@dataclass(slots=True)
+class Server:
+    """One of the servers of a frozen model, and whether it works."""
+
+    url: str
+    in_flight: int = 0
+    last_turn: int = 0
+    """Number of the last request that it was chosen for."""
+    fault: str = ""
+    """Cause of the last failure of a server that is set aside; empty while the server works."""
+    due_s: float = 0.0
+    """Time of the event loop at which a request tries a server that is set aside."""
+
+
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """A server's answer to a request for one completion."""
+
+    choice: dict[str, Any]
+    """The only entry of its ``choices``."""
+    usage: dict[str, Any]
+    """Empty where the server counts no tokens."""
+    url: str
+    """URL of the server."""
+
+
+class ServerFault(Exception):
+    """A failure that another server, or the same one later, may not have."""
+
+
+class ServerBusy(ServerFault):
+    """A refusal of a server that works and has too much to do."""
+
+
 class EndpointClient:
-    """Implements rollouts.policy.ModelClient over HTTP."""
+    """Implements rollouts.policy.ModelClient over HTTP.
+
+    A request goes to the server with the fewest requests in flight, to servers with equally many in
+    turn. Where that one fails, the next is asked at once. A server that failed is set aside: for
+    SET_ASIDE_S seconds it is asked only where no other answers. Then one request tries it, and an
+    answer brings it back.
+    """
 
     def __init__(self, model: FrozenModel):
         self.model = model
-        self._url = model.base_url.rstrip("/")
+        self._servers = [Server(url) for url in model.urls]
+        self._turns = itertools.count(1)
         self._places = asyncio.Semaphore(model.max_concurrency)
         limits = httpx.Limits(max_connections=model.max_concurrency, max_keepalive_connections=model.max_concurrency)
-        self._http = httpx.AsyncClient(timeout=model.timeout_s, limits=limits)
+        timeout = httpx.Timeout(model.timeout_s, connect=min(model.timeout_s, CONNECT_TIMEOUT_S))
+        self._http = httpx.AsyncClient(timeout=timeout, limits=limits)
 
     def session(self, *, rollout_id: str, seed: int, sampling: SamplingConfig, stop_token_ids: list[int]) -> "EndpointSession":
         return EndpointSession(self, seed=seed, sampling=sampling, stop_token_ids=stop_token_ids)
 
     async def score(self, token_ids: np.ndarray) -> np.ndarray:
         ids = np.asarray(token_ids).tolist()
-        choice = await self.complete({"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
-        positions = choice.get("prompt_logprobs")
+        answer = await self.complete({"prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0})
+        positions = answer.choice.get("prompt_logprobs")
         if not isinstance(positions, list) or len(positions) != len(ids):
-            raise self._error("answered without prompt_logprobs of the prompt's length: is it a vLLM server?")
+            raise self.error("answered without prompt_logprobs of the prompt's length: is it a vLLM server?", answer.url)
         logprobs = np.zeros(len(ids), np.float32)
         try:
             # A position may hold the top token beside the prompt's own: read by token id.
             for position in range(1, len(ids)):
                 logprobs[position] = positions[position][str(ids[position])]["logprob"]
         except (KeyError, TypeError):
-            raise self._error(f"gave no log-probability of token {ids[position]} at position {position}") from None
+            what = f"gave no log-probability of token {ids[position]} at position {position}"
+            raise self.error(what, answer.url) from None
         return logprobs
 
     async def chat(self, messages: Sequence[Message], *, seed: int, sampling: SamplingConfig) -> Reply:
@@ -69,64 +121,130 @@ class EndpointClient:
         request: dict[str, Any] = {"messages": list(messages), "max_tokens": sampling.max_tokens, "seed": seed}
         request |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         request |= {name: value for name in ("stop", "stop_token_ids") if (value := getattr(sampling, name))}
-        choice = await self.complete(request, "/chat/completions")
-        message, usage = choice.get("message"), choice["usage"]
+        answer = await self.complete(request, "/chat/completions")
+        message = answer.choice.get("message")
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise self._error("answered without a message of text")
+            raise self.error("answered without a message of text", answer.url)
         return Reply(
             message={"role": "assistant", "content": message["content"]},
-            prompt_tokens=_count(usage.get("prompt_tokens")),
-            completion_tokens=_count(usage.get("completion_tokens")),
-            whole=choice.get("finish_reason") != "length",
+            prompt_tokens=_count(answer.usage.get("prompt_tokens")),
+            completion_tokens=_count(answer.usage.get("completion_tokens")),
+            whole=answer.choice.get("finish_reason") != "length",
         )
 
-    async def complete(self, request: dict[str, Any], path: str = "/completions") -> dict[str, Any]:
-        """POST one request; returns its only choice, with the ``usage`` of the answer. Waits for a place, and retries what may
-        pass.
+    async def complete(self, request: dict[str, Any], path: str = "/completions") -> Answer:
+        """POST one request, and return the answer of the first server that gives one.
+
+        Wait for a place first. Where every server fails, try them all again after a pause, up to
+        ``max_retries`` times.
 
         Raises:
-            RunError: the server refused, answered with rubbish, or failed at every attempt; names model and URL.
+            RunError: a server refused or answered with rubbish, or every server failed at every
+                attempt; names the model, and each such server with its cause.
         """
         body = {"model": self.model.name, **request}
+        attempts = self.model.max_retries + 1
         async with self._places:
-            for attempt in range(self.model.max_retries + 1):
+            for attempt in range(attempts):
                 if attempt:
                     await asyncio.sleep(self._wait_s(attempt))
-                answer, problem = await self._attempt(self._url + path, body)
-                if answer is not None:
-                    return answer
-                logger.info("frozen model %s: %s", self.model.name, problem)
-        raise self._error(f"failed {self.model.max_retries + 1} times, last with {problem}")
+                faults: dict[str, str] = {}
+                for _ in self._servers:
+                    server = self._choose([server for server in self._servers if server.url not in faults])
+                    try:
+                        return await self._ask_server(server, path, body)
+                    except ServerFault as fault:
+                        faults[server.url] = str(fault)
+                        logger.info("frozen model %s at %s: %s", self.model.name, server.url, fault)
+        if len(faults) == 1:
+            ((url, cause),) = faults.items()
+            raise self.error(f"failed {attempts} times, last with {cause}", url)
+        causes = "; ".join(f"{url} with {cause}" for url, cause in faults.items())
+        raise RunError(
+            f"frozen model {self.model.name!r}: each of its {len(faults)} servers failed {attempts} times, last {causes}"
+        )
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _attempt(self, url: str, body: dict[str, Any]) -> tuple[dict[str, Any], None] | tuple[None, str]:
-        """The choice, or why another attempt may help."""
+    def error(self, what: str, url: str) -> RunError:
+        """Return the error that the server at ``url`` did ``what``."""
+        return RunError(f"frozen model {self.model.name!r} at {url} {what}")
+
+    def _choose(self, servers: Sequence[Server]) -> Server:
+        """Return the server to ask next: one whose time aside is over, or a working one, or any."""
+        now = asyncio.get_running_loop().time()
+        due = [server for server in servers if server.fault and server.due_s <= now]
+        working = [server for server in servers if not server.fault]
+        chosen = min(due or working or servers, key=lambda server: (server.in_flight, server.last_turn))
+        chosen.last_turn = next(self._turns)
+        return chosen
+
+    async def _ask_server(self, server: Server, path: str, body: dict[str, Any]) -> Answer:
+        """Send a request to one server, and note whether the server works.
+
+        Raises:
+            ServerFault: it may be worth to ask another server, or this one later.
+        """
+        server.in_flight += 1
+        server.due_s = math.inf  # a single request tries a server that is set aside
         try:
-            response = await self._http.post(url, json=body, headers=_headers(self.model))
+            answer = await self._attempt(server.url, path, body)
+        except ServerBusy:
+            raise
+        except ServerFault as fault:
+            self._set_aside(server, str(fault))
+            raise
+        finally:
+            server.in_flight -= 1
+            server.due_s = asyncio.get_running_loop().time() + SET_ASIDE_S
+        self._bring_back(server)
+        return answer
+
+    def _set_aside(self, server: Server, fault: str) -> None:
+        if not server.fault and len(self._servers) > 1:
+            name, url = self.model.name, server.url
+            logger.warning("frozen model %s: its server %s is set aside, it failed with %s", name, url, fault)
+            add_cost("frozen/servers_set_aside", 1)
+        server.fault = fault
+
+    def _bring_back(self, server: Server) -> None:
+        if server.fault and len(self._servers) > 1:
+            logger.warning("frozen model %s: its server %s is back", self.model.name, server.url)
+            add_cost("frozen/servers_back", 1)
+        server.fault = ""
+
+    async def _attempt(self, url: str, path: str, body: dict[str, Any]) -> Answer:
+        """Send a request to the server at ``url``.
+
+        Raises:
+            ServerFault: the server can't be reached, is busy or failing.
+            RunError: the server refused the request, or its answer is no completion.
+        """
+        try:
+            response = await self._http.post(url + path, json=body, headers=_headers(self.model))
         except LookupError as error:
-            raise self._error(f"has no key: {self.model.api_key_env}: {error}") from None
+            raise self.error(f"has no key: {self.model.api_key_env}: {error}", url) from None
         except httpx.TransportError as error:
-            return None, f"{type(error).__name__} {self.model.quoted(str(error))}".rstrip()  # it may quote a broken answer
-        if response.status_code == 429 or response.status_code >= 500:
-            return None, f"HTTP {response.status_code}"
+            said = self.model.quoted(str(error))  # it may quote a broken answer
+            raise ServerFault(f"{type(error).__name__} {said}".rstrip()) from None
+        if response.status_code == 429:
+            raise ServerBusy("HTTP 429")
+        if response.status_code >= 500:
+            raise ServerFault(f"HTTP {response.status_code}")
         if response.status_code != 200:
-            raise self._error(f"refused with HTTP {response.status_code}: {self.model.quoted(response.text)}")
+            raise self.error(f"refused with HTTP {response.status_code}: {self.model.quoted(response.text)}", url)
         try:
             answer = response.json()
             (choice,) = answer["choices"]
-            choice["usage"] = answer.get("usage") or {}
+            usage = answer.get("usage")
+            return Answer(choice=dict(choice), usage=usage if isinstance(usage, dict) else {}, url=url)
         except (ValueError, KeyError, TypeError):
-            raise self._error(f"answered what is no completion: {self.model.quoted(response.text)}") from None
-        return choice, None
+            raise self.error(f"answered what is no completion: {self.model.quoted(response.text)}", url) from None
 
     def _wait_s(self, attempt: int) -> float:
         # Drawn, so that requests that failed together don't come back together.
         return min(self.model.backoff_s * 2 ** (attempt - 1), LONGEST_WAIT_S) * random.uniform(0.5, 1.0)
-
-    def _error(self, what: str) -> RunError:
-        return RunError(f"frozen model {self.model.name!r} at {self.model.base_url} {what}")
 
 
 class EndpointSession:
@@ -141,7 +259,7 @@ class EndpointSession:
         """The log-probabilities are what the server reports: by vLLM's default at temperature 1, whatever was sampled at."""
         sampling = self._sampling
         self._turn += 1
-        choice = await self._client.complete(
+        answer = await self._client.complete(
             {
                 "prompt": np.asarray(prompt_token_ids).tolist(),
                 "max_tokens": min(max_tokens, sampling.max_tokens),
@@ -158,13 +276,15 @@ class EndpointSession:
                 "return_token_ids": True,
             }
         )
+        choice = answer.choice
         try:
             token_ids = np.asarray(choice["token_ids"], np.int32)
             logprobs = np.asarray(choice["logprobs"]["token_logprobs"], np.float32)
             if (finish_reason := choice["finish_reason"]) not in FINISH_REASONS:  # any text else, which is recorded
                 raise ValueError
         except (KeyError, TypeError, ValueError):
-            raise self._client._error("answered without token_ids, logprobs and finish_reason: is it a vLLM server?") from None
+            what = "answered without token_ids, logprobs and finish_reason: is it a vLLM server?"
+            raise self._client.error(what, answer.url) from None
         return Completion(
             token_ids=token_ids,
             logprobs=logprobs,
@@ -181,18 +301,20 @@ def _count(said: Any) -> int:
 
 
 def served_model(url: str, *, field: str, name: str | None, key_env: str | None, tokenizer_path: str) -> FrozenModel:
-    """The model behind a server.
+    """Return the model behind a server, or behind several of one model.
 
     Args:
+        url: the server's URL; several have commas between them.
         field: the option that gives the URL.
         name: what the server calls the model. None: the only one that it has.
         key_env: environment variable with the server's key.
         tokenizer_path: folder of the tokenizer that prompts are made with.
 
     Raises:
-        ConfigError: the server can't be asked, has no such model or several, or its tokenizer is another one.
+        ConfigError: a server can't be asked, has no such model or several, or its tokenizer is another one.
     """
-    model = FrozenModel(name=name or "?", base_url=url, api_key_env=key_env)
+    urls = tuple(url.split(","))
+    model = FrozenModel(name=name or "?", base_url=urls if len(urls) > 1 else url, api_key_env=key_env)
     try:
         model.validate(field=field)
         model.api_key()
@@ -200,22 +322,24 @@ def served_model(url: str, *, field: str, name: str | None, key_env: str | None,
         raise ConfigError("--endpoint-key-env" if error.field.endswith("key_env") else field, error.value, error.cure) from None
     except LookupError:
         raise ConfigError("--endpoint-key-env", key_env, "is not set: export the server's key in this variable") from None
-    names = _names(model, field)
-    if name is None and len(names) != 1:
-        has = f"the server has {len(names)} models ({_some(model, names)})"
-        raise ConfigError(field, url, f"{has}: name one with --endpoint-model")
-    if name is not None and names and name not in names:
-        raise ConfigError("--endpoint-model", name, f"the server at {url} has no such model; it has {_some(model, names)}")
-    model.name = name or names[0]
+    for server in model.urls:
+        names = _names(model, server, field)
+        if model.name == "?" and len(names) != 1:
+            has = f"the server has {len(names)} models ({_some(model, names)})"
+            raise ConfigError(field, server, f"{has}: name one with --endpoint-model")
+        if model.name == "?":
+            model.name = names[0]
+        if names and model.name not in names:
+            has = f"the server at {server} has no such model; it has {_some(model, names)}"
+            raise ConfigError("--endpoint-model", model.name, has)
     check_served_tokenizer(model, field, tokenizer_path, cure="name a folder with that tokenizer by --model.hf-assets-path")
     return model
 
 
-def _names(model: FrozenModel, field: str) -> list[str]:
-    """Names of the server's models; empty where it tells none and the model has a name already."""
-    url = model.base_url
+def _names(model: FrozenModel, url: str, field: str) -> list[str]:
+    """Return the names of a server's models; none where it tells none and the model has a name already."""
     try:
-        answer = _ask(model, "GET", f"{url.rstrip('/')}/models")
+        answer = _ask(model, "GET", f"{url}/models")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         cure = f"no server answers there ({type(error).__name__}): start it, wait until it is up, or correct host and port"
         raise ConfigError(field, url, cure) from None
@@ -223,35 +347,82 @@ def _names(model: FrozenModel, field: str) -> list[str]:
         refused = f"it refuses the key in {model.api_key_env}" if model.api_key_env else "it wants a key"
         cure = f"{refused} (HTTP {answer.status_code}): name the environment variable that holds it with --endpoint-key-env"
         raise ConfigError(field, url, cure)
-    try:
-        names = [str(entry["id"]) for entry in answer.json()["data"]] if answer.status_code == 200 else []
-    except (ValueError, KeyError, TypeError):
-        names = []
+    names = _listed(answer)
     if not names and model.name == "?":
-        seen = f"it lists no models (HTTP {answer.status_code} at {url.rstrip('/')}/models)"
+        seen = f"it lists no models (HTTP {answer.status_code} at {url}/models)"
         cure = 'want the address of the API with its version, such as "http://localhost:8000/v1", or a name by --endpoint-model'
         raise ConfigError(field, url, f"{seen}: {cure}")
     return names
 
 
+def _listed(answer: httpx.Response) -> list[str]:
+    """Return the names in a server's list of models; none where the answer is no such list."""
+    try:
+        return [str(entry["id"]) for entry in answer.json()["data"]] if answer.status_code == 200 else []
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
 def check_served_tokenizer(model: FrozenModel, field: str, tokenizer_path: str, *, cure: str) -> None:
-    """Tokens go to the server and come back, so both sides must mean the same by them. Not every server can be asked: vLLM has
-    ``/tokenize`` beside its API.
+    """Compare the tokenizer of each of a model's servers with one on disk.
+
+    Tokens go to the server and come back, so both sides must mean the same by them. Not every server
+    can be asked: vLLM has ``/tokenize`` beside its API.
+
+    Args:
+        field: what names the servers in an error.
 
     Raises:
-        ConfigError: the server divides a text into other tokens.
+        ConfigError: a server divides a text into other tokens.
     """
-    root = urlsplit(model.base_url)
-    url = f"{root.scheme}://{root.netloc}/tokenize"
+    for url in model.urls:
+        theirs = _tokens(model, url)
+        if theirs is None:
+            continue
+        ours = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).encode(PROBE, add_special_tokens=False)
+        if theirs != ours:
+            seen = f"its model {model.name!r} has another tokenizer than {tokenizer_path}, and tokens go in and out"
+            raise ConfigError(field, url, f"{seen}: {cure}")
+
+
+def check_same_model(model: FrozenModel, field: str) -> None:
+    """Refuse servers of one reference that have different models. Pass over a server that can't be asked.
+
+    Args:
+        field: path of the reference.
+
+    Raises:
+        ConfigError: a server lists models, and none of this name; or two servers divide a text into
+            other tokens. Names the server.
+    """
+    cure = "every server of base_url must serve the same model"
+    compared: tuple[str, Any] | None = None
+    for where, url in model.servers(field=field):
+        try:
+            names = _listed(_ask(model, "GET", f"{url}/models"))
+        except httpx.HTTPError:
+            continue
+        if names and model.name not in names:
+            raise ConfigError(where, url, f"this server has no model {model.name!r}; it has {_some(model, names)}: {cure}")
+        tokens = _tokens(model, url)
+        if tokens is None:
+            continue
+        if compared is None:
+            compared = url, tokens
+        elif tokens != compared[1]:
+            seen = f"its model {model.name!r} has another tokenizer than that of {compared[0]}"
+            raise ConfigError(where, url, f"{seen}: {cure}")
+
+
+def _tokens(model: FrozenModel, url: str) -> Any:
+    """Return how a server divides PROBE; None where it does not say."""
+    root = urlsplit(url)
+    body = {"model": model.name, "prompt": PROBE, "add_special_tokens": False}
     try:
-        answer = _ask(model, "POST", url, json={"model": model.name, "prompt": PROBE, "add_special_tokens": False})
-        theirs = answer.json()["tokens"] if answer.status_code == 200 else None
+        answer = _ask(model, "POST", f"{root.scheme}://{root.netloc}/tokenize", json=body)
+        return answer.json()["tokens"] if answer.status_code == 200 else None
     except (httpx.HTTPError, ValueError, KeyError, TypeError):
-        return
-    ours = AutoTokenizer.from_pretrained(tokenizer_path, local_files_only=True).encode(PROBE, add_special_tokens=False)
-    if theirs is not None and theirs != ours:
-        seen = f"its model {model.name!r} has another tokenizer than {tokenizer_path}, and tokens go in and out"
-        raise ConfigError(field, model.base_url, f"{seen}: {cure}")
+        return None
 
 
 def _ask(model: FrozenModel, method: str, url: str, **request: Any) -> httpx.Response:

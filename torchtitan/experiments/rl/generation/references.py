@@ -43,20 +43,24 @@ class LivePolicy(ModelReference):
 
 @dataclass(kw_only=True, slots=True)
 class FrozenModel(ModelReference):
-    """A model behind a vLLM server's OpenAI-compatible API. Its tokenizer must be the policy's: tokens go in and out."""
+    """A model behind the OpenAI-compatible API of a vLLM server, or of several.
+
+    Its tokenizer must be the policy's where tokens go in and out.
+    """
 
     name: Annotated[str, MinLen(1), Cure("name the model as its server does (GET /v1/models lists them)")]
     """What the server calls the model."""
-    base_url: str
-    """Up to and with the version, such as "http://10.0.0.7:8000/v1"."""
+    base_url: str | tuple[str, ...]
+    """URL up to and with the version, such as "http://10.0.0.7:8000/v1"; or one URL for each server of
+    the model. Servers take requests in turn, and one that fails is set aside for a while."""
     api_key_env: str | None = None
     """Environment variable that holds the key; read at every request, never logged or saved. None: the server wants none."""
     max_concurrency: PositiveInt = 64
-    """Requests in flight at once; more wait."""
+    """Requests in flight at once, at all servers together; more wait."""
     timeout_s: PositiveFloat = 120.0
-    """For each attempt."""
+    """Seconds that one server has for a request before it counts as failing."""
     max_retries: NonNegativeInt = 5
-    """Attempts after the first, where the server can't be reached, is busy (429) or failing (5xx)."""
+    """Attempts after the first, where no server can be reached, or each is busy (429) or failing (5xx)."""
     backoff_s: NonNegativeFloat = 0.5
     """Wait before the first retry; doubled for each further one, up to 30 s."""
 
@@ -66,16 +70,30 @@ class FrozenModel(ModelReference):
             raise ConfigError(
                 f"{field}.api_key_env", "(hidden)", "is no name of an environment variable: export the key, and name it here"
             )
-        url = urlsplit(self.base_url)
-        if url.username or url.password or url.query:
-            raise ConfigError(f"{field}.base_url", "(hidden)", "may hold a secret: leave user, password and query out of it")
-        try:
-            _ = url.port
-            fits = url.scheme in ("http", "https") and bool(url.hostname)
-        except ValueError:  # a port that is none
-            fits = False
-        if not fits:
-            raise ConfigError(f"{field}.base_url", self.base_url, 'want the server\'s root, such as "http://localhost:8000/v1"')
+        servers = self.servers(field=field)
+        if not servers:
+            raise ConfigError(f"{field}.base_url", (), "names no server: want at least one URL")
+        for where, url in servers:
+            _check_url(url, where)
+        urls = [url for _, url in servers]
+        for index, (where, url) in enumerate(servers):
+            if url in urls[:index]:
+                raise ConfigError(where, url, "is named twice: name each server once")
+
+    def servers(self, *, field: str) -> list[tuple[str, str]]:
+        """Return for each server the path of the field that names it, and its URL without a slash at the end.
+
+        Args:
+            field: path of this reference.
+        """
+        if isinstance(self.base_url, str):
+            return [(f"{field}.base_url", self.base_url.rstrip("/"))]
+        return [(f"{field}.base_url[{index}]", url.rstrip("/")) for index, url in enumerate(self.base_url)]
+
+    @property
+    def urls(self) -> list[str]:
+        """URLs of the servers, without a slash at the end."""
+        return [url for _, url in self.servers(field="")]
 
     def api_key(self) -> str | None:
         """The key, from its environment variable; None where the server wants none.
@@ -102,6 +120,20 @@ class FrozenModel(ModelReference):
             self.api_key()
         except LookupError as error:
             raise MissingError(f"{field}.api_key_env", self.api_key_env, str(error)) from None
+
+
+def _check_url(text: str, field: str) -> None:
+    """Refuse what is no URL of a server, or may hold a secret."""
+    url = urlsplit(text)
+    if url.username or url.password or url.query:
+        raise ConfigError(field, "(hidden)", "may hold a secret: leave user, password and query out of it")
+    try:
+        _ = url.port
+        fits = url.scheme in ("http", "https") and bool(url.hostname)
+    except ValueError:  # a port that is none
+        fits = False
+    if not fits:
+        raise ConfigError(field, text, 'want the server\'s root, such as "http://localhost:8000/v1"')
 
 
 @dataclass(kw_only=True, slots=True)

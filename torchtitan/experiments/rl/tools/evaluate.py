@@ -57,7 +57,7 @@ class Candidate:
     @property
     def label(self) -> str:
         served = self.endpoint
-        return f"{served.name} at {served.base_url}" if served else self.config.model.hf_assets_path
+        return f"{served.name} at {', '.join(served.urls)}" if served else self.config.model.hf_assets_path
 
     @property
     def schedules(self) -> dict[str, ValidationConfig]:
@@ -113,6 +113,7 @@ def checked_plan(config: RunConfig, endpoint: FrozenModel | None) -> RunPlan:
             raise
     for lacking in checks.missing(config).values():
         raise lacking
+    checks.check_servers(config)
     if endpoint is None:
         config.generator.engine.check_present(field="generator.engine")
     trial.build_tasks(config)
