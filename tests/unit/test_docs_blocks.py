@@ -54,6 +54,7 @@ OTHER_PROGRAMS = (
     r"make (demo|real|test)\b.*",  # Makefile; the tests are under way
     r"pip install torch==2\.13\.0 && pip install --no-deps -r requirements/cpu\.txt \.",  # tests/fresh_install.py
     r"python3\.11 -m venv \.venv",
+    r"docker (build|run) .*",  # test_dockerfile.py
     r"\.venv/bin/pip install --no-deps -r requirements/gpu\.txt( \.)?",
     r"\.venv/bin/vllm download-kernels",
     r'\.venv/bin/python -c "import torch; .*"',
