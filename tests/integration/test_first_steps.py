@@ -12,15 +12,17 @@ CASES = {
     "rl_grpo_qwen3_0_6b_1gpu": 4,
     "rl_grpo_qwen3_14b": 8,
     "rl_grpo_qwen3_30b_a3b_16": 4,
-    "30b_a3b, replay": 7,
-    "8b, adapters and reference": 10,
+    "30b_a3b, replay": 6,
+    "8b, adapters and reference": 9,
     "8b, two copies of two shards": 4,
 }
 """Number of compiled entries of a transformer block, by case.
 
-A training pass and a scoring pass at each of three row shapes: the canary is scored at the shortest
-alone, so a dense model has 4. Tensor parallelism has twice as many, because the first block is given
-a plain tensor and the others one of an exchange that may not have ended.
+A dense model has 4: a training pass at each of three row shapes, and the canary at the shortest.
+Tensor parallelism has twice as many, because the first block is given a plain tensor and the others
+one of an exchange that may not have ended. Replay computes each shape without routes too, and without
+gradients: 3 + 3. With adapters the first block's input needs no gradient and the others' does: 2 x 3,
+and 3 for the reference.
 """
 
 
