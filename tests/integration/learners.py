@@ -1,7 +1,7 @@
 """Learners on fixed samples: how tests make them, what they ask of them, and how they compare it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -17,12 +17,11 @@ from torchtitan.experiments.rl.training.checkpoints import TrainerStart
 from torchtitan.experiments.rl.training.config import OptimizerConfig, TrainerConfig
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.types import TrainingSample
-from torchtitan.experiments.rl.weights.publisher import OwnPart, SnapshotPublisher
+from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import (
     Manifest,
     SnapshotReader,
     digest,
-    index_of,
     named,
     volume,
 )
@@ -140,19 +139,21 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def whole(tensor: torch.Tensor | OwnPart) -> torch.Tensor:
-    """Collective."""
-    if not isinstance(tensor, OwnPart):
-        return full(tensor)
-    held, counts = torch.zeros(2, *tensor.shape, dtype=tensor.local.dtype)
-    held[index_of(tensor.shard)], counts[index_of(tensor.shard)] = tensor.local.detach(), 1
-    for values in (held, counts):
-        dist.all_reduce(values)
-    return held / counts
+def by_hub_name(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return published tensors as a hub folder has them, each expert of a stack by itself."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if "*" not in name:
+            found[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            found[name.replace("*", str(expert))] = own
+    return found
 
 
 def parameters(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: whole(tensor) for name, tensor in learner.hub_tensors.items()}
+    """Return the whole parameters by hub name. Collective."""
+    return by_hub_name({name: full(tensor) for name, tensor in learner.hub_tensors.items()})
 
 
 def accumulate(learner: Learner, layout: dict, samples: list[TrainingSample]) -> dict[str, float]:
@@ -205,10 +206,10 @@ def one_step(learner: Learner) -> dict:
 
 
 def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
-    """What this rank wrote into shared memory; on the first rank, what the ranks wrote together."""
+    """Return what this rank wrote into shared memory; on the first rank what all wrote together, by hub name."""
     publisher = SnapshotPublisher(rank=learner.rank, host="here", dtype=torch.float32)
     publisher.write(1, learner.hub_tensors)
-    found = compare_paths(publisher, learner)
+    found = by_hub_name(compare_paths(publisher, learner))
     return {name: view.clone() for name, view in publisher._targets[1].items()} if learner.rank else found
 
 
@@ -247,7 +248,8 @@ def snapshot_of_two_hosts(learner: Learner) -> dict:
         digests = publisher._digests(1)  # returns when every rank has written
     found = {}
     if learner.rank == 0:
-        found["tensors"] = tensors = read(publisher)
+        tensors = read(publisher)
+        found["tensors"] = by_hub_name(tensors)
         nbytes: Counter[str] = Counter()
         for host, _, shards in publisher._parts[1]:
             nbytes[host] += 4 * sum(map(volume, shards.values()))

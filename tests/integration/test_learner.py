@@ -15,6 +15,7 @@ from tests.integration.learners import (
     accumulate,
     assert_same,
     assert_same_step,
+    by_hub_name,
     fused_config,
     learner_of,
     loss_and_gradient,
@@ -125,10 +126,13 @@ def test_published_tensors_are_the_hub_folders_in_the_generators_dtype(one_rank,
     assert_same(published(learner_of(tmp_path, model=untied_model), monkeypatch), on_disk, rtol=0, atol=0)
 
 
-def test_experts_are_published_each_by_its_name_in_the_hub(one_rank, tmp_path, monkeypatch):
+def test_experts_are_published_as_three_stacks_a_layer_that_have_the_hubs_tensors_in_order(one_rank, tmp_path, monkeypatch):
     on_disk = load_file(MOE_MODEL / "model.safetensors")
     assert "model.layers.3.mlp.experts.7.down_proj.weight" in on_disk
-    assert_same(published(learner_of(tmp_path, model=str(MOE_MODEL)), monkeypatch), on_disk, rtol=0, atol=0)
+    found = published(learner_of(tmp_path, model=str(MOE_MODEL)), monkeypatch)
+    assert sum("*" in name for name in found) == 4 * 3  # of four layers
+    assert found["model.layers.3.mlp.experts.*.down_proj.weight"].shape == (8, 128, 64)
+    assert_same(by_hub_name(found), on_disk, rtol=0, atol=0)
 
 
 def test_fused_flavor_publishes_the_tensors_it_loaded(one_rank, tmp_path, fused_model, monkeypatch):

@@ -34,6 +34,7 @@ from torchtitan.experiments.rl.training.config import Parallelism
 from torchtitan.experiments.rl.training.learner import Learner
 from torchtitan.experiments.rl.training.trainer import init_process_group
 from torchtitan.experiments.rl.types import DataParallel
+from torchtitan.experiments.rl.weights.snapshot import stack_name
 
 LR = 1e-4
 """Adam's first step is about this for every weight, also for one whose gradient is rounding."""
@@ -147,7 +148,9 @@ def test_two_hosts_publish_a_half_each_without_a_rank_that_gathers_a_tensor(rank
     result = ranks[0][mesh]
     published, nbytes = result["two hosts"], result["two hosts"]["nbytes"]
     assert_same(published["tensors"], result["parameters"], rtol=0, atol=0)
-    assert published["published"] == published["seen"] and len(published["seen"]) == len(result["parameters"])
+    assert published["published"] == published["seen"]
+    stacks = {stack_name(name) for name in result["parameters"]}
+    assert published["seen"].keys() == stacks, "a digest for each stack, and for each other tensor"
     if mesh == "copies 2, shards 2":
         assert nbytes == {"a": nbytes["whole"], "whole": nbytes["whole"]}, "the copy on the other host is not published"
     else:

@@ -297,3 +297,19 @@ async def test_a_request_that_an_update_computes_again_keeps_the_routes_of_its_l
     assert (own_routes(before, tokens) != own_routes(learner, tokens)).any(), "the step changed no route"
     assert (await generator.actor.usage.call_one())["routes_kept"] == end
     before.close(), learner.close()
+
+
+async def test_an_engine_of_two_processes_proves_its_halves_of_every_expert_and_computes_with_them(
+    generators, one_rank, tmp_path
+):
+    learner = learner_of(tmp_path, lr=0.01, **MOE)
+    canary = random_tokens(8)
+    before = learner.score(canary)
+    plan = Batcher.Config(row_length=512).build().plan(samples_of(8), 1)
+    learner.forward_backward(plan.microbatches[0], 0)
+    learner.optim_step()
+    receipt = await deliver(learner, generators[2].actor, 2, canary)
+    assert receipt.fingerprint, "what it holds was compared with what was published"
+    np.testing.assert_allclose(receipt.canary_logprobs, learner.score(canary), rtol=0, atol=1e-4)
+    assert np.abs(receipt.canary_logprobs - before).max() > 0.01, "the step changed nothing"
+    learner.close()

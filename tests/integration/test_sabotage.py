@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("words", "cases"), [("--versions 8", 30), ("--adapters --versions 20", 16), ("--experts --versions 8", 20)]
+    ("words", "cases"), [("--versions 8", 30), ("--adapters --versions 20", 16), ("--experts --versions 8", 40)]
 )
 def test_every_sabotage_is_caught_at_its_version_and_no_honest_version_is_stopped(tmp_path, words, cases):
     words += " --dtypes float32 bfloat16 --json"

@@ -206,33 +206,75 @@ def digest_of_another_tensor(delivery: Delivery) -> Iterator[Manifest]:
     yield replace(delivery.published, digests=digests | {Q: digests[OUT]})
 
 
-EXPERT, OTHER, ROUTER = ("model.layers.1.mlp.experts.0.", "model.layers.1.mlp.experts.3.", "model.layers.0.mlp.gate.weight")
+EXPERT_GATE, EXPERT_UP, EXPERT_DOWN = (f"model.layers.1.mlp.experts.*.{part}_proj.weight" for part in ("gate", "up", "down"))
+ROUTER = "model.layers.0.mlp.gate.weight"
 
 
-def _swapped(tensors: Tensors, of: str) -> Tensors:
-    """Two experts' tensors whose names end so have each other's places."""
-    own = {name: name.replace(EXPERT, OTHER) for name in tensors if name.startswith(EXPERT) and name.endswith(of)}
-    return {own[name]: tensors[name] for name in own} | {name: tensors[other] for name, other in own.items()}
+def change_experts(name: str, *stacks: str, lr: float = 1e-4) -> Callable:
+    """Register a sabotage that changes stacks of experts on their way into the engine.
+
+    Args:
+        stacks: names of those that it changes; none: all stacks of the version.
+    """
+
+    def add(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable:
+        """``function`` is given a copy of the stack, and the stack of the version before."""
+
+        def changed(delivery: Delivery, tensors: Tensors) -> Tensors:
+            chosen = stacks or [own for own in tensors if "*" in own]
+            own = {stack: function(tensors[stack].clone(), delivery.before[stack]) for stack in chosen}
+            return tensors | own
+
+        change(name, lr, EXPERT_SABOTAGES)(changed)
+        return function
+
+    return add
 
 
-def _of_experts(tensors: Tensors, *experts: int) -> Tensors:
-    return {name: t for name, t in tensors.items() if any(f".experts.{expert}." in name for expert in experts)}
+def _zeroed(stack: torch.Tensor, *place: Any) -> torch.Tensor:
+    stack[place] = 0
+    return stack
 
 
-change("two experts swapped", among=EXPERT_SABOTAGES)(lambda d, t: t | _swapped(t, ".weight"))
-change("gates of two experts swapped", among=EXPERT_SABOTAGES)(lambda d, t: t | _swapped(t, "gate_proj.weight"))
-change("gate and up of an expert swapped", among=EXPERT_SABOTAGES)(
-    lambda d, t: (
-        t
-        | {f"{EXPERT}gate_proj.weight": t[f"{EXPERT}up_proj.weight"], f"{EXPERT}up_proj.weight": t[f"{EXPERT}gate_proj.weight"]}
-    )
+def _with_expert_of(stack: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    stack[2] = before[2]
+    return stack
+
+
+def _with_one_bit_turned(stack: torch.Tensor) -> torch.Tensor:
+    stack[3].view(torch.uint8)[0, 0] ^= 1
+    return stack
+
+
+OF_ONE_LAYER = (EXPERT_GATE, EXPERT_UP, EXPERT_DOWN)
+change_experts("two experts swapped", *OF_ONE_LAYER)(lambda stack, before: stack[[3, 1, 2, 0]])
+change_experts("gates of two experts swapped", EXPERT_GATE)(lambda stack, before: stack[[3, 1, 2, 0]])
+change_experts("experts one place further", *OF_ONE_LAYER)(lambda stack, before: stack.roll(1, 0))
+change_experts("rows of an expert swapped", EXPERT_UP)(lambda stack, before: stack[:, [1, 0, *range(2, stack.shape[1])]])
+change_experts("half of an expert zeroed", EXPERT_DOWN)(lambda stack, before: _zeroed(stack, 1, slice(32, None)))
+change_experts("experts of one rank missing")(lambda stack, before: _zeroed(stack, slice(2, None)))
+change_experts("a rank's rows of every expert missing")(lambda stack, before: _zeroed(stack, slice(None), slice(16, None)))
+change_experts("last bit of one expert", EXPERT_GATE)(lambda stack, before: _with_one_bit_turned(stack))
+change_experts("truncated stack, whose end is of the version before", EXPERT_DOWN)(
+    lambda stack, before: torch.cat([stack.flatten()[:-1000], before.flatten()[-1000:]]).view(stack.shape)
+)
+change_experts("first expert in every place", EXPERT_UP)(lambda stack, before: stack[:1].repeat(len(stack), 1, 1))
+
+
+@change("gate and up of an expert swapped", among=EXPERT_SABOTAGES)
+def _(delivery: Delivery, tensors: Tensors) -> Tensors:
+    gate, up = tensors[EXPERT_GATE].clone(), tensors[EXPERT_UP].clone()
+    gate[0], up[0] = tensors[EXPERT_UP][0], tensors[EXPERT_GATE][0]
+    return tensors | {EXPERT_GATE: gate, EXPERT_UP: up}
+
+
+change("gate and up of all experts swapped", among=EXPERT_SABOTAGES)(
+    lambda d, t: t | {EXPERT_GATE: t[EXPERT_UP], EXPERT_UP: t[EXPERT_GATE]}
 )
 for _lr in (1e-4, 1e-6):
-    change(f"an expert of the version before, lr {_lr:g}", _lr, EXPERT_SABOTAGES)(lambda d, t: t | _of_experts(d.before, 2))
+    change_experts(f"an expert of the version before, lr {_lr:g}", lr=_lr)(_with_expert_of)
     change(f"router of the version before, lr {_lr:g}", _lr, EXPERT_SABOTAGES)(lambda d, t: t | {ROUTER: d.before[ROUTER]})
-change("experts of one rank missing", among=EXPERT_SABOTAGES)(
-    lambda d, t: {name: tensor for name, tensor in t.items() if name not in _of_experts(t, 2, 3)}
-)
+change("dropped stack", among=EXPERT_SABOTAGES)(lambda d, t: {name: own for name, own in t.items() if name != EXPERT_DOWN})
 change("dropped router", among=EXPERT_SABOTAGES)(lambda d, t: {name: tensor for name, tensor in t.items() if name != ROUTER})
 
 

@@ -45,6 +45,7 @@ from torchtitan.experiments.rl.weights.snapshot import (
     digest,
     fingerprint,
     named,
+    stack_name,
     views,
     whole,
 )
@@ -86,16 +87,24 @@ def make_mixture(folder: str) -> tuple[PreTrainedModel, Tensors]:
     return read_model(folder)
 
 
+def stacked(tensors: Tensors) -> Tensors:
+    """Return a checkpoint's tensors as they are published: the experts of a layer as three stacks."""
+    found: dict[str, list[torch.Tensor]] = {}
+    experts = sorted(tensors, key=lambda name: [int(part) for part in name.split(".") if part.isdigit()])
+    for name in experts:
+        found.setdefault(stack_name(name), []).append(tensors[name])
+    return {name: torch.stack(found[name]) if "*" in name else found[name][0] for name in map(stack_name, tensors)}
+
+
 def of_transformers(tensors: Tensors) -> Tensors:
-    """A checkpoint's tensors as transformers' models have them: experts in stacks, each with its gate above its up."""
-    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for layer in {name.partition(".experts.")[0] for name in tensors.keys() - found.keys()}:
-        count = sum(name.startswith(f"{layer}.experts.") for name in tensors) // 3
-        gate, up, down = (
-            torch.stack([tensors[f"{layer}.experts.{expert}.{part}_proj.weight"] for expert in range(count)])
-            for part in ("gate", "up", "down")
-        )
-        found |= {f"{layer}.experts.gate_up_proj": torch.cat([gate, up], 1), f"{layer}.experts.down_proj": down}
+    """Return published tensors as transformers' models have them: each expert's gate above its up."""
+    found = {name: tensor for name, tensor in tensors.items() if "*" not in name}
+    for name, gate in tensors.items():
+        if "*.gate_proj" in name:
+            up, down = (tensors[name.replace("gate", other)] for other in ("up", "down"))
+            prefix = name.removesuffix("*.gate_proj.weight")
+            found[f"{prefix}gate_up_proj"] = torch.cat([gate, up], 1)
+            found[f"{prefix}down_proj"] = down
     return found
 
 
@@ -169,6 +178,7 @@ class World:
             adapters: a version is an adapter of each matrix of the layers, and not the whole model.
         """
         model, tensors = make(folder)
+        tensors = stacked(tensors)
         config = VLLMEngineConfig(max_model_len=64, max_num_seqs=COMPLETIONS, dtype=dtype)
         self.engine = config.build(model_path=folder, device="cpu", adapters={"": RANK} if adapters else {})
         self._base = tensors

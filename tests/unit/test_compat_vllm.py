@@ -311,10 +311,15 @@ def test_only_an_embedding_beside_a_head_of_its_own_is_packed_for_nothing():
         assert "self.logits_processor(self.lm_head, " in source_of(kind.compute_logits), "logits are computed in another way"
 
 
-def held(rows: list[int], sources: int = 3, **attributes) -> compat.HeldWeight:
-    module = SimpleNamespace(output_partition_sizes=rows, **attributes)
-    names = tuple(f"source_{i}" for i in range(sources))
-    return compat.HeldWeight(module=module, parameter=torch.empty(0), sources=names, packed=False)
+def held(rows: list[int], sources: int = 3, ndim: int = 2, name: str = "weight", **attributes) -> compat.HeldWeight:
+    """Make a weight of a linear module, or with three dimensions of a layer's experts."""
+    return compat.HeldWeight(
+        module=SimpleNamespace(output_partition_sizes=rows, **attributes),
+        name=name,
+        parameter=torch.empty([0] * ndim),
+        sources=tuple(f"source_{i}" for i in range(sources)),
+        packed=False,
+    )
 
 
 @pytest.fixture
@@ -331,25 +336,102 @@ def rank(monkeypatch):
 
 def test_a_worker_alone_holds_whole_tensors(rank):
     rank(0, 1)
-    qkv = held([8, 4, 4])
-    assert compat.rows_of_parts(qkv, 16) == [8, 4, 4] and compat.rows_of_parts(held([16], 1), 16) == [16]
-    assert compat.region(qkv, 4, (4, 10), torch.Size((16, 10))) == (slice(0, 4), slice(0, 10))
-    assert compat.region(qkv, 4, (4,), torch.Size((16,))) == (slice(0, 4),)
+    qkv, weight = held([8, 4, 4]), torch.arange(160.0).view(16, 10)
+    query, key, value = compat.parts_of_sources(qkv, weight)
+    assert torch.equal(query, weight[:8]) and torch.equal(key, weight[8:12]) and torch.equal(value, weight[12:])
+    (own,) = compat.parts_of_sources(held([16], 1), weight)
+    assert torch.equal(own, weight)
+    assert compat.region(qkv, (4, 10), torch.Size((4, 10))) == (slice(0, 4), slice(0, 10))
+    assert compat.region(qkv, (4,), torch.Size((4,))) == (slice(0, 4),)
 
 
 def test_workers_divide_rows_or_columns_and_copy_few_heads(rank):
     rank(3, 4)
-    assert compat.region(held([2, 1, 1]), 2, (8, 10), torch.Size((4, 10))) == (slice(6, 8), slice(0, 10))  # rows
-    assert compat.region(held([8], 1), 8, (8, 12), torch.Size((8, 3))) == (slice(0, 8), slice(9, 12))  # columns
+    assert compat.region(held([2, 1, 1]), (8, 10), torch.Size((2, 10))) == (slice(6, 8), slice(0, 10))  # rows
+    assert compat.region(held([8], 1), (8, 12), torch.Size((8, 3))) == (slice(0, 8), slice(9, 12))  # columns
     # Two key-value heads of 2 rows over four workers: the last two have the second.
-    assert compat.region(held([2, 2, 2]), 2, (4, 10), torch.Size((6, 10))) == (slice(2, 4), slice(0, 10))
+    assert compat.region(held([2, 2, 2]), (4, 10), torch.Size((2, 10))) == (slice(2, 4), slice(0, 10))
+
+
+def test_workers_divide_every_expert_of_a_stack(rank):
+    rank(1, 2)
+    weight = torch.arange(3.0 * 8 * 5).view(3, 8, 5)
+    gate, up = compat.parts_of_sources(held([], 2, ndim=3), weight)  # of 8 rows each, in the checkpoint
+    assert torch.equal(gate, weight[:, :4]) and torch.equal(up, weight[:, 4:])
+    all_experts = slice(0, 3)
+    rows = all_experts, slice(4, 8), slice(0, 5)
+    assert compat.region(held([], 2, ndim=3), (3, 8, 5), gate.shape) == rows
+    columns = all_experts, slice(0, 5), slice(4, 8)
+    assert compat.region(held([], 1, ndim=3), (3, 5, 8), torch.Size((3, 5, 4))) == columns
 
 
 def test_a_vocabulary_that_is_filled_up_is_read_where_it_has_tokens(rank):
     rank(1, 2)
     indices = SimpleNamespace(org_vocab_start_index=64, org_vocab_end_index=96)
     embedding = held([64], 1, shard_indices=indices)
-    assert compat.region(embedding, 64, (96, 8), torch.Size((64, 8))) == (slice(64, 96), slice(0, 8))
+    assert compat.region(embedding, (96, 8), torch.Size((64, 8))) == (slice(64, 96), slice(0, 8))
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_vllms_loader_of_a_weight_of_experts_takes_a_stack_and_no_more_of_it_than_the_workers_share(worker):
+    """Two of vLLM's workers, by its own functions: gate and up are divided by rows, down by columns."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    experts, rows, columns = 3, 4, 6
+    stacks = {name: torch.randn(experts, rows, columns) for name in ("gate", "up")}
+    stacks["down"] = torch.randn(experts, columns, rows)
+    module = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(module)
+    module.quant_config = module.quant_method = module._fused_shared_expert_quantizer = None
+    module.expert_map_manager = SimpleNamespace(map_global_to_local=lambda expert: expert)
+    module.moe_config = SimpleNamespace(
+        tp_rank=worker,
+        tp_shard_with_padding=False,
+        is_act_and_mul=True,
+        moe_parallel_config=SimpleNamespace(tp_size=2, use_ep=False),
+    )
+    for name, shape in {"w13_weight": (experts, rows, columns), "w2_weight": (experts, columns, rows // 2)}.items():
+        weight = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
+        weight.weight_loader = module.weight_loader
+        module.register_parameter(name, weight)
+
+    def weight_of(name: str, *sources: str) -> compat.HeldWeight:
+        return compat.HeldWeight(module=module, name=name, parameter=getattr(module, name), sources=sources, packed=False)
+
+    weights = [weight_of("w13_weight", "gate", "up"), weight_of("w2_weight", "down")]
+    tensors = {"norm": torch.ones(2), **stacks}
+    others = compat._for_vllms_loader(weights, tensors, torch.device("cpu"))
+    assert [name for name, _ in others] == ["norm"], "vLLM's loader of the model gets all but the stacks"
+    own = slice(2 * worker, 2 * worker + 2)
+    assert torch.equal(module.w13_weight[:, :2], stacks["gate"][:, own])
+    assert torch.equal(module.w13_weight[:, 2:], stacks["up"][:, own])
+    assert torch.equal(module.w2_weight, stacks["down"][:, :, own])
+    truncated = compat._for_vllms_loader(weights, {"down": stacks["down"][:2]}, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        list(truncated)
+    module.moe_config.moe_parallel_config.use_ep = True
+    stack = {"experts.*.down_proj.weight": stacks["down"]}
+    one_by_one = compat._for_vllms_loader([weight_of("w2_weight", *stack)], stack, torch.device("cpu"))
+    names = [f"experts.{expert}.down_proj.weight" for expert in range(experts)]
+    assert [name for name, _ in one_by_one] == names, "of which vLLM gives each worker its own"
+
+
+def test_a_layers_experts_are_made_of_three_stacks_and_their_scales_of_nothing():
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    layer = RoutedExperts.__new__(RoutedExperts)
+    torch.nn.Module.__init__(layer)
+    layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name = ("gate_proj", "up_proj", "down_proj")
+    layer.w13_weight, layer.w2_weight = (torch.nn.Parameter(torch.zeros(3, 4, 2)) for _ in range(2))
+    layer.w13_weight_scale = torch.nn.Parameter(torch.zeros(3))  # of one that is quantized
+    model = torch.nn.Module()
+    model.experts = torch.nn.Module()
+    model.experts.routed_experts = layer
+    found = {weight.name: weight.sources for weight in compat.held_weights(model, set())}
+    assert found == {
+        "w13_weight": ("experts.*.gate_proj.weight", "experts.*.up_proj.weight"),
+        "w2_weight": ("experts.*.down_proj.weight",),
+    }
 
 
 @pytest.mark.parametrize("backend", ["uni", "mp"])

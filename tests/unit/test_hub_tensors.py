@@ -1,20 +1,30 @@
-"""Parameters by hub name, a part of the model at a time."""
+"""Parameters by hub name, a part of the model at a time, and a mixture's experts as stacks."""
+
+from typing import Any
 
 import pytest
 import torch
 
+from tests.integration.learners import assert_same, by_hub_name
+from tests.integration.models import MOE_MODEL
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.training.learner import HubTensors
+from torchtitan.experiments.rl.weights.snapshot import stack_name
 
 
-@pytest.mark.parametrize("flavor", ["qwen3/debugmodel", "llama3/debugmodel"])
-def test_they_are_what_the_whole_state_dict_gives_and_only_one_part_is_converted_at_a_time(flavor):
-    spec = policy_spec(ModelConfig(hf_assets_path="/nowhere", flavor=flavor), device="cpu", max_seq_len=64)
+def model_and_adapter(config: ModelConfig) -> tuple[Any, Any]:
+    """Build a model with random parameters, and what gives them their names in the hub."""
+    spec = policy_spec(config, device="cpu", max_seq_len=64)
     model = spec.model.build()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
-    adapter = spec.state_dict_adapter(spec.model, None)
+    return model, spec.state_dict_adapter(spec.model, None)
+
+
+@pytest.mark.parametrize("flavor", ["qwen3/debugmodel", "llama3/debugmodel"])
+def test_they_are_what_the_whole_state_dict_gives_and_only_one_part_is_converted_at_a_time(flavor):
+    model, adapter = model_and_adapter(ModelConfig(hf_assets_path="/nowhere", flavor=flavor))
     converted = []
 
     def to_hub(state):
@@ -33,3 +43,21 @@ def test_they_are_what_the_whole_state_dict_gives_and_only_one_part_is_converted
         linear = model.layers["0"].attention.qkv_linear
         linear.get_parameter("wqkv.weight").zero_()
     assert not dict(tensors.items())["model.layers.0.self_attn.q_proj.weight"].any(), "an old value was kept"
+
+
+def test_experts_are_three_stacks_a_layer_that_share_the_models_memory():
+    model, adapter = model_and_adapter(ModelConfig(hf_assets_path=str(MOE_MODEL)))
+    expected = adapter.to_hf(model.state_dict())
+    found = dict(HubTensors(model, adapter.to_hf).items())
+    assert len(expected) == 4 * (9 + 3 * 8) + 2, "four layers of eight experts, the embedding and the last norm"
+    assert len(found) == 4 * (9 + 3) + 2
+    assert_same(by_hub_name(found), expected, rtol=0, atol=0)
+    stack = found["model.layers.2.mlp.experts.*.up_proj.weight"]
+    weight = model.layers["2"].moe.routed_experts.inner_experts.w3_EFD
+    assert stack.shape == (8, 64, 128) and stack.data_ptr() == weight.data_ptr()
+
+
+def test_a_stack_has_a_star_in_place_of_its_experts_number_and_no_other_name_changes():
+    last = "model.layers.47.mlp.experts.127.down_proj.weight"
+    assert stack_name(last) == "model.layers.47.mlp.experts.*.down_proj.weight"
+    assert stack_name("model.layers.47.mlp.gate.weight") == "model.layers.47.mlp.gate.weight"

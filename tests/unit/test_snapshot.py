@@ -164,9 +164,11 @@ def test_shares_add_up_however_a_tensor_is_divided(dtype, shape, data):
 
 @pytest.mark.parametrize("most", [1, 8, 64])
 def test_a_digest_does_not_depend_on_how_much_is_summed_at_once_or_where(most, monkeypatch):
-    tensors = [torch.randn(7, 10), torch.randn(33, 2), torch.randn(50)]
-    expected = [int(digest(tensor)) for tensor in tensors]
+    gates = torch.randn(5, 8, 6)[:, :4]  # of experts, each of which has its up between
+    tensors = [torch.randn(7, 10), torch.randn(33, 2), torch.randn(50), gates]
+    expected = [int(digest(tensor.clone(memory_format=torch.contiguous_format))) for tensor in tensors]
     monkeypatch.setattr(snapshot_module, "_WORDS_OF_A_THREAD", most)
+    monkeypatch.setattr(snapshot_module, "_WORDS_ON_CPU", most)
     assert [int(digest(tensor)) for tensor in tensors] == expected
     monkeypatch.setattr(snapshot_module, "_WORDS", most)
     on_gpu = [tensor.as_subclass(SaysGpu) for tensor in tensors]
@@ -177,6 +179,15 @@ class SaysGpu(torch.Tensor):
     """A CPU tensor that is digested by the operations that a GPU has."""
 
     is_cpu = False
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stack_of_experts_has_another_digest_where_experts_or_their_rows_change_places(dtype):
+    stack = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    changed = [stack[[1, 0, 2, 3]], stack.roll(1, 0), stack[:, [1, 0, 2, 3, 4, 5]], stack.flip(0), stack.flip(1)]
+    moved = stack.clone()
+    moved[0, 5], moved[1, 0] = stack[1, 0], stack[0, 5]  # over the border of two experts
+    assert len({int(digest(each)) for each in [stack, moved, *changed]}) == len(changed) + 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -118,7 +118,7 @@ class LoadReport:
     """What an engine says of a version that it loaded."""
 
     digests: dict[str, str]
-    """What the engine holds after loading: ``weights.snapshot.named`` of each tensor, by hub name in the manifest's order,
+    """What the engine holds after loading: ``weights.snapshot.named`` of each tensor, by the manifest's names in its order,
     ``of_copies`` where it holds several copies, and QUANTIZED where it made other values. They are taken from the engine's own
     copies, the packed ones that it computes with included, never from the snapshot. Empty where it was not asked to verify."""
     verify_s: float

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -51,42 +50,59 @@ from torchtitan.experiments.rl.training.config import TrainerConfig
 from torchtitan.experiments.rl.training.recompute import CompiledFullAC
 from torchtitan.experiments.rl.training.reference import Reference
 from torchtitan.experiments.rl.types import DataParallel, LossDenominators, TrainingBatch
-from torchtitan.experiments.rl.weights.publisher import OwnPart, Tensors, shard_of
+from torchtitan.experiments.rl.weights.publisher import Tensors
+from torchtitan.experiments.rl.weights.snapshot import stack_name
 from torchtitan.tools.utils import get_peak_flops
 
 
 class HubTensors:
-    """A model's parameters by hub name. Sharded ones are DTensors; a tied head is its embedding and not named again.
+    """A model's parameters by hub name, and its experts as stacks (``weights/snapshot.py``).
 
-    They are made a part at a time: the embedding, a layer, the last norm or the head. torchtitan gathers the fused queries,
-    keys and values of what it converts: of one layer here, where a whole state dict holds those of all layers at once.
+    Sharded ones are DTensors: of a stack a rank holds some experts, or rows of each. A tied head is
+    its embedding and not named again.
+
+    They are made a part at a time: the embedding, a layer, the last norm or the head. torchtitan
+    gathers the fused queries, keys and values of what it converts: of one layer here, where a whole
+    state dict holds those of all layers at once.
     """
 
-    def __init__(self, model: Any, to_hub: Callable[[dict[str, Any]], dict[str, Any]], adapters: Adapters | None = None):
-        """``adapters``: they are added to what is given."""
+    def __init__(
+        self,
+        model: Any,
+        to_hub: Callable[[dict[str, Any]], dict[str, Any]],
+        adapters: Adapters | None = None,
+    ):
+        """
+        Args:
+            to_hub: converts a part of torchtitan's state dict.
+            adapters: they are added to the weights that are given.
+        """
         layers = {f"layers.{name}.": layer for name, layer in model.layers.named_children()}
         others = {f"{name}.": child for name, child in model.named_children() if name != "layers"}
         self._parts = {"tok_embeddings.": others.pop("tok_embeddings."), **layers, **others}
-        self._to_hub, self._adapters = to_hub, adapters
+        self._to_hub = to_hub
+        self._adapters = adapters
+        self._stack_names: dict[str, str] = {}
+        """Published name of each stack of experts, by torchtitan's."""
 
-    def items(self) -> Iterator[tuple[str, torch.Tensor | OwnPart]]:
-        """As they are when each is read, until the next is. Collective: every rank reads all of them."""
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each as it is when it is read, until the next is. Collective: every rank reads all."""
         for prefix, part in self._parts.items():
             with nullcontext() if self._adapters is None else self._adapters.merged(part):
-                held = {name: own for name, own in part.state_dict(prefix=prefix).items() if ".lora_" not in name}
-                experts = {name: held.pop(name) for name, own in [*held.items()] if own.ndim == 3 and isinstance(own, DTensor)}
-                yield from self._to_hub(held).items()
-                for name, stack in experts.items():
-                    yield from self._experts(name, stack)
+                yield from self._items_of(prefix, part)
 
-    def _experts(self, name: str, stack: DTensor) -> Iterator[tuple[str, OwnPart]]:
-        """Of each expert in a stack [experts, ...], what this rank has. torchtitan names on a rank those alone that it has."""
-        (first, end), *place = shard_of(stack)
-        local, shape = stack.to_local(), tuple(stack.shape[1:])
-        for expert, hub in enumerate(self._to_hub({name: torch.empty(stack.shape, device="meta")})):
-            here = first <= expert < end
-            own = local[expert - first] if here else local.new_empty([0] * len(shape))
-            yield hub, OwnPart(own, tuple(place) if here else ((0, 0),) * len(shape), shape)
+    def _items_of(self, prefix: str, part: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of a part of the model. What was gathered for them goes with the last."""
+        state = part.state_dict(prefix=prefix)
+        held = {name: tensor for name, tensor in state.items() if ".lora_" not in name}
+        stacks = {name: tensor for name, tensor in held.items() if tensor.ndim == 3}
+        others = {name: tensor for name, tensor in held.items() if tensor.ndim != 3}
+        yield from self._to_hub(others).items()
+        for name, stack in stacks.items():
+            if name not in self._stack_names:
+                experts = self._to_hub({name: torch.empty(stack.shape, device="meta")})
+                self._stack_names[name] = stack_name(next(iter(experts)))
+            yield self._stack_names[name], stack
 
 
 A100 = 312e12

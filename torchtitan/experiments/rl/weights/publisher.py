@@ -9,7 +9,7 @@ import math
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,19 +36,13 @@ from torchtitan.experiments.rl.weights.snapshot import (
 T = TypeVar("T")
 
 
-class OwnPart(NamedTuple):
-    """This rank's part of a tensor that ranks share out as no DTensor can say: one expert of a stack that they share out."""
-
-    local: torch.Tensor
-    shard: Shard
-    shape: tuple[int, ...]
-    """Of the whole."""
-
-
 class Tensors(Protocol):
-    """Tensors by hub name, DTensors or plain, or parts of them, the same on every rank and in one order."""
+    """Tensors by hub name, or stacks of them, DTensors or plain, the same on every rank in one order.
 
-    def items(self) -> Iterable[tuple[str, torch.Tensor | OwnPart]]: ...
+    ``items`` may make a tensor when it is read, and need not keep it: hold no more than one.
+    """
+
+    def items(self) -> Iterable[tuple[str, torch.Tensor]]: ...
 
 
 class SnapshotPublisher:
@@ -216,15 +210,13 @@ def written_by_rank(held: Sequence[Mapping[str, Shard]], shapes: Mapping[str, tu
     return written
 
 
-def local_of(tensor: torch.Tensor | OwnPart) -> torch.Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.local if isinstance(tensor, OwnPart) else tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def shard_of(tensor: torch.Tensor | OwnPart) -> Shard:
-    """This rank's part of a tensor: all of one that is not shared out."""
-    if isinstance(tensor, OwnPart):
-        return tensor.shard
+def shard_of(tensor: torch.Tensor) -> Shard:
+    """Return this rank's part of a tensor: all of one that is not shared out."""
     if not isinstance(tensor, DTensor):
         return whole(tensor.shape)
     offset, shape = local_shard(tensor)

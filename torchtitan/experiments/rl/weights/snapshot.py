@@ -6,6 +6,11 @@ A snapshot is a flat buffer of each trainer rank, and a manifest that says which
     rank 0: rows 0-1 of each tensor      its buffer:  embed[0:2]  norm  head[0:2]
     rank 1: rows 2-3                     its buffer:  embed[2:4]        head[2:4]
 
+The experts of a layer are published as three stacks, and not as the hub's tensors, three for each
+expert: 30B-A3B has 579 tensors so, and 18,867 in the hub. A stack's name has a star in place of
+the expert's number: ``model.layers.0.mlp.experts.*.up_proj.weight``, [experts, ...]. The hub's
+tensor of expert 3 is the stack's [3].
+
 The buffers' pages are made once and reused: touching fresh shared-memory pages costs as much as the copy itself. Digests say
 which weights a snapshot, or an engine, holds.
 """
@@ -15,12 +20,14 @@ import logging
 import math
 import mmap
 import os
+import re
 import weakref
 from collections import UserDict
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +58,8 @@ class RankParts(NamedTuple):
     """Identity of the host whose processes open the buffer."""
     handle: Handle
     shards: dict[str, Shard]
-    """By hub name: where they lie is what ``views`` says."""
+    """By name of the tensor: where they lie is what ``views`` says. Of a stack of experts a rank may
+    have written some experts, or some rows of each."""
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -60,7 +68,7 @@ class Manifest:
 
     version: int
     shapes: dict[str, tuple[int, ...]]
-    """Of the whole tensors, by hub name."""
+    """Shapes of the whole tensors, by hub name; of experts, by the name of their stack."""
     dtype: torch.dtype
     parts: tuple[RankParts, ...]
     """They make up the tensors, and no two overlap."""
@@ -120,8 +128,11 @@ class SharedBuffer:
 
 
 class PartedTensors(UserDict[str, torch.Tensor]):
-    """Tensors of a version, by hub name. One that ranks hold in parts is put together whenever it is asked for, on ``device``,
-    and nothing keeps it; one that a rank holds whole is in that rank's own memory."""
+    """Tensors of a version, by the manifest's names.
+
+    One that ranks hold in parts is put together on ``device`` whenever it is asked for, and nothing
+    keeps it. One that a rank holds whole is in that rank's own memory.
+    """
 
     def __init__(self, manifest: Manifest, buffers: Iterable[torch.Tensor], device: torch.device = CPU):
         """``buffers``: flat uint8, of each of the manifest's parts."""
@@ -175,6 +186,14 @@ class SnapshotReader:
             self._last[buffer.inode] = buffer
             buffers.append(buffer.bytes)
         return PartedTensors(manifest, buffers, device)
+
+
+def stack_name(hub_name: str) -> str:
+    """Return the name of the stack that an expert's tensor is published in.
+
+    A tensor that belongs to no expert keeps its name.
+    """
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", hub_name)
 
 
 def whole(shape: Iterable[int]) -> Shard:
@@ -231,35 +250,49 @@ def digest(part: torch.Tensor, shard: Shard | None = None, shape: tuple[int, ...
     if not shape:
         part, shape = part.reshape(1), (1,)
     shard = shard or whole(shape)
-    words_RC, first = _words(part.detach().reshape(-1, part.shape[-1]), shard[-1][0] * part.element_size())
-    row_keys_R, keys_C = _keys_of(shape[:-1], shard[:-1], first, words_RC.shape[1], part.device)
+    words, first = _words(part.detach(), shard[-1][0] * part.element_size())
+    words_BRC = _blocks(words)
+    keys, keys_C = _keys_of(shape[:-1], shard[:-1], first, words.shape[-1], part.device)
+    row_keys_BR = keys.view(words_BRC.shape[:2])
+    along = 0 if len(words_BRC) > 1 else 1  # dimension that is divided
     if part.is_cpu:
-        values, keys = (words_RC.numpy(), row_keys_R.numpy()), keys_C.numpy()
-        shares = min(len(words_RC), -(-words_RC.numel() // _WORDS_OF_A_THREAD))
+        shares = min(words_BRC.shape[along], -(-words_BRC.numel() // _WORDS_OF_A_THREAD))
+        values, row_keys = words_BRC.numpy(), row_keys_BR.numpy()
         if shares == 1:
-            found = _sum_on_cpu(*values, keys)
+            found = _sum_on_cpu(values, row_keys, keys_C.numpy())
         else:
-            found = sum(_threads().map(_sum_on_cpu, *(np.array_split(v, shares) for v in values), [keys] * shares))
+            divided = (np.array_split(array, shares, along) for array in (values, row_keys))
+            found = sum(_threads().map(_sum_on_cpu, *divided, [keys_C.numpy()] * shares))
         return torch.tensor((found + 2**63) % 2**64 - 2**63, dtype=torch.int64, device=part.device)
-    total, most = torch.zeros((), dtype=torch.int64, device=part.device), max(1, _WORDS // len(keys_C))
-    for words, row_keys in zip(words_RC.split(most), row_keys_R.split(most), strict=True):
-        total += (words >> 32).add_(words).mul_(keys_C).sum(1).mul_(row_keys).sum()
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    most = max(1, _WORDS * words_BRC.shape[along] // words_BRC.numel())
+    parts = zip(words_BRC.split(most, along), row_keys_BR.split(most, along), strict=True)
+    for own, own_keys in parts:
+        total += (own >> 32).add_(own).mul_(keys_C).sum(-1).mul_(own_keys).sum()
     return total
 
 
-def _sum_on_cpu(words_RC: np.ndarray, row_keys_R: np.ndarray, keys_C: np.ndarray) -> int:
-    """Twice as quick as torch's operations, which a GPU has: the last pass has no result of its own. numba would be as quick as
-    memory, but vLLM 0.32 can't make an engine in a process that has imported it."""
-    total, width = 0, min(_WORDS_ON_CPU, words_RC.shape[1])
-    height = min(_WORDS_ON_CPU // width, len(words_RC))
-    mixed = np.empty(height * width, np.int64)
-    for top in range(0, len(words_RC), height):
-        for left in range(0, words_RC.shape[1], width):
-            words = words_RC[top : top + height, left : left + width]
-            own = mixed[: words.size].reshape(words.shape)
-            np.add(np.right_shift(words, 32, out=own), words, out=own)
-            sums = np.einsum("rc,c->r", own, keys_C[left : left + width])
-            total += int(sums @ row_keys_R[top : top + height])
+def _sum_on_cpu(words_BRC: np.ndarray, row_keys_BR: np.ndarray, keys_C: np.ndarray) -> int:
+    """Return the sum of the words by their keys, as many at a time as a core's cache holds.
+
+    Twice as quick as torch's operations, which a GPU has: the last pass has no result of its own.
+    numba would be as quick as memory, but vLLM 0.32 can't make an engine in a process that has
+    imported it.
+    """
+    total = 0
+    blocks, rows, columns = words_BRC.shape
+    width = min(_WORDS_ON_CPU, columns)
+    height = min(_WORDS_ON_CPU // width, rows)
+    depth = min(_WORDS_ON_CPU // (width * height), blocks)
+    mixed = np.empty(depth * height * width, np.int64)
+    starts = range(0, blocks, depth), range(0, rows, height), range(0, columns, width)
+    for front, top, left in product(*starts):
+        place = slice(front, front + depth), slice(top, top + height)
+        words = words_BRC[(*place, slice(left, left + width))]
+        own = mixed[: words.size].reshape(words.shape)
+        np.add(np.right_shift(words, 32, out=own), words, out=own)
+        sums = np.einsum("brc,c->br", own, keys_C[left : left + width])
+        total += int(sums.ravel() @ row_keys_BR[place].ravel())
     return total
 
 
@@ -269,17 +302,34 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0)), thread_name_prefix="digests")
 
 
-def _words(part_RX: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
-    """Rows as words, and the number of the first: their own memory where that lies right. ``start``: byte in the whole row."""
-    size, width = part_RX.element_size(), part_RX.shape[1] * part_RX.element_size()
-    if part_RX.stride(1) != 1:
-        part_RX = part_RX.clone(memory_format=torch.contiguous_format)
-    places = (start, width, part_RX.storage_offset() * size, part_RX.stride(0) * size if len(part_RX) > 1 else 0)
-    if not any(place % 8 for place in places):
-        return part_RX.view(torch.int64), start // 8
+def _words(part: torch.Tensor, start: int) -> tuple[torch.Tensor, int]:
+    """Return a part's rows as int64 words [..., C], and the number of the first word in its row.
+
+    They are the part's own memory where that lies right, and a copy elsewhere.
+
+    Args:
+        start: byte of the whole row at which the part begins.
+    """
+    size = part.element_size()
+    width = part.shape[-1] * size
+    if part.stride(-1) != 1:
+        part = part.clone(memory_format=torch.contiguous_format)
+    steps = [stride * size for stride in (part.storage_offset(), *part.stride()[:-1])]
+    if not any(place % 8 for place in (start, width, *steps)):
+        return part.view(torch.int64), start // 8
     begin = start % 8
-    rows = part_RX.contiguous().view(torch.uint8).view(len(part_RX), width)
+    rows = part.contiguous().view(torch.uint8)
     return torch.nn.functional.pad(rows, (begin, -(begin + width) % 8)).view(torch.int64), start // 8
+
+
+def _blocks(words: torch.Tensor) -> torch.Tensor:
+    """Return a view [B, R, C] of words [..., C]: one block, or of a stack with gaps a block an expert.
+
+    The gate of an engine's experts is such a stack: each expert's gate lies above its up.
+    """
+    if words.ndim == 3 and not words.is_contiguous():
+        return words
+    return words.reshape(-1, words.shape[-1])[None]
 
 
 @cache

@@ -14,7 +14,15 @@ from torchtitan.experiments.rl.compat.vllm import reload_weights
 from torchtitan.experiments.rl.errors import PeerGone
 from torchtitan.experiments.rl.generation.engine import QUANTIZED
 from torchtitan.experiments.rl.process import trace
-from torchtitan.experiments.rl.weights.snapshot import Manifest, Shard, SnapshotReader, digest, named, of_copies, whole
+from torchtitan.experiments.rl.weights.snapshot import (
+    Manifest,
+    Shard,
+    SnapshotReader,
+    digest,
+    named,
+    of_copies,
+    whole,
+)
 
 UNKNOWN = "packed before this version"
 """In place of a digest: nobody has seen what the copy was made of."""
@@ -33,7 +41,7 @@ class LoadedParts:
     """What one worker says of a version that it loaded."""
 
     parts: dict[str, list[tuple[Shard, int | str]]]
-    """By hub name: of each copy that it holds, of the whole or a share."""
+    """By published name: of each copy that it holds, of the whole or a share."""
     verify_s: float
     reload_s: float
 
@@ -82,12 +90,11 @@ class HeldWeights:
         if packed and id(module) in self._tied:
             return self._noted_later.setdefault(id(module), {})
         for held in packed:
-            weight = getattr(module, held.name)  # another one than it was
-            found |= self._parts_of(held, weight.flatten(0, 1) if weight.ndim == 3 else weight)
+            found |= self._parts_of(held, getattr(module, held.name))  # another one than it was
         return found or None
 
     def parts(self) -> dict[str, list[tuple[Shard, int | str]]]:
-        """By hub name, in the snapshot's order. A model may hold a tensor more than once, as a tied head."""
+        """By published name, in the snapshot's order. A model may hold a tensor more than once, as a tied head."""
         found: dict[str, list[Part]] = {name: [] for name in self._shapes}
         read: dict[int, dict[str, Part]] = {}
         for held in self._weights:
@@ -113,21 +120,20 @@ class HeldWeights:
     def _parts_of(self, held: compat.HeldWeight, weight: torch.Tensor) -> dict[str, Part]:
         started = time.perf_counter()
         found: dict[str, Part] = {}
-        start, weight = 0, weight.detach()
+        weight = weight.detach()
         if weight.element_size() < self._dtype.itemsize:
             return dict.fromkeys(held.sources, ((), QUANTIZED))
-        for name, rows in zip(held.sources, compat.rows_of_parts(held, len(weight)), strict=True):
-            own, shape = weight[start : start + rows], self._shapes[name]
+        for name, own in zip(held.sources, compat.parts_of_sources(held, weight), strict=True):
+            shape = self._shapes[name]
             place = whole(shape)
             if own.shape != shape:  # a share, or a vocabulary that is filled up
-                region = compat.region(held, rows, shape, weight.shape)
+                region = compat.region(held, shape, own.shape)
                 own = own[: region[0].stop - region[0].start]
                 place = tuple((part.start, part.stop) for part in region)
             share = own.to(self._dtype), place, shape
             # Nobody writes to it before ``parts`` returns: what is packed is dropped then, and the next is copied meanwhile.
             beside = own.is_cpu and own.nbytes >= BESIDE_BYTES
             found[name] = place, _thread().submit(digest, *share) if beside else digest(*share)
-            start += rows
         self.seconds += time.perf_counter() - started
         return found
 
