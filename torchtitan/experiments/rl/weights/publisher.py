@@ -28,6 +28,7 @@ from torchtitan.experiments.rl.weights.snapshot import (
     digest,
     named,
     page_lock,
+    read_together,
     views,
     volume,
     whole,
@@ -81,8 +82,8 @@ class SnapshotPublisher:
         """The same on all ranks, and of no other trainer."""
         self._written, self._version = 0, -1
         """How often ``write`` was called, and the version that it wrote last."""
-        self._shares: dict[str, torch.Tensor] = {}
-        """Of the digests of what was written last, by name: those that a GPU took."""
+        self._shares: dict[str, int] = {}
+        """Shares of the digests of what was written last, by name: those that a GPU took."""
         self._gloo: dist.ProcessGroup | None = None
         """All ranks, for a thread beside the trainer's own. None where there is one."""
         self._manifest: Manifest
@@ -91,16 +92,22 @@ class SnapshotPublisher:
 
     @torch.no_grad()
     def write(self, version: int, tensors: Tensors) -> None:
-        """Copy ``tensors`` into this version's buffer. Collective: every rank calls it."""
+        """Copy ``tensors`` into this version's buffer. Collective: every rank calls it.
+
+        When it returns, a GPU has copied and digested them, and nothing of this version is asked of
+        it again. A question that came later would wait for the kernels of the next step.
+        """
         if not self._parts:
             self._lay_out(tensors)
         self._written, self._version = self._written + 1, version
-        targets, self._shares = self._targets[version % 2], {}
+        targets = self._targets[version % 2]
+        taken: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if name in targets:
                 copied = copy_out(targets[name], local_of(tensor))
                 if not copied.is_cpu:  # on its way to the host its memory is free then
-                    self._shares[name] = digest(copied, self._mine[name], self._shapes[name])
+                    taken[name] = digest(copied, self._mine[name], self._shapes[name])
+        self._shares = dict(zip(taken, read_together(taken.values()), strict=True))
         wait_for_copies(self._source)
 
     async def announce(self, remote_readers: bool) -> None:
@@ -145,13 +152,16 @@ class SnapshotPublisher:
             await torchstore.put(manifest_key(self._manifest.version), self._manifest)
 
     def _digests(self, version: int) -> dict[str, str]:
-        """Of what all ranks have written as ``version``. Collective."""
+        """Return the digests of what all ranks have written as ``version``. Collective.
+
+        It runs beside the next step, and so asks nothing of a GPU.
+        """
         targets = self._targets[version % 2]
-        shares = dict.fromkeys(self._shapes, torch.zeros((), dtype=torch.int64)) | self._shares
+        shares = dict.fromkeys(self._shapes, 0) | self._shares
         for name, shard in self._mine.items():
             if name not in self._shares:
-                shares[name] = digest(targets[name], shard, self._shapes[name])
-        sums = torch.stack([share.cpu() for share in shares.values()])
+                shares[name] = int(digest(targets[name], shard, self._shapes[name]))
+        sums = torch.tensor([*shares.values()], dtype=torch.int64)
         if self._gloo is not None:
             dist.all_reduce(sums, group=self._gloo)  # returns when every rank has written
         return named(zip(shares, sums.tolist(), strict=True))

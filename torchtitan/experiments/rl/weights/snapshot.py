@@ -136,9 +136,13 @@ class PartedTensors(UserDict[str, torch.Tensor]):
 
     def __init__(self, manifest: Manifest, buffers: Iterable[torch.Tensor], device: torch.device = CPU):
         """``buffers``: flat uint8, of each of the manifest's parts."""
-        self.shapes, self._dtype, self._device = manifest.shapes, manifest.dtype, device
+        self.shapes = manifest.shapes
+        self._manifest = manifest
+        self._buffers = [*buffers]
+        self._dtype = manifest.dtype
+        self._device = device
         self.data: dict[str, Any] = {name: [] for name in manifest.shapes}
-        for own, buffer in zip(manifest.parts, buffers, strict=True):
+        for own, buffer in zip(manifest.parts, self._buffers, strict=True):
             for name, part in views(buffer, own.shards, manifest.dtype).items():
                 self.data[name].append((index_of(own.shards[name]), part))
 
@@ -149,6 +153,10 @@ class PartedTensors(UserDict[str, torch.Tensor]):
         tensor = torch.empty(self.shapes[name], dtype=self._dtype, device=self._device)
         self.copy_to(name, tensor)
         return tensor
+
+    def in_host_memory(self) -> "PartedTensors":
+        """Return the same tensors in the host's memory. A device copies each rank's buffer at once."""
+        return PartedTensors(self._manifest, [buffer.cpu() for buffer in self._buffers])
 
     def copy_to(self, name: str, target: torch.Tensor) -> None:
         """Copy each part to where it belongs. Putting a tensor together first would take fresh memory for it: on a CPU, three
@@ -351,6 +359,12 @@ def _keys_of(
 
 def _keys(count: int, device: torch.device) -> torch.Tensor:
     return _filled_keys(1 << max(count - 1, 0).bit_length(), device)[:count]
+
+
+def read_together(shares: Iterable[torch.Tensor]) -> list[int]:
+    """Return the values of digests that lie on one device. The device is asked once for all."""
+    found = [*shares]
+    return torch.stack(found).cpu().tolist() if found else []
 
 
 def named(digests: Iterable[tuple[str, int]]) -> dict[str, str]:

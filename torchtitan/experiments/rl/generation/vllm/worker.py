@@ -21,6 +21,7 @@ from torchtitan.experiments.rl.weights.snapshot import (
     digest,
     named,
     of_copies,
+    read_together,
     whole,
 )
 
@@ -111,7 +112,7 @@ class HeldWeights:
                     found[name].append(part)
         values = [value for own in found.values() for _, value in own if not isinstance(value, str)]
         taken = [value.result() if isinstance(value, Future) else value for value in values]
-        numbers = iter(torch.stack(taken).tolist() if taken else [])  # a GPU is asked once
+        numbers = iter(read_together(taken))
         return {
             name: [(place, value if isinstance(value, str) else next(numbers)) for place, value in own]
             for name, own in found.items()
@@ -189,7 +190,7 @@ class SnapshotLoader:
         started = time.perf_counter()
         (manifest, tensors), model = vars(self).pop("_mapped"), worker.get_model()
         if compat.adapters_in(tensors):  # vLLM takes them on the CPU
-            return self._load_adapter({name: tensor.cpu() for name, tensor in tensors.items()}, started, verify)
+            return self._load_adapter(dict(tensors.in_host_memory()), started, verify)
         held = HeldWeights(model, manifest)
         mapped = time.perf_counter()
         note = held.note if verify else lambda module: None
@@ -214,12 +215,17 @@ class SnapshotLoader:
         reloaded = time.perf_counter()
         parts: dict[str, list[tuple[Shard, int | str]]] = {name: [] for name in tensors} if verify else {}
         with trace.span("digests of what is held"):
+            taken: list[tuple[str, Shard, torch.Tensor]] = []
             for name, held, share in compat.held_adapter(self, tensors) if verify else ():
                 tensor = tensors[name]
                 # The share is a view of the whole.
                 row, column = divmod(int(share.storage_offset() - tensor.storage_offset()), tensor.shape[1])
                 place = ((row, row + share.shape[0]), (column, column + share.shape[1]))
-                parts[name].append((place, int(digest(held.to(tensor.dtype), place, tuple(tensor.shape)))))
+                own = digest(held.to(tensor.dtype), place, tuple(tensor.shape))
+                taken.append((name, place, own))
+            numbers = read_together(own for _, _, own in taken)
+            for (name, shard, _), number in zip(taken, numbers, strict=True):
+                parts[name].append((shard, number))
         return LoadedParts(
             parts=parts,
             verify_s=(mapped - started) + time.perf_counter() - reloaded,
