@@ -1,5 +1,6 @@
 """Parameters by hub name, a part of the model at a time, and a mixture's experts as stacks."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from tests.integration.learners import assert_same, by_hub_name
 from tests.integration.models import MOE_MODEL
 from torchtitan.experiments.rl.models.policy import ModelConfig, policy_spec
 from torchtitan.experiments.rl.training.learner import HubTensors
+from torchtitan.experiments.rl.weights.publisher import SnapshotPublisher
 from torchtitan.experiments.rl.weights.snapshot import stack_name
 
 
@@ -61,3 +63,24 @@ def test_a_stack_has_a_star_in_place_of_its_experts_number_and_no_other_name_cha
     last = "model.layers.47.mlp.experts.127.down_proj.weight"
     assert stack_name(last) == "model.layers.47.mlp.experts.*.down_proj.weight"
     assert stack_name("model.layers.47.mlp.gate.weight") == "model.layers.47.mlp.gate.weight"
+
+
+@pytest.mark.parametrize("flavor", ["qwen3/debugmodel", "llama3/debugmodel"])
+def test_no_publish_keeps_what_was_gathered_for_one_part_when_it_comes_to_the_next(flavor):
+    """On ranks these tensors are gathered, in float32: of all layers 13 GB at 32B."""
+    model, adapter = model_and_adapter(ModelConfig(hf_assets_path="/nowhere", flavor=flavor))
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def to_hub(state: dict[str, Any]) -> dict[str, Any]:
+        gathered = [tensor for name, tensor in state.items() if "qkv_linear.w" in name]
+        made.extend(weakref.ref(tensor.untyped_storage()) for tensor in gathered)
+        return adapter.to_hf(state)
+
+    for part in (*model.layers.values(), model.norm, model.lm_head):
+        part.register_state_dict_pre_hook(lambda *_: alive.append(sum(storage() is not None for storage in made)))
+    publisher = SnapshotPublisher(rank=0, host="here", dtype=torch.float32)
+    for version in (1, 2):  # the first also lays out the buffers
+        publisher.write(version, HubTensors(model, to_hub))
+    assert len(made) == 3 * len(model.layers) * 3, "queries, keys and values, read three times"
+    assert alive == [0] * 3 * (len(model.layers) + 2)

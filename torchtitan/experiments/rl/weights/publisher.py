@@ -167,16 +167,22 @@ class SnapshotPublisher:
         return named(zip(shares, sums.tolist(), strict=True))
 
     def _lay_out(self, tensors: Tensors) -> None:
-        """Decide who writes what, and make this rank's buffers."""
+        """Decide who writes what, and make this rank's buffers. Collective.
+
+        It keeps shapes alone: all tensors at once would be the gathered queries, keys and values of
+        every layer, in float32 13 GB a rank at 32B.
+        """
         if _many_ranks():
             self._gloo = dist.new_group(backend="gloo")
-        described = dict(tensors.items())
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in described.items()}
-        held = {name: shard_of(tensor) for name, tensor in described.items()}
-        hosts, everyones, lives = zip(*_of_every_rank((self._host, held, uuid.uuid4().hex)), strict=True)
+        held: dict[str, Shard] = {}
+        for name, tensor in tensors.items():
+            self._shapes[name] = tuple(tensor.shape)
+            held[name] = shard_of(tensor)
+            self._source = self._device or local_of(tensor).device
+        own_answer = self._host, held, uuid.uuid4().hex
+        hosts, everyones, lives = zip(*_of_every_rank(own_answer), strict=True)
         self._life, written = lives[0], written_by_rank(everyones, self._shapes)
         self._mine = written[self._rank]
-        self._source = self._device or local_of(next(iter(described.values()))).device
         handles = _of_every_rank(self._make_buffers() if self._mine else [])
         self._parts = [
             tuple(RankParts(host, own[index], shards) for host, own, shards in zip(hosts, handles, written, strict=True) if own)
